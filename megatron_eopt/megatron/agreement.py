@@ -41,7 +41,7 @@ def by_first_rank[T](value: T) -> dict[int, T]:
     own, ranks = hashlib.sha256(repr(value).encode()).digest(), dist.get_world_size()
     hashes: list[Any] = [None] * ranks
     dist.all_gather_object(hashes, own)
-    first = {each: rank for rank, each in reversed(list(enumerate(hashes)))}
+    first = {x: rank for rank, x in reversed(list(enumerate(hashes)))}
     if len(first) == 1:
         return {0: value}
     if len(first) > ranks // 2:
@@ -49,8 +49,8 @@ def by_first_rank[T](value: T) -> dict[int, T]:
         dist.all_gather_object(everywhere, value)
         return {rank: everywhere[rank] for rank in sorted(first.values())}
     found: dict[int, Any] = {}
-    for each, rank in sorted(first.items(), key=lambda pair: pair[1]):
-        sent = [value if each == own else None]
+    for x, rank in sorted(first.items(), key=lambda pair: pair[1]):
+        sent = [value if x == own else None]
         dist.broadcast_object_list(sent, src=rank)
         found[rank] = sent[0]
     return found

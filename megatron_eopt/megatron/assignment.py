@@ -55,8 +55,7 @@ def assign(
     """Assign every parameter of this rank; all ranks together."""
     entries = on_all_ranks(lambda: all_entries(config, config_overrides))  # one may have no file to read
     refuse_different(of_entries(entries))
-    everywhere = distinct(matches(parameters, config, entries))
-    counts = [max(of_entry) for of_entry in zip(*everywhere, strict=True)]
+    counts = [max(of_entry) for of_entry in zip(*distinct(matches(parameters, config, entries)), strict=True)]
     return on_all_ranks(lambda: assignments(parameters, config, entries, counts))
 
 

@@ -60,10 +60,8 @@ def wrapped_in_fp32(
 
 
 def balances(config: Any, args: Any) -> bool:
-    """Whether parameters are to be dealt by predicted time.
-
-    Files of the ``torch`` format do not name their parameters: under another deal others would take their state.
-    """
+    """Whether parameters are to be dealt by predicted time."""
+    # files of the torch format do not name their parameters: dealt otherwise, others would take their state
     return getattr(config, "balanced_deal", True) and getattr(args, "ckpt_format", None) != "torch"
 
 

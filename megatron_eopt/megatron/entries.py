@@ -53,7 +53,6 @@ def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Kno
 
 
 def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
-    """The optimizer's default, with the run's scalar optimizer for Adam."""
     default = registry.get_optimizer_entry(primary).default_param_overrides
     scalar = {"optimizer": getattr(config, "muon_scalar_optimizer", "adam")} if takes_matrices(primary) else {}
     return {key: {**each, **(scalar if each.get("optimizer") == "adam" else {})} for key, each in default.items()}
@@ -61,8 +60,7 @@ def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
 
 def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
     for setting in ("lr", "min_lr", "weight_decay"):
-        value = getattr(config, f"matrix_{setting}", None)
-        if value is None:
+        if (value := getattr(config, f"matrix_{setting}", None)) is None:
             continue
         flag = f"--muon-{setting}".replace("_", "-")
         if not takes_matrices(primary):

@@ -147,10 +147,7 @@ class OptimizerOfRun:
             SavedState(each, self if number == 0 else None, differ, self.facts.layer_wise)
 
     def adopt_tp_mode(self, tp_mode: TpMode) -> None:
-        """Keep a checkpoint's ``tp_mode`` if the run names none.
-
-        All ranks call it, before the build and with what is loaded: a framework may load what no flag names.
-        """
+        """Keep a checkpoint's ``tp_mode`` if the run names none."""
         if tp_mode in (self.tp_mode, self.tp_mode_of_checkpoint):
             return
         keep = self.tp_mode_source in (UNNAMED, "checkpoint")
@@ -159,7 +156,7 @@ class OptimizerOfRun:
         self.tp_mode_of_checkpoint = tp_mode
         if keep:
             self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
-            if self.optimizer is not None:
+            if self.optimizer is not None:  # a framework may load what no flag names
                 self.prepare()
                 self.build_manifest()
                 print_summary(self.optimizer, self.tp_mode_source)
@@ -215,10 +212,9 @@ def wrap_emerging_builder(
     """Replaces Megatron's builder of emerging optimizers by :class:`OptimizerOfRun`."""
     if kwargs.get("pg_collection") is None:
         kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-    layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
     groups = kwargs["pg_collection"]
     agreement.refuse_different(agreement.of_config(config))
-    run = OptimizerOfRun(config, model_chunks, groups, layer_wise)
+    run = OptimizerOfRun(config, model_chunks, groups, kwargs.get("layer_wise_distributed_optimizer", False))
     if run.facts.megatron_fsdp:
         return run.built_by(lambda config, own: fsdp.build(config, model_chunks, own, groups), config_overrides)
     return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)

@@ -29,12 +29,12 @@ class Joined:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of all optimizers, in order."""
-        return [group for each in self.chained_optimizers for group in each.param_groups]
+        return [group for optimizer in self.chained_optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """That of all optimizers, by parameter."""
-        return {p: state for each in self.chained_optimizers for p, state in each.state.items()}
+        return {p: state for optimizer in self.chained_optimizers for p, state in optimizer.state.items()}
 
     def step(self) -> None:
         """Let each optimizer make its step."""
@@ -42,13 +42,13 @@ class Joined:
             # Megatron-FSDP gives none to a parameter without entries here, and other ranks would wait for this one
             if parameter.grad is None and not parameter._local_tensor.numel():
                 parameter.grad = torch.zeros_like(parameter)
-        for each in self.chained_optimizers:
-            each.step()
+        for optimizer in self.chained_optimizers:
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let each optimizer forget its gradients."""
-        for each in self.chained_optimizers:
-            each.zero_grad(set_to_none)
+        for optimizer in self.chained_optimizers:
+            optimizer.zero_grad(set_to_none)
 
 
 def mark_shards(model_chunks: Sequence[Any]) -> None:

@@ -37,8 +37,7 @@ def build_manifest(
 ) -> tuple[list[ParamPattern], int]:
     """Collect, check and print the manifest; all ranks together.
 
-    Returned are the patterns of all ranks, and this rank's number of logical matrices. A ValueError on every rank lists
-    what a run must not start with.
+    Returned are the patterns of all ranks, and this rank's number of logical matrices. A ValueError is on all ranks.
     """
     here = rows_here(optimizer_parameters(optimizer), assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]

@@ -117,14 +117,14 @@ def scale(factors: FactorsOfRows, optimizers: Sequence[Any], dealt: bool) -> Non
     factors = {p: factor for (p, factor), any_here in zip(factors.items(), changed.tolist(), strict=True) if any_here}
     kept: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
     mains: dict[Tensor, Tensor] = {}
-    for each in (each for optimizer in optimizers for each in optimizer_parameters(optimizer)):
-        if each.model in factors:
-            assert each.main is not None  # optimizers of ours get whole parameters alone
-            mains[each.model] = each.main
-            kept.setdefault(each.optimizer, []).append((each.main, factors[each.model]))
-    for own, pairs in kept.items():
-        if isinstance(own, BaseOptimizer):
-            own.scale_rows([main for main, _ in pairs], [factor for _, factor in pairs])
+    for p in (p for optimizer in optimizers for p in optimizer_parameters(optimizer)):
+        if p.model in factors:
+            assert p.main is not None  # our optimizers get whole parameters only
+            mains[p.model] = p.main
+            kept.setdefault(p.optimizer, []).append((p.main, factors[p.model]))
+    for optimizer, pairs in kept.items():
+        if isinstance(optimizer, BaseOptimizer):
+            optimizer.scale_rows([main for main, _ in pairs], [factor for _, factor in pairs])
         else:
             for main, factor in pairs:
                 scale_rows(main, factor)

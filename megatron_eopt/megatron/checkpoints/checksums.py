@@ -45,9 +45,8 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
         return total
     sizes = [1] * (len(shape) - shard.ndim) + list(shard.shape)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    # In the global tensor, flat: where each index of an axis of the shard is.
-    each = zip(sizes, offset, strides, strict=True)
-    along = [torch.arange(start, start + size, device=device) * stride for size, start, stride in each]
+    axes = zip(sizes, offset, strides, strict=True)  # -> where their indices are in the global tensor, flat
+    along = [torch.arange(start, start + size, device=device) * stride for size, start, stride in axes]
     *leading, columns = along or [torch.zeros(1, dtype=torch.int64, device=device)]
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for indices in leading:

@@ -28,7 +28,7 @@ _STACKED = re.compile(r"\.layers\.(?!\d)")
 
 
 class Stored(NamedTuple):
-    """What a checkpoint holds, as it is sent to all ranks."""
+    """What a checkpoint holds, as sent to all ranks."""
 
     damage: str | None  # why it cannot be read
     shapes: dict[str, tuple[int, ...]]  # global, by key
@@ -85,7 +85,7 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
 
 
 def too_new(written: int) -> str | None:
-    """Why a checkpoint of this format cannot be read; None for one that can."""
+    """Why this format cannot be read; None if it can."""
     if written <= FORMAT:
         return None
     found = f"format {written}; this one reads up to {FORMAT}"
@@ -100,8 +100,7 @@ def mismatch(
 ) -> str | None:
     """Why a checkpoint's tensors cannot serve the optimizer named so.
 
-    ``wanted``: key -> global shape on any rank, None for any shape. ``stored``: those of the whole checkpoint. States
-    that are ``optional`` need not be loaded.
+    ``wanted`` and ``stored`` are key -> global shape; None is any shape. ``optional`` states need not be loaded.
     """
     parameters = {split_key(key)[1] for key in wanted}
     missing = sorted(wanted.keys() - stored.keys())

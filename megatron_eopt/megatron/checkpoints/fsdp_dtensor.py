@@ -108,10 +108,7 @@ class SavedShards:
     def _pieces(
         self, optimizer: Optimizer, parameter: DTensor, tensor: StateTensor, data: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
-        """Views of ``data`` as saved, with suffixes of the name.
-
-        Per-shard fused matrices are saved one by one: the order of their rows depends on the number of shards.
-        """
+        """Views of ``data`` as saved, with suffixes of the name."""
         if not isinstance(data, DTensor):
             yield "", data
             return
@@ -127,7 +124,7 @@ class SavedShards:
         elif not split.is_whole and dims[0] != "rows":
             raise ValueError(f"{tensor.key} of fused matrices is saved along its rows, which come first; got {dims}")
         parts, own = split_layout(layout, split), [local(data)]
-        if not split.is_whole:
+        if not split.is_whole:  # the order of the rows depends on the number of shards
             own = list(own[0].split([part.rectangle.shape[0] for part in parts]))
         for name, part, piece in zip(split.names(layout.shape[0]), parts, own, strict=True):
             held = part.rectangle

@@ -23,14 +23,12 @@ from megatron_eopt.registry import list_optimizers, optimizer_class
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"
 
+# Key of a parameter -> runs [first, last + 1] of the layers and experts stacked under it; [[0, 1]] where none are.
 Names = dict[str, list[list[int]]]
-"""Key of a parameter in the checkpoint -> runs ``[first, last + 1]`` of the indices of the layers and experts that are
-stacked under it, ``[[0, 1]]`` for a key with nothing stacked."""
 
 # Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from them.
 _SCHEDULED = frozenset({"lr", "weight_decay"})
-# What the schedule starts from.
-_SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})
+_SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})  # what it starts from
 # What a user gives to single groups: where a run no longer has one of them, it goes on without.
 _OVERRIDES = frozenset(
     {"optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"}

@@ -1,7 +1,4 @@
-"""Read a checkpoint's decisions before the optimizer is built.
-
-A resume is bit-equal only with the ``tp_mode``, kernel and measured rates of its checkpoint, which make its plan.
-"""
+"""Read a checkpoint's decisions before the build, for bit-equal resumes."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -29,8 +29,7 @@ def planned_run(
 ) -> PlannedRun:
     """Describe every rank with own parameters; plan the first.
 
-    Raises:
-        ValueError: for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.
+    A ValueError is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.
     """
     with described_run(flags, 0, world_size) as run:
         # only now: importing Megatron may need what stands in for a GPU

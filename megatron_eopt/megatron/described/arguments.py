@@ -97,7 +97,6 @@ def refused(what: str) -> Iterator[None]:
 
 
 def _notes(args: Namespace) -> tuple[str, ...]:
-    """How local layers' names differ from Transformer Engine's."""
     notes = [
         "layers are Megatron's local ones, not Transformer Engine's: a norm that TE keeps in the linear layer after it"
         " (linear_qkv.layer_norm_weight) is a layer of its own here (input_layernorm.weight)"

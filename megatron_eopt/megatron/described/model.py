@@ -26,8 +26,7 @@ from megatron_eopt.redirect import Redirection, Redirections, around
 
 # Settings that torch's norms refuse; none is of consequence for their parameters.
 _NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")
-# Their global variables are what a run leaves behind.
-_STATEFUL = (
+_STATEFUL = (  # their global variables are what a run leaves behind
     "megatron.core.config",
     "megatron.core.parallel_state",
     "megatron.core.tensor_parallel.random",

@@ -61,8 +61,7 @@ class Memory(NamedTuple):
 def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str, Memory]:
     """Make one rank's optimizers as the run would; plan them.
 
-    ``counts`` are the parameters of all ranks that each override selects. Returned are the manifest's rows, plans as
-    tables and deals, the scale mode, and the memory.
+    ``counts`` are of all ranks. Returned are the manifest's rows, plans and deals, the scale mode, and the memory.
     """
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     refuse_unsupported(planned.facts)

@@ -291,7 +291,7 @@ RULES = (
 
 
 def unsupported(run: Run) -> list[Rule]:
-    """The rules that apply to a run, in the order of reports."""
+    """The rules that apply to a run, in their order."""
     return [rule for rule in RULES if rule.applies(run)]
 
 

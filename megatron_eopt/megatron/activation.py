@@ -143,7 +143,7 @@ def _of_core() -> list[Redirection]:
 
 
 def _and_derived(config: Any) -> Iterator[Any]:
-    """Configs with a constructor, from which others may derive."""
+    """Megatron's class of configs, and derived ones with a constructor."""
     if "__init__" in vars(config) and "muon_tp_mode" in inspect.signature(config.__init__).parameters:
         yield config
     for derived in config.__subclasses__():

@@ -33,10 +33,10 @@ def distinct[T](value: T) -> list[T]:
 
 
 def by_first_rank[T](value: T) -> dict[int, T]:
-    """The distinct values of all ranks, with their first ranks.
+    """The distinct values of all ranks, each with its first rank.
 
     Ranks of a pipeline stage mostly agree, so every rank sends a hash, and one per hash its value; all send values
-    where most differ. ``value`` is plain data with equal ``repr`` where equal: no sets.
+    where most differ. ``value`` is plain data without sets: equal values have an equal ``repr``.
     """
     own, ranks = hashlib.sha256(repr(value).encode()).digest(), dist.get_world_size()
     hashes: list[Any] = [None] * ranks

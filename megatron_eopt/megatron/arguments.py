@@ -131,7 +131,7 @@ def tell_torchrun(error: str) -> bool:
 
 @around
 def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **named: Any) -> Any:
-    """Replaces Megatron's ``validate_args``, which does not see three flags.
+    """Replaces ``validate_args``; Megatron's does not see three flags.
 
     - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
       ckpt_format torch or torch_dist; and makes ``use_distributed_optimizer``, which Megatron-FSDP needs, layer-wise.

@@ -192,7 +192,7 @@ def with_preset(config: Any) -> Any:
 
 
 def without_sharing(config: Any, run: Run) -> Any:
-    """The config; SOAP shares work only where ranks can."""
+    """The config; SOAP shares work only where data-parallel ranks can."""
     all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
     if not on(config, "soap_share_over_dp") or (all_save and not run.layer_wise):
         return config

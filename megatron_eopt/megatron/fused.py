@@ -31,7 +31,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Matrices:
-    """What a parameter's attributes are to tell matrix optimizers."""
+    """Attributes to put on a parameter for matrix optimizers."""
 
     parameter: ModelParameter
     split: Split | None  # its logical matrices; None where the optimizer decides

@@ -47,7 +47,7 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
 
 
 def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
-    """By ``id`` of torch optimizers, summands of squared gradient norms."""
+    """This rank's part of squared gradient norms, by optimizers' ``id``."""
     found: dict[int, float] = {}
     for each in wrappers(optimizer):  # one that holds several, as under Megatron-FSDP, has one norm for all
         if len(inner := list(torch_optimizers(each))) != 1:
@@ -62,7 +62,7 @@ def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
 
 
 def report(metrics: Metrics, iteration: int) -> None:
-    """Print the metrics on the last rank, the writers' one."""
+    """Send metrics to writers and log, on the last rank."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
     writer, wandb = releases.training_writers()

@@ -40,14 +40,13 @@ def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) ->
     named = [x for chunk in model_chunks for x in chunk.named_modules() if hasattr(x[1], "core_attention")]
     for name, module in named:
         core, config = module.core_attention, module.config
-        norms = [getattr(module, f"{which}_layernorm", None) for which in ("q", "k")]
+        norms = (getattr(module, f"{which}_layernorm", None) for which in ("q", "k"))
+        normalized = any(list(norm.parameters()) for norm in norms if norm is not None)
         if not hasattr(core, MAXIMA):
             wrong.append(f"{name}: {type(core).__name__} records no largest logits, as Transformer Engine's does")
         elif not (hasattr(module, "linear_qkv") or hasattr(module, "linear_kv_up_proj")):
             wrong.append(f"{name}: the queries and keys of {type(module).__name__} are not known")
-        elif hasattr(module, "linear_qkv") and any(
-            True for norm in norms if norm is not None for _ in norm.parameters()
-        ):
+        elif hasattr(module, "linear_qkv") and normalized:
             wrong.append(f"{name}: queries or keys are normalized (--qk-layernorm), which undoes what scales them")
         elif config.num_query_groups < tensor_parallel and hasattr(module, "linear_qkv"):
             wrong.append(f"{name}: {config.num_query_groups} query groups are cut over {tensor_parallel} ranks")

@@ -41,7 +41,7 @@ def has(what: str, release: str) -> bool:
 
 
 def scalar_optimizers_of(release: str) -> tuple[str, ...]:
-    """``muon_scalar_optimizer``'s names: 0.17's lion is another package's."""
+    """Names for ``muon_scalar_optimizer`` that a release itself builds."""
     return ("adam", "lion") if number(release) >= (0, 19) else ("adam",)
 
 

@@ -138,7 +138,7 @@ def has_adams_alone(stored: Iterable[str]) -> bool:
 
 
 def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why another optimizer's state cannot serve; None: Megatron's own."""
+    """Why state that another of our optimizers wrote cannot serve."""
     ours = {optimizer_class(each).__name__ for each in list_optimizers()}
     parameters = {split_key(key)[1] for key in wanted}
     for block in blocks if name is None or name in ours else ():
@@ -183,7 +183,7 @@ def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple
 
 
 def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
-    """Say which state is converted from its dtype there."""
+    """Say which state is converted to this run's dtype."""
     found = {f"{name} from {was} to {now}" for name, was, now in state if was != now}
     everywhere = sorted(set().union(*distinct(sorted(found))))
     if everywhere:

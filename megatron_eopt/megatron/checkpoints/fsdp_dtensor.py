@@ -52,8 +52,9 @@ class SavedShards:
     def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
         """State and settings by parameters; NaN where to be loaded."""
         self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
-        for values in (x for o in self._optimizers if isinstance(o, Adam | AdamW) for x in o.state.values()):
-            values.setdefault("step", torch.zeros(()))  # which Megatron leaves to the first step
+        for adam in (x for x in self._optimizers if isinstance(x, Adam | AdamW)):
+            for values in adam.state.values():
+                values.setdefault("step", torch.zeros(()))  # which Megatron leaves to the first step
         state: dict[str, dict[str, Tensor]] = {}
         settings: dict[str, str] = {}  # in JSON, which torch's checkpoints do not take apart
         for optimizer in self._optimizers:

@@ -12,7 +12,7 @@ TORCH_FSDP2 = "TorchFullyShardedDataParallel"
 
 
 class Rule(NamedTuple):
-    """Why something fails, and the nearest that works; fills ``{run...}``."""
+    """Why something fails, and the nearest that works."""
 
     what: str
     instead: str
@@ -24,7 +24,7 @@ def _offloads(optimizer: str) -> bool:
 
 
 def _gathers_alone(run: Run) -> bool:
-    """Whether Megatron would gather from no other rank, and fail."""
+    """Whether gathers over a single rank would fail, before 0.19."""
     first = run.data_parallel == 1 or (not run.has_registry and run.expert_data_parallel == 1)
     overlaps = on(run.config, "overlap_param_gather") and not releases.has("gathers alone", run.release)
     return first and overlaps and run.layer_wise and not on(run.ddp, "use_distributed_optimizer")

@@ -33,7 +33,7 @@ def distinct[T](value: T) -> list[T]:
 
 
 def by_first_rank[T](value: T) -> dict[int, T]:
-    """The distinct values of all ranks, each with its first rank.
+    """The distinct values of all ranks, by first rank.
 
     Ranks of a pipeline stage mostly agree, so every rank sends a hash, and one per hash its value; all send values
     where most differ. ``value`` is plain data without sets: equal values have an equal ``repr``.

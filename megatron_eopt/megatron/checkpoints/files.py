@@ -87,7 +87,7 @@ def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def resumed(folder: Path, step: int | None) -> Path | None:
-    """The checkpoint that Megatron will take; None if there is none."""
+    """The checkpoint that Megatron will take, if there is one."""
     if step:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER

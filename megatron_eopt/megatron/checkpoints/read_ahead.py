@@ -26,7 +26,7 @@ class Decided(NamedTuple):
 
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
-    """Decisions in the checkpoint to load; empty if it is unreadable."""
+    """Decisions in the checkpoint to load; empty if unreadable."""
     if not on(args, "load") or on(args, *_NOT_READ):
         return Decided()
     try:

@@ -1,4 +1,4 @@
-"""A mark in ``--save``, by which two runs notice each other."""
+"""A mark in ``--save`` by which two runs are noticed."""
 
 import atexit
 import os
@@ -79,7 +79,7 @@ def marked_save(save: Callable[..., Any], iteration: int, model: Any, optimizer:
 
 
 def process(pid: int | str) -> tuple[str, ...]:
-    """What identifies a process on this machine; empty once it ended."""
+    """What identifies a process here; empty once it has ended."""
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     boot = _read(Path("/proc/sys/kernel/random/boot_id")).strip() or "?"
     namespace = Path("/proc/self/ns/pid").resolve().name

@@ -141,7 +141,7 @@ def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int,
 
 
 def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bool:
-    """Whether layers have different optimizers; experts of one layer may not."""
+    """Whether layers have different optimizers; one layer's experts may not."""
     kinds: dict[str, set[tuple[str | None, int]]] = defaultdict(set)
     for row in rows(families):
         kinds[_EXPERT.sub("*", row.name)].add((row.optimizer, len(row.matrices)))

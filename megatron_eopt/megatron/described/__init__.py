@@ -27,7 +27,7 @@ class PlannedRun:
 def planned_run(
     flags: Sequence[str], world_size: int | None = None, progress: Callable[[int, int], None] = lambda done, ranks: None
 ) -> PlannedRun:
-    """Describe every rank with parameters of its own; plan the first.
+    """Describe every rank that has own parameters; plan the first.
 
     A ValueError is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.
     """

@@ -40,7 +40,7 @@ def matches_here(run: DescribedRun) -> list[int]:
 
 
 def _parameters(run: DescribedRun) -> list[ModelParameter]:
-    """This rank's parameters; experts only, where another rank has the rest."""
+    """This rank's parameters; experts only, where another has the rest."""
     groups = run.pg_collection
     found = trainable(run.model_chunks, groups)
     first = groups.tp.rank() == 0 and groups.ep.rank() == 0

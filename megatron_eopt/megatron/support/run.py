@@ -140,7 +140,7 @@ class Run:
 
 
 def on(settings: Any, *names: str) -> bool:
-    """Whether a config, or None, has any of these fields set."""
+    """Whether a config, or None, has any of these set."""
     return any(getattr(settings, name, False) for name in names)
 
 

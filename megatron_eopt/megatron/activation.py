@@ -1,4 +1,4 @@
-"""Make Megatron-Core in this process know our optimizers."""
+"""Make Megatron-Core in this process use our optimizers."""
 
 import dataclasses
 import inspect
@@ -37,14 +37,12 @@ _active: Redirections | None = None
 
 
 def activate() -> None:
-    """Let ``--optimizer NAME`` build the optimizers of this package in whatever calls Megatron-Core from here on.
+    """Let ``--optimizer NAME`` build our optimizers from here on.
 
-    Puts them in Megatron-Core's registry, so that ``megatron.core.optimizer.get_megatron_optimizer`` builds them, and,
-    where ``megatron.training`` is installed, in its command line. Runs with adam and sgd stay as they are. A second
-    call does nothing. It may come before or after a script imports Megatron, but before arguments are parsed, and
-    before a script imports ``TensorParallelMuon`` and the other names of Megatron-Core's module of emerging optimizers.
-
-    Optimizers that a user has put into that registry stay there, also under a name of ours, which is logged.
+    Puts them in the registry behind ``megatron.core.optimizer.get_megatron_optimizer``, and in the command line of
+    ``megatron.training``. Runs with adam and sgd stay as they are. Call it before arguments are parsed, and before a
+    script imports names of Megatron-Core's module of emerging optimizers. Optimizers that a user has put into that
+    registry stay there, also under a name of ours, which is logged.
 
     Raises:
         ImportError: if the release of Megatron-Core is too old.
@@ -74,7 +72,7 @@ def activated() -> bool:
 
 
 def describe() -> dict[str, str]:
-    """What :func:`activate` replaces -> why, with those in one that have the same reason."""
+    """What :func:`activate` replaces -> why; equal reasons are together."""
     names: dict[str, list[str]] = {}
     for redirection in (_active or _redirections()).redirections:
         names.setdefault(redirection.reason, []).append(redirection.what)
@@ -113,12 +111,10 @@ def _of_registry() -> list[Redirection]:
 
 
 def _of_0_17() -> list[Redirection]:
-    module = releases.core_optimizer(".muon")
+    module, before = releases.core_optimizer(".muon"), "checks come before the model is touched"
     return [
         Redirection(module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
-        Redirection(
-            module, "get_megatron_muon_optimizer", wrap_emerging_builder, "checks come before the model is touched"
-        ),
+        Redirection(module, "get_megatron_muon_optimizer", wrap_emerging_builder, before),
     ]
 
 
@@ -147,10 +143,7 @@ def _of_core() -> list[Redirection]:
 
 
 def _and_derived(config: Any) -> Iterator[Any]:
-    """Megatron's class of configs, and those that were derived from it, of Megatron (in 0.17) and of frameworks.
-
-    A dataclass that derives from another does not call its constructor; one without a constructor of its own is left.
-    """
+    """Megatron's class of configs, and derived ones with a constructor."""
     if "__init__" in vars(config) and "muon_tp_mode" in inspect.signature(config.__init__).parameters:
         yield config
     for derived in config.__subclasses__():
@@ -174,10 +167,7 @@ def _of_training() -> list[Redirection]:
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine"
     )
-
-    def saves(save: Callable[..., Any]) -> Callable[..., Any]:
-        return files.named_disk(run_mark.marked_save(save))
-
+    noticed = f"two runs that save to one folder are noticed; {full}"
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
@@ -188,7 +178,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
         Redirection(checkpointing, "load_checkpoint", torch_dist.with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", files.checked_tracker, empty),
-        Redirection(checkpointing, "save_checkpoint", saves, f"two runs that save to one folder are noticed; {full}"),
+        Redirection(checkpointing, "save_checkpoint", lambda x: files.named_disk(run_mark.marked_save(x)), noticed),
         Redirection(async_utils, "maybe_finalize_async_save", files.named_disk, full),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
@@ -210,26 +200,23 @@ def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwarg
 
 
 def _forward_registry() -> None:
-    """Put our entries into Megatron's registry; those of a user stay, those of Megatron make room."""
     module = releases.core_optimizer(".emerging_optimizers")
     theirs, package = module._EMERGING_OPTIMIZERS, getattr(module, "registry", None)  # of emerging-optimizers
-    replaced = []
-    for name in (each for each in registry.EMERGING_OPTIMIZERS if each in theirs):
-        if _is_megatrons_own(theirs[name]):
-            replaced.append(name)
-        else:
-            logger.warning(
-                "--optimizer %s is what was put into Megatron's registry before activate(), and not the optimizer of "
-                "megatron_eopt: register it under another name to have both",
-                name,
-            )
+    named = [name for name in registry.EMERGING_OPTIMIZERS if name in theirs]
+    replaced = [name for name in named if _is_megatrons_own(theirs[name])]
+    for name in (name for name in named if name not in replaced):
+        logger.warning(
+            "--optimizer %s is what was put into Megatron's registry before activate(), and not the optimizer of "
+            "megatron_eopt: register it under another name to have both",
+            name,
+        )
     brought = theirs.keys() & (package.get_optimizer_name_list() if package else [])
     untested = {each for each in brought - registry.EMERGING_OPTIMIZERS.keys() if _is_megatrons_own(theirs[each])}
     registry.EMERGING_OPTIMIZERS.forward(theirs, replaced, untested)
 
 
 def _is_megatrons_own(entry: Any) -> bool:
-    """Whether Megatron put an entry into its registry: nothing that it is made of is a user's."""
+    """Whether nothing in an entry is a user's."""
     routing = [getattr(getattr(key, "predicate", None), "fn", None) for key in entry.default_param_overrides]
     made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, entry.config_to_kwargs or type(entry), *routing]
     homes = ("megatron.core.optimizer.emerging_optimizers", "emerging_optimizers.")

@@ -1,4 +1,4 @@
-"""What all ranks of a run find out together: each calls, and gets the same. Settings that have to be the same."""
+"""What all ranks agree on: results, settings and kernels."""
 
 import argparse
 import hashlib
@@ -28,24 +28,20 @@ def say(message: str) -> None:
 
 
 def distinct[T](value: T) -> list[T]:
-    """The different values of all ranks, each once, in the order of the first ranks that have them."""
+    """The distinct values of all ranks, in rank order."""
     return list(by_first_rank(value).values())
 
 
 def by_first_rank[T](value: T) -> dict[int, T]:
-    """The different values of all ranks, each by the first rank that has it.
+    """The distinct values of all ranks, by first rank.
 
-    Of a thousand ranks, those of one pipeline stage mostly have the same. So every rank sends a hash, and one of those
-    with the same hash its value; where most differ, all send theirs at once.
-
-    Args:
-        value: plain data, of which ``repr`` says all: equal values have equal ones. So it has no sets, whose order is
-            that of the process.
+    Ranks of a pipeline stage mostly agree, so every rank sends a hash, and one per hash its value; all send values
+    where most differ. ``value`` is plain data without sets: equal values have an equal ``repr``.
     """
     own, ranks = hashlib.sha256(repr(value).encode()).digest(), dist.get_world_size()
     hashes: list[Any] = [None] * ranks
     dist.all_gather_object(hashes, own)
-    first = {each: rank for rank, each in reversed(list(enumerate(hashes)))}
+    first = {x: rank for rank, x in reversed(list(enumerate(hashes)))}
     if len(first) == 1:
         return {0: value}
     if len(first) > ranks // 2:
@@ -53,25 +49,22 @@ def by_first_rank[T](value: T) -> dict[int, T]:
         dist.all_gather_object(everywhere, value)
         return {rank: everywhere[rank] for rank in sorted(first.values())}
     found: dict[int, Any] = {}
-    for each, rank in sorted(first.items(), key=lambda pair: pair[1]):
-        sent = [value if each == own else None]
+    for x, rank in sorted(first.items(), key=lambda pair: pair[1]):
+        sent = [value if x == own else None]
         dist.broadcast_object_list(sent, src=rank)
         found[rank] = sent[0]
     return found
 
 
 def refuse_different(settings: Mapping[str, Any]) -> None:
-    """Refuse, on all ranks of the run, a setting of which two ranks have different values; one may lack it.
-
-    The values are plain data, as for :func:`distinct`.
-    """
+    """Raise a ValueError on all ranks where settings differ."""
     if lines := differences(by_first_rank(settings)):
         what = "ranks have different settings, and would train a wrong model: start all with the same flags and files"
         raise ValueError("\n".join([what, *lines[:8]]))
 
 
 def differences(of_ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """A line for each setting with two values: those of the first rank that has it, and of the first that differs."""
+    """A line for each setting with two values."""
     known: dict[str, tuple[int, Any]] = {}
     lines: dict[str, str] = {}
     for rank, settings in of_ranks.items():
@@ -83,7 +76,7 @@ def differences(of_ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def from_rank_0[T](find: Callable[[], T]) -> T:
-    """What the first rank finds; where it fails, all do, and none waits for it."""
+    """What the first rank finds; its failure is raised everywhere."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -99,26 +92,23 @@ def from_rank_0[T](find: Callable[[], T]) -> T:
 
 
 def on_all_ranks[T](decide: Callable[[], T]) -> T:
-    """What is decided on this rank; a ValueError of one is raised on all, so that none waits for another."""
+    """What this rank decides; all raise a ValueError of one."""
     mistake = None
     try:
         decided = decide()
     except ValueError as error:
         mistake = (str(error), isinstance(error, OverrideError))
     all_well = lowest(torch.tensor([mistake is None]).int(), dist.group.WORLD)  # type: ignore[arg-type]
-    for found in [] if all_well else distinct(mistake):
-        if found is not None:
-            message, of_overrides = found
-            raise (OverrideError if of_overrides else ValueError)(message)
+    for message, of_overrides in filter(None, [] if all_well else distinct(mistake)):
+        raise (OverrideError if of_overrides else ValueError)(message)
     return decided
 
 
 def choose_kernels(optimizers: Sequence[Any]) -> None:
-    """Give optimizers that orthogonalize the kernels of symmetric products that are the fastest for the whole run.
+    """Choose the fastest kernel of symmetric products for the run.
 
-    The slowest rank counts, and what fails on one serves on none. Ranks without optimizers come here, too: all have one
-    choice, since a checkpoint holds one, and replicas need not have a group in common. Nothing is timed for those whose
-    groups have that of a checkpoint, and on a CPU.
+    The slowest rank counts, and a kernel that fails on one rank serves on none. Ranks without optimizers call it too: a
+    checkpoint holds one choice, and replicas need not share a group.
     """
     found = timing.times([], [], torch.device("cpu"))
     choosing = [each for each in optimizers if KERNEL in getattr(each, "carried_settings", ())]
@@ -132,7 +122,7 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
 
 
 def of_command_line(args: Any) -> dict[str, Any]:
-    """The numbers and choices of Megatron's flags and of ours, and the data; of its paths the last part alone."""
+    """Numbers and choices of flags, and the data's file names."""
     from megatron.training import arguments
 
     found = {}
@@ -148,19 +138,19 @@ def of_command_line(args: Any) -> dict[str, Any]:
 
 
 def of_config(config: Any) -> dict[str, Any]:
-    """What a config of Megatron's says, but for paths."""
+    """The plain values of a config of Megatron's, without paths."""
     name = type(config).__name__
     return {f"{name}.{key}": x for key, x in vars(config).items() if is_plain(x) and not key.endswith(_PATHS)}
 
 
 def of_entries(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The overrides of a run and their mistakes, by number, from whatever file."""
+    """The overrides of a run and their mistakes, by number."""
     said = ((str(each.selector), plain(each.settings), each.mistakes) for each in entries)
     return {"the number of overrides": len(entries)} | {f"override {n}": each for n, each in enumerate(said)}
 
 
 def of_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-    """What torch optimizers have for all of their groups, as far as those of one class on this rank have it alike."""
+    """Settings that all torch optimizers of a class here share."""
     values: dict[str, list[Any]] = {}
     for each in optimizers:
         own = plain(each.defaults | (each.settings() if isinstance(each, BaseOptimizer) else {}))

@@ -24,7 +24,7 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_m
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"
 
-RUN_FLAGS = (
+RUN_FLAGS = (  # whatever the optimizer
     Flag("optimizer_overrides", "Settings of single parameters, in YAML or JSON.", default=None, metavar="FILE"),
     Flag(
         "optimizer_manifest",
@@ -66,10 +66,7 @@ RUN_FLAGS = (
     ),
     Flag("check_replicas", "Never compare parameters over ranks that have the same.", default=True),
 )
-"""Flags of a run, whatever its optimizer."""
-
 FLAGS = (*(flag for row in OPTIMIZERS.values() for flag in row.flags if not flag.megatrons), *RUN_FLAGS)
-"""The flags that are added; one that a later Megatron has itself is left to it."""
 
 
 class _StoreNamed(argparse._StoreAction):
@@ -79,12 +76,7 @@ class _StoreNamed(argparse._StoreAction):
 
 
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
-    """Let Megatron's parser, with its arguments added, know our optimizers; what would fail in a step fails there.
-
-    ``--optimizer`` takes every registered name but those ``unavailable``, ``--muon-coefficient-type`` the known names
-    only, ``--muon-fp32-matmul-prec`` also highest. ``--muon-tp-mode`` is auto by default. :data:`FLAGS` are added. An
-    error is not preceded by all of Megatron's flags.
-    """
+    """Let Megatron's parser know our optimizers, and :data:`FLAGS`."""
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
     optimizer, tp_mode = actions["--optimizer"], actions["--muon-tp-mode"]
     theirs = [name for name in optimizer.choices or () if name not in unavailable]
@@ -110,7 +102,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
 
 
 def _check_tested(name: str) -> str:
-    """Type of ``--optimizer``: an error for what Megatron has of emerging-optimizers, and this package has not."""
+    """Type of ``--optimizer``: refuses untested optimizers of emerging-optimizers."""
     if name in EMERGING_OPTIMIZERS and name not in list_optimizers():
         like = "--optimizer soap --soap-basis-of current --soap-basis-method eigh" if name == "rekls" else "another one"
         raise argparse.ArgumentTypeError(
@@ -122,14 +114,14 @@ def _check_tested(name: str) -> str:
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """In place of ``parser.error``: said once, at the end of torchrun's report if there is one."""
+    """Replaces ``parser.error``: torchrun's report ends with the message."""
     if tell_torchrun(f"{parser.prog}: error: {message}"):
         parser.exit(2)
     type(parser).error(parser, message)
 
 
 def tell_torchrun(error: str) -> bool:
-    """Let the report that torchrun prints last end with an error; whether torchrun started this process."""
+    """Put an error in torchrun's report; whether torchrun started us."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None and not Path(file).exists():  # else the script itself has recorded more
         said = {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -139,15 +131,12 @@ def tell_torchrun(error: str) -> bool:
 
 @around
 def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **named: Any) -> Any:
-    """Around Megatron's ``validate_args``, which sees neither of these, since it has them for other optimizers alone.
+    """Replaces ``validate_args``; Megatron's does not see three flags.
 
-    - The name of the optimizer under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP; for other optimizers no
-      FSDP, and ckpt_format torch or torch_dist. It also makes ``use_distributed_optimizer``, which Megatron-FSDP needs,
-      the layer-wise one. It asks for the name nowhere else, so its other checks hold as they are: those of FSDP and of
-      ckpt_format too.
-    - ``--optimizer-cpu-offload``, which is there for an Adam that steps on the CPU, and wants flags which that needs.
-    - ``--qk-clip``, for which it wants Transformer Engine, by its version. What is needed is attention that records its
-      largest logits, by whatever package: that is looked at with the model.
+    - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
+      ckpt_format torch or torch_dist; and makes ``use_distributed_optimizer``, which Megatron-FSDP needs, layer-wise.
+    - ``--optimizer-cpu-offload``: Megatron's is an Adam that steps on the CPU, and wants flags for that.
+    - ``--qk-clip``: Megatron wants Transformer Engine. Attention that records its largest logits will do (``qk_clip``).
     """
     name, hidden = args.optimizer, dict[str, Any]()
     if builds(args):
@@ -178,7 +167,7 @@ def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any
 
 @around
 def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Around Megatron's ``get_megatron_optimizer_config``: what our flags say, alike on all ranks, goes to a config."""
+    """Replaces ``get_megatron_optimizer_config``: our flags reach the config."""
     if dist.is_initialized():  # else all ranks come again
         refuse_different(of_command_line(args))
     config, overrides = make_config(args)
@@ -199,19 +188,17 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
 
 
 def builds(args: argparse.Namespace) -> bool:
-    """Whether the optimizer of a run is one of the table of this package."""
+    """Whether the run's optimizer is in this package's table."""
     return args.optimizer.removeprefix("dist_") in OPTIMIZERS
 
 
 def _is_shared_with(flag: Flag, name: str) -> bool:
-    """Whether a flag of another optimizer holds for this one: of those of matrices, if it takes the setting."""
     if name in OPTIMIZERS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
         return flag.optimizer == "muon" and flag.setting in OPTIMIZERS[name].of_muon
     return flag.shared and takes_matrices(name)
 
 
 def _check_effect(args: argparse.Namespace) -> None:
-    """Refuse overrides where nothing here builds the optimizer; say which flags of single optimizers have no effect."""
     name, overrides = getattr(args, "optimizer", "").removeprefix("dist_"), getattr(args, "optimizer_overrides", None)
     if overrides is not None:  # they may give some parameters to any optimizer
         if name in ("adam", "sgd"):

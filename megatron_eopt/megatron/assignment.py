@@ -1,7 +1,4 @@
-"""Which optimizer updates every parameter, with which settings: decided, in Megatron's form, and checked.
-
-What can be checked before any optimizer is built, is.
-"""
+"""Which optimizer updates every parameter, with which settings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,12 +30,12 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """The parameter's name."""
         return self.parameter.name
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By name."""
+        """The settings by name."""
         return self.resolved.settings
 
     @property
@@ -47,7 +44,7 @@ class Assignment:
         return self.optimizer is not None and takes_matrices(self.optimizer)
 
     def user_source(self, setting: str) -> str | None:
-        """What set a setting; None where nobody did, or a default alone."""
+        """What set a setting; None for a default or nothing."""
         source = self.resolved.sources.get(setting, DEFAULT)
         return None if source.startswith(DEFAULT) else source
 
@@ -55,14 +52,10 @@ class Assignment:
 def assign(
     parameters: Sequence[ModelParameter], config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None
 ) -> list[Assignment]:
-    """Every parameter of this rank with its optimizer and settings; all ranks call it together, and fail together.
-
-    ``config_overrides`` are Megatron's, or selectors of this package instead; None stands for Megatron's standard ones.
-    """
+    """Assign every parameter of this rank; all ranks together."""
     entries = on_all_ranks(lambda: all_entries(config, config_overrides))  # one may have no file to read
     refuse_different(of_entries(entries))
-    everywhere = distinct(matches(parameters, config, entries))
-    counts = [max(of_entry) for of_entry in zip(*everywhere, strict=True)]
+    counts = [max(of_entry) for of_entry in zip(*distinct(matches(parameters, config, entries)), strict=True)]
     return on_all_ranks(lambda: assignments(parameters, config, entries, counts))
 
 
@@ -74,7 +67,7 @@ def matches(parameters: Sequence[ModelParameter], config: Any, entries: Sequence
 def assignments(
     parameters: Sequence[ModelParameter], config: Any, entries: Sequence[Entry], counts: Sequence[int]
 ) -> list[Assignment]:
-    """:func:`assign` on one rank, given how many parameters of all ranks each entry selects."""
+    """:func:`assign` on one rank; ``counts`` are matches on all ranks."""
     primary = config.optimizer.removeprefix("dist_")
     resolved = resolve(entries, [each.info for each in parameters], primary, counts, known_names())
     found, wrong = [], dict[str, str]()
@@ -90,7 +83,6 @@ def assignments(
 
 
 def _wrong_iteration(resolved: Resolved, config: Any) -> str | None:
-    """What is wrong with steps and coefficients, one of which may be the run's, together."""
     own = {key: resolved.settings[key] for key in ("num_ns_steps", "coefficient_type") if key in resolved.settings}
     of_run = {"num_ns_steps": config.muon_num_ns_steps, "coefficient_type": config.muon_coefficient_type}
     if not own or not (wrong := inconsistent(of_run | own)):
@@ -99,11 +91,7 @@ def _wrong_iteration(resolved: Resolved, config: Any) -> str | None:
 
 
 class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
-    """Overrides for Megatron's builder that hold the settings of every parameter, each in at most one of them.
-
-    Megatron adds the default routing of the registered optimizer to the overrides that it is given. That routing is
-    among the settings already, where an override may have overruled it: so what is added is left out.
-    """
+    """Overrides for Megatron's builder, at most one for each parameter."""
 
     def __init__(self, assigned: Sequence[Assignment], config: Any) -> None:
         alike: dict[tuple[tuple[str, Any], ...], set[int]] = {}
@@ -116,11 +104,11 @@ class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
             self[ParamKey(predicate=among)] = dict(settings)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add nothing."""
+        """Ignore the default routing that Megatron adds: it is included."""
 
 
 def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
-    """What the group of a parameter says that is not the run's, in Megatron's words."""
+    """Settings that are not the run's, in Megatron's names."""
     settings = assigned.settings
     group = {key: value for key, value in settings.items() if key not in OF_ALL | {"split"}}
     if assigned.optimizer != config.optimizer.removeprefix("dist_") and releases.has_registry():
@@ -140,7 +128,7 @@ def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
 
 @contextmanager
 def excluded_hidden(assigned: Sequence[Assignment]) -> Iterator[None]:
-    """While it is open, excluded parameters require no gradient, so that Megatron builds no optimizer for them."""
+    """Hide excluded parameters from Megatron: they require no gradient."""
     tensors = [each.parameter.tensor for each in assigned if each.optimizer is None]
     for tensor in tensors:
         tensor.requires_grad_(False)
@@ -152,7 +140,7 @@ def excluded_hidden(assigned: Sequence[Assignment]) -> Iterator[None]:
 
 
 def refuse_other_dtypes(assigned: Sequence[Assignment]) -> None:
-    """Refuse trainable parameters that are not real, of which neither Megatron's norm nor any matrix is defined."""
+    """Refuse trainable parameters that are not real floating-point."""
     wrong = [p for p in assigned if p.optimizer is not None and not p.parameter.tensor.is_floating_point()]
     if wrong:
         dtypes = listed(f"{each.name} ({each.parameter.tensor.dtype})" for each in wrong)
@@ -163,7 +151,7 @@ def refuse_other_dtypes(assigned: Sequence[Assignment]) -> None:
 
 
 def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
-    """Refuse parameters whose buffers Megatron's layer-wise layout has made for an optimizer of another kind."""
+    """Refuse parameters whose buffers are for another optimizer."""
     mark = "is_managed_by_layer_wise_optimizer"
     wrong = [p for p in assigned if getattr(p.parameter.tensor, mark, None) not in (None, p.has_matrix_optimizer)]
     if wrong:
@@ -176,10 +164,7 @@ def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
 
 
 def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Refuse values that an optimizer would refuse, or not read, and weight decays that Megatron could not follow.
-
-    An optimizer without parameters is built as the run would build it, and checks its own arguments.
-    """
+    """Refuse values that optimizers refuse, and impossible weight decays."""
 
     def error(name: str, settings: Mapping[str, Any]) -> str | None:
         try:
@@ -208,10 +193,7 @@ def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Seque
 
 
 def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
-    """Refuse settings that the optimizer of a parameter has for all of its parameters, and reads from no group.
-
-    Known for sure of optimizers that were built: some cannot be built without parameters.
-    """
+    """Refuse settings that a built optimizer reads from no group."""
     optimizers = {id(each.model): each.optimizer for each in optimizer_parameters(optimizer)}
     for each in assigned:
         found = optimizers.get(id(each.parameter.tensor))
@@ -223,7 +205,6 @@ def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
 
 
 def _of_optimizer(assigned: Assignment) -> dict[str, Any]:
-    """What users set that this package knows no range of."""
     return {k: value for k, value in assigned.settings.items() if k not in SETTINGS and assigned.user_source(k)}
 
 

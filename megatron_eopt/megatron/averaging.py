@@ -1,8 +1,4 @@
-"""Optimizers that train a model at another point than the one that is evaluated and saved: the average of the path.
-
-Functions that take a ``wrapper`` take one of Megatron's optimizers, around one torch optimizer of whole parameters.
-Where that trains what it evaluates, they do nothing.
-"""
+"""Optimizers that evaluate and save an average of their path."""
 
 import functools
 import inspect
@@ -21,7 +17,7 @@ from megatron_eopt.optimizers.parameters import local
 
 
 def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's ``evaluate``: the model is at the average while it runs, and back where it was after it."""
+    """Replaces ``evaluate``: the model is at the average meanwhile."""
     parameters = inspect.signature(evaluate)
 
     @functools.wraps(evaluate)
@@ -49,7 +45,7 @@ def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
-    """Let the model in a checkpoint be the one that is evaluated, in tensors of its own."""
+    """Save the average as the model, in separate tensors."""
     averages = ((model, wrapper.optimizer.exported(own)) for own, model in _pairs(wrapper))
     exported = {id(shard_of(model)): local(average).to(model.dtype) for model, average in averages}
     for tensor in nested_values(model_sharded_state_dict) if exported else ():
@@ -58,16 +54,13 @@ def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
 
 
 def trained(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
-    """The parameters that have to be saved as state, by their indices, and under which key.
-
-    Where there is an fp32 copy of a parameter, Megatron saves that.
-    """
+    """Parameters to save as state (others have an fp32 copy)."""
     pairs = enumerate(_pairs(wrapper))
     return {i: (wrapper.optimizer.live_key, own.detach()) for i, (own, model) in pairs if own is model}
 
 
 def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
-    """After a load, make the parameters what is trained: what was ``loaded`` for :func:`trained`, or their copies."""
+    """After a load, continue from ``loaded`` parameters or fp32 copies."""
     with torch.no_grad():
         for index, (own, model) in enumerate(_pairs(wrapper)):
             if index in loaded:
@@ -77,7 +70,7 @@ def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
 
 
 def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
-    """What the torch optimizer trains, and the parameter of the model; none where it evaluates what it trains."""
+    """Trained and model parameters; none where they are the same."""
     if not isinstance(wrapper.optimizer, BaseOptimizer) or wrapper.optimizer.live_key is None:
         return []
     own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])

@@ -1,4 +1,4 @@
-"""How whole parameters are dealt to data-parallel ranks under Megatron's layer-wise distributed optimizer."""
+"""Deal whole parameters to data-parallel ranks, by predicted time."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -19,11 +19,7 @@ from megatron_eopt.redirect import Redirection, Redirections, around
 
 
 def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
-    """While they are installed, the layer-wise optimizer that is made deals its parameters by predicted time.
-
-    Those of experts, and the others, are dealt each for themselves, since they have other data-parallel ranks. Where
-    buffers were laid out for whole parameters, Megatron's deal stays.
-    """
+    """Redirections that make Megatron's layer-wise optimizer deal by time."""
 
     @around
     def shard_params(own: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
@@ -56,11 +52,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
 def wrapped_in_fp32(
     make: Any, self: Any, optimizers: Sequence[Any], config: Any, *args: Any, init_state_fn_list: Any, **kwargs: Any
 ) -> None:
-    """Around the making of the layer-wise optimizer, which wraps torch optimizers by itself in bf16 alone.
-
-    The builder of 0.17 has wrapped them. Wrappers in fp32 have no copies of parameters, so they may come before the
-    deal.
-    """
+    """Wraps torch optimizers also in fp32 for Megatron's layer-wise one."""
     if not config.bf16:
         each = zip(optimizers, init_state_fn_list, strict=True)
         optimizers = [FP32Optimizer(o, config, init) if isinstance(o, Optimizer) else o for o, init in each]
@@ -68,16 +60,13 @@ def wrapped_in_fp32(
 
 
 def balances(config: Any, args: Any) -> bool:
-    """Whether parameters are to be dealt by predicted time.
-
-    Not in checkpoints of the ``torch`` format, where each data-parallel rank has a file of its own state that does not
-    say of what parameters: under another deal than that of its run others would take it over.
-    """
+    """Whether parameters are to be dealt by predicted time."""
+    # files of the torch format do not name their parameters: dealt otherwise, others would take their state
     return getattr(config, "balanced_deal", True) and getattr(args, "ckpt_format", None) != "torch"
 
 
 def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[str, Work]]:
-    """What is to be dealt of optimizers that still have all parameters, and the iterations."""
+    """Items to deal, of optimizers with all parameters, and iterations."""
     items: dict[Tensor, Item] = {}
     works: dict[str, Work] = {}
     for each in (inner for outer in optimizers for inner in torch_optimizers(outer)):
@@ -97,7 +86,7 @@ def redealt(
     works: Mapping[str, Work],
     mode: TpMode,
 ) -> tuple[list[list[Tensor]], Deal]:
-    """What each data-parallel rank gets, in the order of ``parameters``, of what it got ``by_size``."""
+    """Parameters of each data-parallel rank, dealt anew from ``by_size``."""
     rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
     dealt = [parameter for parameter in parameters if parameter in rank_of]
     found = deal([items[p] for p in dealt], [rank_of[p] for p in dealt], len(by_size), works, mode)

@@ -1,4 +1,4 @@
-"""The entries of a run's overrides, from everything that may set something: defaults, Python, a file and flags."""
+"""The overrides of a run, from defaults, Python, files, flags."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,10 +17,7 @@ DEFAULT = "default of"  # start of the source of a setting that nobody has reque
 
 
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
-    """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'.
-
-    Their mistakes stay on them, so that all are reported together.
-    """
+    """Entries of all layers, each with its mistakes."""
     known, primary = known_names(), config.optimizer.removeprefix("dist_")
     without_decay = [name for name in registry.list_optimizers() if not registry.decays_weights(name)]
     user = getattr(config, "optimizer_overrides", None)
@@ -46,7 +43,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
 
 
 def to_adam(name: str, takes: Callable[[Any], bool]) -> dict[ParamKey, dict[str, Any]]:
-    """Overrides that give the parameters of a predicate, which has a name, to Megatron's Adam."""
+    """Overrides that give parameters to Adam by a named predicate."""
     return {ParamKey(predicate=ParamPredicate(name=name, fn=takes)): {"optimizer": "adam"}}
 
 
@@ -56,17 +53,14 @@ def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Kno
 
 
 def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
-    """The default of an optimizer; one of matrices leaves to the scalar optimizer what it leaves to Adam by itself."""
     default = registry.get_optimizer_entry(primary).default_param_overrides
     scalar = {"optimizer": getattr(config, "muon_scalar_optimizer", "adam")} if takes_matrices(primary) else {}
     return {key: {**each, **(scalar if each.get("optimizer") == "adam" else {})} for key, each in default.items()}
 
 
 def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
-    """``--muon-lr`` and its like, for the parameters of the run's optimizer."""
     for setting in ("lr", "min_lr", "weight_decay"):
-        value = getattr(config, f"matrix_{setting}", None)
-        if value is None:
+        if (value := getattr(config, f"matrix_{setting}", None)) is None:
             continue
         flag = f"--muon-{setting}".replace("_", "-")
         if not takes_matrices(primary):
@@ -75,17 +69,15 @@ def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
 
 
 def known_names() -> Known:
-    """What settings may name: the optimizers that can be built here, and the ways to split."""
+    """Names for settings: optimizers that can be built, and splits."""
     return Known.registered(["per_head"])  # which Megatron's fused parameters know beyond those of every optimizer
 
 
 def _of_mup(key: Any) -> bool:
-    """Whether a selector is Megatron's, for muP."""
     return isinstance(key, ParamKey) and getattr(key.with_name_predicate, "name", "").startswith("mup_")
 
 
 def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> Iterator[Entry]:
-    """Megatron's rates of muP, for hidden matrices that an override gives to Adam."""
     for key, settings in defaults.items():
         rates = {name: settings[name] for name in ("max_lr", "min_lr") if name in settings}
         if rates and _of_mup(key):
@@ -93,5 +85,5 @@ def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> I
 
 
 def _hidden_of_others(info: ParameterInfo) -> bool:
-    """A hidden matrix whose optimizer is not for matrices: Megatron's muP leaves it out, for it looks at the shape."""
+    """Hidden matrices of element-wise optimizers, which Megatron's muP skips."""
     return info.is_matrix and info.optimizer is not None and not takes_matrices(info.optimizer)

@@ -1,4 +1,4 @@
-"""Building the optimizer of a run: its phases in their order, and what replaces Megatron's own builders."""
+"""Build the optimizer of a run, in phases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,12 +34,10 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimize
 
 
 class OptimizerOfRun:
-    """The optimizer of a run, from Megatron's asking for one to its first step.
+    """The optimizer of a run, up to its first step.
 
-    :meth:`built_by` goes through the phases, which are the methods below it in their order; all ranks do so together.
-    What can be known to be wrong before anything is built is an error by the end of :meth:`check`. Until then nothing
-    is changed, but that parameters are marked with their names and with how they are cut. Megatron's optimizer has this
-    object as its attribute ``megatron_eopt``.
+    All ranks go through the phases together: the methods below :meth:`built_by`, in their order. Errors that can be
+    known before a build come by the end of :meth:`check`; until then only attributes of parameters change.
     """
 
     optimizer: Any = None  # Megatron's, once it is built
@@ -56,10 +54,10 @@ class OptimizerOfRun:
         self.tp_mode_of_checkpoint: TpMode | None = None  # of which the run has spoken
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
-        """Megatron's optimizer, by its builder of a config and of overrides."""
+        """Build Megatron's optimizer by ``build(config, overrides)``."""
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
         self.describe()
-        self.assign(config_overrides)
+        self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         matrices, overrides = agreement.on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
         tag(matrices)
@@ -75,7 +73,7 @@ class OptimizerOfRun:
         return self.optimizer
 
     def describe(self) -> None:
-        """Name the parameters of the model, and mark those whose matrices the user has declared."""
+        """Name the parameters, and mark those with declared matrices."""
         releases.mark_row_parallel(self.model_chunks)
         if self.facts.megatron_fsdp:
             fsdp.mark_shards(self.model_chunks)
@@ -83,12 +81,8 @@ class OptimizerOfRun:
         mark(self.parameters)
         warn_of_shared_keys(self.parameters, self.groups.tp.size(), on(self.facts.model, "sequence_parallel"))
 
-    def assign(self, config_overrides: Any) -> None:
-        """Decide which optimizer updates every parameter, with which settings."""
-        self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
-
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
-        """Refuse what was assigned and cannot work; what it means for the parameters, and for Megatron."""
+        """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
         names = {each.optimizer for each in self.assigned}
         routes = any(each.user_source("optimizer") for each in self.assigned)
         assigned = frozenset(name for name in names if name is not None)
@@ -102,13 +96,13 @@ class OptimizerOfRun:
         return logical_matrices(self.assigned, self.config), overrides
 
     def read_checkpoint(self) -> None:
-        """Take over what was decided in the run that saved the checkpoint which is going to be loaded."""
+        """Take over the decisions of the checkpoint to be loaded."""
         self.decided = agreement.from_rank_0(lambda: decided_before(self.facts.args, self.facts.megatron_fsdp))
         if self.decided.tp_mode is not None:
             self.adopt_tp_mode(self.decided.tp_mode)
 
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
-        """Let Megatron build its optimizer, and look at what it has built."""
+        """Let Megatron build its optimizer, and check the result."""
         dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode)
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
@@ -121,7 +115,7 @@ class OptimizerOfRun:
                 each.pg_collection = self.groups
 
     def prepare(self) -> None:
-        """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
+        """Let every optimizer agree on its plan with other ranks."""
 
         def take_over() -> None:
             for each in torch_optimizers(self.optimizer):
@@ -139,7 +133,7 @@ class OptimizerOfRun:
         agreement.on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
 
     def build_manifest(self) -> None:
-        """Say which optimizer updates every parameter, as it was built."""
+        """Record which optimizer updates every parameter, as built."""
         self.families, self.matrices_here = build_manifest(self.optimizer, self.assigned, self.config, self.groups)
 
     def attach_checkpoints(self) -> None:
@@ -153,10 +147,7 @@ class OptimizerOfRun:
             SavedState(each, self if number == 0 else None, differ, self.facts.layer_wise)
 
     def adopt_tp_mode(self, tp_mode: TpMode) -> None:
-        """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it together.
-
-        They do so before anything is built, and again with what is loaded: a framework may load what no flag names.
-        """
+        """Keep a checkpoint's ``tp_mode`` if the run names none."""
         if tp_mode in (self.tp_mode, self.tp_mode_of_checkpoint):
             return
         keep = self.tp_mode_source in (UNNAMED, "checkpoint")
@@ -165,13 +156,13 @@ class OptimizerOfRun:
         self.tp_mode_of_checkpoint = tp_mode
         if keep:
             self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
-            if self.optimizer is not None:
+            if self.optimizer is not None:  # a framework may load what no flag names
                 self.prepare()
                 self.build_manifest()
                 print_summary(self.optimizer, self.tp_mode_source)
 
     def guard_first_step(self) -> None:
-        """Check what can only be known in the first step, or in any."""
+        """Install the checks of the first step, and of replicas."""
         compare = None
         if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp", "tp", "expt_tp"))
@@ -180,10 +171,7 @@ class OptimizerOfRun:
 
 
 def with_preset(config: Any) -> Any:
-    """The config with the size of updates that its ``muon_preset`` says; the same object where it has none.
-
-    Refused is a preset for updates that have a size of their own, or beside another scale mode or factor.
-    """
+    """The config with scale mode and factor of ``muon_preset``."""
     preset = getattr(config, "muon_preset", None)
     if preset is None:
         return config
@@ -204,7 +192,7 @@ def with_preset(config: Any) -> Any:
 
 
 def without_sharing(config: Any, run: Run) -> Any:
-    """The config; SOAP's work is not shared by data-parallel ranks where each has its own, or one saves for all."""
+    """The config; SOAP shares work only where data-parallel ranks can."""
     all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
     if not on(config, "soap_share_over_dp") or (all_save and not run.layer_wise):
         return config
@@ -212,7 +200,7 @@ def without_sharing(config: Any, run: Run) -> Any:
 
 
 def offloading(config: Any) -> Any:
-    """The config with the share of our state that is in host memory, from Megatron's flag, which Adam is not told."""
+    """The config with ``offload_fraction`` instead of Megatron's flag."""
     fraction = config.optimizer_offload_fraction if on(config, "optimizer_cpu_offload") else 0.0
     return with_fields(config, offload_fraction=fraction, optimizer_cpu_offload=False)
 
@@ -221,13 +209,12 @@ def offloading(config: Any) -> Any:
 def wrap_emerging_builder(
     build: Callable[..., Any], config: Any, model_chunks: Any, config_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`."""
+    """Replaces Megatron's builder of emerging optimizers by :class:`OptimizerOfRun`."""
     if kwargs.get("pg_collection") is None:
         kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-    layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
     groups = kwargs["pg_collection"]
     agreement.refuse_different(agreement.of_config(config))
-    run = OptimizerOfRun(config, model_chunks, groups, layer_wise)
+    run = OptimizerOfRun(config, model_chunks, groups, kwargs.get("layer_wise_distributed_optimizer", False))
     if run.facts.megatron_fsdp:
         return run.built_by(lambda config, own: fsdp.build(config, model_chunks, own, groups), config_overrides)
     return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)
@@ -235,7 +222,7 @@ def wrap_emerging_builder(
 
 @around
 def checked_elsewhere(check: Callable[..., Any], config: Any, config_overrides: Any) -> Any:
-    """Around Megatron's check of overrides, which refuses an optimizer's name: :class:`OptimizerOfRun` checks ours."""
+    """Skips Megatron's check of overrides, which :class:`OptimizerOfRun` replaces."""
     return config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS or check(config, config_overrides)
 
 
@@ -243,7 +230,7 @@ def checked_elsewhere(check: Callable[..., Any], config: Any, config_overrides: 
 def wrap_group_builder(
     build: Callable[..., Any], config: Any, model_chunks: Any, param_groups: list[Any], **kwargs: Any
 ) -> Any:
-    """Around Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too."""
+    """Lets Megatron's builder of adam, sgd and lion build ours."""
     if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in ("adam", "sgd", "lion"):
         return build(config, model_chunks, param_groups=param_groups, **kwargs)
     if config.use_distributed_optimizer:

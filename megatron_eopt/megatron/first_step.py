@@ -1,4 +1,4 @@
-"""What only the first step of a run can show: matrices that are left out, and parameters without a gradient."""
+"""Checks of the first step: missing matrices, and missing gradients."""
 
 import functools
 import re
@@ -22,14 +22,10 @@ _NUMBER_OF_EXPERT = re.compile(r"(?<=^local_experts\.)\d+|(?<=\.weight)\d+|(?<=\
 def check_steps(
     optimizer: Any, expected: int, compare: Callable[[], None] | None = None, look: Callable[[], None] = lambda: None
 ) -> None:
-    """Wrap the ``step`` of Megatron's optimizer: the first has to update ``expected`` matrices on this rank.
+    """Check that the first step updates ``expected`` matrices here.
 
-    It comes after whatever has loaded or made the parameters: a checkpoint with or without optimizer state, or an
-    initialization. Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be
-    nothing to compute. Nor do they where gradients are not finite, whose matrices stay as they are, or for which
-    Megatron leaves the step out: the next one counts.
-
-    ``compare`` is called before every step, ``look`` before the first.
+    Fewer prove nothing at a learning rate of zero, as warmups begin with, or where gradients are not finite: then the
+    next step counts. ``compare`` is called before every step, ``look`` before the first.
     """
     step, proven, looked = optimizer.step, False, False
     counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
@@ -64,11 +60,10 @@ def check_steps(
 
 
 def warn_of_unused(assigned: Sequence[Assignment]) -> None:
-    """Name the parameters whose gradient is zero everywhere; all ranks call it together, before their first step.
+    """Warn of parameters whose gradient is zero on all ranks.
 
-    Megatron's buffers hold zeros for what no backward pass has reached. Those of other data-parallel ranks may have
-    all of the sum, and an expert may be without tokens: one that has some speaks for all of its layer. What is excluded
-    or has a rate of zero is not looked at.
+    Megatron's buffers hold zeros for parameters that no backward pass has reached. Another data-parallel rank may have
+    the whole sum, and an expert may get no tokens, so one expert speaks for all of its layer.
     """
     reached: dict[str, list[Tensor]] = {}
     for each in assigned:

@@ -1,8 +1,7 @@
-"""Building the optimizer of a run with Megatron-FSDP, whose parameters are DTensors that cut flat buffers at any row.
+"""Build the optimizer of a run with Megatron-FSDP.
 
-Megatron builds one optimizer of a run with Megatron-FSDP: its distributed optimizer around torch's, which writes the
-updated weights back into the model and gathers them, once in a step, and whose state is saved by the names of
-parameters. So several optimizers (of matrices, and a scalar one) are one for it: :class:`Joined`.
+Its parameters are DTensors that cut flat buffers at any row. Megatron builds one distributed optimizer, which writes
+weights back into the model and gathers them once a step: :class:`Joined` makes several optimizers one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,44 +21,38 @@ from megatron_eopt.registry import create_emerging_optimizer
 
 
 class Joined:
-    """Several torch optimizers, as the one that Megatron's distributed optimizer steps.
-
-    Megatron-FSDP gives no gradient to a parameter of which this rank holds no entries, and other ranks would wait for
-    this one's part: such a parameter gets a gradient without entries.
-    """
+    """Several torch optimizers as one, for Megatron's distributed optimizer."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.chained_optimizers = list(optimizers)  # Megatron's name for it
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all optimizers, one after the other."""
-        return [group for each in self.chained_optimizers for group in each.param_groups]
+        """Those of all optimizers, in order."""
+        return [group for optimizer in self.chained_optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Of all optimizers, by parameter."""
-        return {p: state for each in self.chained_optimizers for p, state in each.state.items()}
+        """That of all optimizers, by parameter."""
+        return {p: state for optimizer in self.chained_optimizers for p, state in optimizer.state.items()}
 
     def step(self) -> None:
         """Let each optimizer make its step."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
+            # Megatron-FSDP gives none to a parameter without entries here, and other ranks would wait for this one
             if parameter.grad is None and not parameter._local_tensor.numel():
                 parameter.grad = torch.zeros_like(parameter)
-        for each in self.chained_optimizers:
-            each.step()
+        for optimizer in self.chained_optimizers:
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let each optimizer forget its gradients."""
-        for each in self.chained_optimizers:
-            each.zero_grad(set_to_none)
+        for optimizer in self.chained_optimizers:
+            optimizer.zero_grad(set_to_none)
 
 
 def mark_shards(model_chunks: Sequence[Any]) -> None:
-    """Let each shard say which chunk of its parameter it is, and those of experts that they are; ranks call together.
-
-    Megatron-FSDP makes the parameters of an optimizer of DTensors that did say it, and they no longer do.
-    """
+    """Restore marks that Megatron-FSDP drops: chunks, and experts."""
     for parameter in (p for chunk in model_chunks for p in chunk.parameters()):
         update_uneven_dtensor_chunk_metadata(parameter)
         if not getattr(parameter.orig_param, "allreduce", True):
@@ -69,7 +62,7 @@ def mark_shards(model_chunks: Sequence[Any]) -> None:
 def build(
     config: Any, model_chunks: Sequence[Any], overrides: Mapping[Any, Mapping[str, Any]], groups: Any
 ) -> ChainedOptimizer:
-    """Megatron's distributed optimizer around the optimizers that overrides name for parameters, and the run's."""
+    """Build Megatron's distributed optimizer around those that overrides name."""
     core = releases.core_optimizer()
     of_names: dict[str, list[dict[str, Any]]] = {config.optimizer: []}
     for group in core._get_param_groups(model_chunks, config, overrides):

@@ -1,4 +1,4 @@
-"""Which logical matrices a parameter of Megatron's modules is made of, by each way to split, and how it is told."""
+"""Which logical matrices the parameters of Megatron's modules hold."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Matrices:
-    """What is to be put on a parameter for the optimizers of matrices."""
+    """Attributes to put on a parameter for matrix optimizers."""
 
     parameter: ModelParameter
     split: Split | None  # its logical matrices; None where the optimizer decides
@@ -40,11 +40,7 @@ class Matrices:
 
 
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
-    """The logical matrices of every parameter of an optimizer of matrices: by its own setting, else by the run's.
-
-    Refused are a fused parameter of which nobody has said how it is to be orthogonalized, or of which it was said
-    twice, and a fused projection that has another number of rows than its config says.
-    """
+    """Logical matrices of all parameters that have a matrix optimizer."""
     of_run: SplitName = getattr(config, "muon_split", "default")
     splits_qkv = getattr(config, "muon_split_qkv", False)
     # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone
@@ -60,13 +56,10 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
 
 
 def tag(found: Iterable[Matrices]) -> None:
-    """Put on the parameters what the optimizers read; what an earlier call put there is replaced.
+    """Put on parameters what optimizers read, instead of earlier tags.
 
-    That is the attribute ``logical_matrices``, another one that numbers rows which follow the ranks, and on fused
-    projections Megatron's own attributes ``is_qkv`` and ``qkv_split_shapes``, by which an optimizer with ``split_qkv``
-    finds them. Megatron itself marks a projection if a shard is a whole number of query groups, so that the marks
-    depend on the number of ranks. Here the global matrix decides, and the config of its attention, which need not be
-    the model's (an encoder beside the language model).
+    Megatron marks a projection (``is_qkv``) if a shard is a whole number of query groups. Here the global matrix
+    decides, and the config of its attention, which need not be the model's (an encoder beside the language model).
     """
     for each in found:
         tensor = each.parameter.tensor
@@ -86,7 +79,7 @@ def tag(found: Iterable[Matrices]) -> None:
 
 
 def warn_of_shared_keys(parameters: Iterable[ModelParameter], ranks: int, sequence_parallel: bool) -> None:
-    """Warn of latent attention that gives the keys' positions, which all heads share, the gradients of some alone."""
+    """Warn of latent attention with incomplete gradients of shared keys."""
     down = [p for p in parameters if p.path.endswith((".linear_kv_down_proj", ".linear_qkv_down_proj"))]
     if ranks > 1 and down and (is_sharded(down[0].tensor) or not sequence_parallel):
         say(
@@ -97,12 +90,12 @@ def warn_of_shared_keys(parameters: Iterable[ModelParameter], ranks: int, sequen
 
 
 def is_declared(parameter: ModelParameter) -> bool:
-    """Whether its user declared the matrices of a parameter, and not an earlier :func:`tag`."""
+    """Whether its user declared a parameter's matrices, not :func:`tag`."""
     return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
 
 
 def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
-    """The split to put on a parameter: what its attribute declares, else what ``name`` makes of it; None for none."""
+    """The declared split of a parameter, else that of ``name``."""
     if is_declared(parameter):
         if is_transposed(parameter.tensor):
             raise ValueError(f"{parameter.name} is declared as transposed, but Megatron's weights are (out, in)")
@@ -141,7 +134,7 @@ def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
 
 
 def _qkv_shapes(parameter: ModelParameter) -> list[int] | None:
-    """Rows of each matrix in a query group of a fused projection of queries, keys and values; None for any other."""
+    """Rows in a query group of a fused QKV projection."""
     home, _, layer = parameter.path.rpartition(".")
     if parameter.tensor.ndim != 2 or layer != "linear_qkv":
         return None
@@ -156,7 +149,7 @@ def _qkv_shapes(parameter: ModelParameter) -> list[int] | None:
 
 
 def fused(parameter: ModelParameter) -> Fused | None:
-    """What a parameter is made of, by the name of its linear layer and its module; None for a single matrix."""
+    """What a parameter is fused of; None for one matrix."""
     home, _, layer = parameter.path.rpartition(".")
     module = parameter.chunk.get_submodule(home)
     config, name = getattr(module, "config", None), parameter.name
@@ -171,13 +164,10 @@ def fused(parameter: ModelParameter) -> Fused | None:
             return Fused(what, matrices.query_key_value(shapes), matrices.query_key_value(shapes, per_head=True))
         case "linear_q":  # of cross attention
             return Fused(queries, WHOLE, matrices.heads("q", config.kv_channels))
-        case "linear_kv":  # of cross attention
-            k = v = config.kv_channels
-            return Fused(keys, matrices.key_value(k, v), matrices.key_value(k, v, per_head=True))
-        case "linear_q_proj" | "linear_q_up_proj":  # from here on of latent attention
+        case "linear_q_proj" | "linear_q_up_proj":  # of latent attention
             return Fused(queries, WHOLE, matrices.heads("q", config.qk_head_dim + config.qk_pos_emb_head_dim))
-        case "linear_kv_up_proj":
-            k, v = config.qk_head_dim, config.v_head_dim
+        case "linear_kv" | "linear_kv_up_proj":  # of cross attention, of latent attention
+            k, v = (config.kv_channels,) * 2 if layer == "linear_kv" else (config.qk_head_dim, config.v_head_dim)
             return Fused(keys, matrices.key_value(k, v), matrices.key_value(k, v, per_head=True))
         case "linear_kv_down_proj":
             split = matrices.concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim)

@@ -1,4 +1,4 @@
-"""The manifest of an optimizer that Megatron has built: who updates every parameter, whoever it was assigned to."""
+"""The manifest of Megatron's optimizer: what updates every parameter."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,11 +35,9 @@ _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 def build_manifest(
     optimizer: Any, assigned: Sequence[Assignment], config: Any, groups: Any
 ) -> tuple[list[ParamPattern], int]:
-    """Collect all trainable parameters of all ranks, each with the optimizer that updates it, and check the manifest.
+    """Collect, check and print the manifest; all ranks together.
 
-    Under a distributed optimizer a rank updates some of its parameters only. All ranks call it together; rank 0 prints
-    and writes the manifest, as the config says. All that a run must not start with is a ``ValueError`` on every rank.
-    Returned are the families of all ranks, and how many logical matrices this rank has a shard of.
+    Returned are the patterns of all ranks, and this rank's number of logical matrices. A ValueError is on all ranks.
     """
     here = rows_here(optimizer_parameters(optimizer), assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]
@@ -56,7 +54,6 @@ def build_manifest(
     names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may
     everywhere += families(row for row in rows(merged(others)) if row.name not in names)
-
     name = config.optimizer.removeprefix("dist_")
     wrong = [*manifest.problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
     if wrong:
@@ -81,10 +78,7 @@ def _report(found: list[ParamPattern], config: Any) -> None:
 def rows_here(
     updated: Iterable[OptimizerParameter], assigned: Sequence[Assignment], config: Any, groups: Any, settled: bool
 ) -> list[ManifestRow]:
-    """The parameters that optimizers of this rank update; after them those of its model chunks that none does.
-
-    ``settled`` says whether other ranks are there to agree on plans.
-    """
+    """Parameters that this rank updates, then those it does not."""
     updates: dict[int, list[OptimizerParameter]] = {}
     for one in updated:
         updates.setdefault(id(one.model), []).append(one)
@@ -165,7 +159,6 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
 
 
 def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str | None) -> int:
-    """Of the whole parameter's state."""
     elements = prod(info.shape)
     optimizer, main = updated.optimizer, updated.main
     if not isinstance(optimizer, BaseOptimizer):

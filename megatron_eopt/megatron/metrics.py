@@ -1,4 +1,4 @@
-"""The figures of an optimizer's steps in Megatron: sampled around its ``step``, to its writers and to the log."""
+"""Metrics of steps, to Megatron's writers and log."""
 
 import functools
 from collections.abc import Sequence
@@ -13,10 +13,7 @@ from megatron_eopt.metrics import Metrics, Sampler, line, squared_norms
 
 
 def interval_of(config: Any, args: Any) -> int:
-    """How many steps there are from one that is measured to the next; 0 for none.
-
-    By ``--optimizer-metrics-interval``, else by ``--log-interval``; without arguments of ``megatron.training``, none.
-    """
+    """Steps from one measurement to the next; 0 for none."""
     given = getattr(config, "optimizer_metrics_interval", None)
     if given is None:
         return getattr(args, "log_interval", 0) or 0
@@ -26,7 +23,7 @@ def interval_of(config: Any, args: Any) -> int:
 
 
 def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wise: bool) -> None:
-    """Wrap the ``step`` of Megatron's optimizer: it is measured where the iteration is a multiple of ``interval``."""
+    """Measure the ``step`` of Megatron's optimizer at every ``interval``-th iteration."""
     step, steps = optimizer.step, 0
     device = next(p.device for chunk in model_chunks for p in chunk.parameters())
     sampler = Sampler(torch_optimizers(optimizer), device)
@@ -35,9 +32,8 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
     def measured_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal steps
         steps += 1
-        iteration = steps
-        if (known := getattr(releases.training_args(), "curr_iteration", None)) is not None:
-            iteration = known + 1
+        known = getattr(releases.training_args(), "curr_iteration", None)
+        iteration = steps if known is None else known + 1
         if iteration % interval:
             return step(*args, **kwargs)
         sampler.begin()
@@ -51,12 +47,9 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
 
 
 def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
-    """By the ``id`` of a torch optimizer this rank's summand of the squared norm of its gradients, as they are.
-
-    Where several torch optimizers are in one of Megatron's, as under Megatron-FSDP, none is known.
-    """
+    """This rank's part of squared gradient norms, by optimizers' ``id``."""
     found: dict[int, float] = {}
-    for each in wrappers(optimizer):
+    for each in wrappers(optimizer):  # one that holds several, as under Megatron-FSDP, has one norm for all
         if len(inner := list(torch_optimizers(each))) != 1:
             return {}
         group = None if layer_wise else each.get_grad_stats_parallel_group()
@@ -69,15 +62,14 @@ def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
 
 
 def report(metrics: Metrics, iteration: int) -> None:
-    """Hand the figures to the writers of the last rank, which has Megatron's, and print them there."""
+    """Send metrics to writers and log, on the last rank."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
     writer, wandb = releases.training_writers()
     for name, figures in metrics.items():
         tagged = {f"{name}/{key}": value for key, value in figures.items()}
-        if writer is not None:
-            for tag, value in tagged.items():
-                writer.add_scalar(tag, value, iteration)
+        for tag, value in tagged.items() if writer is not None else ():
+            writer.add_scalar(tag, value, iteration)
         if wandb is not None:
             wandb.log(tagged, iteration)
     print(f"megatron_eopt: iteration {iteration:8d} | {line(metrics)}", flush=True)

@@ -1,7 +1,4 @@
-"""The trainable parameters of a Megatron model, and where the optimizers that Megatron has built keep them.
-
-Names and shapes are those of the whole model, the same at every parallel size.
-"""
+"""Trainable parameters of a Megatron model, with global names, shapes."""
 
 import re
 import weakref
@@ -34,13 +31,13 @@ class ModelParameter:
 
     @property
     def name(self) -> str:
-        """In the whole model."""
+        """Its name in the whole model."""
         return self.info.name
 
 
 @dataclass(frozen=True)
 class OptimizerParameter:
-    """A parameter as a torch optimizer inside Megatron's wrappers has it."""
+    """A parameter in a torch optimizer inside Megatron's wrappers."""
 
     model: Tensor  # the model's
     optimizer: Optimizer
@@ -49,23 +46,18 @@ class OptimizerParameter:
 
 
 def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelParameter]:
-    """All parameters that require a gradient, in the order of the model; one that is used twice comes once."""
-    return [
-        ModelParameter(parameter, _info(name, parameter, pg_collection), chunk, path)
-        for chunk in model_chunks
-        for name, parameter, path in _named(chunk)
-        if parameter.requires_grad
-    ]
+    """All parameters that require a gradient, each once, in order."""
+    named = ((chunk, *of_chunk) for chunk in model_chunks for of_chunk in _named(chunk))
+    return [ModelParameter(p, _info(name, p, pg_collection), c, path) for c, name, p, path in named if p.requires_grad]
 
 
 def frozen_names(model_chunks: Sequence[Any]) -> list[str]:
     """Global names of the parameters that require no gradient."""
-    named = (each for chunk in model_chunks for each in _named(chunk))
-    return [name for name, parameter, _ in named if not parameter.requires_grad]
+    return [name for chunk in model_chunks for name, p, _ in _named(chunk) if not p.requires_grad]
 
 
 def mark(parameters: Sequence[ModelParameter]) -> None:
-    """Put on every parameter its name, the matrices that its user declared by that name, and how its state is saved."""
+    """Mark parameters with name, declared matrices, and form of checkpoints."""
     tag_declared((each.name, each.tensor) for each in parameters)
     for each in parameters:
         setattr(each.tensor, NAME, each.name)
@@ -73,7 +65,7 @@ def mark(parameters: Sequence[ModelParameter]) -> None:
 
 
 def wrappers(optimizer: Any) -> Iterator[Any]:
-    """The links of an optimizer of Megatron's that chains several, or chains of several; else the optimizer itself."""
+    """The links of a chain of Megatron's optimizers, chains included."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
@@ -82,7 +74,7 @@ def wrappers(optimizer: Any) -> Iterator[Any]:
 
 
 def plain_wrappers(optimizer: Any) -> list[Any]:
-    """Those of :func:`wrappers` that hold a torch optimizer of whole parameters, and save its state by their shapes."""
+    """The :func:`wrappers` of a torch optimizer of whole parameters."""
     kinds = ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
     return [each for each in wrappers(optimizer) if type(each).__name__ in kinds and each.optimizer is not None]
 
@@ -97,7 +89,7 @@ def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
 
 
 def optimizer_parameters(megatron: Any) -> Iterator[OptimizerParameter]:
-    """All that an optimizer of Megatron's updates on this rank, in the order of its wrappers and groups."""
+    """All that Megatron's optimizer updates here, by wrappers and groups."""
     for wrapper in wrappers(megatron):
         inner = getattr(wrapper, "optimizer", None)
         if inner is None:
@@ -113,7 +105,7 @@ def optimizer_parameters(megatron: Any) -> Iterator[OptimizerParameter]:
 
 
 def model_parameters(wrapper: Any) -> list[Tensor]:
-    """The model's, in the order of those whole ones that a wrapper's torch optimizer holds: maybe their fp32 copies."""
+    """Parameters in the order of a wrapper's torch optimizer."""
     groups = (getattr(wrapper, name, []) for name in ("fp32_from_float16_groups", "float16_groups"))
     mains, models = ([parameter for group in each for parameter in group] for each in groups)
     of_main = {id(main): model for main, model in zip(mains, models, strict=True)}
@@ -122,31 +114,30 @@ def model_parameters(wrapper: Any) -> list[Tensor]:
 
 
 def shard_of(parameter: Tensor) -> Tensor:
-    """What Megatron's model says that it saves of a parameter: of a DTensor its shard, always the same object."""
+    """What Megatron saves: a DTensor's shard, or the parameter."""
     return getattr(parameter, "_local_tensor", parameter)
 
 
 def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
-    """Let :func:`optimizers_of` find an optimizer of Megatron's by its model; of several, the last built."""
+    """Let :func:`optimizers_of` find Megatron's optimizer; the last built counts."""
     for chunk in model_chunks:
         setattr(chunk, _OPTIMIZER, weakref.ref(optimizer))
 
 
 def optimizers_of(model_chunks: Sequence[nn.Module]) -> list[Any]:
-    """What this package has built for the chunks of a model: one optimizer for all, unless each was given apart."""
+    """The optimizers that this package has built for these chunks."""
     found = dict.fromkeys(getattr(chunk, _OPTIMIZER)() for chunk in model_chunks if hasattr(chunk, _OPTIMIZER))
     return [each for each in found if each is not None]  # the others are gone
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
-    """The name by which a run asks for a torch optimizer: the registered one, or that of its kind."""
+    """The registered name of a torch optimizer, or its kind's."""
     kind = type(optimizer).__name__
     known = ("adam", "sgd", "lion", "muon")  # which Megatron builds by itself, Muon where there is no registry
     return BUILT_AS.get(optimizer) or next((name for name in known if name in kind.lower()), kind)
 
 
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
-    """Global name, parameter, and path of its module."""
     ahead = _ahead(chunk)
     for name, parameter in chunk.named_parameters():
         path, _, last = name.rpartition(".")
@@ -154,7 +145,7 @@ def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
 
 
 def _ahead(chunk: nn.Module) -> dict[str, int]:
-    """How much is to be added to a number in a name: path up to it, ``*`` for any number -> how much."""
+    """Offsets of numbers in names, by path (``*``: any number)."""
     found = {}
     for path, module in chunk.named_modules():
         layer = getattr(module, "layer_number", None)
@@ -174,8 +165,7 @@ def _global_name(path: str, last: str, ahead: dict[str, int]) -> str:
         if word.isdecimal():
             before = ".".join(path.split(".")[:index])
             words[index] = str(int(word) + ahead.get(f"{before}.{word}", ahead.get(f"{before}.*", 0)))
-    grouped = re.fullmatch(r"(weight|bias)(\d+)", last)
-    if grouped:  # Transformer Engine's experts are numbered in the name of the weight
+    if grouped := re.fullmatch(r"(weight|bias)(\d+)", last):  # Transformer Engine numbers weights of experts
         module = path.rpartition(".")[0]
         last = f"{grouped[1]}{int(grouped[2]) + ahead.get(f'{module}.linear_fc*.weight*', 0)}"
     return unwrapped(".".join([*words, last] if path else [last]))

@@ -1,13 +1,10 @@
-"""QK-clip: after a step, the queries and keys of heads whose attention logits have grown too large are scaled down.
+"""QK-clip: scale down queries and keys with too large logits.
 
-A head whose largest logit ``S`` of the step is above the threshold ``t`` gets ``c = t / S`` times the logits that it
-would have had: the rows of its queries are multiplied by ``c^alpha``, and those of its keys by ``c^(1 - alpha)`` (Kimi
-Team, Kimi K2, 2025, arXiv 2507.20534, section 2.1). Heads that share keys are scaled together, by their largest logit.
-Of latent attention, where all heads share the part of the keys that has positions, the queries of that part get ``c``.
-The momentum stays as it is. What an optimizer keeps of its weights follows: factors, norms, points of an average.
-
-Megatron-Core's own visits the layers of a decoder alone, fails on those without attention and on gated attention,
-leaves biases as they are, and makes weights of a head whose largest logit is negative no numbers.
+A head whose largest logit ``S`` of the step is above the threshold ``t`` gets ``c = t / S`` times its logits: the rows
+of its queries are multiplied by ``c^alpha``, and those of its keys by ``c^(1 - alpha)`` (Kimi Team, Kimi K2, 2025,
+arXiv 2507.20534, section 2.1). Heads that share keys are scaled together, by their largest logit. In latent attention
+all heads share the keys' positional part, so the queries of that part get ``c``. Momenta stay as they are; state that
+copies or factorizes weights is scaled with them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,32 +23,30 @@ from megatron_eopt.optimizers.parameters import scale_rows
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import get_qkv_split_shapes
 
-FactorsOfRows = dict[Tensor, Tensor]
-"""Parameter of the model -> what its rows here are multiplied by, (rows,)."""
-
-MAXIMA = "current_max_attn_logits"
-"""Attribute of an attention's core: the largest logit of each of its heads here since it was None, 1-D."""
+FactorsOfRows = dict[Tensor, Tensor]  # parameter -> factors of its rows here, (rows,)
+MAXIMA = "current_max_attn_logits"  # attribute of an attention's core: each head's largest logit here, (heads,)
 
 
 def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """The attention modules whose core records the largest logits, in every kind of layer."""
+    """The attention modules whose core records its largest logits."""
     for module in (module for chunk in model_chunks for module in chunk.modules()):
         if hasattr(getattr(module, "core_attention", None), MAXIMA):
             yield module
 
 
 def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) -> None:
-    """Refuse, by a ``ValueError``, a model with ``--qk-clip`` that could not be clipped: all that is wrong at once."""
+    """Raise a ``ValueError`` that lists attentions which cannot be clipped."""
     wrong = []
-    own = [(name, module) for chunk in model_chunks for name, module in chunk.named_modules()]
-    own = [(name, module) for name, module in own if hasattr(module, "core_attention")]
-    for name, module in own:
+    named = [x for chunk in model_chunks for x in chunk.named_modules() if hasattr(x[1], "core_attention")]
+    for name, module in named:
         core, config = module.core_attention, module.config
+        norms = (getattr(module, f"{which}_layernorm", None) for which in ("q", "k"))
+        normalized = any(list(norm.parameters()) for norm in norms if norm is not None)
         if not hasattr(core, MAXIMA):
             wrong.append(f"{name}: {type(core).__name__} records no largest logits, as Transformer Engine's does")
         elif not (hasattr(module, "linear_qkv") or hasattr(module, "linear_kv_up_proj")):
             wrong.append(f"{name}: the queries and keys of {type(module).__name__} are not known")
-        elif hasattr(module, "linear_qkv") and any(_normalizes(module, which) for which in ("q", "k")):
+        elif hasattr(module, "linear_qkv") and normalized:
             wrong.append(f"{name}: queries or keys are normalized (--qk-layernorm), which undoes what scales them")
         elif config.num_query_groups < tensor_parallel and hasattr(module, "linear_qkv"):
             wrong.append(f"{name}: {config.num_query_groups} query groups are cut over {tensor_parallel} ranks")
@@ -62,20 +57,10 @@ def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) ->
         raise ValueError("\n".join(["--qk-clip cannot work here; leave it away:", *wrong[:5]]) + more)
 
 
-def _normalizes(module: Any, which: str) -> bool:
-    norm = getattr(module, f"{which}_layernorm", None)
-    return norm is not None and any(True for _ in norm.parameters())
-
-
 @around
 def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_only: bool = False) -> float:
-    """Around Megatron's ``clip_qk``: scale weights, and return the largest logit of all heads here.
-
-    Megatron calls it after every step, with the chunks of the model on this rank. Models whose optimizer is Megatron's,
-    as with adam and sgd, keep its own.
-    """
-    optimizers = optimizers_of(model)
-    if not optimizers:
+    """Replaces Megatron's ``clip_qk``; adam and sgd keep Megatron's."""
+    if not (optimizers := optimizers_of(model)):
         return original(model, log_max_only=log_max_only)
     modules = [module for module in attentions(model) if getattr(module.core_attention, MAXIMA) is not None]
     if not modules:
@@ -95,11 +80,10 @@ def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_onl
 
 
 def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float) -> FactorsOfRows:
-    """What the queries and keys of an attention are scaled by; ``maxima``: fp32, the largest logit of each head."""
+    """Factors of query and key rows; ``maxima``: fp32, (heads,)."""
     config = module.config
     if hasattr(module, "linear_qkv"):
-        groups = module.num_query_groups_per_partition
-        c = _share(maxima.view(groups, -1).amax(1), threshold)
+        c = _share(maxima.view(module.num_query_groups_per_partition, -1).amax(1), threshold)
         queries, *gate, keys, values = get_qkv_split_shapes(config)
         parts = [(queries, c**alpha), *((rows, torch.ones_like(c)) for rows in gate)]
         return _rows(module.linear_qkv, [*parts, (keys, c ** (1 - alpha)), (values, torch.ones_like(c))])
@@ -111,36 +95,35 @@ def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float)
 
 
 def _share(maxima: Tensor, threshold: float) -> Tensor:
-    """What logits are multiplied by: 1 where they are small enough, or negative."""
+    """Factor of the logits: 1 where small enough, or negative."""
     above = maxima > threshold
     return torch.where(above, threshold / torch.where(above, maxima, 1.0), 1.0)
 
 
 def _rows(linear: Any, parts: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
-    """For weight and bias of a linear layer: of each head or group so many rows by its factor, then the next."""
     factors = torch.cat([factor[:, None].expand(-1, rows) for rows, factor in parts], 1).flatten()
     return {parameter: factors for parameter in (linear.weight, getattr(linear, "bias", None)) if parameter is not None}
 
 
 def scale(factors: FactorsOfRows, optimizers: Sequence[Any], dealt: bool) -> None:
-    """Multiply rows of the model's parameters, and of what ``optimizers`` of Megatron's keep of them here.
+    """Multiply rows of parameters, and of their optimizer state.
 
-    All tensor-parallel ranks call it together, also those whose rows stay as they are. A parameter in half precision is
-    rounded from its fp32 copy; where parameters are ``dealt``, not all ranks have the copy, and each scales its own.
+    All tensor-parallel ranks call it together. A parameter in half precision is rounded from its fp32 copy; where
+    parameters are ``dealt``, not all ranks have the copy, and each scales its own.
     """
     changed = torch.stack([(factor != 1).any() for factor in factors.values()]).int()
     dist.all_reduce(changed, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
     factors = {p: factor for (p, factor), any_here in zip(factors.items(), changed.tolist(), strict=True) if any_here}
     kept: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
     mains: dict[Tensor, Tensor] = {}
-    for each in (each for optimizer in optimizers for each in optimizer_parameters(optimizer)):
-        if each.model in factors:
-            assert each.main is not None  # optimizers of ours get whole parameters alone
-            mains[each.model] = each.main
-            kept.setdefault(each.optimizer, []).append((each.main, factors[each.model]))
-    for own, pairs in kept.items():
-        if isinstance(own, BaseOptimizer):
-            own.scale_rows([main for main, _ in pairs], [factor for _, factor in pairs])
+    for p in (p for optimizer in optimizers for p in optimizer_parameters(optimizer)):
+        if p.model in factors:
+            assert p.main is not None  # our optimizers get whole parameters only
+            mains[p.model] = p.main
+            kept.setdefault(p.optimizer, []).append((p.main, factors[p.model]))
+    for optimizer, pairs in kept.items():
+        if isinstance(optimizer, BaseOptimizer):
+            optimizer.scale_rows([main for main, _ in pairs], [factor for _, factor in pairs])
         else:
             for main, factor in pairs:
                 scale_rows(main, factor)

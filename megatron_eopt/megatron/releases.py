@@ -1,8 +1,4 @@
-"""What differs between the releases of Megatron-Core that are supported, 0.17, 0.18 and 0.19, and nowhere else.
-
-Functions of a release's number speak of any release; the others of the one that is installed, and look at what it has.
-Importing this module imports no Megatron.
-"""
+"""What differs between Megatron-Core 0.17, 0.18 and 0.19; imports none."""
 
 import importlib
 import importlib.util
@@ -25,7 +21,7 @@ SUPPORTED = ("0.19", "0.18", "0.17")  # the latest first
 
 
 def number(release: str) -> tuple[int, int]:
-    """The first two numbers of a release, ``0.19.2`` or ``0.20.0rc1``; zeros where it has none."""
+    """The first two numbers of a release; zeros where missing."""
     major, minor, *_ = *re.findall(r"\d+", release), "0", "0"
     return int(major), int(minor)
 
@@ -40,20 +36,19 @@ _SINCE = {
 
 
 def has(what: str, release: str) -> bool:
-    """Whether a release has one of the above."""
+    """Whether a release has a feature of ``_SINCE``."""
     return number(release) >= _SINCE[what]
 
 
 def scalar_optimizers_of(release: str) -> tuple[str, ...]:
-    """What ``muon_scalar_optimizer`` may name: 0.18 reads it nowhere, and the lion of 0.17 is from another package."""
+    """Names for ``muon_scalar_optimizer`` that a release itself builds."""
     return ("adam", "lion") if number(release) >= (0, 19) else ("adam",)
 
 
 def distributed_optimizer(release: str) -> dict[str, Any]:
-    """What ``megatron.training`` of a release makes of ``--use-distributed-optimizer``, as facts of ``support``'s Run.
+    """What ``--use-distributed-optimizer`` means, as facts of ``support``'s Run.
 
-    0.18 lays the gradient buffers out for whole matrices; the way in which scripts for 0.19 enter (``pretrain`` with a
-    config container) does not; 0.17 leaves the flag on the config.
+    0.18 lays gradient buffers out for whole matrices; 0.19's ``pretrain`` does not; 0.17 leaves the flag on the config.
     """
     if number(release) < (0, 18):
         return {"config.use_distributed_optimizer": True}
@@ -62,12 +57,12 @@ def distributed_optimizer(release: str) -> dict[str, Any]:
 
 
 def version() -> str:
-    """The release that is imported, without the commit that it adds of whatever git repository it is installed in."""
+    """The imported release, without a commit after ``+``."""
     return str(importlib.import_module("megatron.core").__version__).partition("+")[0]
 
 
 def core_optimizer(name: str = "") -> ModuleType:
-    """What builds Megatron's optimizers, or its ``.emerging_optimizers`` (a registry, from 0.18), ``.muon`` (0.17)."""
+    """Megatron's module of optimizers, or one in it."""
     return importlib.import_module(f"megatron.core.optimizer{name}")
 
 
@@ -77,10 +72,7 @@ def has_registry() -> bool:
 
 
 def has_training() -> bool:
-    """True where ``megatron.training`` can be imported; a training loop of the user's own may do without.
-
-    The wheel has it, but does not declare all that it needs: where that is missing, there is no command line to change.
-    """
+    """Whether ``megatron.training`` and what it needs can be imported."""
     try:
         importlib.import_module("megatron.training.training")
     except ImportError:
@@ -96,10 +88,7 @@ def builder(optimizer: str) -> Any:
 
 
 def package_not_needed() -> Redirections:
-    """While they are installed, Megatron builds optimizers without asking for the emerging-optimizers package.
-
-    Its flags are left alone otherwise: code behind them imports the package.
-    """
+    """Let Megatron build optimizers without the emerging-optimizers package."""
     flags = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
     if not has_registry():
         flags = [(core_optimizer(".muon"), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
@@ -108,23 +97,20 @@ def package_not_needed() -> Redirections:
 
 
 def check_supported() -> None:
-    """Refuse, by an ImportError, a release that is too old to build Muon."""
+    """Raise an ImportError for a release without Muon."""
     if not has_registry() and importlib.util.find_spec("megatron.core.optimizer.muon") is None:
         raise ImportError(f"megatron_eopt needs megatron-core 0.17 or later, found {version()}")
 
 
 def unavailable() -> frozenset[str]:
-    """Names for ``--optimizer``, Megatron's or registered, that cannot be built here.
-
-    Without a registry (0.17) these are all that Megatron-Core has no code for; its lion is from another package.
-    """
+    """Names for ``--optimizer`` that cannot be built here."""
     without_registry = {"muon", "lion"} if hasattr(core_optimizer(), "Lion") else {"muon"}
     buildable = set(list_optimizers()) if has_registry() else without_registry
     return frozenset({"lion", "soap", "adaptive_muon", *list_optimizers()} - buildable)
 
 
 def scalar_optimizers() -> tuple[str, ...]:
-    """:func:`scalar_optimizers_of` this release, to which other packages may have added."""
+    """:func:`scalar_optimizers_of` this release, and of other packages."""
     reads = not version().startswith("0.18.")
     return ("adam", "lion") if reads and hasattr(core_optimizer(), "Lion") else ("adam",)
 
@@ -132,35 +118,34 @@ def scalar_optimizers() -> tuple[str, ...]:
 def muon_of_0_17(
     params: Any, *, momentum_beta: float, use_nesterov: bool, mode: Any, **settings: Any
 ) -> TensorParallelMuon:
-    """:class:`TensorParallelMuon` under the argument names by which 0.17 calls its own."""
-    settings |= workspace_from(training_args())  # of our flags, which its builder does not hand on
-    settings |= momentum_dtype_from(training_args())
+    """:class:`TensorParallelMuon` under the argument names of 0.17."""
+    args = training_args()  # for our flags, which its builder does not hand on
+    settings |= workspace_from(args) | momentum_dtype_from(args)
     return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
 
 
 def training_args() -> Any:
-    """The arguments of ``megatron.training``; None where it does not run."""
+    """The arguments of ``megatron.training``; None where it is not running."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def training_writers() -> tuple[Any, Any]:
-    """The TensorBoard and the W&B writer of ``megatron.training``, which the last rank has; None for each missing."""
+    """Megatron's TensorBoard and W&B writers; None for a missing one."""
     known = sys.modules.get("megatron.training.global_vars")
     return getattr(known, "_GLOBAL_TENSORBOARD_WRITER", None), getattr(known, "_GLOBAL_WANDB_WRITER", None)
 
 
 def gradients_for_norm(optimizer: Any) -> list[Any]:
-    """This rank's gradients of one of Megatron's optimizers that the norm is of, by their name up to 0.18 and after."""
+    """This rank's gradients in the norm of Megatron's optimizer."""
     own = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
-    found: list[Any] = own()
-    return found
+    return list(own())
 
 
 def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
-    """Let the weights of row-parallel layers of Transformer Engine say that their columns are cut, as from 0.19 on.
+    """Mark Transformer Engine's row-parallel weights as cut by columns.
 
-    Megatron exchanges what experts compute itself, and tells Transformer Engine's layers of no parallelism, which
-    therefore mark every weight as cut along its rows. Earlier releases correct that for grouped experts alone.
+    Megatron tells Transformer Engine's layers of experts of no parallelism, so they mark every weight as cut along its
+    rows. Releases before 0.19 correct that for grouped experts only.
     """
     for module in (module for chunk in model_chunks for module in chunk.modules()):
         if any(each.__name__ == "TERowParallelLinear" for each in type(module).__mro__):
@@ -168,7 +153,7 @@ def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
 
 
 def linear_attention_rows(module: Any) -> dict[str, int]:
-    """Rows over all ranks of each matrix in the ``in_proj`` of linear attention; none for a module of another kind."""
+    """Global rows of matrices in linear attention's ``in_proj``, if any."""
     if hasattr(module, "in_proj_split_names"):  # from 0.19 on
         sizes = zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True)
         return {name: size * module.tp_size for name, size in sizes}
@@ -179,7 +164,7 @@ def linear_attention_rows(module: Any) -> dict[str, int]:
 
 
 def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
-    """What builds the stage of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say."""
+    """Builds a GPT's stage of ``pre_process``, ``post_process``, ``vp_stage``."""
     from megatron.training import argument_utils
 
     if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19 the builder is the script's, not Megatron's

@@ -1,4 +1,4 @@
-"""The line that says which optimizer updates how many parameters and how they are orthogonalized."""
+"""The line about each optimizer's parameters and orthogonalization."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def print_summary(optimizer: Any, tp_mode_source: str) -> None:
 
 
 def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -> str:
-    """One line on what each optimizer updates on this rank; those of one class, as for experts, are taken together."""
+    """One line on what each class of optimizers updates here."""
     alike: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:
         alike.setdefault(type(optimizer).__name__, []).append(optimizer)
@@ -50,7 +50,6 @@ def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
 
 
 def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
-    """How the matrices of Muon are orthogonalized, by optimizers that are built alike."""
     schemes, iterations, sizes, ranks = Counter[str](), Counter[tuple[int, str]](), set[float](), 1
     for muon in muons:
         described = muon.described_matrices()

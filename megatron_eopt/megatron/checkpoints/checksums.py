@@ -1,8 +1,7 @@
-"""Checksums of tensors: what is loaded is what was saved, and data-parallel ranks hold the same parameters.
+"""Checksums of tensors in checkpoints, and of data-parallel replicas.
 
-torch reads its archives without looking at their CRC, so a byte that changed on a disk would be trained with. A
-checkpoint therefore keeps a checksum of every global tensor. It is a sum over the shards that ranks hold, so it can be
-compared at another number of ranks, too.
+torch reads its archives without looking at their CRC, so a byte that changed on a disk would be trained with. Checksums
+of global tensors are sums over shards, and can be compared at another number of ranks.
 """
 
 import itertools
@@ -35,11 +34,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """What a shard adds to the checksum of the tensor of global ``shape``: an int64 scalar on the shard's device.
+    """A shard's summand of a global tensor's checksum, int64 scalar.
 
     It is the sum of each entry's bits times an odd number that depends on the entry's index in the global tensor,
-    modulo 2^64. So it changes with any one entry, and where entries are exchanged. The shard is of any dtype of 1, 2, 4
-    or 8 bytes, and its dimensions are the last of ``shape``.
+    modulo 2^64: it changes with any one entry, and where entries are exchanged. Entries have 1, 2, 4 or 8 bytes.
     """
     device = shard.device
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -47,9 +45,8 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
         return total
     sizes = [1] * (len(shape) - shard.ndim) + list(shard.shape)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    # In the global tensor, flat: where each index of an axis of the shard is.
-    each = zip(sizes, offset, strides, strict=True)
-    along = [torch.arange(start, start + size, device=device) * stride for size, start, stride in each]
+    axes = zip(sizes, offset, strides, strict=True)  # -> where their indices are in the global tensor, flat
+    along = [torch.arange(start, start + size, device=device) * stride for size, start, stride in axes]
     *leading, columns = along or [torch.zeros(1, dtype=torch.int64, device=device)]
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for indices in leading:
@@ -63,7 +60,7 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
 
 
 def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
-    """Those of all global tensors; all ranks call it with what they save or have loaded, and get the same."""
+    """Checksums of all global tensors; all ranks call it together."""
     sums: dict[str, Tensor] = {}
     entries = Counter[str]()
     for tensor in tensors:
@@ -80,7 +77,7 @@ def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
 
 
 def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
-    """What was ``loaded`` for a requested state dict, each shard with its offset in the global tensor."""
+    """What was ``loaded`` for a request, with its global offsets."""
     if isinstance(requested, ShardedTensor):
         yield replace(requested, data=loaded, dtype=loaded.dtype)
     elif isinstance(requested, ShardedTensorFactory):
@@ -96,14 +93,12 @@ def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
 
 
 def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) -> Callable[[], None]:
-    """A check that data-parallel ranks hold the same parameters, before each step; all of them call it together.
+    """A check that data-parallel ranks hold the same parameters.
 
-    The first step, which comes after whatever has loaded or made the parameters, waits for a comparison of their
-    checksums. Later, before every :data:`EVERY`-th step, plain sums of their bits are compared: a pass over the memory,
-    for which nothing waits, since what was found is read :data:`_DELAY` steps later. ``groups`` are the data-parallel
-    group of parameters and that of experts', and then their tensor-parallel groups, over which those that are not cut
-    are compared in the first step; None leaves one out. A ``RuntimeError`` on all ranks of a group names parameters
-    that differ.
+    All ranks call it before each step. The first step waits for checksums to be compared. Before every :data:`EVERY`-th
+    step, sums of bits are compared, and read :data:`_DELAY` steps later, so that nothing waits. ``groups`` are the
+    data-parallel groups, dense and of experts, then the tensor-parallel ones, over which whole parameters are compared
+    in the first step. A RuntimeError on all ranks of a group names a parameter that differs.
     """
     steps, begun = itertools.count(), list[tuple[str, list[str], Callable[[], Tensor]]]()
 
@@ -129,7 +124,7 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
 def _compared(
     model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None], quickly: bool
 ) -> Iterator[tuple[str, list[str], Callable[[], Tensor]]]:
-    """For dense parameters and for those of experts: whose ranks, their names, the least sums and complements."""
+    """Whose ranks, names of parameters, minima of sums and complements."""
     parameters: list[dict[str, Tensor]] = [{}, {}, {}, {}]
     for number, chunk in enumerate(model_chunks):
         for name, parameter in chunk.named_parameters():
@@ -151,7 +146,6 @@ def _compared(
 
 
 def _is_whole(name: str, parameter: Tensor) -> bool:
-    """Whether each tensor-parallel rank has all of a parameter, as far as Megatron's attributes tell."""
     unmarked = getattr(parameter, "partition_dim", -1) >= 0 and not hasattr(parameter, "tensor_model_parallel")
     cut = unmarked or is_sharded(parameter) or is_cut_again(parameter)
     return not cut and not name.endswith(".softmax_offset")  # of which each rank has those of its heads

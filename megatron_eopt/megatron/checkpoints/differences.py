@@ -1,4 +1,4 @@
-"""How a checkpoint in torch_dist differs from the run that loads it: what refuses the load, and what is only said."""
+"""How a torch_dist checkpoint differs from the run loading it."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -28,7 +28,7 @@ _STACKED = re.compile(r"\.layers\.(?!\d)")
 
 
 class Stored(NamedTuple):
-    """What a checkpoint holds, as it is sent to all ranks."""
+    """What a checkpoint holds, as sent to all ranks."""
 
     damage: str | None  # why it cannot be read
     shapes: dict[str, tuple[int, ...]]  # global, by key
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
 
 def read_stored(folder: Path) -> Stored:
-    """What a checkpoint holds, by its metadata."""
+    """What a checkpoint's metadata says that it holds."""
     try:
         contents = contents_of(folder)
     except CheckpointError as error:
@@ -53,7 +53,7 @@ def read_stored(folder: Path) -> Stored:
 
 
 def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | None:
-    """Why the checkpoint cannot serve, the same on every rank; momenta are read from Adam's where that is requested."""
+    """Why the checkpoint cannot serve, the same on every rank."""
     blocks = blocks_of(stored.optimizer)
     written = max((block.get("format", 0) for block in blocks), default=0)
     if problem := too_new(written):
@@ -85,7 +85,7 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
 
 
 def too_new(written: int) -> str | None:
-    """Why a checkpoint of this format cannot be read; None for one that can."""
+    """Why this format cannot be read; None if it can."""
     if written <= FORMAT:
         return None
     found = f"format {written}; this one reads up to {FORMAT}"
@@ -98,10 +98,9 @@ def mismatch(
     stored: Mapping[str, tuple[int, ...]],
     optional: Set[str] = frozenset(),
 ) -> str | None:
-    """Why a checkpoint cannot serve the optimizer of this name; ``optional`` states need not be loaded.
+    """Why a checkpoint's tensors cannot serve the optimizer named so.
 
-    ``wanted`` has the global shape of every tensor that it loads on any rank, by key; None where any shape will do.
-    ``stored`` has those of the checkpoint, of models and of all optimizers.
+    ``wanted`` and ``stored`` are key -> global shape; None is any shape. ``optional`` states need not be loaded.
     """
     parameters = {split_key(key)[1] for key in wanted}
     missing = sorted(wanted.keys() - stored.keys())
@@ -132,17 +131,14 @@ def mismatch(
 
 
 def has_adams_alone(stored: Iterable[str]) -> bool:
-    """Whether there are first moments that can be imported: a checkpoint that also has momenta goes on with those."""
+    """Whether there are first moments, and no momenta."""
     starts = [state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT)]
     momentum, first_moment = (any(key.startswith(start) for key in stored) for start in starts)
     return first_moment and not momentum
 
 
 def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why state with the same names and shapes cannot serve: one of our optimizers wrote it, and another one loads it.
-
-    The name is None for one of Megatron's own. What a user's own optimizer is called now, or was, says nothing.
-    """
+    """Why state that another of our optimizers wrote cannot serve."""
     ours = {optimizer_class(each).__name__ for each in list_optimizers()}
     parameters = {split_key(key)[1] for key in wanted}
     for block in blocks if name is None or name in ours else ():
@@ -156,7 +152,7 @@ def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping
 
 
 def stacks_layers(stored: Iterable[str]) -> str | None:
-    """Why a checkpoint cannot serve a run that keeps its layers apart; None where it keeps them apart, too."""
+    """Why a checkpoint of stacked layers cannot serve."""
     stacked = next((key for key in sorted(stored) if split_key(key)[0] and _STACKED.search(key)), None)
     return stacked and (
         f"it stacks the state of all layers ({stacked}), which were treated alike when it was saved, and in this run "
@@ -166,12 +162,12 @@ def stacks_layers(stored: Iterable[str]) -> str | None:
 
 
 def requested_of(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
-    """Key -> shape of the tensors that are requested; None for a vocabulary, whose padding may differ."""
+    """Key -> shape of requested tensors; None for padded vocabularies."""
     return {t.key: None if t.allow_shape_mismatch else t.global_shape for t in sharded_tensors(optimizer)}
 
 
 def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What a resume makes of a vocabulary that is padded otherwise, and which flag pads it as in the checkpoint."""
+    """What becomes of a vocabulary that was padded otherwise."""
     for tensor in (t for t in requested if t.allow_shape_mismatch and t.key in stored):
         shapes = zip(stored[tensor.key], tensor.global_shape, tensor.axis_fragmentations, strict=True)
         for was, now, ranks in shapes:
@@ -187,10 +183,7 @@ def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple
 
 
 def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
-    """Say which state has another dtype in the checkpoint: it is rounded to the nearest as it is read.
-
-    ``state`` has the name of a state, its dtype there and the one here. All ranks call it together.
-    """
+    """Say which state is converted to this run's dtype."""
     found = {f"{name} from {was} to {now}" for name, was, now in state if was != now}
     everywhere = sorted(set().union(*distinct(sorted(found))))
     if everywhere:
@@ -198,7 +191,7 @@ def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> N
 
 
 def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern]) -> None:
-    """Say what changed since the save. Nothing is decided by it, so one that cannot be read ends no run."""
+    """Say what changed since the save; an unreadable manifest passes."""
     if saved is None or dist.get_rank() != 0:
         return
     try:

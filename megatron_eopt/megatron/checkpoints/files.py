@@ -1,8 +1,4 @@
-"""The files of checkpoints: those of a load are whole and name no code; a disk that is full is named.
-
-Megatron itself takes a damaged checkpoint for one of another format, or fails in a read far below, or exits with status
-0 after a save that was killed while it wrote the tracker file, which a job queue takes for success.
-"""
+"""Check files of checkpoints before a load; name full disks."""
 
 import tempfile
 from collections.abc import Callable, Set
@@ -41,16 +37,10 @@ contents_of = lru_cache(maxsize=1)(read_contents)
 def checked_base(
     load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Around ``_load_base_checkpoint``: one in torch_dist that is not whole is refused on all ranks, before it is read.
-
-    So is one in any format of torch's distributed checkpointing whose pickles name what may not be called. Without a
-    tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves none.
-    """
+    """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
     if rank0 and load_dir is not None and _is_ours(args):
         registered = torch.serialization.get_safe_globals()
-        trusted = {
-            each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in registered
-        }
+        trusted = {x[1] if isinstance(x, tuple) else f"{x.__module__}.{x.__qualname__}" for x in registered}
         trusted.update((getattr(args, "trust_checkpoint_globals", None) or "").split(","))
         folders = [(Path(load_dir), getattr(args, "ckpt_step", None))]
         if getattr(args, "non_persistent_ckpt_type", None) == "global":
@@ -64,23 +54,21 @@ def checked_base(
 
 @around
 def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
-    """Around ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
-    tracker, iteration = Path(tracker_filename), None
+    """Replaces ``read_metadata``: an empty tracker file means the newest checkpoint."""
+    file, iteration = Path(tracker_filename), None
     args = releases.training_args()
     if _is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
-        iteration = from_rank_0(
-            lambda: None if read_text(tracker, TRACKER_BYTES).strip() else _newest_whole(tracker.parent)
-        )
+        iteration = from_rank_0(lambda: None if read_text(file, TRACKER_BYTES).strip() else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
-    killed = f"{tracker} is empty, as a save leaves it that was killed while it wrote there"
+    killed = f"{file} is empty, as a save leaves it that was killed while it wrote there"
     say(f"{killed}; the newest checkpoint that is whole is of iteration {iteration}")
     return iteration, False
 
 
 @around
 def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``save_checkpoint``, and the end of an asynchronous save: a disk that takes no more is named."""
+    """Around saves: name a disk that takes no more."""
     try:
         return save(*args, **kwargs)
     except (Exception, CheckpointException) as error:
@@ -99,7 +87,7 @@ def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def resumed(folder: Path, step: int | None) -> Path | None:
-    """The checkpoint that Megatron will take from a folder: of a step, or the newest; None where it starts anew."""
+    """The checkpoint that Megatron will take, if there is one."""
     if step:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER
@@ -111,18 +99,14 @@ def _is_ours(args: Any) -> bool:
 
 
 def damage_of(contents: Contents) -> str | None:
-    """Why the files of a checkpoint are not whole."""
+    """Why a checkpoint's files are not whole."""
     return next((f"{fault.what}. {fault.advice}" for fault in check_files(contents)), None)
 
 
 def _damage_of_resumed(
     folder: Path, step: int | None, ckpt_format: str = "torch_dist", trusted: Set[str] | None = None
 ) -> str | None:
-    """Why the checkpoint that Megatron will take from a folder is not whole, or may not be unpickled.
-
-    Pickles are looked at if it is known which other names are ``trusted``. Before there is a process group Megatron
-    reads arguments alone, and each rank looks only at what they are in.
-    """
+    """What is wrong with the files that Megatron will read."""
     try:
         path = resumed(folder, step)
         if path is None or (path.is_dir() and is_legacy(path)):
@@ -135,7 +119,7 @@ def _damage_of_resumed(
             tensors, blobs, of_metadata = read_layout(path)
             contents = Contents(path, tensors, blobs, {}, "", {METADATA: of_metadata})
         if trusted is not None:
-            if ckpt_format == "torch_dist" and not dist.is_initialized():
+            if ckpt_format == "torch_dist" and not dist.is_initialized():  # Megatron reads arguments only
                 contents = replace(contents, blobs={})
             if harm := next(check_pickles(contents, trusted), None):
                 return f"{path}: {harm.what}. {harm.advice}"

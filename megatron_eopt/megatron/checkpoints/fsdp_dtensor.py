@@ -1,8 +1,7 @@
-"""Optimizer state of a run with Megatron-FSDP in ``fsdp_dtensor`` checkpoints: by the names of parameters, as DTensors.
+"""Optimizer state of Megatron-FSDP in ``fsdp_dtensor`` checkpoints.
 
-Megatron's own way knows the state of Adam alone, lacks that of parameters of which a rank holds no entries, and loads
-what it finds: what a checkpoint does not have keeps its value. Here each rank says of every tensor which chunk of the
-whole it holds, and what was not loaded is an error.
+Megatron's own way knows Adam's state only, lacks that of parameters of which a rank holds no entries, and lets what a
+checkpoint lacks keep its value. Here each rank describes its chunk of every tensor, and what is missing is an error.
 """
 
 import json
@@ -42,10 +41,7 @@ _TO_LOAD = ""  # what a checkpoint fills in
 
 
 class SavedShards:
-    """How Megatron's distributed optimizer of a run with Megatron-FSDP saves and loads the state of those inside.
-
-    Its ``sharded_state_dict`` and ``load_state_dict`` are replaced. ``run`` is the ``OptimizerOfRun``.
-    """
+    """Saves and loads optimizer state of a Megatron-FSDP run."""
 
     def __init__(self, optimizer: Any, run: Any) -> None:
         self._megatron, self._run = optimizer, run
@@ -54,8 +50,11 @@ class SavedShards:
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
 
     def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """State and settings by the names of parameters; what is to be loaded is not a number until it is."""
-        self._init_state()
+        """State and settings by parameters; NaN where to be loaded."""
+        self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
+        for adam in (x for x in self._optimizers if isinstance(x, Adam | AdamW)):
+            for values in adam.state.values():
+                values.setdefault("step", torch.zeros(()))  # which Megatron leaves to the first step
         state: dict[str, dict[str, Tensor]] = {}
         settings: dict[str, str] = {}  # in JSON, which torch's checkpoints do not take apart
         for optimizer in self._optimizers:
@@ -76,7 +75,7 @@ class SavedShards:
         return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was loaded into the state; all ranks call it together, and fail together."""
+        """Go on with the loaded state; all ranks together."""
         if state_dict[BLOCK]["run"] == _TO_LOAD:  # Megatron's --strict-fsdp-dtensor-load is off
             raise CheckpointError(f"the checkpoint holds no settings of optimizers: another program wrote it; {FRESH}")
         run = json.loads(state_dict[BLOCK]["run"])
@@ -95,16 +94,7 @@ class SavedShards:
                 own["param_groups"][number] |= settings_of_group(optimizer, number, different)
             optimizer.load_state_dict(own)
 
-    def _init_state(self) -> None:
-        """Create the state of every parameter; Megatron's way leaves the step counts of torch's Adam to its step."""
-        self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, Adam | AdamW):
-                for state in optimizer.state.values():
-                    state.setdefault("step", torch.zeros(()))
-
     def _problems(self, saved: dict[str, Any]) -> Iterator[str]:
-        """What is another optimizer's, and what a run would not get rid of."""
         for optimizer in self._optimizers:
             own = type(optimizer).__name__
             for parameter, state in optimizer.state.items():
@@ -119,11 +109,7 @@ class SavedShards:
     def _pieces(
         self, optimizer: Optimizer, parameter: DTensor, tensor: StateTensor, data: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
-        """A state tensor as it is saved: views of ``data``, each with what its name ends with.
-
-        The rows of a parameter in which each tensor-parallel shard has a part of every matrix are in an order that
-        depends on the number of shards: what lies along them is saved matrix by matrix.
-        """
+        """Views of ``data`` as saved, with suffixes of the name."""
         if not isinstance(data, DTensor):
             yield "", data
             return
@@ -139,7 +125,7 @@ class SavedShards:
         elif not split.is_whole and dims[0] != "rows":
             raise ValueError(f"{tensor.key} of fused matrices is saved along its rows, which come first; got {dims}")
         parts, own = split_layout(layout, split), [local(data)]
-        if not split.is_whole:
+        if not split.is_whole:  # the order of the rows depends on the number of shards
             own = list(own[0].split([part.rectangle.shape[0] for part in parts]))
         for name, part, piece in zip(split.names(layout.shape[0]), parts, own, strict=True):
             held = part.rectangle
@@ -150,11 +136,9 @@ class SavedShards:
 
 
 def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequence[int]) -> DTensor:
-    """A DTensor of global ``shape`` whose local part, which says so itself, is ``piece`` and begins at ``start``."""
-    stride = torch.empty(*shape, device="meta").stride()
-    found = DTensor.from_local(
-        piece, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    """A DTensor of global ``shape`` with ``piece`` at ``start`` here."""
+    stride, mesh = torch.empty(*shape, device="meta").stride(), like.device_mesh
+    found = DTensor.from_local(piece, mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
     own: Any = found._local_tensor
     chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=own.shape)
 
@@ -169,16 +153,13 @@ def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequen
 
 
 def in_shards(parameter: ModelParameter) -> Split:
-    """The matrices of which each tensor-parallel shard of a parameter, of a weight or a bias, has a part."""
+    """The matrices of which every tensor-parallel shard has rows."""
     found = fused(parameter if parameter.tensor.ndim > 1 else replace(parameter, tensor=torch.empty(1, 1)))
     return found.matrices if found is not None and found.matrices.order == "per_shard" else WHOLE
 
 
 class _Model:
-    """A model by the names of its parameters in a checkpoint, however many wrappers these have.
-
-    Megatron itself looks for them under a wrapper that a model in fp32 does not have.
-    """
+    """A model whose parameters are found without wrappers' prefixes."""
 
     def __init__(self, model: Any) -> None:
         while hasattr(model, "module"):
@@ -191,7 +172,7 @@ class _Model:
 
 @around
 def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any], model: Any) -> Any:
-    """Around Megatron's ``preprocess_fsdp_dtensor_state_dict``: state of our optimizers is prepared already."""
+    """Replaces ``preprocess_fsdp_dtensor_state_dict``, which knows Adam's state only."""
     if args.optimizer not in list_optimizers():
         return prepare(args, state_dict, model)
     own = {key: state_dict[key] for key in ("optimizer",) if key in state_dict}
@@ -202,7 +183,6 @@ def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any],
 
 
 def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
-    """Refuse a checkpoint that lacks state which is to be loaded, and say what is converted; ranks call it together."""
     path, stored = from_rank_0(lambda: _stored(Path(args.load), getattr(args, "ckpt_step", None)))
     lacking = (
         f"it holds {', '.join(has) or 'no state'} for {name}, and this run needs {', '.join(sorted(keys))}"
@@ -217,7 +197,6 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
 
 
 def _stored(folder: Path, step: int | None) -> tuple[Path, dict[str, torch.dtype]]:
-    """The checkpoint that is to be loaded, and the dtypes of its tensors."""
     path = resumed(folder, step)
     assert path is not None, "Megatron loads it"
     stored = FileSystemReader(path).read_metadata().state_dict_metadata

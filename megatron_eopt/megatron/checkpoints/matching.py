@@ -1,12 +1,9 @@
-"""Optimizers and groups of this run find theirs in a checkpoint by the names of their parameters.
+"""Match optimizers and groups with a checkpoint's, by parameter names.
 
-Megatron goes by position: it merges the third optimizer of a chain into the third, and the second group into the
-second. At another expert-parallel size, after another optimizer, or where the first stage of a pipeline has no
-parameter of a group, these are not the same. So the state of each optimizer is loaded under a name of its own, and the
-common state of the whole checkpoint is given to each, which finds its groups there.
-
-What the user sets for a group comes from the run that loads, whatever the checkpoint says, and a difference is
-reported. What the run itself made of it (a step count, where the schedule stood) comes from the checkpoint.
+Megatron goes by position, which differs at another expert-parallel size, after another optimizer, or where a pipeline
+stage has no parameter of a group. So the state of each optimizer is loaded under a name of its own, and each finds its
+groups in the common state of the whole checkpoint. Users' settings come from the run that loads, and a difference is
+reported; what the run itself computed (step counts, the schedule's position) comes from the checkpoint.
 """
 
 import itertools
@@ -26,14 +23,12 @@ from megatron_eopt.registry import list_optimizers, optimizer_class
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"
 
+# Key of a parameter -> runs [first, last + 1] of the layers and experts stacked under it; [[0, 1]] where none are.
 Names = dict[str, list[list[int]]]
-"""Key of a parameter in the checkpoint -> runs ``[first, last + 1]`` of the indices of the layers and experts that are
-stacked under it, ``[[0, 1]]`` for a key with nothing stacked."""
 
 # Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from them.
 _SCHEDULED = frozenset({"lr", "weight_decay"})
-# What the schedule starts from.
-_SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})
+_SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})  # what it starts from
 # What a user gives to single groups: where a run no longer has one of them, it goes on without.
 _OVERRIDES = frozenset(
     {"optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"}
@@ -42,7 +37,7 @@ _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layou
 
 
 def compressed(names: Iterable[tuple[str, int]]) -> Names:
-    """Names, each a key and an index, in the short form in which a checkpoint holds them."""
+    """Names, each a key and an index, in short form."""
     short: Names = {}
     for key, index in sorted(set(names)):
         runs = short.setdefault(key, [])
@@ -54,7 +49,7 @@ def compressed(names: Iterable[tuple[str, int]]) -> Names:
 
 
 def merged(names: Iterable[Names]) -> Names:
-    """The names of all ranks together."""
+    """The names of all ranks."""
     of_keys = (of_key for each in names for of_key in each.items())
     return compressed((key, index) for key, runs in of_keys for first, end in runs for index in range(first, end))
 
@@ -67,11 +62,10 @@ def has(names: Names, key: str, index: int) -> bool:
 def settings_after_load(
     current: dict[str, Any], saved: Sequence[dict[str, Any]], carried: Set[str], from_checkpoint: bool = False
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """The settings with which a group goes on, and those that the user has changed: name -> (in the checkpoint, now).
+    """A group's settings, and changes: name -> (checkpoint's, now).
 
-    ``saved`` are those of the groups in which the checkpoint has its parameters: groups that differ in what would be
-    ``carried`` over, which is what the optimizer itself makes, are refused by a ``ValueError``. By ``from_checkpoint``
-    the user requested the schedule of the checkpoint.
+    ``saved`` are the checkpoint's groups that have its parameters. ``from_checkpoint`` takes its schedule. A ValueError
+    refuses saved groups that differ in what is ``carried`` over, which the optimizer computes.
     """
     result = {key: value for key, value in current.items() if key not in NO_SETTINGS}
     if not saved:
@@ -98,7 +92,7 @@ def settings_after_load(
 
 
 def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """:func:`settings_after_load` of a group, by its number; the first rank says what the user has changed."""
+    """:func:`settings_after_load` of one group; changes are printed."""
     carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
     from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
     settings, changed = settings_after_load(optimizer.param_groups[number], saved, carried, from_checkpoint)
@@ -115,12 +109,12 @@ def _differs(a: Any, b: Any) -> bool:
 
 
 def torch_state(state_dict: dict[str, Any]) -> Any:
-    """The state dict of the torch optimizer; for bf16 Megatron puts it beside the fp32 copies of the parameters."""
+    """The torch optimizer's state dict; in bf16 it is nested."""
     return state_dict.get("optimizer", state_dict)
 
 
 def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
-    """The requested state dict with that of each of our optimizers under :data:`OPTIMIZERS`, by number, instead."""
+    """The request, with our optimizers by number under :data:`OPTIMIZERS`."""
 
     def without(state_dict: dict[Any, Any]) -> dict[Any, Any]:
         return {
@@ -133,7 +127,7 @@ def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
-    """Bring what was loaded for :func:`taken_out`, and its common state, in place into the form that was requested."""
+    """Bring what :func:`taken_out` loaded into the requested form, in place."""
     found, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
 
     def put(value: Any, rest: Any) -> Any:
@@ -148,10 +142,7 @@ def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> 
 
 
 def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> dict[Any, Any]:
-    """The state dict of one optimizer, with the checkpoint's groups, step count and manifest.
-
-    Megatron leaves out what is empty on this rank: it comes back as empty.
-    """
+    """An optimizer's state dict with groups, step count and manifest."""
     inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
     saved = list(holding(common, "param_groups"))
     inner["param_groups"] = [group for each in saved for group in each["param_groups"]]
@@ -180,6 +171,5 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
 
 
 def _is_adam(name: str) -> bool:
-    """Whether an optimizer is one of the Adams that Megatron builds: Transformer Engine's, Apex's or torch's."""
     described = map(optimizer_class, list_optimizers())
     return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}

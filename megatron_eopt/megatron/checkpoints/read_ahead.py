@@ -1,8 +1,4 @@
-"""What a run takes over from the checkpoint that it is going to load, read before its optimizer is built.
-
-A plan follows from the ``tp_mode``, the kernel of symmetric products and the measured rates, and a resume goes on bit
-for bit with those of its checkpoint only.
-"""
+"""Read a checkpoint's decisions before the build, for bit-equal resumes."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -22,7 +18,7 @@ _NOT_READ = ("finetune", "no_load_optim", "moe_use_upcycling", "non_persistent_c
 
 
 class Decided(NamedTuple):
-    """What a run had decided that was saved; empty where it is not known."""
+    """Decisions of the run that saved; None where unknown."""
 
     tp_mode: TpMode | None = None
     kernel: str | None = None  # of symmetric products
@@ -30,11 +26,8 @@ class Decided(NamedTuple):
 
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
-    """What the run had decided that saved the checkpoint to be loaded, by the arguments of ``megatron.training``.
-
-    One that cannot be read is left to the load, which refuses it.
-    """
-    if not on(args, "load") or any(on(args, flag) for flag in _NOT_READ):
+    """Decisions in the checkpoint to load; empty if unreadable."""
+    if not on(args, "load") or on(args, *_NOT_READ):
         return Decided()
     try:
         path = resumed(Path(args.load), getattr(args, "ckpt_step", None))
@@ -69,7 +62,6 @@ def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
 
 
 def _common(groups: Iterable[Mapping[str, Any]], key: str, kind: type) -> Any:
-    """A setting, where all groups that have it have the same."""
     values = [group[key] for group in groups if key in group]
     known = values and isinstance(values[0], kind) and all(value == values[0] for value in values)
     return values[0] if known else None

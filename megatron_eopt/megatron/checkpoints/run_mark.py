@@ -1,4 +1,4 @@
-"""The mark of a run in its ``--save`` folder: two runs in one folder overwrite each other's checkpoints."""
+"""A mark in ``--save`` by which two runs are noticed."""
 
 import atexit
 import os
@@ -17,10 +17,10 @@ FILE = "megatron_eopt_run.txt"
 
 
 class RunMark:
-    """The mark of a run, made by all ranks together and written by the first one; none without ``--save``.
+    """A run's mark, made by all ranks, written by one.
 
     A ValueError refuses the run beside one that is certainly alive: its process is on this machine, or it wrote its
-    mark again after this run had replaced it. A warning names one that may be. Killed processes stop nobody.
+    mark again. A warning names one that may be alive.
     """
 
     def __init__(self, args: Any) -> None:
@@ -40,7 +40,7 @@ class RunMark:
             )
 
     def write(self) -> None:
-        """Say, at start and before each save, that this run saves to the folder."""
+        """Mark the folder, at start and before each save."""
         on_all_ranks(lambda: self._write(self._file) if self._file else None)
 
     def _write(self, file: Path) -> None:
@@ -72,14 +72,14 @@ class RunMark:
 
 @around
 def marked_save(save: Callable[..., Any], iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``save_checkpoint``: a run with our optimizers writes its mark again before each save."""
+    """Around ``save_checkpoint``: our runs renew their mark."""
     if hasattr(optimizer, "megatron_eopt"):
         optimizer.megatron_eopt.mark.write()
     return save(iteration, model, optimizer, *args, **kwargs)
 
 
 def process(pid: int | str) -> tuple[str, ...]:
-    """Boot, PID namespace, PID and start of a process, together like those of no other; empty once it has ended."""
+    """What identifies a process here; empty once it has ended."""
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     boot = _read(Path("/proc/sys/kernel/random/boot_id")).strip() or "?"
     namespace = Path("/proc/self/ns/pid").resolve().name

@@ -1,8 +1,7 @@
-"""How optimizer state is laid out in a checkpoint: as ShardedTensors, by its description alone, layer by layer.
+"""How optimizer state is laid out in torch_dist checkpoints.
 
-Megatron stacks layers that are alike into one tensor of the checkpoint, and so their state. Where some layers have no
-state, or another, the stack would have holes, which Megatron refuses in the first save. It can name every layer
-instead; it writes down in the checkpoint that it did, and reads that before it loads.
+Megatron stacks layers, and their state, into one tensor. Where layers have different state, it would refuse the holes
+in the first save: then it is told to name every layer, which the checkpoint says.
 """
 
 import inspect
@@ -36,16 +35,12 @@ type Sharded = ShardedTensor | ShardedTensorFactory
 
 
 def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts: list[Layout]) -> list[ShardedTensor]:
-    """One state tensor whose shape is not that of its parameter, as what is saved and loaded of it on this rank.
+    """This rank's shards of state not shaped as its parameter.
 
-    The tensors of a factory follow one another in the rows that this rank holds, in an order that depends on the
-    tensor-parallel size. Where such a parameter is one logical matrix, a state dimension along its rows is therefore
-    saved in as many tensors. Where it is several, each matrix has the same rows at every size.
-
-    It is saved as views of ``data``, this rank's shard, one behind the other along the first dimension; none where that
-    is empty. ``layouts`` are those of the logical matrices of the parameter. A ``ValueError`` refuses a factory whose
-    tensors are not cut along the rows of the parameter, and, where the parameter is one logical matrix, rows in another
-    than the first dimension.
+    The tensors of a factory follow one another in this rank's rows, in an order that depends on the tensor-parallel
+    size. So where such a parameter is one logical matrix, a state dimension along its rows is saved in as many tensors.
+    Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices. A
+    ValueError refuses a factory that is not cut along the rows, or whose rows are not the state's first dimension.
     """
     assert tensor.dims is not None
     saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]
@@ -105,7 +100,7 @@ def _sides(saved: ShardedTensor) -> list[tuple[int, int, int]]:
 
 
 def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The state tensor of local ``shape`` from what was loaded for :func:`sharded_state`."""
+    """The inverse of :func:`sharded_state`, of local ``shape``."""
     flat = [each.reshape(-1) for each in loaded]
     if sum(each.numel() for each in flat) != torch.Size(shape).numel():
         raise ValueError(f"what was loaded for {tensor.key} does not fill its shape {shape}")
@@ -113,12 +108,12 @@ def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) ->
 
 
 def state_key(key: str, parameter_key: str) -> str:
-    """Where a checkpoint holds a state tensor: Megatron's rule."""
+    """Megatron's key of a state tensor."""
     return f"optimizer.state.{key}.{parameter_key}"
 
 
 def sharded_tensors(state_dict: Any) -> Iterator[ShardedTensor]:
-    """What a state dict saves or loads on this rank, with the tensors of factories."""
+    """The tensors of a state dict, with those of factories."""
     for value in nested_values(state_dict):
         if isinstance(value, ShardedTensor):
             yield value
@@ -127,7 +122,7 @@ def sharded_tensors(state_dict: Any) -> Iterator[ShardedTensor]:
 
 
 def stacked_index(parameter: Sharded) -> int:
-    """Which of the layers (and experts) that Megatron stacks under one key a parameter is; 0 where there is one."""
+    """Index among the layers and experts stacked under a key."""
     first, index = next(sharded_tensors([parameter])), 0
     for axis in range(first.prepend_axis_num):
         index = index * first.global_shape[axis] + first.global_offset[axis]
@@ -135,7 +130,7 @@ def stacked_index(parameter: Sharded) -> int:
 
 
 def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """The parameter's ``own``, (pipeline, tensor, data), told apart further where a state tensor has more copies."""
+    """The parameter's ``own``, told apart where state has more copies."""
     rows, columns = "rows" in dims, "columns" in dims
     shards = [(rows and (held.top, held.bottom), columns and (held.left, held.right)) for held in layout.rectangles]
     earlier = shards[: layout.rank].count(shards[layout.rank])  # ranks before this one that hold the same shard
@@ -146,11 +141,7 @@ def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int,
 
 
 def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bool:
-    """Whether layers differ in the optimizers of parameters that are alike; all ranks call it together.
-
-    ``families`` are the manifest, ``frozen`` the names of this rank's parameters that no optimizer may have. Different
-    optimizers for experts of one layer are refused in a run that saves in torch_dist: Megatron can only stack them.
-    """
+    """Whether layers have different optimizers; one layer's experts may not."""
     kinds: dict[str, set[tuple[str | None, int]]] = defaultdict(set)
     for row in rows(families):
         kinds[_EXPERT.sub("*", row.name)].add((row.optimizer, len(row.matrices)))
@@ -173,29 +164,26 @@ def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bo
 
 
 def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
-    """Whether every layer of a model has a name of its own in the checkpoints of ``megatron.training``."""
+    """Set whether checkpoints name every layer of a model."""
     for chunk in unwrap_model(list(model_chunks)):
         setattr(chunk, _MARK, apart)
 
 
 @around
 def by_shard(number: Callable[..., dict[int, int]], parameters: Iterable[Tensor]) -> dict[int, int]:
-    """Around Megatron's ``get_optim_param_to_id_map``: of a DTensor it gets what the model's ShardedTensor holds."""
+    """Replaces ``get_optim_param_to_id_map``, with the shards of DTensors."""
     return number(map(shard_of, parameters))
 
 
 @around
 def undecided(build_metadata: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Around Megatron's ``_build_sharded_state_dict_metadata``, which knows no model: :func:`named_apart` decides."""
+    """Lets :func:`named_apart` decide, instead of ``_build_sharded_state_dict_metadata``."""
     return {_SETTING: None} | build_metadata(*args, **kwargs)
 
 
 @around
 def named_apart(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around Megatron's ``generate_state_dict``: it names each layer of a model that is to :func:`keep_apart`.
-
-    What is loaded has the names that the checkpoint says; where it says nothing, the metadata are :func:`undecided`.
-    """
+    """Replaces ``generate_state_dict``: layers to :func:`keep_apart` are named."""
     given = inspect.signature(generate).bind(*args, **kwargs).arguments
     apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
     for name in ("model_sd_kwargs", "optim_sd_kwargs"):

@@ -1,8 +1,4 @@
-"""Optimizer state in ``torch_dist`` checkpoints: what Megatron's optimizers save and load of it, described and checked.
-
-The methods of Megatron's optimizers are wrapped one object at a time, its functions that save and load a checkpoint as
-they are called.
-"""
+"""Save and load optimizer state in ``torch_dist`` checkpoints."""
 
 import itertools
 from collections import defaultdict
@@ -36,11 +32,7 @@ from megatron_eopt.redirect import around
 
 
 class SavedState:
-    """How one of Megatron's optimizers, around a torch optimizer, saves and loads its state in torch_dist.
-
-    Its ``state_dict``, ``sharded_state_dict`` and ``load_state_dict`` are wrapped. One of a run has its
-    ``OptimizerOfRun``.
-    """
+    """Saves and loads the state of one of Megatron's optimizers."""
 
     def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, layer_wise: bool = False) -> None:
         self._megatron, self._run, self._layers_differ = optimizer, run, layers_differ
@@ -52,14 +44,14 @@ class SavedState:
         self._state_dict, optimizer.state_dict = optimizer.state_dict, self.state_dict
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As Megatron's, with parameters without what is marked on them: its files are read as plain values alone."""
+        """Megatron's, as plain tensors without attributes: files allow no others."""
         found = self._state_dict(*args, **kwargs)
         return dict_list_map_outplace(lambda x: x.detach() if isinstance(x, Tensor) else x, found)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """What Megatron saves, and beside it, in :data:`BLOCK`, what is not shaped as its parameter."""
+        """Megatron's, with state of other shapes in :data:`BLOCK`."""
         if (cut := next(filter(is_cut_again, self._parameters()), None)) is not None:
             raise CheckpointError(
                 f"a weight of shape {tuple(cut.shape)} on this rank is cut a second time (gtp_remat), and whether a "
@@ -98,7 +90,7 @@ class SavedState:
         return ({"optimizer": state_dict} if self._nested else state_dict) | {BLOCK: block}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`sharded_state_dict` saved, or what Megatron did before this package was there."""
+        """Load what :meth:`sharded_state_dict` or Megatron alone saved."""
         inner = matching.torch_state(state_dict)
         theirs = inner["param_groups"]
         if any("params" in group for group in theirs):  # not from torch_dist: as it was
@@ -131,7 +123,7 @@ class SavedState:
         self._check_finite()
 
     def _place(self, state_dict: dict[str, Any]) -> None:
-        """Make DTensors, in place, of the shards of those that were loaded: Megatron does not."""
+        """Make DTensors of loaded shards, in place; Megatron does not."""
         plain = {(index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None}
         for index, values in matching.torch_state(state_dict)["state"].items():
             parameter = self._parameters()[index] if isinstance(index, int) else None
@@ -143,7 +135,7 @@ class SavedState:
             loaded[:] = map(_like, own, loaded)
 
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state with what is shaped as its parameter, and what no description speaks of."""
+        """A copy of the state without tensors of other shapes."""
         hidden = {(index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None}
         found = state_dict["state"].items()
         state = {i: {key: x for key, x in values.items() if (i, key) not in hidden} for i, values in found}
@@ -152,14 +144,13 @@ class SavedState:
         return {**state_dict, "state": state}
 
     def _described(self) -> Iterator[tuple[int, Tensor, StateTensor]]:
-        """What the optimizer says that it keeps, with the parameter and its index; nothing of one that does not."""
         if isinstance(self._torch, BaseOptimizer):
             for index, parameter in enumerate(self._parameters()):
                 for tensor in self._torch.state_tensors(parameter):
                     yield index, parameter, tensor
 
     def _about(self, step: Any) -> dict[str, Any]:
-        """Which optimizer this is, with the parameters and settings of its groups: the same on every rank."""
+        """The optimizer, its groups and settings, equal on all ranks."""
         settings = [{key: g[key] for key in sorted(g.keys() - NO_SETTINGS)} for g in self._torch.param_groups]
         own = list(zip(map(matching.compressed, self._names_of_groups()), settings, strict=True))
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
@@ -186,7 +177,6 @@ class SavedState:
         }
 
     def _settings(self, theirs: list[dict[str, Any]], block: dict[str, Any]) -> list[dict[str, Any]]:
-        """Those of each group after a load, from ours in the checkpoint, or from Megatron's where it wrote it."""
         results = []
         for number, own in enumerate(self._names_of_groups()):
             if "groups" in block:
@@ -199,7 +189,6 @@ class SavedState:
         return results
 
     def _check_finite(self) -> None:
-        """A value that is not finite would stay in the state for ever, so nobody goes on with it, on any rank."""
         tensors = {
             (index, key): value
             for index, parameter in enumerate(self._parameters())
@@ -224,7 +213,6 @@ class SavedState:
 
 
 def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
-    """The shard of a DTensor as one that is placed as the parameter; of another parameter the tensor itself."""
     if not isinstance(parameter, DTensor) or isinstance(shard, DTensor):
         return shard
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -236,10 +224,7 @@ def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
 def checked_load(
     load: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ``dist_checkpointing.load``: the checkpoint must have the state of our optimizers that is requested.
-
-    State of our optimizers must not be loaded by Megatron's own.
-    """
+    """Replaces ``dist_checkpointing.load``: checks that requested optimizer state is there."""
     optimizers = list(holding(sharded_state_dict, BLOCK))
     with_state = optimizers or "optimizer" in sharded_state_dict
     stored = from_rank_0(lambda: differences.read_stored(Path(checkpoint_dir))) if with_state else None
@@ -271,7 +256,7 @@ def checked_load(
 
 @around
 def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
+    """Replaces ``dist_checkpointing.save``: our checkpoints get checksums."""
     if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
         sharded_state_dict[CHECKSUMS] = checksums(sharding.sharded_tensors(sharded_state_dict))
     return save(sharded_state_dict, *args, **kwargs)
@@ -279,28 +264,18 @@ def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, 
 
 @around
 def with_optimizer(load: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``load_checkpoint``: optimizers of ours are always told what was loaded for them.
-
-    Under torch FSDP2 Megatron relies on tensors that are loaded in place, and step counts and settings are none.
-    """
+    """Replaces ``load_checkpoint``: our optimizers are always told what was loaded."""
     if hasattr(optimizer, "megatron_eopt") and kwargs.get("skip_load_to_model_and_opt"):
         kwargs["skip_load_to_model_and_opt"] = False
     return load(model, optimizer, *args, **kwargs)
 
 
 def _compare(stored: differences.Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
-    comparable = (
-        tensor
-        for tensor in loaded_tensors(requested, loaded)
-        if stored.shapes.get(tensor.key) == tuple(tensor.global_shape) and stored.dtypes[tensor.key] == tensor.dtype
-    )
-    changed = sorted(
-        key
-        for key, (value, entries) in checksums(comparable).items()
-        # Of a vocabulary with another padding, other entries were loaded.
-        if key in stored.sums and entries == stored.sums[key][1] and value != stored.sums[key][0]
-    )
-    if changed:
+    tensors = (t for t in loaded_tensors(requested, loaded) if stored.shapes.get(t.key) == tuple(t.global_shape))
+    sums = checksums(t for t in tensors if stored.dtypes[t.key] == t.dtype)
+    pairs = ((key, stored.sums[key], now) for key, now in sums.items() if key in stored.sums)
+    # of a vocabulary with another padding, another number of entries was loaded
+    if changed := sorted(key for key, was, now in pairs if now[1] == was[1] and now[0] != was[0]):
         raise CheckpointError(
             f"{folder}: {len(changed)} tensors are not what was saved, such as {changed[0]}: their bytes have changed "
             f"since. megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"

@@ -1,4 +1,4 @@
-"""What a run that is described by its flags alone would do: its model without numbers, its optimizers, their plans."""
+"""What a run would do, described from its flags."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,9 @@ class PlannedRun:
 def planned_run(
     flags: Sequence[str], world_size: int | None = None, progress: Callable[[int, int], None] = lambda done, ranks: None
 ) -> PlannedRun:
-    """Describe every rank that holds parameters of its own, one after another, and plan the first.
+    """Describe every rank that has own parameters; plan the first.
 
-    ``flags`` and ``world_size`` as for :func:`described_run`; ``progress`` is told how many ranks are described, of how
-    many. A ``ValueError`` is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds
-    alone.
+    A ValueError is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.
     """
     with described_run(flags, 0, world_size) as run:
         # only now: importing Megatron may need what stands in for a GPU

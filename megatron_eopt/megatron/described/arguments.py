@@ -1,4 +1,4 @@
-"""The arguments of a Megatron run that is described and not made: Megatron's own parser, from a list of flags."""
+"""Parse a pretrain command's flags by Megatron's parser, without running."""
 
 import io
 import logging
@@ -46,11 +46,10 @@ _ELSEWHERE = {
 
 
 def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Namespace, bool, tuple[str, ...]]:
-    """Parse and validate the flags of a pretrain command, for one of its ranks; nothing is read, written or started.
+    """Parse and validate a pretrain command's flags for one rank.
 
-    Returned are Megatron's arguments, changed where a GPU would be needed; whether the flags requested Transformer
-    Engine's layers; and what of the changes shows in the model, in lines for a user. Flags that Megatron refuses, or
-    that speak of a model which cannot be described, are a ``ValueError``.
+    Returned are Megatron's arguments, changed where a GPU would be needed; whether Transformer Engine's layers are
+    requested; and notes for a user. A ValueError is for flags or models that cannot be described.
     """
     from megatron.training import arguments
 
@@ -77,10 +76,7 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Raise as ValueError what Megatron raises or exits with inside, without the tables that it prints.
-
-    The message begins with "Megatron-Core VERSION ``what``".
-    """
+    """Raise what Megatron raises or exits with as a ValueError."""
     begin = f"Megatron-Core {version()} {what}"
     said, root = io.StringIO(), logging.getLogger()
     handlers, disabled = list(root.handlers), root.manager.disable
@@ -101,7 +97,6 @@ def refused(what: str) -> Iterator[None]:
 
 
 def _notes(args: Namespace) -> tuple[str, ...]:
-    """How the names of local layers differ from those of Transformer Engine."""
     notes = [
         "layers are Megatron's local ones, not Transformer Engine's: a norm that TE keeps in the linear layer after it"
         " (linear_qkv.layer_norm_weight) is a layer of its own here (input_layernorm.weight)"
@@ -122,7 +117,7 @@ def _smallest_world(args: Namespace) -> int:
 
 
 def _pad_vocabulary(args: Namespace) -> None:
-    """What building the tokenizer would say of the vocabulary, without its files."""
+    """Pad the vocabulary as the tokenizer's builder would, without files."""
     from megatron.core.tokenizers.utils import build_tokenizer
 
     if getattr(args, "padded_vocab_size", None) is not None:

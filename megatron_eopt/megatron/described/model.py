@@ -1,8 +1,7 @@
-"""A Megatron model without its numbers: what the flags of a pretrain command describe, on one rank of any run.
+"""A Megatron model on the meta device, described by flags.
 
-No GPU is needed, nothing of size is allocated, and no other rank exists: Megatron's own builders run on the CPU backend
-of this package (:mod:`megatron_eopt.cpu`), over a process group that pretends to communicate, and all tensors are on
-torch's meta device. Afterwards the process is as it was, but for the modules that it imported.
+Megatron's own builders run on the CPU backend (:mod:`megatron_eopt.cpu`), over a process group that pretends to
+communicate. Afterwards the process is as it was, but for imported modules.
 """
 
 import importlib
@@ -27,8 +26,7 @@ from megatron_eopt.redirect import Redirection, Redirections, around
 
 # Settings that torch's norms refuse; none is of consequence for their parameters.
 _NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")
-# Their global variables are what a run leaves behind.
-_STATEFUL = (
+_STATEFUL = (  # their global variables are what a run leaves behind
     "megatron.core.config",
     "megatron.core.parallel_state",
     "megatron.core.tensor_parallel.random",
@@ -41,9 +39,7 @@ class DescribedRun:
     """One rank of a run, as Megatron describes it."""
 
     args: Namespace  # validated; those that ask for a GPU are changed
-    # One per virtual pipeline stage, wrapped as for training, so that parameters have the names that Megatron's
-    # optimizer sees; they are on the meta device, with all attributes.
-    model_chunks: list[Module]
+    model_chunks: list[Module]  # one per virtual pipeline stage, wrapped as for training, on the meta device
     optimizer_config: Any
     config_overrides: dict[Any, Any]
     pg_collection: Any  # sizes and ranks of its groups are right, and they send nothing
@@ -52,14 +48,14 @@ class DescribedRun:
 
 @contextmanager
 def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = None) -> Iterator[DescribedRun]:
-    """What a rank of a Megatron GPT pretraining holds, without running it.
+    """What a rank of a GPT pretraining holds, without running.
 
     Inside, Megatron's parallel state and arguments are those of this rank, and torch.cuda is answered by the CPU. The
-    model outlives the context, the process groups do not. ``flags`` follow the script's name, in a run of
-    ``world_size`` ranks, by default of as few as the parallel sizes allow.
+    model outlives the context. ``world_size`` is by default the least for the parallel sizes.
 
-    A ``ValueError`` is for flags that Megatron refuses, with its reason, and for models that cannot be described; a
-    ``RuntimeError`` for an initialized torch.distributed, and for a GPU, which ``CUDA_VISIBLE_DEVICES=`` hides.
+    Raises:
+        ValueError: for flags that Megatron refuses, with its reason, and for models that cannot be described.
+        RuntimeError: for an initialized torch.distributed, and for a GPU, which ``CUDA_VISIBLE_DEVICES=`` hides.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -77,20 +73,15 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
 
 
 def ranks_to_describe(args: Namespace) -> list[int]:
-    """The fewest ranks that together hold every parameter: one per pipeline stage and expert-parallel rank.
-
-    The first rank of each stage has tensor-, expert- and data-parallel rank 0. The others of the stage are there for
-    their experts; what else they hold, the first holds as well, or another tensor-parallel shard of it.
-    """
+    """The fewest ranks that together hold every parameter."""
     experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
-    # how far the ranks of one pipeline group are from each other, by the order that Megatron numbers ranks in
+    # distance of a pipeline group's ranks; a stage's others than the first add their experts
     stage = experts if args.use_tp_pp_dp_mapping else args.world_size // args.pipeline_model_parallel_size
     experts = [expert * args.expert_tensor_parallel_size for expert in range(args.expert_model_parallel_size)]
     return [pipeline * stage + expert for pipeline in range(args.pipeline_model_parallel_size) for expert in experts]
 
 
 def _stand_in(stack: ExitStack) -> None:
-    """Install the CPU backend and our optimizers, until the stack closes unless the process has them already."""
     _keep(os.environ, stack)
     if not cpu.installed():
         stack.callback(cpu.undo)
@@ -103,13 +94,11 @@ def _stand_in(stack: ExitStack) -> None:
 
 
 def _keep(namespace: MutableMapping[str, Any], stack: ExitStack) -> None:
-    """Let a mapping be as it is now when the stack closes."""
     stack.callback(namespace.update, dict(namespace))
     stack.callback(namespace.clear)
 
 
 def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
-    """Megatron's parallel state at a rank of a world that has this one process, until the stack closes."""
     from megatron.core import tensor_parallel
     from megatron.training import global_vars, initialize
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -153,8 +142,6 @@ def _any_attention(
 
 
 class _OnMeta(TorchFunctionMode):
-    """Every tensor that is made is on the meta device, whichever device was requested."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in torch.utils._device._device_constructors():
@@ -184,7 +171,6 @@ def _described(args: Namespace, transformer_engine: bool, notes: tuple[str, ...]
 
 
 def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[Module]:
-    """In the wrappers of training, which make the names and the dtype; the outer one without its buffers."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import Float16Module
@@ -206,7 +192,7 @@ def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[
 
 
 def _replicate_down_projections(chunk: Module) -> None:
-    """Make MLA's down projections whole on every tensor-parallel rank, as Transformer Engine's layers have them."""
+    """Make MLA's down projections whole, as Transformer Engine has them."""
     for module in chunk.modules():
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             layer = getattr(module, name, None)

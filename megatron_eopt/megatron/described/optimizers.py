@@ -1,4 +1,4 @@
-"""The optimizers of a described run: as Megatron would make them, around parameters without numbers."""
+"""The optimizers of a described run, on the meta device."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -30,7 +30,7 @@ _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.o
 
 
 def matches_here(run: DescribedRun) -> list[int]:
-    """How many parameters of one rank each override selects, of those that it is described for."""
+    """How many of this rank's parameters each override selects."""
     if run.args.optimizer in _OTHERS:
         raise ValueError(
             f"--optimizer {run.args.optimizer} is built by Megatron alone, and there is no plan: take an optimizer of "
@@ -40,7 +40,7 @@ def matches_here(run: DescribedRun) -> list[int]:
 
 
 def _parameters(run: DescribedRun) -> list[ModelParameter]:
-    """The trainable parameters of a rank; the experts alone where another rank of its stage has the rest."""
+    """This rank's parameters; experts only, where another has the rest."""
     groups = run.pg_collection
     found = trainable(run.model_chunks, groups)
     first = groups.tp.rank() == 0 and groups.ep.rank() == 0
@@ -59,10 +59,9 @@ class Memory(NamedTuple):
 
 
 def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str, Memory]:
-    """Make the optimizers of one rank, around parameters without numbers, as the run would, and ask them.
+    """Make one rank's optimizers as the run would; plan them.
 
-    What the run would be refused for at its start is refused. ``counts`` says how many parameters of all ranks each
-    override selects. Returned are the lines of the manifest, plans as tables and deals, the scale mode, and the memory.
+    ``counts`` are of all ranks. Returned are the manifest's rows, plans and deals, the scale mode, and the memory.
     """
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     refuse_unsupported(planned.facts)
@@ -106,7 +105,7 @@ def _memory(
 
 
 def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun) -> list[Deal]:
-    """Take from optimizers what the busiest data-parallel rank will not get, where parameters are dealt by time."""
+    """Keep the parameters of the busiest data-parallel rank, if dealt."""
     facts, groups = planned.facts, run.pg_collection
     if not facts.layer_wise or not balances(planned.config, run.args):
         return []
@@ -131,19 +130,16 @@ def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run:
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:
-    """Build the optimizer of this name; the parameters of which it is the optimizer."""
     own = [each for each in assigned if each.optimizer == name]
-    groups = [{"params": [_main(each.parameter.tensor, config)], **group_settings(each, config)} for each in own]
+    groups = []
+    for each in own:
+        p = each.parameter.tensor
+        main = torch.nn.Parameter(torch.empty_like(p, dtype=torch.float32 if config.bf16 else p.dtype))
+        main.__dict__.update(p.__dict__)
+        groups.append({"params": [main], **group_settings(each, config)})
     if name in EMERGING_OPTIMIZERS:
         optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.pg_collection)
     else:
         optimizer = _OTHERS[name](groups, lr=0.0)  # type: ignore[call-arg]
     for each, group in zip(own, optimizer.param_groups, strict=True):
         yield OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0])
-
-
-def _main(parameter: Tensor, config: Any) -> Tensor:
-    """What the optimizer will hold: the parameter, or an fp32 copy with its attributes."""
-    main = torch.nn.Parameter(torch.empty_like(parameter, dtype=torch.float32 if config.bf16 else parameter.dtype))
-    main.__dict__.update(parameter.__dict__)
-    return main

@@ -1,1 +1,1 @@
-"""What works with which release of Megatron-Core, and what is refused at start."""
+"""What works with which release of Megatron-Core, and what not."""

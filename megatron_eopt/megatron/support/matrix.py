@@ -1,4 +1,4 @@
-"""Which features of Megatron-Core work with these optimizers, by release: what the rules of ``support`` say of each."""
+"""Which features work, by release of Megatron-Core."""
 
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ RELEASES = releases.SUPPORTED
 
 
 class Row(NamedTuple):
-    """A feature in one release, as the user asks for it."""
+    """A feature in one release, in the user's words."""
 
     feature: str
     works: Literal["yes", "unproven", "no"]
@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """A feature, and how a run that has it differs from a plain run of Muon in bf16."""
+    """A feature, as differences from plain Muon in bf16."""
 
     name: str
     facts: dict[str, Any] = {}  # noqa: RUF012  it is not changed; fields of Run, or of its config, ddp and args
@@ -36,7 +36,9 @@ def _of(optimizer: str) -> dict[str, Any]:
 
 _AVERAGING = _of("schedule_free_adamw")
 _CUT_TWICE = {"cut_twice": "a weight", "weight_shards": 2}
-_INSTANCES = {"ddp.use_megatron_fsdp": True, "ddp.num_distributed_optimizer_instances": 2}
+_FSDP = {"ddp.use_megatron_fsdp": True}
+_INSTANCES = _FSDP | {"ddp.num_distributed_optimizer_instances": 2, "ddp.overlap_grad_reduce": True}
+_OFFLOAD = {"config.optimizer_cpu_offload": True}
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
 
 FEATURES = (
@@ -78,26 +80,21 @@ FEATURES = (
     ),
     Feature("--overlap-param-gather-with-optimizer-step", {"config.overlap_param_gather_with_optimizer_step": True}),
     Feature("--num-distributed-optimizer-instances above 1", {"ddp.num_distributed_optimizer_instances": 2}),
-    Feature("--use-megatron-fsdp", {"ddp.use_megatron_fsdp": True}, "optim, optim_grads and optim_grads_params"),
+    Feature("--use-megatron-fsdp", _FSDP, "optim, optim_grads and optim_grads_params"),
     Feature(
         "--use-megatron-fsdp with --num-distributed-optimizer-instances above 1",
-        _INSTANCES | {"ddp.overlap_grad_reduce": True},
+        _INSTANCES,
         "with --overlap-grad-reduce",
     ),
     Feature(
         "--use-megatron-fsdp with --outer-dp-sharding-strategy optim",
-        _INSTANCES | {"ddp.overlap_grad_reduce": True, "ddp.outer_dp_sharding_strategy": "optim"},
+        _INSTANCES | {"ddp.outer_dp_sharding_strategy": "optim"},
     ),
     Feature(
         "--use-megatron-fsdp with optim_grads, experts of one data-parallel rank, and several micro-batches",
-        {
-            "ddp.use_megatron_fsdp": True,
-            "ddp.data_parallel_sharding_strategy": "optim_grads",
-            "data_parallel": 2,
-            "expert_data_parallel": 1,
-        },
+        _FSDP | {"ddp.data_parallel_sharding_strategy": "optim_grads", "data_parallel": 2, "expert_data_parallel": 1},
     ),
-    Feature("--use-megatron-fsdp with schedule_free_adamw", _AVERAGING | {"ddp.use_megatron_fsdp": True}),
+    Feature("--use-megatron-fsdp with schedule_free_adamw", _AVERAGING | _FSDP),
     Feature(
         "--use-torch-fsdp2",
         {"wrapper": TORCH_FSDP2},
@@ -107,15 +104,9 @@ FEATURES = (
         "--use-torch-fsdp2 with --save, and experts, or shards that are not equal",
         {"wrapper": TORCH_FSDP2, "unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
     ),
-    Feature(
-        "--optimizer-cpu-offload",
-        {"config.optimizer_cpu_offload": True},
-        "momenta are in [host memory](planning.md#host-memory)",
-    ),
-    Feature("--optimizer-cpu-offload with soap", _of("soap") | {"config.optimizer_cpu_offload": True}),
-    Feature(
-        "--optimizer-cpu-offload with --async-save", {"config.optimizer_cpu_offload": True, "args.async_save": True}
-    ),
+    Feature("--optimizer-cpu-offload", _OFFLOAD, "momenta are in [host memory](planning.md#host-memory)"),
+    Feature("--optimizer-cpu-offload with soap", _of("soap") | _OFFLOAD),
+    Feature("--optimizer-cpu-offload with --async-save", _OFFLOAD | {"args.async_save": True}),
     Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),
     Feature("--optimizer-momentum-dtype bf16", {"config.optimizer_momentum_dtype": "bf16"}, "muon and its relatives"),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),
@@ -133,7 +124,7 @@ FEATURES = (
 
 
 def support_matrix(release: str) -> list[Row]:
-    """What works with a release of Megatron-Core, ``0.19.2`` or ``0.19``."""
+    """What works with a release, ``0.19.2`` or ``0.19``."""
     plain = _of("muon") | {"scalar_optimizers": releases.scalar_optimizers_of(release), "config.bf16": True}
     distributed = releases.distributed_optimizer(release)
     rows = []

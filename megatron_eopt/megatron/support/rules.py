@@ -1,8 +1,4 @@
-"""What does not work in a run with these optimizers: refused in one error, before anything is changed.
-
-Each rule was found in the sources of Megatron-Core 0.17 to 0.19: without it the run would fail late, with a message
-that helps nobody, or go on and be wrong.
-"""
+"""What does not work with our optimizers: refused at start."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +12,7 @@ TORCH_FSDP2 = "TorchFullyShardedDataParallel"
 
 
 class Rule(NamedTuple):
-    """Something that does not work: why, and the nearest that does; ``{run...}`` is filled in."""
+    """Why something fails, and the nearest that works."""
 
     what: str
     instead: str
@@ -28,7 +24,7 @@ def _offloads(optimizer: str) -> bool:
 
 
 def _gathers_alone(run: Run) -> bool:
-    """Whether Megatron would gather parameters from other ranks where there are none; 0.19 looks first."""
+    """Whether gathers over a single rank would fail, before 0.19."""
     first = run.data_parallel == 1 or (not run.has_registry and run.expert_data_parallel == 1)
     overlaps = on(run.config, "overlap_param_gather") and not releases.has("gathers alone", run.release)
     return first and overlaps and run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
@@ -170,8 +166,8 @@ RULES = (
         "Megatron-FSDP saves layers by their numbers within a pipeline stage, and those of two stages have the same",
         "set --pipeline-model-parallel-size to 1, or leave --save and --load away",
         lambda run: (
-            (run.megatron_fsdp and getattr(run.args, "pipeline_model_parallel_size", 1) > 1)
-            and any(getattr(run.args, name, None) for name in ("save", "load"))
+            (run.megatron_fsdp and on(run.args, "save", "load"))
+            and getattr(run.args, "pipeline_model_parallel_size", 1) > 1
         ),
     ),
     Rule(
@@ -258,16 +254,12 @@ RULES = (
         "parameters in fp8 or fp4 are updated by Megatron-Core's byte-sharded distributed optimizer alone, which "
         "{run.optimizer!r} does not run under",
         "leave --fp8-param-gather and --fp4-param-gather away; --fp8-format without them computes in fp8",
-        lambda run: any(
-            on(run.ddp, f"{kind}_param_gather") or on(run.model, f"{kind}_param") for kind in ("fp8", "fp4")
-        ),
+        lambda run: on(run.ddp, "fp8_param_gather", "fp4_param_gather") or on(run.model, "fp8_param", "fp4_param"),
     ),
     Rule(
         "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",
         "take --ckpt-format torch_dist",
-        lambda run: (
-            getattr(run.args, "ckpt_format", "torch_dist") not in ("torch_dist", "torch") and not run.megatron_fsdp
-        ),
+        lambda run: not run.megatron_fsdp and getattr(run.args, "ckpt_format", "torch") not in ("torch_dist", "torch"),
     ),
     Rule(
         "schedule_free_adamw evaluates and saves at the average of each parameter, which a data-parallel rank of the "
@@ -278,10 +270,7 @@ RULES = (
     Rule(
         "schedule_free_adamw saves the average as the model and goes on from its state, which this run would not save",
         "leave --no-save-optim away, and take --ckpt-format torch_dist",
-        lambda run: (
-            run.averages
-            and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "torch_dist") == "torch")
-        ),
+        lambda run: run.averages and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "") == "torch"),
     ),
     Rule(
         "Megatron-Core drops --dump-param-to-param-group-map with {run.optimizer!r}, and nothing would be written",
@@ -299,16 +288,15 @@ RULES = (
         lambda run: run.excludes and on(run.ddp, "use_distributed_optimizer"),
     ),
 )
-"""In the order in which they are reported."""
 
 
 def unsupported(run: Run) -> list[Rule]:
-    """The rules that apply to a run."""
+    """The rules that apply to a run, in their order."""
     return [rule for rule in RULES if rule.applies(run)]
 
 
 def refuse_unsupported(run: Run) -> None:
-    """Refuse what cannot work, by a ``ValueError`` that says of all that was found why, and the nearest that does."""
+    """Raise a ``ValueError`` with all reasons against a run."""
     reasons = [f"{rule.what}: {rule.instead}".format(run=run) for rule in unsupported(run)]
     if len(reasons) > 1:
         first = f"this run cannot work with optimizer {run.optimizer!r}, for {len(reasons)} reasons:"

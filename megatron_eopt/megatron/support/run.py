@@ -1,7 +1,4 @@
-"""The facts of a run that decide whether it can work, by the names of fields of Megatron's configs.
-
-Older releases lack some of these fields, so nothing of Megatron is imported here.
-"""
+"""Facts that decide whether a run works; imports no Megatron."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ from megatron_eopt.megatron import releases
 
 @dataclass(frozen=True)
 class Run:
-    """The facts of a run that decide whether it can work."""
+    """The facts that decide whether a run can work."""
 
     optimizer: str  # its name in the registry
     release: str  # of Megatron-Core
@@ -41,11 +38,7 @@ class Run:
 
     @classmethod
     def of(cls, config: Any, model_chunks: Sequence[Any], pg_collection: Any, *, layer_wise: bool = False) -> "Run":
-        """The facts of a run in this process, from what Megatron's builder of optimizers gets.
-
-        ``layer_wise`` is what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``. An unknown
-        optimizer is a ValueError.
-        """
+        """The facts of this process's run, from the builder's arguments."""
         name = config.optimizer.removeprefix("dist_")
         parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]
         model = getattr(model_chunks[0], "config", None)
@@ -98,28 +91,28 @@ class Run:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients are those of several micro-batches, as far as is known."""
+        """Whether gradients sum several micro-batches, as far as known."""
         sizes = [getattr(self.args, f"{name}_size", None) for name in ("global_batch", "micro_batch", "data_parallel")]
         return None in sizes or sizes[0] > sizes[1] * sizes[2]  # type: ignore[operator]
 
     @property
     def hybrid_fsdp(self) -> bool:
-        """Whether there are several instances of Megatron-FSDP, each with the whole model."""
+        """Whether several instances of Megatron-FSDP each have the model."""
         return self.megatron_fsdp and getattr(self.ddp, "num_distributed_optimizer_instances", 1) > 1
 
     @property
     def scatters(self) -> bool:
-        """Whether each data-parallel rank is left with a shard of the summed gradients, in another way than FSDP."""
+        """Whether data-parallel ranks keep gradient shards, other than FSDP's."""
         return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1 and not self.megatron_fsdp
 
     @property
     def scalar(self) -> str | None:
-        """Name of the scalar optimizer; None where there is none, or none to choose."""
+        """Name of the scalar optimizer; None without a choice."""
         return getattr(self.config, "muon_scalar_optimizer", None) if self.optimizer in LIKE_MUON else None
 
     @property
     def scalars(self) -> str:
-        """The scalar optimizers there are, for messages."""
+        """Names of scalar optimizers, for messages."""
         return ", ".join(self.scalar_optimizers)
 
     @property
@@ -129,30 +122,29 @@ class Run:
 
     @property
     def matrix_optimizers(self) -> str:
-        """The optimizers but for those beside one of matrices, for messages."""
+        """Names of the run's matrix optimizers, for messages."""
         return ", ".join(dict.fromkeys([self.optimizer, *filter(registry.takes_matrices, sorted(self.assigned))]))
 
     @property
     def without_momentum_dtype(self) -> str | None:
-        """The first optimizer of the run that has no choice of the dtype of its momentum, but for Adam and SGD."""
+        """The first optimizer without a choice of momentum dtype."""
         entries = {name: registry.EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *sorted(self.assigned))}
         known = ((name, entry.optimizer_cls) for name, entry in entries.items() if entry is not None)
         return next((name for name, cls in known if "momentum_dtype" not in signature(cls).parameters), None)
 
     @property
     def averages(self) -> bool:
-        """Whether an optimizer of the run trains at another point than is evaluated and saved as the model."""
+        """Whether an optimizer evaluates and saves an average."""
         names = (self.optimizer, *self.assigned)
         return any(getattr(registry.optimizer_class(name), "live_key", None) is not None for name in names)
 
 
-def on(settings: Any, name: str) -> bool:
-    """Whether a config has a field of this name that is set; configs may be None, and of any release."""
-    return bool(getattr(settings, name, False))
+def on(settings: Any, *names: str) -> bool:
+    """Whether a config, or None, has any of these set."""
+    return any(getattr(settings, name, False) for name in names)
 
 
 def _unsaved(name: str, parameter: Any, model: Any) -> bool:
-    """Whether Megatron fails to save a parameter: shards of torch FSDP2 have to be equal, and either gate or up."""
     if not hasattr(parameter, "is_torch_fsdp2_param") or (ranks := parameter.device_mesh.size()) == 1:
         return False
     gate_up = on(model, "gated_linear_unit") and name.endswith("linear_fc1.weight")

@@ -1,6 +1,6 @@
 """The command ``megatron-eopt``, without a GPU and without Megatron.
 
-A command is imported when it is the one that was given, so that ``--help`` and ``--version`` import no torch.
+Only the given command is imported, so that ``--help`` and ``--version`` import no torch.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-COMMANDS = {  # name -> its module, and what it is for
+COMMANDS = {  # name -> module, help
     "plan": ("megatron_eopt.plan.command", "how the matrices of a model will be orthogonalized, and what that costs"),
     "verify-checkpoint": (
         "megatron_eopt.checkpoints.command",
@@ -20,7 +20,7 @@ COMMANDS = {  # name -> its module, and what it is for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command with arguments, by default the process's; its exit status."""
+    """Run a command; ``argv`` defaults to the process's arguments."""
     given = list(sys.argv[1:] if argv is None else argv)
     flags = None
     if "--" in given:

@@ -1,4 +1,4 @@
-"""Settings of single parameters: who may set them, how they are written, and which of several wins.
+"""Settings of single parameters.
 
 Parameters are described by :class:`ParameterInfo`, so nothing here needs a model or Megatron.
 """

@@ -1,7 +1,7 @@
-"""The manifest: for every trainable parameter its optimizer and why, as plain data. No torch, no Megatron.
+"""The manifest: which optimizer each trainable parameter has, and why.
 
-Rows are collected elsewhere; all that follows from them is here: families, the union of all ranks, what is wrong, the
-table, JSON, and what changed from one manifest to another.
+Plain data, without torch and Megatron. Rows are collected elsewhere; here are families of them, the union of all ranks,
+mistakes, the table, JSON, and comparison.
 """
 
 from megatron_eopt.manifest.checks import compare as compare

@@ -178,7 +178,7 @@ class _FileError(OverrideError):
 def read_overrides(
     path: str | PathLike[str], known: Known | None = None, *, keep_mistakes: bool = False
 ) -> list[Entry]:
-    """Entries of a YAML file, or of JSON if named ``.json``.
+    """Entries of a YAML file, or of JSON by its name.
 
     An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``; with ``keep_mistakes``
     they stay on the entries as in :func:`make_entry`, unless the file as a whole cannot be read.
@@ -245,7 +245,7 @@ def _compose(path: Path) -> _Node:
 
 
 def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
-    """Selector, line and settings of each entry; ``select``: among the settings."""
+    """Selector, line and settings of each entry."""
     if not isinstance(root, yaml.CollectionNode):
         line, got = (1, "nothing") if root is None else (_line(root), shown(_plain(root)))
         raise _FileError((line, f"expected {_FORMAT}, got {got}"))

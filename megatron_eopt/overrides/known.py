@@ -24,7 +24,7 @@ _COMMON = frozenset({"params", "lr", "weight_decay"})
 
 
 class OverrideError(ValueError):
-    """Mistakes in overrides, a line each: source, mistake, nearest right spelling."""
+    """Mistakes in overrides: source, mistake, nearest right spelling in each line."""
 
 
 class SettingError(OverrideError):
@@ -77,7 +77,7 @@ def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
 
 @cache
 def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Settings of a class's groups with defaults, and its other arguments.
+    """Settings of a class's groups, and its other arguments.
 
     Read from an optimizer without parameters, or, if that cannot be built, from the constructor's signature.
     """
@@ -106,7 +106,7 @@ def shown(value: object) -> str:
 
 
 def unfit(text: str) -> str:
-    """Why a selector, key or value is refused; empty if right."""
+    """Why a selector, key or value is refused, if so."""
     if len(text) > MAX_TEXT:
         return f"{text[:20]!r}... has {len(text):,} characters, and may have {MAX_TEXT}"
     return "" if text.isprintable() else f"{text!r} has characters that cannot be printed"

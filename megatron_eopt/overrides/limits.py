@@ -1,4 +1,4 @@
-"""Limits of a file of overrides, so that reading takes seconds."""
+"""Limits of a file of overrides, read in seconds."""
 
 MAX_FILE_BYTES = 2**18  # three thousand entries of three lines, half a second to parse
 MAX_TEXT = 500  # characters of a selector, key or value: names of parameters have 50 to 150

@@ -107,7 +107,7 @@ def resolve(
 def match_counts(
     entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None = None
 ) -> list[int]:
-    """Number of parameters that each entry selects, to sum over ranks."""
+    """How many parameters each entry selects, on this rank."""
     entries = list(entries)
     infos = _with_optimizers(entries, parameters, optimizer, defaultdict(set))
     return [sum(entry.selector.matches(info) for info in infos) for entry in entries]
@@ -157,7 +157,7 @@ def _winner(key: str, claims: Sequence[_Claim], info: ParameterInfo, mistakes: _
 def _resolve_one(
     entries: Sequence[Entry], info: ParameterInfo, optimizer: str | None, known: Known, mistakes: _Mistakes, whole: bool
 ) -> Resolved:
-    """Settings of one parameter; if ``whole``, settings without effect are mistakes."""
+    """Settings of one parameter; ``whole``: refuse those without effect."""
     claims = _claims(entries, info)
     won = {key: _winner(key, claims[key], info, mistakes) for key in sorted(claims)}
     wrong, without_effect = list(_drop_replaced(won)), list(_drop_without_effect(won, optimizer, known))

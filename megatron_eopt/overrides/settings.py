@@ -16,7 +16,7 @@ from megatron_eopt.overrides.known import SPLITS, Known, SettingError, shown
 
 @dataclass(frozen=True)
 class Check:
-    """What a value may be; two checks are equal if ``expected`` is.
+    """What a value may be; ``expected`` tells checks apart.
 
     A value is a bool, an int, a float, a text or a tuple of floats. All values of one setting are of one type, as
     Megatron sorts parameter groups by them.
@@ -67,7 +67,6 @@ def _numbers(count: int, each: Check, expected: str) -> Check:
 def _choice(
     what: str, expected: str, names: Callable[[Known], Iterable[str]], booleans: tuple[str, str] | None = None
 ) -> Check:
-    """One of a few names; true and false may stand for two of them."""
 
     def convert(raw: Any, known: Known) -> Any:
         if isinstance(raw, bool) and booleans:
@@ -121,7 +120,7 @@ NO_SETTINGS = f"no settings: expected one or more of {', '.join(SETTINGS)}"
 
 
 def check_of(key: str, optimizer: str | None, known: Known) -> Check:
-    """How a value of a setting is checked for an optimizer.
+    """The check of an optimizer's setting.
 
     By the table, unless the optimizer's own default would not pass: then by that default's type, and the optimizer
     checks the range when it is built.
@@ -167,7 +166,7 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
 
 
 def foreign(settings: Iterable[str], optimizer: str | None, known: Known) -> list[str]:
-    """Settings that an optimizer has not; none if it is unknown."""
+    """Settings that a known optimizer has not."""
     own = known.optimizers.get(optimizer or "")
     return [] if own is None else [key for key in settings if key not in OF_ALL and key not in own]
 
@@ -214,10 +213,7 @@ def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
 
 
 def checked(raw: Mapping[Any, Any], known: Known, optimizer: str | None) -> tuple[dict[str, Any], list[SettingError]]:
-    """The right settings of an entry, and errors of the others.
-
-    They are for the optimizer that the entry sets, else for ``optimizer``, by which it selects.
-    """
+    """An entry's right settings, and errors of the others."""
     values: dict[str, Any] = {}
     wrong: list[SettingError] = []
     given = raw.get("optimizer")

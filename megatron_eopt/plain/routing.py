@@ -23,7 +23,7 @@ Rule = Callable[[Tensor], str | None]
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is decayed: two dimensions or more, no bias."""
+    """Whether a parameter is decayed: no vector, no bias."""
     return parameter.ndim > 1 and "bias" not in name
 
 

@@ -1,4 +1,4 @@
-"""How much of a checkpoint is read, as it may be hostile.
+"""Bounds of what is read: a checkpoint can be hostile.
 
 A bound is far above what a run of thousands of ranks saves, and below what ends a process.
 """
@@ -44,6 +44,6 @@ def check_name(name: object) -> str:
 
 
 def printable(text: str) -> str:
-    """A line for a terminal: escaped, and cut if too long."""
+    """A line for a terminal, escaped and cut."""
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)

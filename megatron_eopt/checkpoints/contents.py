@@ -1,4 +1,4 @@
-"""The metadata of a torch_dist checkpoint, read without running its code.
+"""Metadata of torch_dist checkpoints, read without running their code.
 
 A checkpoint is a folder of ``.distcp`` files. Each is a sequence of archives that ``torch.save`` wrote, one for each
 chunk of a tensor and one for each object; ``.metadata`` names them with their positions. Megatron writes
@@ -55,7 +55,7 @@ class CheckpointError(ValueError):
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a tensor, or an object, in a file."""
+    """A rectangle of a tensor, or an object."""
 
     offsets: tuple[int, ...]  # empty for an object
     sizes: tuple[int, ...]
@@ -193,7 +193,7 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
 
 @lru_cache(maxsize=4)
 def _faults_of_file(path: Path, changed: int) -> set[str]:
-    """Faults of a file, kept as long as it is unchanged."""
+    """Faults of a file, cached: a load reads it twice."""
     with bounds.open_file(path, bounds.METADATA_BYTES) as file:
         return faults(io.BytesIO(file.read()))
 
@@ -253,7 +253,7 @@ def _named(found: set[str]) -> str:
 
 
 def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
-    """Number of values in a value; shared ones count each time."""
+    """Number of values inside; shared ones count each time."""
     if depth > bounds.DEPTH:
         raise ValueError(f"it has values in values, more than {bounds.DEPTH} deep")
     if id(value) not in sizes:

@@ -1,4 +1,4 @@
-"""Errors and warnings of a manifest, and changes since a checkpoint."""
+"""Errors and warnings of a manifest, and its changes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

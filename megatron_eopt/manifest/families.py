@@ -1,4 +1,4 @@
-"""Rows of parameters, and patterns of rows that differ by numbers.
+"""Rows of parameters, and patterns of rows.
 
 A name is a pattern with ``*`` for every number, and an index: its numbers. Boxes are a short, exact form of a set of
 indices.
@@ -72,7 +72,7 @@ class ManifestRow:
 
     @property
     def sizes(self) -> str:
-        """Logical matrices, as ``q 64x64, k 32x64`` or ``8 q 16x64``."""
+        """Logical matrices, as ``q 64x64, k 32x64, 8 expert 16x64``."""
         unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
         named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
         return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
@@ -147,7 +147,7 @@ def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
 
 
 def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
-    """A row for each parameter by name, layer 2 before layer 10."""
+    """A row for each parameter, layer 2 before layer 10."""
     indices = ((family, index) for family in families for index in expanded(family.members))
     found = [replace(family.like, name=join_name(family.pattern, index)) for family, index in indices]
     return sorted(found, key=lambda row: _by_numbers(row.name))

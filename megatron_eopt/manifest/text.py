@@ -103,7 +103,7 @@ def _wrapped(lines: Sequence[str], width: int) -> list[str]:
 
 
 def aligned(header: Sequence[str], lines: Sequence[Sequence[str]], width: int, numbers: Sequence[str]) -> list[str]:
-    """A table as lines of text, with wrapped cells where too wide.
+    """A table as lines of text of at most ``width``.
 
     The first column is made narrower last. In columns of more than 24 characters words may be cut to fit. ``numbers``
     are titles of columns that are aligned to the right.

@@ -178,7 +178,7 @@ class _FileError(OverrideError):
 def read_overrides(
     path: str | PathLike[str], known: Known | None = None, *, keep_mistakes: bool = False
 ) -> list[Entry]:
-    """Entries of a YAML file, or of JSON by its name.
+    """Entries of a file of YAML or JSON.
 
     An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``; with ``keep_mistakes``
     they stay on the entries as in :func:`make_entry`, unless the file as a whole cannot be read.

@@ -24,7 +24,7 @@ _COMMON = frozenset({"params", "lr", "weight_decay"})
 
 
 class OverrideError(ValueError):
-    """Mistakes in overrides: source, mistake, nearest right spelling in each line."""
+    """Mistakes in overrides, a line each, with the source."""
 
 
 class SettingError(OverrideError):

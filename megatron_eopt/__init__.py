@@ -61,10 +61,7 @@ def activate() -> None:
 
     Call it before Megatron parses its arguments. A second call does nothing;
     :func:`megatron_eopt.megatron.activation.deactivate` undoes it. Optimizers that a user has put into Megatron's
-    registry stay there, also under a name of ours, which is logged.
-
-    Raises:
-        ImportError: if the release of Megatron-Core is too old.
+    registry stay there, also under a name of ours, which is logged. A too old Megatron-Core is an ``ImportError``.
     """
     from megatron_eopt.megatron.activation import activate
 

@@ -1,7 +1,4 @@
-"""The command ``megatron-eopt``, without a GPU and without Megatron.
-
-Only the given command is imported, so that ``--help`` and ``--version`` import no torch.
-"""
+"""The command ``megatron-eopt``, without a GPU and without Megatron."""
 
 import argparse
 import sys
@@ -33,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (module, what) in COMMANDS.items():
         command = commands.add_parser(name, help=what, allow_abbrev=False)
         command.set_defaults(parser=command)
-        if given[:1] == [name]:
+        if given[:1] == [name]:  # --help and --version import no torch
             import_module(module).add_flags(command)
     options, unknown = parser.parse_known_args(given)
     if unknown:

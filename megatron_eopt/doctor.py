@@ -146,9 +146,9 @@ def _package(module: str, *further: str) -> Package | None:
     if not _found(module):
         return None
     error = next(filter(None, map(_import_error, (module, *further))), None)
-    said = str(getattr(sys.modules.get(module), "__version__", None) or _version(module) or "")
+    version = str(getattr(sys.modules.get(module), "__version__", None) or _version(module) or "")
     # Megatron adds the commit of the git repository around it, such as that of a project with a .venv
-    return Package(said.partition("+")[0] if module == "megatron.core" else said, error)
+    return Package(version.partition("+")[0] if module == "megatron.core" else version, error)
 
 
 def _found(module: str) -> bool:
@@ -177,9 +177,9 @@ def _apex() -> Apex | None:
     """Look at its files: importing another apex runs foreign code."""
     if not _found("apex"):
         return None
-    specification = importlib.util.find_spec("apex")
-    folders = specification.submodule_search_locations if specification is not None else None
-    nvidias = any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders or ())
+    spec = importlib.util.find_spec("apex")
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    nvidias = any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders)
     return Apex(_version("apex") or "", nvidias, compiled=_found("amp_C"))
 
 

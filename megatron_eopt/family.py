@@ -42,10 +42,7 @@ ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag ``--OPTIMIZER-SETTING``; it sets the config's field ``OPTIMIZER_SETTING``.
-
-    With the default True it is ``--OPTIMIZER-no-SETTING``.
-    """
+    """``--OPTIMIZER-SETTING``, or ``--OPTIMIZER-no-SETTING`` for the default True."""
 
     setting: str  # argument of the optimizer's constructor, if it has one
     help: str
@@ -75,8 +72,8 @@ class Flag:
         if isinstance(self.default, bool):
             return {"action": f"store_{not self.default}".lower()}
         kind = self.kind if self.default is None else type(self.default)
-        options: dict[str, Any] = {"type": kind, "default": self.default, "metavar": self.metavar}
-        return options | ({"choices": self.choices} if self.choices else {})
+        choices = {"choices": self.choices} if self.choices else {}
+        return {"type": kind, "default": self.default, "metavar": self.metavar, **choices}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,10 +383,7 @@ _SPECS = (
         flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1)."),),
     ),
     OptimizerSpec(
-        name="muon_hyperball",
-        cls=MuonHyperball,
-        of_muon=(*ITERATION, *MOMENTUM),
-        state_depends_on=("muon_split",),
+        name="muon_hyperball", cls=MuonHyperball, of_muon=(*ITERATION, *MOMENTUM), state_depends_on=("muon_split",)
     ),
     OptimizerSpec(
         name="mars_muon",

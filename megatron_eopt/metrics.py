@@ -1,7 +1,4 @@
-"""Figures of sampled steps of optimizers, reduced over all ranks.
-
-:func:`watch` is for plain torch, :mod:`megatron_eopt.megatron.metrics` for Megatron.
-"""
+"""Figures of sampled steps of optimizers, reduced over all ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,7 +91,6 @@ class Sampler:
         return {name: _figures(s, m) for name, s, m in zip(names, summed, most_of, strict=True) if m["present"] == 1}
 
     def _of(self, optimizer: Optimizer, watched: Watched, gradient: float) -> tuple[dict[str, float], dict[str, float]]:
-        """This rank's summands and its largest values."""
         (ranks, shares, residuals), seconds = watched.figures(), watched.seconds()
         squares, entries, predicted = watched.sizes()
         sums = {
@@ -121,7 +117,6 @@ class Sampler:
 
 
 def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
-    """Figures of one optimizer from sums and maxima over ranks."""
     figures = {"learning_rate": largest["learning_rate"]}
     if not math.isnan(sums["gradient"]):
         figures["grad_norm"] = math.sqrt(max(sums["gradient"], 0.0))
@@ -149,10 +144,8 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def line(metrics: Metrics) -> str:
-    """The figures for a log line; equal rates come once.
-
-    Megatron's own line has the rate of the step after this one.
-    """
+    """The figures for a log line; equal rates come once."""
+    # Megatron's own line has the rate of the step after this one
     rates = {name: f"{figures['learning_rate']:.3g}" for name, figures in metrics.items()}
     of_each = [f"{rate} ({name})" for name, rate in rates.items()] if len({*rates.values()}) > 1 else {*rates.values()}
     said = (f"{name}: {_said(figures)}" for name, figures in metrics.items())
@@ -219,7 +212,6 @@ def watch(
 
 
 def _inside(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers inside one, or itself."""
     if isinstance(optimizer, Muon):
         return [optimizer.matrices, *([] if optimizer.adamw is None else [optimizer.adamw])]
     return [optimizer]

@@ -42,11 +42,7 @@ def _plot(options: argparse.Namespace, flags: list[str] | None) -> int:
 
 
 def curves(folder: str | Path) -> Curves:
-    """Curves of the TensorBoard files in and below a folder.
-
-    Raises:
-        ValueError: without such files, curves in them, or the package that reads them.
-    """
+    """Curves of a folder's TensorBoard files; ``ValueError`` without any."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
@@ -66,11 +62,7 @@ def curves(folder: str | Path) -> Curves:
 
 
 def draw(runs: dict[str, Curves], out: str | Path) -> None:
-    """Draw the loss and the :data:`PANELS` that have curves.
-
-    Raises:
-        ValueError: without a loss and figures of an optimizer, or without matplotlib.
-    """
+    """Draw the loss and :data:`PANELS`; ``ValueError`` without curves."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -99,13 +91,13 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
 
 def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[tuple[str, list[tuple[int, float]], str]]:
     """Label, points and style of each optimizer's lines."""
-    found = []
+    lines = []
     for name, tags in runs.items():
         for optimizer in sorted({tag.partition("/")[0] for tag in tags if "/" in tag}):
             label = optimizer if len(runs) == 1 else f"{name}: {optimizer}"
-            found += [
+            lines += [
                 (label, tags[f"{optimizer}/{figure}"], style)
                 for figure, style in styles.items()
                 if any(value for _, value in tags.get(f"{optimizer}/{figure}", ()))
             ]
-    return found
+    return lines

@@ -42,10 +42,8 @@ class Redirection:
 
 
 def answer(value: Callable[[], Any] | None = None) -> Callable[[Any], Any]:
-    """A ``make`` whose replacement ignores arguments and returns ``value()``.
-
-    Each call makes a new function: torch._dynamo refuses one function under two names.
-    """
+    """A ``make`` whose replacement ignores arguments and returns ``value()``."""
+    # a new function for each call: torch._dynamo refuses one function under two names
     return around(lambda original, *args, **kwargs: None if value is None else value())
 
 
@@ -55,15 +53,13 @@ def becomes(replacement: Any) -> Callable[[Any], Any]:
 
 
 def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A ``make`` from a function of original and arguments.
-
-    The replacement has the original's name and documentation, for tracebacks and pickle.
-    """
+    """A ``make`` from a function of original and arguments."""
 
     def make(original: Any) -> Callable[..., Any]:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
+        # with the original's name, for tracebacks and pickle
         return functools.wraps(original)(replaced) if callable(original) else replaced
 
     return make
@@ -113,7 +109,6 @@ class Redirections:
         self.undo()
 
     def _rename(self, new_of_id: dict[int, Any]) -> None:
-        """Rebind the importers' names of objects, by their ids."""
         prefixes = tuple(f"{package}." for package in self._importers)
         for module_name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and f"{module_name}.".startswith(prefixes):
@@ -123,7 +118,6 @@ class Redirections:
 
 
 def _replace(target: Any, name: str, make: Callable[[Any], Any], undoing: contextlib.ExitStack) -> tuple[Any, Any]:
-    """Replace one attribute; returns original and replacement."""
     partial = functools.partial
     if isinstance(target, MutableMapping):
         seen, put = target.get(name), target.__setitem__

@@ -32,10 +32,7 @@ Builder = Callable[..., Optimizer]
 
 
 def is_nonlinear_or_embedding(param: Tensor) -> bool:
-    """Whether a parameter is no hidden matrix.
-
-    That is: no matrix, an embedding or an output layer. Three dimensions are a stack of matrices if declared so.
-    """
+    """Whether it is no matrix, an embedding or output layer."""
     split = declared_split(param)
     matrices = param.ndim == 2 or (param.ndim == 3 and split is not None and split.stacked is not None)
     return bool(getattr(param, "is_embedding_or_output_parameter", False)) or not matrices
@@ -57,7 +54,7 @@ def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
 
 
 def _to_adam(name: str, takes: Callable[[Any], bool]) -> dict[Any, dict[str, Any]]:
-    """Import Megatron's overrides when called: they are above this module."""
+    # imported when called: the room of Megatron is above
     overrides: dict[Any, dict[str, Any]] = import_module("megatron_eopt.megatron.entries").to_adam(name, takes)
     return overrides
 
@@ -79,8 +76,7 @@ class _DefaultOverrides:
 def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:
     """Create all state tensors, before a checkpoint is loaded.
 
-    Calls ``opt.init_state()``, else Megatron's ``opt._init_group(group, skip_non_grad_params=False)`` for each group. A
-    ``TypeError`` refuses an optimizer without both.
+    By ``opt.init_state()``, else Megatron's ``opt._init_group``; without both it is a ``TypeError``.
     """
     if hasattr(opt, "init_state"):
         opt.init_state()
@@ -163,7 +159,7 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
     def forward(self, theirs: dict[str, Any], make_room: Iterable[str], untested: Iterable[str] = ()) -> None:
         """Put the entries into Megatron's dict, and use that one.
 
-        A name that it has keeps its entry, unless it is in ``make_room``: that comes back with :meth:`forward_no_more`.
+        A name that it has keeps its entry unless it is in ``make_room``, until :meth:`forward_no_more`.
         """
         self.untested = {name: theirs[name] for name in untested}
         self._made_room = {name: theirs[name] for name in make_room if name in self._own}

@@ -1,7 +1,6 @@
 """Run an unmodified Megatron script with this package's optimizers.
 
 ``torchrun ... -m megatron_eopt.run [--cpu] SCRIPT ARGS``, or ``[--cpu] -m MODULE ARGS``, as python takes them.
-``--cpu`` runs Megatron without a GPU, over gloo (:mod:`megatron_eopt.cpu`).
 """
 
 import argparse

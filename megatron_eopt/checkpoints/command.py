@@ -53,7 +53,6 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
 def _report(
     options: argparse.Namespace, run: tuple[dict[str, Any], list[str]] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The report as values for JSON, and as lines."""
     contents = read_contents(newest(options.folder))
     problems = [*check_structure(contents), *check_pickles(contents, {*options.trust_globals.split(",")})]
     data = None if options.no_data else check_data(contents)
@@ -77,7 +76,6 @@ def _report(
 
 
 def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
-    """The report without problems, as values for JSON."""
     args, kept = contents.args, states.state_keys(contents)
     sizes = {short: args[name] for name, short in [*SIZES.items(), ("world_size", "world size")] if name in args}
     precision = next((name for name in ("bf16", "fp16") if args.get(name)), "fp32")

@@ -114,11 +114,7 @@ class Contents:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint that Megatron would load from a folder.
-
-    That of a run's ``--save`` folder, or a checkpoint's own folder itself. A :class:`CheckpointError` says that it is
-    not there.
-    """
+    """The checkpoint that Megatron would load, or a :class:`CheckpointError`."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, or the folder that a run's --save named")
     tracker = folder / TRACKER
@@ -146,10 +142,7 @@ def newest(folder: Path) -> Path:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the metadata of a checkpoint from its own folder.
-
-    A :class:`CheckpointError` says that it is not there, not in torch_dist format, not finished, or not readable.
-    """
+    """Read a checkpoint's metadata, or raise a :class:`CheckpointError`."""
     if fault := _fault(folder):
         raise CheckpointError(f"{folder} {fault}")
     tensors, blobs, found = read_layout(folder)
@@ -191,9 +184,8 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
     return tensors, blobs, found
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # most of a load's time, twice
 def _faults_of_file(path: Path, changed: int) -> set[str]:
-    """Faults of a file, cached: a load reads it twice."""
     with bounds.open_file(path, bounds.METADATA_BYTES) as file:
         return faults(io.BytesIO(file.read()))
 
@@ -253,7 +245,7 @@ def _named(found: set[str]) -> str:
 
 
 def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
-    """Number of values inside; shared ones count each time."""
+    """Number of values inside, shared ones each time."""
     if depth > bounds.DEPTH:
         raise ValueError(f"it has values in values, more than {bounds.DEPTH} deep")
     if id(value) not in sizes:

@@ -115,10 +115,9 @@ def is_allowed(named: Global) -> bool:
 
 
 def faults(file: BinaryIO, extra_state: bool = False) -> set[str]:
-    """What is wrong with a file's pickles, and pickles in them.
+    """What is wrong with pickles; an exception without any.
 
-    A fault that begins with :data:`NAMES` goes on with a name, and any other says what cannot be told. What is no
-    pickle raises an exception.
+    A fault that begins with :data:`NAMES` goes on with a name, and any other says what cannot be told.
 
     Args:
         file: a pickle, or what ``torch.save`` wrote, from its beginning.
@@ -181,7 +180,7 @@ def _look(file: BinaryIO, seen: _Seen) -> None:
 
 
 def _walk(file: BinaryIO, seen: _Seen) -> Any:
-    """Follow a pickle; the constant that it loads as, or None."""
+    """The constant that a pickle loads as, or None."""
     stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
     argument: Any
     for op, argument, _ in pickletools.genops(file):
@@ -244,7 +243,6 @@ def _made(kind: str, argument: Any, taken: list[Any], seen: _Seen) -> Any:
 
 
 def _call(function: Global, items: tuple[Any, ...], seen: _Seen) -> bytes | None:
-    """The constant that a call returns, or None."""
     if function in _OF_CONSTANTS:
         match items:
             case (bytes() as made,) if function != _ENCODE:

@@ -52,7 +52,7 @@ class Problem(NamedTuple):
 
 
 def check_structure(contents: Contents) -> Iterator[Problem]:
-    """Check files, the tiling of tensors by chunks, and the tracker."""
+    """Check files, tensors' tiling by chunks, and the tracker."""
     yield from check_files(contents)
     for tensor in contents.tensors.values():
         if fault := tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
@@ -88,7 +88,6 @@ def check_files(contents: Contents) -> Iterator[Problem]:
 
 
 def _lengths(contents: Contents) -> dict[str, int]:
-    """File -> the bytes that it has at least."""
     lengths: dict[str, int] = {}
     for _, chunk in contents.chunks():
         lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.start + chunk.length)
@@ -147,7 +146,7 @@ class Data:
 
 
 def check_data(contents: Contents) -> Data:
-    """Read all archives once, but those in missing or truncated files."""
+    """Read all archives but those in missing or truncated files."""
     folder = contents.folder
     lengths = {name: (folder / name).stat().st_size for name in _lengths(contents) if (folder / name).is_file()}
     work = [each for each in contents.chunks() if lengths.get(each[1].file, -1) >= each[1].start + each[1].length]
@@ -244,7 +243,7 @@ def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[bytear
 
 
 class Window(io.RawIOBase):
-    """A range of a file, as a file; torch's seeks wrongly."""
+    """A range of a file; torch's own seeks wrongly."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -301,7 +300,7 @@ def check_integrity(folder: Path) -> Iterator[Problem]:
 
 
 def check_pickles(contents: Contents, trusted: Set[str] = frozenset()) -> Iterator[Problem]:
-    """Refuse pickles that name what may do harm, without running them.
+    """Refuse pickles that may do harm, without running them.
 
     Names in ``trusted`` pass, with "all" any. Tensors' pickles are left out: torch loads them with ``weights_only``.
     """

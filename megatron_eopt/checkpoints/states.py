@@ -143,7 +143,7 @@ def optimizer_states(contents: Contents) -> list[OptimizerState]:
 
 
 def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[Problem]:
-    """Check that all state exists, fits, and is not in ``zeros``."""
+    """Check the state; ``zeros`` are keys of all-zero tensors."""
     model, kept, flat = parameters(contents), state_keys(contents), distributed_format(contents)
     if not kept:
         if not flat:

@@ -1,7 +1,4 @@
-"""Whether a run would load a checkpoint and continue its training.
-
-Its flags are parsed without Megatron: those that decide this, with Megatron's defaults.
-"""
+"""Whether a run would load a checkpoint, without Megatron."""
 
 import argparse
 import difflib
@@ -99,7 +96,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) -> tuple[list[Problem], list[str]]:
-    """What keeps a run from loading it and continuing; then notes.
+    """What keeps a run from loading and continuing; then notes.
 
     Notes say what differs and does no harm, and what was not compared. What a whole command line does not give has
     Megatron's default; of another only what is given is compared.
@@ -226,7 +223,6 @@ def _kept(contents: Contents, saved: dict[str, Any]) -> str:
 
 
 def _changed(names: Sequence[str] | Mapping[str, Any], run: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    """Names that the run and the checkpoint have with different values."""
     return [name for name in names if name in run and saved.get(name) not in (None, run[name])]
 
 

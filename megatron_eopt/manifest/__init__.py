@@ -1,8 +1,4 @@
-"""The manifest: which optimizer each trainable parameter has, and why.
-
-Plain data, without torch and Megatron. Rows are collected elsewhere; here are families of them, the union of all ranks,
-mistakes, the table, JSON, and comparison.
-"""
+"""The manifest: optimizers of parameters and why, as plain data."""
 
 from megatron_eopt.manifest.checks import compare as compare
 from megatron_eopt.manifest.checks import problems as problems

@@ -21,10 +21,7 @@ _TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # equal for t
 def problems(families: Sequence[ParamPattern], optimizer: str, for_matrices: bool) -> list[str]:
     """Errors that end a start.
 
-    Args:
-        families: of all ranks together.
-        optimizer: of the run.
-        for_matrices: whether it is of no use without matrices.
+    ``families`` are of all ranks together, ``optimizer`` is the run's, of no use without matrices if ``for_matrices``.
     """
     found = [*_without_optimizer(families), *_listed_twice(families), *_drifting_ties(families)]
     return [*found, *_without_matrices(families, optimizer)] if for_matrices else found

@@ -86,7 +86,6 @@ def _mistake(written: Any) -> str | None:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of a type."""
     inner = get_args(kind)
     if kind is Any:
         return _is(value, str | bool | int | float | None) or _is(value, tuple[Any, ...])

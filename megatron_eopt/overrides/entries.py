@@ -66,9 +66,7 @@ def make_entry(
 
     With ``keep_mistakes`` they stay on the entry, for :func:`resolve` to report.
     """
-    parsed = UNREADABLE
-    mistakes: list[str] = []
-    values: dict[str, Any] = {}
+    parsed, mistakes, values = UNREADABLE, list[str](), dict[str, Any]()
     try:
         parsed = Selector.parse(selector)
     except OverrideError as error:
@@ -183,9 +181,7 @@ def read_overrides(
     An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``; with ``keep_mistakes``
     they stay on the entries as in :func:`make_entry`, unless the file as a whole cannot be read.
     """
-    entries: list[Entry] = []
-    known = known or Known.registered()
-    mistakes: list[str] = []
+    entries, mistakes, known = list[Entry](), list[str](), known or Known.registered()
 
     def lines(wrong: Iterable[_Wrong]) -> tuple[str, ...]:
         return tuple(f"{path}:{line}: {what}" for line, what in sorted(wrong))
@@ -237,11 +233,10 @@ def _compose(path: Path) -> _Node:
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         raise _FileError((line, f"this is no YAML: {str(error).splitlines()[0]}")) from None
+    except OverrideError as error:
+        raise error from None
     except (ValueError, OverflowError) as error:  # of a character's code, or of the version of YAML
-        wrong = (
-            error if isinstance(error, OverrideError) else _FileError((loader.line + 1, f"this is no YAML: {error}"))
-        )
-        raise wrong from None
+        raise _FileError((loader.line + 1, f"this is no YAML: {error}")) from None
 
 
 def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
@@ -262,7 +257,6 @@ def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
 
 
 def _entry(written: object, line: int, node: _Node, known: Known) -> tuple[Selector, dict[str, Any], list[_Wrong]]:
-    """Selector, settings and mistakes of an entry."""
     if not isinstance(node, yaml.MappingNode):
         inside = "expected an entry {select: ..., SETTING: ...}"
         expected = inside if written == _SELECT else f"{written}: expected a mapping of settings"
@@ -301,8 +295,7 @@ def _line(node: _Node) -> int:
 
 def _check_tag(node: _Node) -> None:
     if node.tag not in _TAGS:
-        tag = ascii(node.tag.replace(_TAG, "!!"))[1:-1]
-        raise _FileError((_line(node), f"{tag:.80} is a tag: write plain values"))
+        raise _FileError((_line(node), f"{ascii(node.tag.replace(_TAG, '!!'))[1:-1]:.80} is a tag: write plain values"))
 
 
 def _plain(node: _Node) -> Any:
@@ -321,17 +314,14 @@ def _plain(node: _Node) -> Any:
 
 
 def _pairs(node: _Node) -> _Pairs:
-    """Keys of a mapping, with those that ``<<`` merges in."""
     _check_tag(node)
-    own: _Pairs = {}
-    merged: _Pairs = {}
+    own, merged = _Pairs(), _Pairs()
     for key, value in node.value:
         if key.tag == f"{_TAG}merge":
-            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                if not isinstance(each, yaml.MappingNode):
+            for mapping in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(mapping, yaml.MappingNode):
                     raise _FileError((_line(value), "<<: merges mappings only"))
-                for name, pair in _pairs(each).items():
-                    merged.setdefault(name, pair)
+                merged = merged | _pairs(mapping) | merged
             continue
         if not isinstance(key, yaml.ScalarNode):
             raise _FileError((_line(key), "a key is text, not a list or a mapping"))

@@ -77,10 +77,7 @@ def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
 
 @cache
 def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Settings of a class's groups, and its other arguments.
-
-    Read from an optimizer without parameters, or, if that cannot be built, from the constructor's signature.
-    """
+    """Settings of a class's groups, and its other arguments."""
     try:
         taken = list(inspect.signature(optimizer_cls).parameters.values())
     except (TypeError, ValueError):  # a stand-in, or a class that is not Python's

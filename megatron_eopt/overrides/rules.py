@@ -116,7 +116,6 @@ def match_counts(
 def _with_optimizers(
     entries: Sequence[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None, mistakes: _Mistakes
 ) -> list[ParameterInfo]:
-    """The parameters with their optimizers."""
     routing = [entry for entry in entries if _ROUTING & entry.settings.keys() and not _misrouted(entry)]
     found = []
     for info in parameters:
@@ -127,7 +126,6 @@ def _with_optimizers(
 
 
 def _misrouted(entry: Entry) -> list[str]:
-    """Mistakes of an entry that selects by what it sets."""
     keys = sorted(_ROUTING & entry.settings.keys()) if entry.selector.optimizer is not None else []
     of_optimizer = f"cannot be set for the parameters of an optimizer, by '{entry.selector}'"
     return [f"{entry.source}: {key}: {of_optimizer}" for key in keys]

@@ -214,8 +214,7 @@ def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
 
 def checked(raw: Mapping[Any, Any], known: Known, optimizer: str | None) -> tuple[dict[str, Any], list[SettingError]]:
     """An entry's right settings, and errors of the others."""
-    values: dict[str, Any] = {}
-    wrong: list[SettingError] = []
+    values, wrong = dict[str, Any](), list[SettingError]()
     given = raw.get("optimizer")
     for key, value in raw.items():
         try:

@@ -51,14 +51,14 @@ _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "a
 def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimizer:
     """Build the optimizer that a config names for a model.
 
-    It gets the trainable parameters. Weight decay is for those of more than one dimension without "bias" in their name:
-    these are the builder's first group, and all others the second one; one of the two may be empty. Each parameter gets
-    its name as the attribute ``name_in_model``. The first rank logs the counts. Call it when the model lies as it will
-    be trained: after ``to(device)``, ``fully_shard`` and the like.
+    Weight decay is for trainable parameters of more than one dimension without "bias" in their name: these are the
+    builder's first group, and all others the second one; one of the two may be empty. Each parameter gets its name as
+    the attribute ``name_in_model``. Call it when the model lies as it will be trained: after ``to(device)``,
+    ``fully_shard`` and the like.
 
-    Optimizers of matrices leave embeddings and output layers to AdamW. These are marked by the attribute
-    ``is_embedding_or_output_parameter``, unless a parameter has it: the weights of ``nn.Embedding`` and
-    ``nn.EmbeddingBag``, also where they are tied, and of a ``nn.Linear`` with one of the names in
+    Optimizers of matrices leave embeddings and output layers to AdamW. They have the attribute
+    ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding``, ``nn.EmbeddingBag``
+    (also where they are tied), and of a ``nn.Linear`` with one of the names in
     :data:`~megatron_eopt.plain.routing.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
 
     Args:
@@ -90,9 +90,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         config = config_of(config, optimizer_name)
         _warn_of_fields(config)
     prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-    named = [
-        (x.replace("_orig_mod.", "").removeprefix(prefix), p) for x, p in model.named_parameters()
-    ]  # torch.compile's
+    # torch.compile adds _orig_mod
+    named = [(x.replace("_orig_mod.", "").removeprefix(prefix), p) for x, p in model.named_parameters()]
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
         raise ValueError(
@@ -131,7 +130,6 @@ def _config_of_name(name: str) -> OptimizerConfig:
 
 
 def _warn_of_fields(config: OptimizerConfig) -> None:
-    """Warn of changed fields without effect on the optimizer."""
     used = _OWN_FIELDS.get(config.name, set()) | signature(OWN[config.name]).parameters.keys() | {"name", "options"}
     if config.name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
@@ -141,13 +139,12 @@ def _warn_of_fields(config: OptimizerConfig) -> None:
 
 
 def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse what is no optimizer or lacks trainable parameters."""
     if not hasattr(optimizer, "param_groups"):
         found = type(optimizer).__name__
         raise TypeError(f"the builder of {name!r} returned {found}, expected a torch.optim.Optimizer: return one")
     attributes = (x if isinstance(x, list | tuple) else [x] for x in vars(optimizer).values())
-    inside = [each for x in attributes for each in x if isinstance(each, Optimizer)]
-    taken = {p for each in (optimizer, *inside) for group in each.param_groups for p in group["params"]}
+    inside = [y for x in attributes for y in x if isinstance(y, Optimizer)]
+    taken = {p for x in (optimizer, *inside) for group in x.param_groups for p in group["params"]}
     if left_out := [called for called, parameter in trained if parameter not in taken]:
         raise ValueError(
             f"the builder of {name!r} left out {len(left_out)} of {len(trained)} trainable parameters: "
@@ -235,7 +232,6 @@ def _counted(groups: list[Group], what: str) -> str:
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
-    """Arguments of a class from a config's fields and options."""
     found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
     taken = {key: x for key, x in found.items() if x is not None and key in signature(cls).parameters}
     known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}

@@ -114,10 +114,7 @@ FIELDS = [each.name for each in fields(OptimizerConfig)]
 
 
 def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
-    """Fields that a mapping, an object or a name gives.
-
-    A ``TypeError`` is for what is no config, or names no optimizer where ``name`` does not, either.
-    """
+    """Fields of a mapping, object or name; ``TypeError`` without any."""
     if isinstance(config, str):
         return {"name": config}
     given = {str(x): value for x, value in config.items()} if isinstance(config, Mapping) else {}

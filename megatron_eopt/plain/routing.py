@@ -38,18 +38,16 @@ def mark_embeddings_and_outputs(model: nn.Module) -> None:
 
 
 def declare_conv1d(model: nn.Module) -> list[str]:
-    """Declare the weights of Hugging Face's Conv1D; returns their paths.
-
-    They are (in, out). GPT-2 fuses q, k and v in ``c_attn``, and k and v in that of its cross attention.
-    """
+    """Declare the weights (in, out) of Hugging Face's Conv1D."""
     found = []
     for path, module in model.named_modules():
         kinds = [cls.__name__ for cls in type(module).__mro__]
         if "Conv1D" not in kinds or module.weight.shape[1:] != (getattr(module, "nf", None),):
             continue
-        weight, of_three = module.weight, {"q": None, "k": None, "v": None}
+        weight = module.weight
+        # GPT-2 fuses q, k and v in c_attn, and of cross attention k and v
         fused = weight.size(1) / weight.size(0) if "c_attn" in path.split(".") else 1
-        parts = {3: of_three, 2: {"k": None, "v": None}}.get(fused)
+        parts = {3: dict.fromkeys("qkv"), 2: dict.fromkeys("kv")}.get(fused)
         if declared_split(weight) is None:
             setattr(weight, ATTRIBUTE, transposed(concatenated(**parts) if parts else WHOLE))
             found.append(path)
@@ -87,8 +85,7 @@ def _other_than_hidden(parameter: Tensor) -> str | None:
 
 def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list[Group]]:
     """Non-empty groups of matrices, and of the rest."""
-    matrices: list[Group] = []
-    rest: list[Group] = []
+    matrices, rest = list[Group](), list[Group]()
     for group in groups:
         for some, of_adamw in ((matrices, False), (rest, True)):
             if params := [p for p in group["params"] if (why_adamw(p) is not None) == of_adamw]:

@@ -132,9 +132,8 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
             ranks = options.world_size or "as few as the parallel sizes allow, by default"
             raise ValueError(f"{error}; the world size is that of --world-size before -- ({ranks})") from None
     print(table(run.families, full=options.full))
-    named = ("pipeline stage", "matrices", *(f"{each} MB" for each in run.stages[0][1]._fields), "all MB")
-    stages = enumerate(run.stages)
-    lines = [[str(stage), f"{count:,}", *map(megabytes, (*held, sum(held)))] for stage, (count, held) in stages]
+    named = ("pipeline stage", "matrices", *(f"{kind} MB" for kind in run.stages[0][1]._fields), "all MB")
+    lines = [[str(i), f"{n:,}", *map(megabytes, (*held, sum(held)))] for i, (n, held) in enumerate(run.stages)]
     print("\nmemory of each GPU:", *aligned(named, lines, 170, named), sep="\n")
     print(
         "state: with fp32 copies of bf16 parameters, and an equal share of what data-parallel ranks share out. "
@@ -151,15 +150,13 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
 
 
 def _given(options: argparse.Namespace) -> set[str]:
-    """Flags of this command that differ from their defaults."""
     plan: argparse.ArgumentParser = options.parser
     names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
     return {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
 
 
 def _model(options: argparse.Namespace) -> Model:
-    found = ((field.name, getattr(options, field.name)) for field in fields(Model))
-    given = {name: value for name, value in found if value is not None}
+    given = {x.name: value for x in fields(Model) if (value := getattr(options, x.name)) is not None}
     if options.model is not None:
         return replace(MODELS[options.model], **given)
     missing = [field.name for field in fields(Model) if field.default is MISSING and field.name not in given]

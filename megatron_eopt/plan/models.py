@@ -75,10 +75,8 @@ def dealt_matrices(
     """Logical matrices of the longest stage's busiest rank, and deals.
 
     Embeddings and the output layer are not Muon's. With several data-parallel ranks there is a deal of dense parameters
-    and one of experts. Sizes that do not divide over the ranks are a ``ValueError``.
-
-    Args:
-        itemsize: bytes of an exchanged entry: 2 where products have 16 bits, else 4.
+    and one of experts. Sizes that do not divide over the ranks are a ``ValueError``. ``itemsize``: bytes of an
+    exchanged entry, 2 where products have 16 bits, else 4.
     """
     dense: list[Matrices] = []
     experts: list[Matrices] = []

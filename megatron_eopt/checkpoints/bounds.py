@@ -19,8 +19,8 @@ SHOWN = 2000  # characters of a printed line
 
 
 def open_file(path: Path, most: int | None = None) -> io.BufferedReader:
-    """Open a regular file; a pipe would wait for ever."""
-    if path.exists() and not path.is_file():
+    """Open a regular file of at most ``most`` bytes."""
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
         raise OSError(f"{path} is no regular file")
     if most is not None and (size := path.stat().st_size) > most:
         raise OSError(f"{path} has {size:,} bytes, and at most {most:,} are read of such a file")
@@ -28,7 +28,7 @@ def open_file(path: Path, most: int | None = None) -> io.BufferedReader:
 
 
 def read_text(path: Path, most: int) -> str:
-    """The text of a regular file."""
+    """Text of a regular file of at most ``most`` bytes."""
     with open_file(path, most) as file:
         return file.read(most).decode(errors="replace")
 

@@ -92,8 +92,8 @@ class Contents:
     tensors: dict[str, StoredTensor]
     blobs: dict[str, Chunk]  # the objects; of these only the common state is read
     common: dict[str, Any]
-    release: str  # of Megatron-Core that saves so
-    faults: dict[str, set[str]]  # file -> of its pickle
+    release: str  # releases of Megatron-Core that save so
+    faults: dict[str, set[str]]  # file -> faults of its pickle
 
     def chunks(self) -> list[tuple[str, Chunk]]:
         """Chunks of tensors, and objects, with their keys."""
@@ -184,7 +184,7 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
     return tensors, blobs, found
 
 
-@lru_cache(maxsize=4)  # most of a load's time, twice
+@lru_cache(maxsize=4)  # a load needs it twice, and it takes most of the time
 def _faults_of_file(path: Path, changed: int) -> set[str]:
     with bounds.open_file(path, bounds.METADATA_BYTES) as file:
         return faults(io.BytesIO(file.read()))
@@ -196,7 +196,6 @@ def is_legacy(folder: Path) -> bool:
 
 
 def _fault(folder: Path) -> str | None:
-    """Why a folder is no finished torch_dist checkpoint."""
     if not folder.is_dir():
         return "is no folder"
     names = sorted(each.name for each in folder.iterdir())

@@ -175,7 +175,6 @@ def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[
 
 
 def _keys(states: dict[str, StoredTensor]) -> frozenset[str]:
-    """State keys without numbers and without the main copy."""
     return frozenset(map(base, states)) - {MAIN}
 
 

@@ -59,7 +59,7 @@ def _listed_twice(found: Sequence[ParamPattern]) -> Iterator[str]:
 
 
 def _drifting_ties(found: Sequence[ParamPattern]) -> Iterator[str]:
-    groups = by_pattern(found)  # without those that are other names of the same parameter
+    groups = by_pattern(found)  # a partner that is not listed is another name of the same parameter
     for family in found:
         row = family.like
         if row.tied_to is None:

@@ -72,7 +72,7 @@ class ManifestRow:
 
     @property
     def sizes(self) -> str:
-        """Logical matrices, as ``q 64x64, k 32x64, 8 expert 16x64``."""
+        """Logical matrices: ``q 64x64, k 32x64``, or ``8 q 16x64``."""
         unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
         named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
         return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())

@@ -64,10 +64,9 @@ def from_json(manifest: Any) -> list[ParamPattern]:
 
 
 def _family(written: Any, index: int) -> ParamPattern:
-    mistake = _mistake(written)
-    if mistake is None:
+    if (mistake := _mistake(written)) is None:
         values = {name: written[_KEYS.get(name, name)] for name in ManifestRow.__dataclass_fields__}
-        values["matrices"] = [LogicalMatrix(**each) for each in written["matrices"]]
+        values["matrices"] = [LogicalMatrix(**matrix) for matrix in written["matrices"]]
         family = ParamPattern(ManifestRow(**values), as_tuples(written["members"], "members"))
         if family.is_sound:
             return family

@@ -27,8 +27,8 @@ class _Wrapper(textwrap.TextWrapper):
 def table(families: Sequence[ParamPattern], full: bool = False, width: int | None = None) -> str:
     """Optimizers of parameters, totals, and sources of settings.
 
-    A line is a family, or a parameter with ``full``. Longer lines than ``width`` are wrapped: by default than 170, and
-    with ``full`` none.
+    A line is a family, or a parameter with ``full``. Lines longer than ``width`` are wrapped; it is 170 by default, and
+    unlimited with ``full``.
     """
     bound = width or (sys.maxsize if full else 170)
     if full:

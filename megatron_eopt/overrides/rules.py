@@ -107,7 +107,7 @@ def resolve(
 def match_counts(
     entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None = None
 ) -> list[int]:
-    """How many parameters each entry selects, on this rank."""
+    """Parameters that each entry selects; summed over ranks for :func:`resolve`."""
     entries = list(entries)
     infos = _with_optimizers(entries, parameters, optimizer, defaultdict(set))
     return [sum(entry.selector.matches(info) for info in infos) for entry in entries]
@@ -132,7 +132,6 @@ def _misrouted(entry: Entry) -> list[str]:
 
 
 def _claims(entries: Iterable[Entry], info: ParameterInfo) -> dict[str, list[_Claim]]:
-    """Setting -> claims of the entries that select the parameter."""
     claims: dict[str, list[_Claim]] = defaultdict(list)
     for entry in entries:
         if entry.selector.matches(info):
@@ -212,7 +211,6 @@ def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: K
 
 
 def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
-    """Why a selector takes no parameter, with near names."""
     if selector.any_of or not infos:
         return f"'{selector}' matches no parameter{_near(selector.conditions[0], infos)}"
     for condition in selector.conditions:

@@ -225,7 +225,6 @@ def _kind(name: str, where: str = "") -> Kind:
 
 
 def _says(predicate: Any, with_name: bool, info: ParameterInfo) -> bool:
-    """Call a predicate of Megatron's with the parameter itself."""
     if info.parameter is None:
         raise OverrideError(f"predicate {predicate.name} needs the parameter {info.name} itself")
     return bool(predicate(info.parameter, info.name) if with_name else predicate(info.parameter))

@@ -1,8 +1,8 @@
-"""Muon and its relatives for Megatron-Core and plain torch: parallel, exact, resumable, nothing silent.
+"""Muon and its relatives for Megatron-Core and plain torch.
 
 Importing this package imports neither torch nor Megatron. A name brings torch; :func:`activate` and
-:func:`get_megatron_optimizer` bring Megatron. The classes of the table of optimizers, :mod:`megatron_eopt.family`, are
-names of the package.
+:func:`get_megatron_optimizer` bring Megatron. The optimizer classes of :mod:`megatron_eopt.family` are names of the
+package.
 """
 
 from importlib import import_module
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.registry import register_optimizer as register_optimizer
 
 _REGISTRY = "EMERGING_OPTIMIZERS EmergingOptimizerEntry get_optimizer_entry list_optimizers register_optimizer"
-_MODULES = {  # of the names that are no class of the table
+_MODULES = {  # of the names that :mod:`megatron_eopt.family` has not
     **dict.fromkeys(("DistributedMuon", "OrthogonalizedOptimizer", "factor_pairs"), "optimizers"),
     "Muon": "optimizers.with_adamw",
     **dict.fromkeys(("OptimizerConfig", "build_optimizer"), "plain"),
@@ -34,7 +34,7 @@ _MODULES = {  # of the names that are no class of the table
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a name needs when it is asked for: commands that need no torch start without it."""
+    """Import the module of a name when it is used."""
     if name == "__all__":
         return ["activate", "get_megatron_optimizer", *_MODULES, *import_module("megatron_eopt.family").CLASSES]
     where = _MODULES.get(name, name if name[:1].islower() else "family")
@@ -52,19 +52,16 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Every name, for shells and editors; asking for them imports torch."""
+    """All names, for shells and editors; this imports torch."""
     return sorted({*globals(), *__getattr__("__all__")})
 
 
 def activate() -> None:
-    """Let ``--optimizer NAME`` build the optimizers of this package in whatever calls Megatron-Core from here on.
+    """Let Megatron's ``--optimizer NAME`` build the optimizers of this package.
 
-    Call it before Megatron parses its arguments. A second call does nothing, and
-    :func:`megatron_eopt.megatron.activation.deactivate` takes all of it back. Optimizers that a user has put into
-    Megatron's registry stay there, also under a name of ours, which is logged.
-
-    Raises:
-        ImportError: if the release of Megatron-Core is too old.
+    Call it before Megatron parses its arguments. A second call does nothing;
+    :func:`megatron_eopt.megatron.activation.deactivate` undoes it. Optimizers that a user has put into Megatron's
+    registry stay there, also under a name of ours, which is logged. A too old Megatron-Core is an ``ImportError``.
     """
     from megatron_eopt.megatron.activation import activate
 
@@ -72,10 +69,10 @@ def activate() -> None:
 
 
 def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build the optimizer of a Megatron model, for those who write their own training loop.
+    """Build a Megatron model's optimizer for your own training loop.
 
-    Takes and returns what ``megatron.core.optimizer.get_megatron_optimizer`` does; with ``config.optimizer`` adam or
-    sgd it is that function. :func:`activate` is called first.
+    Takes and returns what ``megatron.core.optimizer.get_megatron_optimizer`` does, and is that function for
+    ``config.optimizer`` adam or sgd. Calls :func:`activate` first.
 
     Args:
         config: Megatron's ``OptimizerConfig``.
@@ -84,11 +81,11 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
         **kwargs: the same by name: ``config_overrides``, ``use_gloo_process_groups``, ``pg_collection``.
 
     Returns:
-        Megatron's optimizer, around those of this package; its attribute ``megatron_eopt`` says what was decided.
+        Megatron's optimizer around ours; its attribute ``megatron_eopt`` says what was decided.
 
     Raises:
         TypeError: for a config that is not Megatron's.
-        ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.
+        ValueError: for an unknown optimizer or settings that it refuses, before anything is changed.
     """
     if not hasattr(config, "optimizer"):
         cls = type(config)

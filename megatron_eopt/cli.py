@@ -1,14 +1,11 @@
-"""The command ``megatron-eopt``, without a GPU and without Megatron.
-
-A command is imported when it is the one that was given, so that ``--help`` and ``--version`` import no torch.
-"""
+"""The command ``megatron-eopt``, without a GPU and without Megatron."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-COMMANDS = {  # name -> its module, and what it is for
+COMMANDS = {  # name -> module, help
     "plan": ("megatron_eopt.plan.command", "how the matrices of a model will be orthogonalized, and what that costs"),
     "verify-checkpoint": (
         "megatron_eopt.checkpoints.command",
@@ -20,7 +17,7 @@ COMMANDS = {  # name -> its module, and what it is for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command with arguments, by default the process's; its exit status."""
+    """Run a command; ``argv`` defaults to the process's arguments."""
     given = list(sys.argv[1:] if argv is None else argv)
     flags = None
     if "--" in given:
@@ -33,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (module, what) in COMMANDS.items():
         command = commands.add_parser(name, help=what, allow_abbrev=False)
         command.set_defaults(parser=command)
-        if given[:1] == [name]:
+        if given[:1] == [name]:  # --help and --version import no torch
             import_module(module).add_flags(command)
     options, unknown = parser.parse_known_args(given)
     if unknown:

@@ -1,7 +1,7 @@
 """The command ``megatron-eopt doctor``: what is installed, and what works.
 
-:func:`collect` imports what is there, without a GPU, and assumes nothing of what is missing or broken. All that is said
-about it are pure functions of :class:`Facts`. Exit status 0 without problems, 1 with.
+:func:`collect` imports what is installed and survives what is broken. The reports are pure functions of :class:`Facts`.
+Exit status 0 without problems, 1 with.
 """
 
 import argparse
@@ -34,10 +34,10 @@ _ADAMS = {"transformer_engine": "Transformer Engine's, fused", "apex": "Apex's, 
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package, with why it cannot be imported, if so."""
+    """An installed package."""
 
     version: str
-    error: str | None = None
+    error: str | None = None  # why it cannot be imported
 
     def __str__(self) -> str:
         return (self.version or "of no version") + (" (cannot be imported)" if self.error is not None else "")
@@ -56,14 +56,14 @@ class Apex:
 class Megatron:
     """What an imported Megatron-Core makes possible."""
 
-    optimizers: tuple[str, ...]  # for --optimizer, that this package builds
+    optimizers: tuple[str, ...]  # of this package, for --optimizer
     adam: str  # the module whose Adam Megatron builds
     training_error: str | None  # why megatron.training cannot be imported
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Why there are no kernels for symmetric products, or they failed."""
+    """Why no kernels compute symmetric products."""
 
     missing: str | None = None
     failed: str | None = None
@@ -71,7 +71,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that was found; None for what is not installed."""
+    """All that was found; None: not installed."""
 
     python: str
     torch: str
@@ -95,7 +95,7 @@ class Problem(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command to its parser."""
+    """Add the command's flags."""
     parser.description = "Exit status: 0 without problems, 1 with. A machine without a GPU is none."
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=_examine)
@@ -121,7 +121,7 @@ def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
 
 
 def collect() -> Facts:
-    """Import what is installed, and collect facts; its prints go to stderr."""
+    """Import what is installed; what that prints goes to stderr."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         core = _package("megatron.core", "megatron.core.optimizer")
@@ -135,7 +135,7 @@ def collect() -> Facts:
             triton=_package("triton"),
             transformer_engine=_package("transformer_engine", "transformer_engine.pytorch.optimizers"),
             apex=_apex(),
-            # not imported: nothing here needs it, and Megatron asks for its version alone before it does
+            # not imported: Megatron, too, asks for its version first
             emerging_optimizers=Package(found) if (found := _version("emerging-optimizers")) is not None else None,
             megatron=_megatron() if core is not None and core.error is None else None,
             kernels=_kernels(),
@@ -143,19 +143,18 @@ def collect() -> Facts:
 
 
 def _package(module: str, *further: str) -> Package | None:
-    """A package whose modules have to be importable; None without it."""
     if not _found(module):
         return None
     error = next(filter(None, map(_import_error, (module, *further))), None)
-    said = str(getattr(sys.modules.get(module), "__version__", None) or _version(module) or "")
-    # Megatron adds the commit of whatever git repository it is in, a project with a .venv for instance
-    return Package(said.partition("+")[0] if module == "megatron.core" else said, error)
+    version = str(getattr(sys.modules.get(module), "__version__", None) or _version(module) or "")
+    # Megatron adds the commit of the git repository around it, such as that of a project with a .venv
+    return Package(version.partition("+")[0] if module == "megatron.core" else version, error)
 
 
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # no parent package; or a module that was put there without a specification
+    except (ImportError, ValueError):  # no parent package; a module without a specification
         return module in sys.modules
 
 
@@ -169,23 +168,22 @@ def _import_error(module: str) -> str | None:
 
 def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package)  # which takes the dot and the underscore of a module for a dash
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
 def _apex() -> Apex | None:
-    """Told apart by its files: importing the other one would run code that has nothing to do with this."""
+    """Look at its files: importing another apex runs foreign code."""
     if not _found("apex"):
         return None
-    specification = importlib.util.find_spec("apex")
-    folders = specification.submodule_search_locations if specification is not None else None
-    nvidias = any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders or ())
+    spec = importlib.util.find_spec("apex")
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    nvidias = any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders)
     return Apex(_version("apex") or "", nvidias, compiled=_found("amp_C"))
 
 
 def _megatron() -> Megatron | None:
-    """None if it is too old to be asked."""
     try:
         releases.check_supported()
     except ImportError:
@@ -203,13 +201,12 @@ def _kernels() -> Kernels:
     device = torch.device("cuda")
     if (missing := KERNELS["triton"].missing(device)) is not None:
         return Kernels(missing)
-    # A square matrix, a wide one and a stack, as those of a model are, in the dtypes that products are computed in.
     shapes, dtypes = ((1024, 1024), (512, 2048), (2, 256, 1024)), (torch.bfloat16, torch.float32)
     return Kernels(failed=choose(shapes, dtypes, device).dropped.get("triton"))
 
 
 def problems(facts: Facts) -> Iterator[Problem]:
-    """What keeps training runs from working as expected, causes first."""
+    """What keeps training from working, causes first."""
     for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
         if releases.number(version) < releases.number(oldest):
             yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
@@ -252,7 +249,7 @@ def _named(name: str, package: Package | Apex) -> str:
 
 
 def notes(facts: Facts) -> Iterator[str]:
-    """What is no problem and good to know."""
+    """Notes on what is no problem."""
     if facts.kernels.missing is not None:
         yield f"no kernels for symmetric products ({facts.kernels.missing}): {_NO_KERNELS}"
     if facts.core is not None and releases.number(facts.core.version) > releases.number(RELEASES[0]):
@@ -270,7 +267,7 @@ def matrix(facts: Facts) -> list[Row]:
     """What the installed Megatron-Core supports; empty if none is usable."""
     if facts.core is None or releases.number(facts.core.version) < releases.number(RELEASES[-1]):
         return []
-    links = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of the page that the notes are written for too
+    links = re.compile(r"\[([^]]*)\]\([^)]*\)")  # the docs print the notes, too
     return [row._replace(note=links.sub(r"\1", row.note)) for row in support_matrix(facts.core.version)]
 
 

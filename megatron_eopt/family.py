@@ -1,8 +1,8 @@
-"""The table of optimizers: everything that lists them follows from it.
+"""The table of optimizers.
 
-That is: entries of the registry, flags, builders of plain torch, names of the package, lists of support and of the
-doctor, what a checkpoint must hold, tables of the docs (``python scripts/tables.py`` writes them), and parameters of
-the tests that hold for every optimizer. A new optimizer needs its file, its import here, and its row.
+From it follow the entries of the registry, flags, builders of plain torch, names of the package, lists of support and
+of the doctor, what a checkpoint must hold, tables of the docs (``python scripts/tables.py``), and parameters of tests.
+A new optimizer needs its file, its import here, and its row.
 """
 
 import inspect
@@ -42,67 +42,61 @@ ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag ``--OPTIMIZER-SETTING``, which sets the field ``OPTIMIZER_SETTING`` of the config.
+    """``--OPTIMIZER-SETTING``, or ``--OPTIMIZER-no-SETTING`` for the default True."""
 
-    A flag whose default is True turns its setting off, and is ``--OPTIMIZER-no-SETTING``.
-    """
-
-    setting: str  # the argument of the optimizer's constructor, where there is one for it
+    setting: str  # argument of the optimizer's constructor, if it has one
     help: str
-    # The constructor's, unless it is given here: for what is no argument of the constructor, where Megatron's own flag
-    # has another default, and where a run of Megatron knows more.
-    default: Any = Parameter.empty
-    kind: type = str  # of a value that has no default
-    choices: tuple[str, ...] = ()  # where they are few; filled in where the constructor's argument is a ``Literal``
+    default: Any = Parameter.empty  # the constructor's, unless Megatron's flag has another or a run knows more
+    kind: type = str  # of a value without a default
+    choices: tuple[str, ...] = ()  # filled in from the constructor's ``Literal``
     field: str = ""  # of the config, where it has another name
-    shared: bool = False  # whether it holds for every optimizer of matrices that has such a setting
-    megatrons: bool = False  # whether Megatron has the flag itself, so that it is not added
+    shared: bool = False  # by all optimizers of matrices that have the setting
+    megatrons: bool = False  # Megatron has the flag itself, so that it is not added
     metavar: str | None = None
-    optimizer: str = ""  # its name, filled in for the flags of a row; empty for a flag of the run
+    optimizer: str = ""  # filled in for the flags of a row; empty for a flag of the run
 
     @property
     def name(self) -> str:
-        """As it is typed."""
+        """The flag as it is typed."""
         words = (self.optimizer, "no" if self.default is True else "", self.setting)
         return "--" + "-".join(filter(None, words)).replace("_", "-")
 
     @property
     def dest(self) -> str:
-        """The field of the config, and of the parsed arguments."""
+        """Field of the config and of the parsed arguments."""
         return self.field or "_".join(filter(None, (self.optimizer, self.setting)))
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of ``add_argument`` beside the name, the destination and the help."""
+        """Arguments of ``add_argument`` without name, destination and help."""
         if isinstance(self.default, bool):
             return {"action": f"store_{not self.default}".lower()}
         kind = self.kind if self.default is None else type(self.default)
-        options: dict[str, Any] = {"type": kind, "default": self.default, "metavar": self.metavar}
-        return options | ({"choices": self.choices} if self.choices else {})
+        choices = {"choices": self.choices} if self.choices else {}
+        return {"type": kind, "default": self.default, "metavar": self.metavar, **choices}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """An optimizer: its name, its class, and what they do not say."""
+    """A row of the table."""
 
     name: str  # for ``--optimizer``, and for the config of plain torch
     cls: type[BaseOptimizer]
-    owns: Literal["matrices", "all"] = "matrices"  # what it is given in Megatron; Adam has what is no matrix
-    vectors: bool = False  # whether it takes any shape, so that plain torch gives it all; always where it owns all
-    plain: bool = True  # whether the builders of plain torch have it
+    owns: Literal["matrices", "all"] = "matrices"  # the parameters it updates in Megatron; Adam updates the rest
+    vectors: bool = False  # takes any shape, so that plain torch gives it all; always where it owns all
+    plain: bool = True  # has a builder of plain torch
     of_muon: tuple[str, ...] = ()  # settings that it takes from Muon's flags
-    betas: str = ""  # prefix of the flags that its betas, and ``eps``, are taken from
+    betas: str = ""  # prefix of the flags for its betas and ``eps``
     flags: tuple[Flag, ...] = ()
-    state_settings: tuple[dict[str, Any], ...] = ()  # arguments of the constructor with which other state is kept
-    state_depends_on: tuple[str, ...] = ()  # fields of the config that change what is kept
-    update_rms: float | None = None  # of the entries, before the rate, where no matrix has one of its own
+    state_settings: tuple[dict[str, Any], ...] = ()  # arguments of the constructor that change its state
+    state_depends_on: tuple[str, ...] = ()  # fields of the config that change its state
+    update_rms: float | None = None  # RMS of an update's entries, before the rate, where no matrix has one of its own
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
         object.__setattr__(self, "flags", tuple(map(self._completed, self.flags)))
 
     def _completed(self, flag: Flag) -> Flag:
-        """The flag with its optimizer's name, default and ``Literal`` values."""
         argument = self.arguments.get(flag.setting)
         annotation = None if argument is None else argument.annotation
         choices = flag.choices or (get_args(annotation) if get_origin(annotation) is Literal else ())
@@ -110,23 +104,23 @@ class OptimizerSpec:
         return replace(flag, optimizer=self.name, choices=choices, default=default)
 
     def state_tensors(self, shape: tuple[int, int] = (128, 128), **settings: Any) -> list[StateTensor]:
-        """State of a matrix in fp32, with these arguments of the constructor."""
+        """State of an fp32 matrix; ``settings`` are the constructor's."""
         matrix = torch.empty(shape, dtype=torch.float32, device="meta")
         return self.cls([matrix], **settings).state_tensors(matrix)
 
     @cached_property
     def state(self) -> tuple[StateTensor, ...]:
-        """State of a matrix with the defaults, then with each of :attr:`state_settings`."""
+        """State with the defaults, then with each of :attr:`state_settings`."""
         return tuple(tensor for settings in ({}, *self.state_settings) for tensor in self.state_tensors(**settings))
 
     @property
     def state_keys(self) -> set[str]:
-        """Keys of :attr:`state`, without the number of a fused parameter's matrix."""
+        """Keys of :attr:`state`."""
         return {tensor.key for tensor in self.state}
 
     @property
     def takes_adams(self) -> bool:
-        """Whether it can start from Adam's state: it keeps a momentum alone."""
+        """Whether it can start from Adam's first moment."""
         return self.state_keys == {MOMENTUM_BUFFER}
 
     @property
@@ -135,26 +129,26 @@ class OptimizerSpec:
         return inspect.signature(self.cls).parameters
 
     def takes(self, setting: str) -> bool:
-        """Whether the constructor has an argument of this name."""
-        return setting in inspect.signature(self.cls).parameters
+        """Whether the constructor has this argument."""
+        return setting in self.arguments
 
     def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
-        """Arguments of the constructor from Megatron's config, by all its flags.
+        """Arguments of the constructor from Megatron's config.
 
-        A ``ValueError`` refuses weight decay that is not decoupled, unless it takes that from Muon.
+        Weight decay that is not decoupled is a ``ValueError``, unless the optimizer has Muon's setting for it.
         """
         takes_l2_decay = DECOUPLED in self.of_muon
         for field in () if takes_l2_decay else (f"{self.name}_{DECOUPLED}", DECOUPLED, MEGATRONS_DECOUPLED):
             if not getattr(config, field, True):
                 raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
         of_muon = kwargs_from_config(self.cls, "muon", config)
-        if hasattr(config, "muon_use_nesterov"):  # its name up to Megatron-Core 0.17
+        if hasattr(config, "muon_use_nesterov"):  # up to Megatron-Core 0.17
             of_muon["nesterov"] = config.muon_use_nesterov
         kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
         kwargs |= kwargs_from_config(self.cls, self.name, config)
         kwargs |= workspace_from(config) if self.takes("workspace") else {}
         kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
-        if takes_l2_decay:  # the optimizer's own fields win over Megatron's, which is for Adam, too
+        if takes_l2_decay:  # Megatron's field is for Adam, too
             kwargs.setdefault(DECOUPLED, getattr(config, MEGATRONS_DECOUPLED, True))
         if not self.cls.decays_weights:
             kwargs["weight_decay"] = 0.0
@@ -165,7 +159,7 @@ class OptimizerSpec:
         if self.owns == "matrices":
             model = model_chunks[0].config
             attention = all((model.num_attention_heads, model.num_query_groups, model.kv_channels))
-            kwargs.setdefault("split_qkv", False)  # what has no flag for it, splits what is declared
+            kwargs.setdefault("split_qkv", False)  # without a flag only declared parameters are split
             kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
             kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model) if attention else None
             kwargs["pg_collection"] = pg_collection
@@ -175,15 +169,15 @@ class OptimizerSpec:
 
 
 SplitName = Literal["default", "none", "all", "per_head"]
-"""How fused parameters are split: as Megatron does; not at all; wherever it is geometrically right; and into heads."""
+"""How fused parameters are split: as Megatron does, not at all, into all their matrices, or also into heads."""
 
-DEFAULT_TP_MODE: TpMode = "auto"  # of runs of Megatron, of plans, and of the optimizers that plain torch builds by name
+DEFAULT_TP_MODE: TpMode = "auto"  # of runs of Megatron, plans, and builders of plain torch
 
 ITERATION = tuple(
     "split_qkv fp32_matmul_prec coefficient_type num_ns_steps tp_mode cuda_graphs data_parallel_group plan_rates "
     "symmetric_products workspace offload_fraction momentum_dtype".split()
 )
-"""Settings of Muon that say how matrices are orthogonalized and exchanged."""
+"""How Muon orthogonalizes and exchanges matrices."""
 
 MOMENTUM = ("momentum", "momentum_warmup", "nesterov")
 MUON = (*ITERATION, *MOMENTUM, *"scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split())
@@ -208,7 +202,7 @@ _SPECS = (
                 "Size of the updates: sets the scale mode and the extra factor.",
                 default=None,
                 choices=tuple(PRESETS),
-                shared=True,  # those whose updates have a size of their own refuse it
+                shared=True,  # refused by those whose updates have a size of their own
             ),
             Flag("num_ns_steps", "Newton-Schulz steps.", shared=True, megatrons=True),
             Flag(
@@ -370,7 +364,7 @@ _SPECS = (
             Flag("weight_lr_power", "For schedulefree: power of the largest rate in the weight of a step."),
         ),
         update_rms=ADAMW_RMS,
-        state_settings=({"betas": (0.4, 0.95)},),  # the first one below 0.5, so that the average is kept
+        state_settings=({"betas": (0.4, 0.95)},),  # below 0.5 the average is kept
     ),
     OptimizerSpec(
         name="scion",
@@ -389,10 +383,7 @@ _SPECS = (
         flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1)."),),
     ),
     OptimizerSpec(
-        name="muon_hyperball",
-        cls=MuonHyperball,
-        of_muon=(*ITERATION, *MOMENTUM),
-        state_depends_on=("muon_split",),
+        name="muon_hyperball", cls=MuonHyperball, of_muon=(*ITERATION, *MOMENTUM), state_depends_on=("muon_split",)
     ),
     OptimizerSpec(
         name="mars_muon",
@@ -406,4 +397,4 @@ _SPECS = (
 OPTIMIZERS = {row.name: row for row in _SPECS}
 CLASSES: dict[str, type[Optimizer]] = {row.cls.__name__: row.cls for row in _SPECS}
 LIKE_MUON = tuple(row.name for row in _SPECS if row.of_muon == MUON)
-"""Optimizers that all of Muon's flags hold for: their updates have Muon's size, and their weight decay may be L2."""
+"""Optimizers with all of Muon's flags: their updates have Muon's size, and their weight decay may be L2."""

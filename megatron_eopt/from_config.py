@@ -10,7 +10,7 @@ import torch
 
 
 def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: Any) -> dict[str, Any]:
-    """The named arguments of an optimizer that a config has: ``config.{prefix}_{name}``, else ``config.{name}``."""
+    """Arguments of an optimizer: ``config.{prefix}_{name}``, else ``config.{name}``."""
     kwargs = {}
     for name, argument in inspect.signature(optimizer_cls).parameters.items():
         fields = [field for field in (f"{prefix}_{name}", name) if hasattr(config, field)]
@@ -21,15 +21,15 @@ def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: A
 
 
 def with_fields(config: Any, **values: Any) -> Any:
-    """A copy of a config with other values; nothing is recomputed."""
-    found = copy.copy(config)
+    """A copy of a config with other values."""
+    copied = copy.copy(config)
     for name, value in values.items():
-        setattr(found, name, value)
-    return found
+        setattr(copied, name, value)
+    return copied
 
 
 def workspace_from(config: Any) -> dict[str, int]:
-    """The argument ``workspace``, in bytes, from ``--optimizer-workspace`` in GiB."""
+    """The argument ``workspace``, in bytes; ``--optimizer-workspace`` is in GiB."""
     gib = getattr(config, "optimizer_workspace", None)
     if gib is not None and not 0 < gib < inf:
         raise ValueError(f"--optimizer-workspace must be a finite number of GiB above 0, got {gib}")
@@ -37,10 +37,7 @@ def workspace_from(config: Any) -> dict[str, int]:
 
 
 def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
-    """The argument ``momentum_dtype``, from ``--optimizer-momentum-dtype``; none where that is ``fp32``, the default.
-
-    fp32 means the dtype of the parameters that the optimizer has, which in Megatron is fp32.
-    """
+    """The argument ``momentum_dtype``; none for the default ``fp32``."""
     name = getattr(config, "optimizer_momentum_dtype", "fp32")
     if name not in ("fp32", "bf16"):
         raise ValueError(f"--optimizer-momentum-dtype is fp32 or bf16, got {name!r}")
@@ -48,7 +45,7 @@ def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
 
 
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
-    """Rows of q, k and v (or q, gate, k, v) in a query group."""
+    """Rows of q, (gate,) k, v in a query group."""
     query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels
     queries = [query_rows, query_rows] if getattr(model_cfg, "attention_output_gate", False) else [query_rows]
     return [*queries, model_cfg.kv_channels, model_cfg.kv_channels]

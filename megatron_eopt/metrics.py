@@ -1,7 +1,4 @@
-"""Figures of sampled steps of optimizers, reduced over all ranks.
-
-``watch`` does it in plain torch; :mod:`megatron_eopt.megatron.metrics` does in Megatron.
-"""
+"""Figures of sampled steps of optimizers, reduced over all ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +17,7 @@ from megatron_eopt.parallel.watched import PHASES, Watched
 from megatron_eopt.registry import BUILT_AS, EMERGING_OPTIMIZERS
 
 Metrics = dict[str, dict[str, float]]
-"""Name of an optimizer -> name of a figure, as docs/metrics.md has them -> value."""
+"""Optimizer -> figure of docs/metrics.md -> value."""
 
 _SUMS = "matrices effective_rank effective_rank_share residual squares entries predicted gradient".split()
 _LARGEST = "largest_residual smallest_effective_rank_share learning_rate skipped unpredicted present sent_mb".split()
@@ -28,10 +25,9 @@ _LARGEST += [f"{phase}_ms" for phase in PHASES]
 
 
 class Sampler:
-    """Watches single steps of torch optimizers, between :meth:`begin` and :meth:`end`.
+    """Watches single steps of torch optimizers.
 
-    Of times and bytes the values are those of the rank with the most. Figures of matrices are means over those of the
-    model, in whatever layout.
+    Times and bytes are those of the rank with the most. Figures of matrices are means over the whole model.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], device: torch.device) -> None:
@@ -39,12 +35,12 @@ class Sampler:
         self._device = device
         self._began = False
         self._watched: dict[int, Watched] = {}
-        for each in self._optimizers:
-            each.register_step_pre_hook(self._before)
-            each.register_step_post_hook(self._after)
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
 
     def begin(self) -> None:
-        """The next step of each optimizer is watched."""
+        """Watch the next step of each optimizer."""
         self._began, self._watched = True, {}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -61,24 +57,25 @@ class Sampler:
                 optimizer.watch(None)
 
     def end(self, squared_gradients: Mapping[int, float], norm: float | None = None) -> Metrics:
-        """The figures since :meth:`begin`, the same on all ranks, which call it together.
+        """Figures since :meth:`begin`; all ranks call it together.
 
-        It waits for the device.
+        It waits for the device, and all ranks get the same.
 
         Args:
-            squared_gradients: by the ``id`` of an optimizer this rank's summand of the squared norm of its gradients;
-                without one there is no norm.
-            norm: of all gradients before they were clipped, where they were.
+            squared_gradients: ``id`` of an optimizer -> this rank's summand of its squared gradient norm; if absent, no
+                norm.
+            norm: of all gradients before clipping, if they were clipped.
         """
         self._began = False
         names = [*sorted(EMERGING_OPTIMIZERS), "adam", "other"]
         sums = torch.zeros(len(names), len(_SUMS), dtype=torch.float64)
         largest = torch.full((len(names), len(_LARGEST)), -math.inf, dtype=torch.float64)
-        for each in self._optimizers:
-            if not any(group["params"] for group in each.param_groups) or id(each) not in self._watched:
+        for optimizer in self._optimizers:
+            key = id(optimizer)
+            if not any(group["params"] for group in optimizer.param_groups) or key not in self._watched:
                 continue
-            summands, most = self._of(each, self._watched[id(each)], squared_gradients.get(id(each), math.nan))
-            row = names.index(name_of(each))
+            summands, most = self._of(optimizer, self._watched[key], squared_gradients.get(key, math.nan))
+            row = names.index(name_of(optimizer))
             sums[row] += torch.tensor([summands[key] for key in _SUMS], dtype=torch.float64)
             of_rank = torch.tensor([most[key] for key in _LARGEST], dtype=torch.float64)
             largest[row] = torch.maximum(largest[row], of_rank)
@@ -94,10 +91,8 @@ class Sampler:
         return {name: _figures(s, m) for name, s, m in zip(names, summed, most_of, strict=True) if m["present"] == 1}
 
     def _of(self, optimizer: Optimizer, watched: Watched, gradient: float) -> tuple[dict[str, float], dict[str, float]]:
-        """This rank's summands, and its largest values."""
         (ranks, shares, residuals), seconds = watched.figures(), watched.seconds()
         squares, entries, predicted = watched.sizes()
-        skipped = sum(optimizer.skipped_steps().values()) if isinstance(optimizer, BaseOptimizer) else 0
         sums = {
             "matrices": len(ranks),
             "effective_rank": ranks.sum().item(),
@@ -112,7 +107,7 @@ class Sampler:
             "largest_residual": max(residuals.tolist(), default=-math.inf),
             "smallest_effective_rank_share": -min(shares.tolist(), default=math.inf),
             "learning_rate": max(float(group["lr"]) for group in optimizer.param_groups if group["params"]),
-            "skipped": skipped,
+            "skipped": sum(optimizer.skipped_steps().values()) if isinstance(optimizer, BaseOptimizer) else 0,
             "unpredicted": float(predicted is None),
             "present": 1.0,
             **{f"{phase}_ms": 1e3 * taken for phase, taken in seconds.items()},
@@ -122,27 +117,26 @@ class Sampler:
 
 
 def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
-    """The figures of one optimizer, from what was reduced over ranks."""
-    found = {"learning_rate": largest["learning_rate"], "grad_norm": math.sqrt(max(sums["gradient"], 0.0))}
-    if math.isnan(sums["gradient"]):
-        del found["grad_norm"]
+    figures = {"learning_rate": largest["learning_rate"]}
+    if not math.isnan(sums["gradient"]):
+        figures["grad_norm"] = math.sqrt(max(sums["gradient"], 0.0))
     if sums["entries"]:
-        found["update_rms"] = math.sqrt(sums["squares"] / sums["entries"])
+        figures["update_rms"] = math.sqrt(sums["squares"] / sums["entries"])
         if not largest["unpredicted"]:
-            found["predicted_update_rms"] = math.sqrt(sums["predicted"] / sums["entries"])
+            figures["predicted_update_rms"] = math.sqrt(sums["predicted"] / sums["entries"])
     if sums["matrices"]:
-        found |= {
+        figures |= {
             "residual": sums["residual"] / sums["matrices"],
             "largest_residual": largest["largest_residual"],
             "effective_rank": sums["effective_rank"] / sums["matrices"],
             "effective_rank_share": sums["effective_rank_share"] / sums["matrices"],
             "smallest_effective_rank_share": -largest["smallest_effective_rank_share"],
         }
-    return found | {key: largest[key] for key in ("skipped", *(f"{phase}_ms" for phase in PHASES), "sent_mb")}
+    return figures | {key: largest[key] for key in ("skipped", *(f"{phase}_ms" for phase in PHASES), "sent_mb")}
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """The name for ``--optimizer``, else ``adam`` or ``other``."""
+    """Name for ``--optimizer``, else ``adam`` or ``other``."""
     known = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
     named = (known[cls] for cls in type(optimizer).__mro__ if cls in known)
     is_adam = any(cls.__name__.endswith(("Adam", "AdamW")) for cls in type(optimizer).__mro__)
@@ -150,10 +144,8 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def line(metrics: Metrics) -> str:
-    """The figures as a part of a log line; equal rates come once.
-
-    It is not that of Megatron's line, which has the rate of the step after this one.
-    """
+    """The figures for a log line; equal rates come once."""
+    # Megatron's own line has the rate of the step after this one
     rates = {name: f"{figures['learning_rate']:.3g}" for name, figures in metrics.items()}
     of_each = [f"{rate} ({name})" for name, rate in rates.items()] if len({*rates.values()}) > 1 else {*rates.values()}
     said = (f"{name}: {_said(figures)}" for name, figures in metrics.items())
@@ -181,24 +173,24 @@ def _said(figures: Mapping[str, float]) -> str:
 def watch(
     optimizer: Optimizer | Sequence[Optimizer], callback: Callable[[int, Metrics], None], interval: int = 100
 ) -> None:
-    """Call ``callback(step, metrics)`` after every ``interval``-th step of an optimizer, or of several.
+    """Call ``callback(step, metrics)`` after every ``interval``-th step.
 
-    On other steps nothing is measured, and nothing waits for a device. With ``torch.distributed`` all ranks step
-    together, and each calls its own callback, with the same figures, which docs/metrics.md lists.
+    Other steps measure nothing and wait for no device. With ``torch.distributed`` all ranks step together, and each
+    calls its own callback with the same figures, which docs/metrics.md lists.
 
     Args:
-        optimizer: of this package or of torch; of several, all step in turn, in the order in which they are given.
-        callback: gets the number of the step, from 1, since the call of this function.
-        interval: of steps, at least 1.
+        optimizer: of this package or of torch, or several that step in turn, in this order.
+        callback: gets the number of steps since this call, from 1, and the figures.
+        interval: at least 1.
 
     Raises:
-        ValueError: for an ``interval`` that is not a positive integer, or without parameters.
+        ValueError: for an ``interval`` that is no positive integer, or without parameters.
     """
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"interval is a number of steps, 1 or more, got {interval!r}")
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    inner = [each for outer in given for each in _inside(outer)]
-    parameters = [p for each in inner for group in each.param_groups for p in group["params"]]
+    inner = [optimizer for outer in given for optimizer in _inside(outer)]
+    parameters = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     if not parameters:
         raise ValueError("there is nothing to watch: the optimizers have no parameters")
     steps, due = 0, False
@@ -220,26 +212,24 @@ def watch(
 
 
 def _inside(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that step where one is made of several."""
     if isinstance(optimizer, Muon):
         return [optimizer.matrices, *([] if optimizer.adamw is None else [optimizer.adamw])]
     return [optimizer]
 
 
 def _squared_gradients(optimizer: Optimizer) -> float:
-    """This rank's summand of the squared norm of the gradients of an optimizer, whose replicas have the same."""
-    found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """This rank's summand of an optimizer's squared gradient norm."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    shards = [_shards(x) if isinstance(x, DTensor) else 1 for x in found]
-    return sum(n * square for n, square in zip(shards, squared_norms(found), strict=True)) / ranks
+    shards = [_shards(g) if isinstance(g, DTensor) else 1 for g in gradients]
+    return sum(n * square for n, square in zip(shards, squared_norms(gradients), strict=True)) / ranks
 
 
 def _shards(x: DTensor) -> int:
-    """Over how many ranks a DTensor is cut."""
     return math.prod(x.device_mesh.size(i) for i, each in enumerate(x.placements) if not each.is_replicate())
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Of what this rank has of each tensor; waits once for the device."""
+    """Squared norms of this rank's shards; waits for the device."""
     norms = [torch.linalg.vector_norm(local(x.detach()), dtype=torch.float32) for x in tensors]
     return torch.stack(norms).double().square().tolist() if norms else []

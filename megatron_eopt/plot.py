@@ -8,8 +8,7 @@ Curves = dict[str, list[tuple[int, float]]]
 """Tag -> (iteration, value), ascending."""
 
 LOSS = "lm loss"
-# A title, and for each line of an optimizer its figure and its style.
-PANELS = (
+PANELS = (  # title, and figure -> line style
     ("update RMS before the rate (dotted: predicted)", {"update_rms": "-", "predicted_update_rms": ":"}),
     ("residual before the last step (dotted: largest)", {"residual": "-", "largest_residual": ":"}),
     (
@@ -27,7 +26,7 @@ COLUMNS = 3
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command to its parser."""
+    """Add the command's flags."""
     parser.add_argument("folders", nargs="+", metavar="RUN", help="a folder that was given by --tensorboard-dir")
     parser.add_argument("--out", default="plot.png", metavar="FILE", help="the picture (plot.png)")
     parser.set_defaults(run=_plot)
@@ -43,11 +42,7 @@ def _plot(options: argparse.Namespace, flags: list[str] | None) -> int:
 
 
 def curves(folder: str | Path) -> Curves:
-    """The curves in the TensorBoard files of a folder, and of those below it.
-
-    Raises:
-        ValueError: where there is no such file, no curve in them, or no package that reads them.
-    """
+    """Curves of a folder's TensorBoard files; ``ValueError`` without any."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
@@ -56,7 +51,7 @@ def curves(folder: str | Path) -> Curves:
     if not files:
         raise ValueError(f"{folder} has no TensorBoard files (events.out.tfevents.*): give that of --tensorboard-dir")
     found: dict[str, dict[int, float]] = {}
-    for file in files:  # in the order of their times: what a resumed run has made again is taken from it
+    for file in files:  # by their times: of steps that a resumed run repeated, the later file counts
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
@@ -67,11 +62,7 @@ def curves(folder: str | Path) -> Curves:
 
 
 def draw(runs: dict[str, Curves], out: str | Path) -> None:
-    """A picture of runs by their names: the loss, and each of :data:`PANELS` that one of them has something for.
-
-    Raises:
-        ValueError: where none has a loss or a figure of an optimizer, or without matplotlib.
-    """
+    """Draw the loss and :data:`PANELS`; ``ValueError`` without curves."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -89,7 +80,7 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
         for label, points, style in lines:
             colors.setdefault(label, f"C{len(colors) % 10}")
             axes.plot(*zip(*points, strict=True), style, color=colors[label], label=label if style == "-" else None)
-        if title.startswith("ms"):  # where one step in a hundred takes ten times as long
+        if title.startswith("ms"):  # one step in a hundred takes ten times as long
             axes.set_yscale("log")
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("iteration")
@@ -99,14 +90,14 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
 
 
 def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[tuple[str, list[tuple[int, float]], str]]:
-    """A label, points and a style for each optimizer of each run that has one of these figures."""
-    found = []
+    """Label, points and style of each optimizer's lines."""
+    lines = []
     for name, tags in runs.items():
         for optimizer in sorted({tag.partition("/")[0] for tag in tags if "/" in tag}):
             label = optimizer if len(runs) == 1 else f"{name}: {optimizer}"
-            found += [
+            lines += [
                 (label, tags[f"{optimizer}/{figure}"], style)
                 for figure, style in styles.items()
                 if any(value for _, value in tags.get(f"{optimizer}/{figure}", ()))
             ]
-    return found
+    return lines

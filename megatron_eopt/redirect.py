@@ -1,8 +1,7 @@
 """Replace attributes of other packages, and undo that.
 
-Two rooms need it: :mod:`megatron_eopt.cpu` (torch.cuda answered by the CPU) and :mod:`megatron_eopt.megatron`
-(Megatron's registry and parser know our optimizers). Each replacement carries its reason, so that what was changed in
-a process can be printed.
+:mod:`megatron_eopt.cpu` lets the CPU answer torch.cuda, :mod:`megatron_eopt.megatron` adds our optimizers to Megatron's
+registry and parser. Each replacement carries its reason, so that what was changed in a process can be printed.
 """
 
 import contextlib
@@ -20,14 +19,13 @@ from typing import Any
 class Redirection:
     """One attribute to replace."""
 
-    # A module or class; ``module`` or ``module:Class`` by name, imported only when the redirection is installed; or a
-    # mapping such as ``os.environ``, whose item is replaced.
+    # A module or class; ``module`` or ``module:Class`` by name, imported when installed; or a mapping such as
+    # ``os.environ``, whose item is replaced.
     target: Any
     name: str  # of the attribute, which need not exist
-    make: Callable[[Any], Any]  # builds the replacement from the original, None where the attribute did not exist
-    reason: str  # why, in one line, for the user
-    # Replace it also where another module imported it by name. False for a replacement that lives under a name of its
-    # own, which undoing must not rename.
+    make: Callable[[Any], Any]  # original, or None where the attribute did not exist -> replacement
+    reason: str  # one line, for the user
+    # Replace it in importing modules, too. False for a replacement with a name of its own, which undoing must keep.
     follow: bool = field(default=True, kw_only=True)
     required: bool = field(default=True, kw_only=True)  # False: left out where a target given by name is not there
 
@@ -44,28 +42,24 @@ class Redirection:
 
 
 def answer(value: Callable[[], Any] | None = None) -> Callable[[Any], Any]:
-    """A ``make`` whose replacement ignores its arguments and returns ``value()``, or None.
-
-    Each call makes a new function: torch._dynamo refuses one function object under two names.
-    """
+    """A ``make`` whose replacement ignores arguments and returns ``value()``."""
+    # a new function for each call: torch._dynamo refuses one function under two names
     return around(lambda original, *args, **kwargs: None if value is None else value())
 
 
 def becomes(replacement: Any) -> Callable[[Any], Any]:
-    """A ``make`` that puts ``replacement`` there as it is; a class, above all, which must not be wrapped."""
+    """A ``make`` whose replacement is not wrapped, as for classes."""
     return lambda original: replacement
 
 
 def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A ``make`` from a function that is called with the original, and then with the original's arguments.
-
-    What it makes has the name and documentation of the original, so that tracebacks and pickle find it.
-    """
+    """A ``make`` from a function of original and arguments."""
 
     def make(original: Any) -> Callable[..., Any]:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
+        # with the original's name, for tracebacks and pickle
         return functools.wraps(original)(replaced) if callable(original) else replaced
 
     return make
@@ -74,10 +68,9 @@ def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
 class Redirections:
     """Redirections that are installed and undone together, all or none.
 
-    Modules of the ``importers``, packages, may hold an original under a name of their own (``from torch.cuda import
-    _lazy_init``). Those names are replaced as well, and put back as well: also in modules that are imported after
-    :meth:`install` and so never saw the original. Not reached are defaults of arguments, closures, containers and
-    attributes of objects.
+    Modules of the packages ``importers`` may hold an original by name (``from torch.cuda import _lazy_init``). These
+    names are replaced and put back, too, also in modules imported after :meth:`install`. Defaults of arguments,
+    closures, containers and attributes of objects are not.
     """
 
     def __init__(self, redirections: Sequence[Redirection], importers: Sequence[str] = ()) -> None:
@@ -88,8 +81,7 @@ class Redirections:
     def install(self) -> None:
         """Replace every attribute."""
         with contextlib.ExitStack() as undoing:
-            # originals and replacements; keeps them alive, and with them their ids
-            followed: list[tuple[Any, Any]] = []
+            followed: list[tuple[Any, Any]] = []  # (original, replacement): keeps them, and so their ids, alive
             undoing.callback(lambda: self._rename({id(new): old for old, new in followed}))
             for redirection in self.redirections:
                 target = redirection.target
@@ -101,14 +93,13 @@ class Redirections:
                         raise
                     continue
                 old, new = _replace(target, redirection.name, redirection.make, undoing)
-                # functions and classes can be imported by name and be told apart by identity, numbers cannot
-                if redirection.follow and callable(old) and callable(new):
+                if redirection.follow and callable(old) and callable(new):  # numbers have no identity
                     followed.append((old, new))
             self._rename({id(old): new for old, new in followed})
             self._undoing = undoing.pop_all()
 
     def undo(self) -> None:
-        """Put every original back, the last replaced first."""
+        """Put every original back, last replaced first."""
         self._undoing.close()
 
     def __enter__(self) -> None:
@@ -118,7 +109,6 @@ class Redirections:
         self.undo()
 
     def _rename(self, new_of_id: dict[int, Any]) -> None:
-        """Rebind the importers' names of objects, which are keyed by identity."""
         prefixes = tuple(f"{package}." for package in self._importers)
         for module_name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and f"{module_name}.".startswith(prefixes):
@@ -128,14 +118,13 @@ class Redirections:
 
 
 def _replace(target: Any, name: str, make: Callable[[Any], Any], undoing: contextlib.ExitStack) -> tuple[Any, Any]:
-    """Replace one attribute; what was read there, and is from now on."""
     partial = functools.partial
     if isinstance(target, MutableMapping):
         seen, put = target.get(name), target.__setitem__
         put_back = partial(put, name, seen) if name in target else partial(target.pop, name, None)
     else:
         seen, put = getattr(target, name, None), partial(setattr, target)
-        # not what was seen: a bound classmethod must not be written back, nor an inherited attribute
+        # not what was seen: it may be a bound classmethod, or inherited
         put_back = partial(put, name, vars(target)[name]) if name in vars(target) else partial(delattr, target, name)
     replacement = make(seen)
     put(name, replacement)

@@ -1,7 +1,7 @@
-"""Names of optimizers, and how Megatron and plain torch build them.
+"""Optimizers by name, for Megatron and plain torch.
 
-The functions have the names and signatures of Megatron-Core's ``core.optimizer.emerging_optimizers``, whose underscored
-names are aliases here. The optimizers of the package are registered from its table, :mod:`megatron_eopt.family`.
+Functions have the names and signatures of Megatron-Core's ``core.optimizer.emerging_optimizers``, whose underscored
+names are aliases here. The package's optimizers come from its table, :mod:`megatron_eopt.family`.
 """
 
 import difflib
@@ -32,42 +32,39 @@ Builder = Callable[..., Optimizer]
 
 
 def is_nonlinear_or_embedding(param: Tensor) -> bool:
-    """Whether a parameter is Adam's: an embedding, an output layer, no matrix.
-
-    A parameter of three dimensions is a stack of matrices where it is declared as one.
-    """
+    """Whether it is no matrix, an embedding or output layer."""
     split = declared_split(param)
     matrices = param.ndim == 2 or (param.ndim == 3 and split is not None and split.stacked is not None)
     return bool(getattr(param, "is_embedding_or_output_parameter", False)) or not matrices
 
 
 def is_muon_excluded(param: Tensor) -> bool:
-    """True also where the attribute ``use_muon`` is False, which Megatron-Core after 0.19 sets."""
+    """True also for ``use_muon = False`` (Megatron-Core after 0.19)."""
     return not getattr(param, "use_muon", True) or is_nonlinear_or_embedding(param)
 
 
 def default_param_overrides_factory() -> dict[Any, dict[str, Any]]:
-    """The default routing, parameters that are no matrices and embeddings to Adam, by Megatron's ``ParamKey``."""
+    """Settings that give non-matrices and embeddings to Adam, by ``ParamKey``."""
     return _to_adam("nonlinear_or_embedding", is_nonlinear_or_embedding)
 
 
 def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
-    """The routing of optimizers of matrices: the default one, and parameters with ``use_muon=False`` to Adam, too."""
+    """As the default, and ``use_muon=False`` to Adam, too."""
     return _to_adam("muon_excluded", is_muon_excluded)
 
 
 def _to_adam(name: str, takes: Callable[[Any], bool]) -> dict[Any, dict[str, Any]]:
-    """Overrides of Megatron, imported when called: it is above."""
+    # imported when called: the room of Megatron is above
     overrides: dict[Any, dict[str, Any]] = import_module("megatron_eopt.megatron.entries").to_adam(name, takes)
     return overrides
 
 
 class _DefaultOverrides:
-    """A field that may be a function, called when it is first read."""
+    """A field that may be a function, called when read."""
 
     def __get__(self, entry: Any, owner: type | None = None) -> Any:
         if entry is None:
-            return default_param_overrides_factory  # what dataclass takes for the default of the field
+            return default_param_overrides_factory  # the field's default for dataclass
         if callable(entry._overrides):
             entry._overrides = entry._overrides()
         return entry._overrides
@@ -77,10 +74,9 @@ class _DefaultOverrides:
 
 
 def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:
-    """Create every state tensor of every parameter, gradient or not: what a checkpoint is loaded into.
+    """Create all state tensors, before a checkpoint is loaded.
 
-    Calls ``opt.init_state()``, else Megatron's ``opt._init_group(group, skip_non_grad_params=False)`` for each group; a
-    ``TypeError`` is for an optimizer that has neither.
+    By ``opt.init_state()``, else Megatron's ``opt._init_group``; without both it is a ``TypeError``.
     """
     if hasattr(opt, "init_state"):
         opt.init_state()
@@ -102,13 +98,13 @@ class EmergingOptimizerEntry:
     """What is needed to build an optimizer for Megatron.
 
     Attributes:
-        optimizer_cls: subclass of ``torch.optim.Optimizer``, or what makes one of the same arguments: a
-            ``functools.partial``, or a function, which says the class by the annotation of what it returns.
+        optimizer_cls: subclass of ``torch.optim.Optimizer``, or a callable that makes one: a ``functools.partial``, or
+            a function annotated with the class that it returns.
         init_state_fn: ``(opt, config=None)``, creates every state tensor of every parameter.
         config_to_kwargs: ``(config, model_chunks, pg_collection) -> dict`` of arguments for ``optimizer_cls``; None for
             :func:`default_adam_based_eopt_config_to_kwargs`.
-        default_param_overrides: Megatron's ``ParamKey`` -> settings, applied to every model, or a function of no
-            arguments that returns them; by default they give parameters that are no matrices, and embeddings, to Adam.
+        default_param_overrides: Megatron's ``ParamKey`` -> settings, or a function that returns them; the default gives
+            parameters that are no matrices, and embeddings, to Adam.
     """
 
     optimizer_cls: type[Optimizer] | Callable[..., Optimizer]
@@ -123,28 +119,28 @@ class EmergingOptimizerEntry:
 
 
 class UnknownOptimizerError(ValueError, KeyError):
-    """No optimizer of this name: a bad value, and a missing key."""
+    """No optimizer has this name."""
 
     __str__ = Exception.__str__  # KeyError's puts the message in quotes
 
 
 class Registry(UserDict[str, EmergingOptimizerEntry]):
-    """Name -> entry: a dict of its own, and between :meth:`forward` and :meth:`forward_no_more` Megatron's.
+    """Name -> entry.
 
-    Whoever put a name in keeps it. An entry that was put in through this mapping leaves Megatron's dict with
-    :meth:`forward_no_more`; one that was put into Megatron's dict stays there, and is seen here only in between.
+    Between :meth:`forward` and :meth:`forward_no_more` it is Megatron's dict. An entry put in through this mapping
+    leaves it with :meth:`forward_no_more`; one put into Megatron's dict stays there, and is seen here only in between.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._own = self.data
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
-        self.untested: dict[str, EmergingOptimizerEntry] = {}  # brought along by Megatron, and by nobody else
+        self.untested: dict[str, EmergingOptimizerEntry] = {}  # Megatron's alone
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
-        # of an entry of ours hasattr would ask for the overrides, and so import Megatron
+        # hasattr of an entry of ours would read the overrides, and so import Megatron
         names = [field.name for field in fields(EmergingOptimizerEntry)]
-        lacking = [each for each in names if not (isinstance(entry, EmergingOptimizerEntry) or hasattr(entry, each))]
+        lacking = [x for x in names if not (isinstance(entry, EmergingOptimizerEntry) or hasattr(entry, x))]
         if lacking:
             raise TypeError(
                 f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}, "
@@ -161,9 +157,9 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
             self._own.pop(name, None)
 
     def forward(self, theirs: dict[str, Any], make_room: Iterable[str], untested: Iterable[str] = ()) -> None:
-        """Put the entries into Megatron's dict, and read and write that from now on.
+        """Put the entries into Megatron's dict, and use that one.
 
-        A name that it has keeps its entry there, but for those that ``make_room`` until :meth:`forward_no_more`.
+        A name that it has keeps its entry unless it is in ``make_room``, until :meth:`forward_no_more`.
         """
         self.untested = {name: theirs[name] for name in untested}
         self._made_room = {name: theirs[name] for name in make_room if name in self._own}
@@ -173,7 +169,7 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         self.data = theirs
 
     def forward_no_more(self) -> None:
-        """Take the entries out of Megatron's dict, and put back what had made room for them."""
+        """Take the entries out of Megatron's dict, and restore it."""
         if self.data is self._own:
             return
         theirs, self.data = self.data, self._own
@@ -190,10 +186,10 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
 
 
 EMERGING_OPTIMIZERS = Registry()
-"""What Megatron can build: name -> entry. After ``activate()`` it is Megatron's own registry."""
+"""Name -> entry; after ``activate()`` it is Megatron's own registry."""
 _BUILDERS: dict[str, Builder] = {}
 BUILT_AS: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
-"""The name under which :func:`create_emerging_optimizer` built an optimizer."""
+"""Optimizer -> the name under which :func:`create_emerging_optimizer` built it."""
 
 
 @overload
@@ -207,8 +203,8 @@ def register_optimizer(name: str) -> Callable[[Builder], Builder]: ...
 def register_optimizer(name: str, entry: EmergingOptimizerEntry | None = None) -> Any:
     """Register an optimizer under a name.
 
-    With an entry, ``--optimizer NAME`` builds it in Megatron. With the name alone this is a decorator for a builder of
-    plain torch, ``(param_groups, config) -> Optimizer``, which :func:`get_optimizer_builder` returns.
+    With an entry, ``--optimizer NAME`` builds it in Megatron. With the name alone this decorates a builder of plain
+    torch, ``(param_groups, config) -> Optimizer``, which :func:`get_optimizer_builder` returns.
 
     Args:
         name: for ``--optimizer``, or for the config of plain torch.
@@ -234,12 +230,12 @@ def register_optimizer(name: str, entry: EmergingOptimizerEntry | None = None) -
 
 
 def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
-    """The entry of an optimizer; an :class:`UnknownOptimizerError` names those nearest to an unknown name."""
+    """The entry of an optimizer; :class:`UnknownOptimizerError` suggests near names."""
     return _look_up(name, EMERGING_OPTIMIZERS)
 
 
 def get_optimizer_builder(name: str) -> Builder:
-    """The plain-torch builder of a name; an :class:`UnknownOptimizerError` names those nearest to an unknown one."""
+    """The plain-torch builder; :class:`UnknownOptimizerError` suggests near names."""
     if isinstance(name, str) and name in OPTIMIZERS and name not in _BUILDERS:
         cls = OPTIMIZERS[name].cls.__name__
         raise UnknownOptimizerError(
@@ -255,7 +251,7 @@ def list_optimizer_builders() -> list[str]:
 
 
 def list_optimizers() -> list[str]:
-    """Names that ``--optimizer`` knows beside Megatron's own, sorted."""
+    """Names for ``--optimizer`` beside Megatron's own, sorted."""
     untested = EMERGING_OPTIMIZERS.untested
     return sorted(name for name, entry in EMERGING_OPTIMIZERS.items() if untested.get(name) is not entry)
 
@@ -277,12 +273,14 @@ def _look_up[T](name: str, registered: Mapping[str, T]) -> T:
 def create_emerging_optimizer(
     config: Any, param_groups: list[dict[str, Any]], eopt_name: str, model_chunks: Sequence[Any], pg_collection: Any
 ) -> tuple[Optimizer, InitStateFn]:
-    """Build an optimizer from Megatron's config; with it comes the function that creates its state.
+    """Build an optimizer from Megatron's config; also returns its ``init_state_fn``.
 
-    Where ``param_groups`` name their ``optimizer``, that is built, and else ``eopt_name``: Megatron-Core 0.18 puts them
-    apart by it, and then calls this with the name of the run's. ``model_chunks`` is the model, one module per virtual
-    pipeline stage, ``pg_collection`` Megatron's ``ProcessGroupCollection``. A ``ValueError`` is for an unknown name,
-    groups that name several, and what the optimizer refuses.
+    An ``optimizer`` of the groups wins over ``eopt_name``: Megatron-Core 0.18 sorts groups by it, and calls this with
+    the run's name. A ``ValueError`` is for an unknown name, groups that name several, and what the optimizer refuses.
+
+    Args:
+        model_chunks: the model, one module per virtual pipeline stage.
+        pg_collection: Megatron's ``ProcessGroupCollection``.
     """
     names = {group.get("optimizer", eopt_name) for group in param_groups} or {eopt_name}
     if len(names) > 1:
@@ -298,7 +296,7 @@ def create_emerging_optimizer(
 def default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
-    """Arguments of an optimizer that is built like Adam."""
+    """Arguments of an optimizer with Adam's betas."""
     kwargs = kwargs_from_config(get_optimizer_entry(eopt_name).optimizer_cls, eopt_name, config)
     return kwargs | {"betas": (config.adam_beta1, config.adam_beta2)}
 
@@ -327,7 +325,7 @@ _muon_config_to_kwargs = muon_config_to_kwargs
 
 
 def optimizer_class(name: str) -> Any:
-    """Class of the optimizers that are built under a name; ``object`` where none is known."""
+    """Class that is registered under a name, else ``object``."""
     made_by: Any = getattr(EMERGING_OPTIMIZERS.get(name), "optimizer_cls", object)
     while isinstance(made_by, partial):
         made_by = made_by.func
@@ -336,17 +334,17 @@ def optimizer_class(name: str) -> Any:
 
 
 def takes_matrices(name: str) -> bool:
-    """Whether an optimizer is for matrices, by what is registered under its name."""
+    """Whether a registered optimizer is for matrices."""
     cls = optimizer_class(name)
     counts = issubclass(cls, BaseOptimizer) and cls.described_matrices is not BaseOptimizer.described_matrices
     return counts or issubclass(cls, OrthogonalizedOptimizer)
 
 
 def pairs_rows(name: str) -> bool:
-    """Whether the state of a registered optimizer depends on the order of rows."""
+    """Whether a registered optimizer's state depends on row order."""
     return bool(getattr(optimizer_class(name), "pairs_rows", False))
 
 
 def decays_weights(name: str) -> bool:
-    """Whether a registered optimizer has a weight decay; others are taken to."""
+    """Whether an optimizer decays weights; True for unknown ones."""
     return bool(getattr(optimizer_class(name), "decays_weights", True))

@@ -1,7 +1,6 @@
-"""Run an unmodified Megatron script with the optimizers of this package.
+"""Run an unmodified Megatron script with this package's optimizers.
 
-``torchrun ... -m megatron_eopt.run [--cpu] SCRIPT ARGS``, or ``... [--cpu] -m MODULE ARGS``: as python itself takes
-them. ``--cpu`` runs Megatron without a GPU, over gloo (:mod:`megatron_eopt.cpu`).
+``torchrun ... -m megatron_eopt.run [--cpu] SCRIPT ARGS``, or ``[--cpu] -m MODULE ARGS``, as python takes them.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> None:
-    """Activate the package, then run a script with the rest of ``argv``."""
+    """Activate the package and run the script of ``argv``."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_eopt.run",
         usage="%(prog)s [-h] [--cpu] (SCRIPT | -m MODULE) [ARGS ...]",
@@ -21,7 +20,7 @@ def main(argv: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--cpu", action="store_true", help="run without a GPU, over gloo: for tests and dry runs")
-    # Everything from here on is the script's, so both forms end our own options.
+    # What follows is the script's.
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
     options = parser.parse_args(argv)
@@ -30,10 +29,10 @@ def main(argv: Sequence[str]) -> None:
         parser.error("expected a script, or -m and a module")
     if options.module is None and not Path(command[0]).exists():
         parser.error(f"there is no script {command[0]!r}")
-    # Before Megatron is imported: python would find a source tree of it beside the script, or here.
+    # Before Megatron is imported: its source tree may be beside the script, or here.
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if options.module else Path(command[0]).resolve().parent)
-    package = command[0].partition(".")[0]  # a module in it would import it too early
+    package = command[0].partition(".")[0]  # finding a module in it would import it too early
     if options.module and not (package and importlib.util.find_spec(package)):
         parser.error(f"there is no module {command[0]!r}")
     if options.cpu:

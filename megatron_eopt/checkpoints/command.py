@@ -1,4 +1,4 @@
-"""The command ``megatron-eopt verify-checkpoint``: exit status 0 without errors, 1 with, 2 for what is unreadable."""
+"""The command ``megatron-eopt verify-checkpoint``."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".sp
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command to its parser."""
+    """Add the command's flags."""
     parser.description = "Exit status: 0 without errors, 1 with errors, 2 if it cannot be read."
     parser.usage = "%(prog)s [-h] [--json] [--manifest] [--no-data] [--trust-globals NAMES] DIR [-- FLAGS OF A RUN]"
     parser.epilog = "Flags of a Megatron run after -- are compared with the checkpoint: would that run load it?"
@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
-    """Print the report of a checkpoint, compared with a run if there are ``flags`` of one; the exit status."""
+    """Print the report of a checkpoint; returns the exit status."""
     run = None if flags is None else parse_flags(flags)
     try:
         said, report = _report(options, run)
@@ -53,7 +53,6 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
 def _report(
     options: argparse.Namespace, run: tuple[dict[str, Any], list[str]] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """What is said of a checkpoint, as values that JSON can hold and as lines."""
     contents = read_contents(newest(options.folder))
     problems = [*check_structure(contents), *check_pickles(contents, {*options.trust_globals.split(",")})]
     data = None if options.no_data else check_data(contents)
@@ -77,7 +76,6 @@ def _report(
 
 
 def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
-    """What the report says of a checkpoint but its problems, as values that JSON can hold."""
     args, kept = contents.args, states.state_keys(contents)
     sizes = {short: args[name] for name, short in [*SIZES.items(), ("world_size", "world size")] if name in args}
     precision = next((name for name in ("bf16", "fp16") if args.get(name)), "fp32")

@@ -1,13 +1,13 @@
-"""What a torch_dist checkpoint says it holds, from its metadata alone: no tensor is read, no code of the file is run.
+"""Metadata of torch_dist checkpoints, read without running their code.
 
 A checkpoint is a folder of ``.distcp`` files. Each is a sequence of archives that ``torch.save`` wrote, one for each
 chunk of a tensor and one for each object; ``.metadata`` names them with their positions. Megatron writes
 ``metadata.json`` last. What is neither tensor nor per-rank object, the *common state* (arguments, iteration, parameter
 groups), is the object ``common_state/shard_0_1`` from 0.19 on and the file ``common.pt`` before.
 
-A pickle can name any function and have it called. Here only the classes of ``.metadata`` are loaded; every other name
-becomes an inert stand-in, so that an enum of a Megatron that is not installed costs its own value and nothing else.
-Before that each pickle is followed without being run (``pickles.py``): what could end the process is not loaded.
+A pickle can have any function called. Here only the classes of ``.metadata`` are loaded; every other name becomes an
+inert stand-in, so that an enum of a Megatron that is not installed costs its own value only. Before that each pickle is
+followed without being run (``pickles.py``): what could end the process is not loaded.
 """
 
 import argparse
@@ -33,9 +33,9 @@ METADATA = ".metadata"
 FORMAT = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
-INTEGRITY = "integrity.json"  # Megatron's list of the SHA-256 of files (--verify-integrity, from 0.19 on)
+INTEGRITY = "integrity.json"  # SHA-256 of files (Megatron's --verify-integrity, from 0.19 on)
 TRACKER = "latest_checkpointed_iteration.txt"
-OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state"})  # beside those with chunks
+OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state"})  # without chunks
 
 _METADATA_CLASSES: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in OF_METADATA.split()},
@@ -51,22 +51,22 @@ _METADATA_CLASSES: dict[tuple[str, str], Any] = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read: what was found, what was expected, what to do."""
+    """A checkpoint that cannot be read."""
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a tensor, or an object (without offsets and sizes), and the bytes of its archive in a file."""
+    """A rectangle of a tensor, or an object."""
 
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # empty for an object
     sizes: tuple[int, ...]
     file: str
-    start: int
-    length: int
+    start: int  # byte at which its archive begins
+    length: int  # of the archive in bytes
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor and the chunks that it is stored in."""
+    """A global tensor and its chunks."""
 
     key: str
     shape: tuple[int, ...]
@@ -75,49 +75,46 @@ class StoredTensor:
 
     @property
     def entries(self) -> int:
-        """How many entries it has."""
+        """Number of entries."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """The size of its data, without the archives' headers."""
+        """Size of its data, without archives' headers."""
         return self.entries * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All that the metadata of a checkpoint says."""
+    """The metadata of a checkpoint."""
 
     folder: Path  # the checkpoint's own, as iter_0000100
     tensors: dict[str, StoredTensor]
     blobs: dict[str, Chunk]  # the objects; of these only the common state is read
     common: dict[str, Any]
-    release: str  # which releases of Megatron-Core save in this way
-    faults: dict[str, set[str]]  # of the pickles that were read, by file
+    release: str  # releases of Megatron-Core that save so
+    faults: dict[str, set[str]]  # file -> faults of its pickle
 
     def chunks(self) -> list[tuple[str, Chunk]]:
-        """All chunks of tensors, and the objects, with their keys."""
+        """Chunks of tensors, and objects, with their keys."""
         of_tensors = [(key, chunk) for key, tensor in self.tensors.items() for chunk in tensor.chunks]
         return [*of_tensors, *self.blobs.items()]
 
     @property
     def args(self) -> dict[str, Any]:
-        """Megatron's arguments of the run that saved it; empty where they were not saved."""
+        """Megatron's arguments; empty where they were not saved."""
         saved = self.common.get("args")
         return vars(saved) if isinstance(saved, argparse.Namespace) else {}
 
     @property
     def iteration(self) -> int | None:
-        """The iteration after which it was saved, if it says so."""
+        """The iteration after which it was saved, if known."""
         found = self.common.get("iteration")
         return found if isinstance(found, int) else None
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint that Megatron would load from a run's ``--save`` folder; a checkpoint's own folder as it is.
-
-    A :class:`CheckpointError` says that it is not there, or that its tracker file names nothing that is there.
-    """
+    """The checkpoint that Megatron would load, or a :class:`CheckpointError`."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, or the folder that a run's --save named")
     tracker = folder / TRACKER
@@ -145,10 +142,7 @@ def newest(folder: Path) -> Path:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the metadata of one checkpoint, from its own folder; ``newest`` finds that of a run.
-
-    A :class:`CheckpointError` says that it is not there, not in torch_dist format, not finished, or not readable.
-    """
+    """Read a checkpoint's metadata, or raise a :class:`CheckpointError`."""
     if fault := _fault(folder):
         raise CheckpointError(f"{folder} {fault}")
     tensors, blobs, found = read_layout(folder)
@@ -161,7 +155,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk], set[str]]:
-    """Tensors and objects that ``.metadata`` name, in any format of torch's, and the faults of that pickle."""
+    """Tensors, objects and faults of a ``.metadata`` file."""
     tensors, blobs, found = {}, {}, set[str]()
     try:
         with bounds.open_file(folder / METADATA, bounds.METADATA_BYTES) as file:
@@ -190,20 +184,18 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
     return tensors, blobs, found
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # a load needs it twice, and it takes most of the time
 def _faults_of_file(path: Path, changed: int) -> set[str]:
-    """Those of a file that last changed then: a load reads it twice, and most of the time is for this."""
     with bounds.open_file(path, bounds.METADATA_BYTES) as file:
         return faults(io.BytesIO(file.read()))
 
 
 def is_legacy(folder: Path) -> bool:
-    """Whether a checkpoint's own folder is in Megatron's torch format, one file for each rank."""
+    """Whether a folder is in Megatron's old torch format."""
     return any(e.name.startswith("mp_rank_") or e.name.endswith("model_optim_rng.pt") for e in folder.iterdir())
 
 
 def _fault(folder: Path) -> str | None:
-    """Why a folder is no finished checkpoint in torch_dist format."""
     if not folder.is_dir():
         return "is no folder"
     names = sorted(each.name for each in folder.iterdir())
@@ -237,7 +229,6 @@ def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: 
 
 
 def _extents(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Sizes or offsets, as torch can have them."""
     if len(numbers) > 64 or not all(type(each) is int and 0 <= each < 2**63 for each in numbers):
         raise ValueError("it has sizes or offsets that no tensor or file can have")
     return tuple(numbers)
@@ -253,7 +244,7 @@ def _named(found: set[str]) -> str:
 
 
 def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
-    """How many values it has in it, each as often as it is there: a few may hold each other a great many times."""
+    """Number of values inside, shared ones each time."""
     if depth > bounds.DEPTH:
         raise ValueError(f"it has values in values, more than {bounds.DEPTH} deep")
     if id(value) not in sizes:
@@ -289,7 +280,7 @@ def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]
 
 
 def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
-    """The archive of an object."""
+    """The bytes of an object's archive."""
     if blob.length > bounds.OBJECT_BYTES:
         raise ValueError(f"it has {blob.length:,} bytes, and at most {bounds.OBJECT_BYTES:,} are read of an object")
     with bounds.open_file(folder / blob.file) as file:
@@ -298,13 +289,13 @@ def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
 
 
 class Unknown:
-    """Stands for an object whose class is not loaded: keeps what it was made from, does nothing."""
+    """Stands for an object whose class is not loaded."""
 
     name = "?"
     arguments: tuple[Any, ...]
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> "Unknown":
-        """Take whatever the pickle would have given the real class."""
+        """Keep the arguments."""
         made = super().__new__(cls)
         made.arguments = (*arguments, *keywords.values())
         return made
@@ -313,7 +304,7 @@ class Unknown:
         self.arguments = (*self.arguments, state)
 
     def append(self, *items: Any) -> None:
-        """Ignore what the pickle puts into a list or a dict of an unknown class."""
+        """Ignore items of an unknown list or dict."""
 
     extend = __setitem__ = append
 
@@ -326,7 +317,7 @@ def _unknown(module: str, name: str) -> type[Unknown]:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads torch's ``.metadata``; torch's own reader would call whatever the file names."""
+    """Reads ``.metadata``; torch's own reader calls whatever it names."""
 
     def find_class(self, module: str, name: str) -> Any:
         """A class of the metadata, or a stand-in."""
@@ -334,9 +325,9 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def read_archive(file: IO[bytes]) -> Any:
-    """Load what ``torch.save`` wrote, on the CPU, with stand-ins for all classes but tensors and Namespace."""
+    """Load what ``torch.save`` wrote, with stand-ins for most classes."""
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
-    # of what is not safe already: what is made safe here is no longer so afterwards
+    # only those that are not safe already: safe_globals would drop them
     for path in torch.serialization.get_unsafe_globals_in_checkpoint(file):
         module, _, name = path.rpartition(".")
         allowed.append(argparse.Namespace if path == "argparse.Namespace" else (_unknown(module, name), path))

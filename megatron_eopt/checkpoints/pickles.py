@@ -1,8 +1,8 @@
-"""What a pickle names and calls, found without running any of it.
+"""What a pickle names and calls, found without running it.
 
 A pickle is a program for a machine with a stack: it names classes and functions of any module, calls them and puts
-values together. Here its stack holds constants, tuples and names; of all else nothing is known. What depends on more,
-as a name that is computed, is a fault like a name that is not allowed.
+values together. Here the stack holds constants, tuples and names; all else is unknown. What depends on unknown values,
+such as a computed name, is a fault like a name that is not allowed.
 """
 
 import io
@@ -39,8 +39,8 @@ class _UnresolvedError(ValueError):
 
 OF_METADATA = """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
     TensorStorageMetadata _MEM_FORMAT_ENCODING"""
-# What Megatron-Core 0.17 to 0.19, Transformer Engine, torch and this package write, by module. To construct any of
-# these with any arguments does no harm; of functions there are those alone that make tensors and arrays.
+# What Megatron-Core 0.17 to 0.19, Transformer Engine, torch and this package write, by module. Constructing these with
+# any arguments does no harm; the only functions among them make tensors and arrays.
 _NAMES = {
     "argparse": "Namespace",
     "types": "SimpleNamespace",
@@ -77,20 +77,20 @@ _NAMES = {
 _ALLOWED = {Global(module, name) for module, names in _NAMES.items() for name in names.split()}
 _ALLOWED |= {Global("torch", each.__name__) for each in torch._storage_classes}
 _ALLOWED |= {Global("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# They have nothing but enums, of which each release adds some for Megatron's arguments.
+# They have nothing but enums, to which each release adds.
 _ENUMS = {"megatron.core.enums", "megatron.core.transformer.enums"}
 _BYTES = {Global("builtins", "bytes"), Global("builtins", "bytearray")}
 _ENCODE = Global("_codecs", "encode")
 _LOADED = {Global("torch.storage", "_load_from_bytes"), Global("megatron.core.safe_globals", "safe_load_from_bytes")}
-_OF_CONSTANTS = {_ENCODE, *_BYTES, *_LOADED}  # no harm, where what they are called with is in sight
-# A module's extra state may have these alone: some modules unpickle the bytes of what it is, once it is loaded. What
-# makes bytes of other values, or swaps them, would hide them.
+_OF_CONSTANTS = {_ENCODE, *_BYTES, *_LOADED}  # harmless if their arguments are known
+# All that a module's extra state may have: some modules unpickle its bytes once more. What makes bytes of other values,
+# or swaps them, would hide them.
 _OF_BYTES = Global("torch", "ByteStorage")
 _IN_EXTRA_STATE = {Global("_io", "BytesIO"), Global("io", "BytesIO"), _ENCODE, *_BYTES, _OF_BYTES}
 _IN_EXTRA_STATE |= {Global("collections", "OrderedDict"), Global("torch._utils", "_rebuild_tensor_v2")}
 
 NAMES = "names "
-_FIRST_OF_LEGACY = 0x1950A86A20F9469CFC6C  # in what torch saves not as a zip file: then come four more pickles
+_FIRST_OF_LEGACY = 0x1950A86A20F9469CFC6C  # begins what torch saves not as a zip file; four more pickles follow
 _BEGINNINGS = {b"PK", *(bytes([0x80, protocol]) for protocol in range(2, 6))}
 _END = struct.Struct("<4s36xQQ4s4xQ4x4s18x")  # of a zip file that torch wrote: its last 98 bytes
 _DIRECTORY = 2**24  # bytes, of which an entry has about a hundred
@@ -108,23 +108,23 @@ _GET = {"GET", "BINGET", "LONG_BINGET"}
 
 
 def is_allowed(named: Global) -> bool:
-    """Whether it does no harm that a checkpoint names it."""
+    """Whether it is harmless in a checkpoint."""
     if named.module in _ENUMS:
         return re.fullmatch(r"[A-Z]\w*", named.name) is not None
     return named in _ALLOWED
 
 
 def faults(file: BinaryIO, extra_state: bool = False) -> set[str]:
-    """What is wrong with the pickles in a file, and in bytes of theirs; an exception where it is no pickle.
+    """What is wrong with pickles; an exception without any.
 
-    A fault that begins with :data:`NAMES` goes on with a name, and any other is of what cannot be told.
+    A fault that begins with :data:`NAMES` goes on with a name, and any other says what cannot be told.
 
     Args:
         file: a pickle, or what ``torch.save`` wrote, from its beginning.
-        extra_state: whether it is a module's extra state, which some modules unpickle once more.
+        extra_state: it is a module's extra state, which some modules unpickle once more.
     """
     found, waiting = set[str](), [(file, extra_state, True, 0)]
-    for file, extra_state, surely, level in waiting:  # and what is found in it
+    for file, extra_state, surely, level in waiting:  # grows in the loop
         seen = _Seen(extra_state)
         try:
             _look(file, seen)
@@ -151,11 +151,11 @@ class _Seen:
 
     def __init__(self, extra_state: bool) -> None:
         self.extra_state, self.names, self._left = extra_state, set[Global](), OBJECT_BYTES
-        self.constants: list[tuple[bytes, bool]] = []  # with whether they surely are a pickle
-        self.needs_constants = extra_state  # once it names what is looked at with its arguments
+        self.constants: list[tuple[bytes, bool]] = []  # bytes, and whether they surely are a pickle
+        self.needs_constants = extra_state  # it names functions whose arguments must be known
 
     def keep(self, data: bytes, surely: bool = False) -> None:
-        """Keep bytes to be looked at, but not the same again and again."""
+        """Keep bytes to look at, within a bound."""
         self._left -= len(data)
         if self._left < 0:
             raise _UnresolvedError(f"it makes more than {OBJECT_BYTES:,} bytes")
@@ -180,14 +180,14 @@ def _look(file: BinaryIO, seen: _Seen) -> None:
 
 
 def _walk(file: BinaryIO, seen: _Seen) -> Any:
-    """The constant that a pickle loads as, or None; what it names and holds is added to what was seen."""
+    """The constant that a pickle loads as, or None."""
     stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
     argument: Any
     for op, argument, _ in pickletools.genops(file):
         kind = op.name
         if kind in _MEMOIZE:
             index = len(memo) if argument is None else argument
-            if index > len(memo):  # Python would make room for all before it
+            if index > len(memo):  # Python would allocate all before it
                 raise _UnresolvedError("it numbers its values otherwise than pickles do")
             memo[index] = stack[-1]
         elif kind in _GET:
@@ -209,7 +209,7 @@ def _walk(file: BinaryIO, seen: _Seen) -> Any:
 
 
 def _made(kind: str, argument: Any, taken: list[Any], seen: _Seen) -> Any:
-    """The value that an operation makes of those that it takes; None where it is not known."""
+    """The value that an operation makes; None if unknown."""
     for position, each in enumerate(taken if seen.needs_constants else ()):
         of_constants = type(each) is Global and each in _OF_CONSTANTS and not (kind == "REDUCE" and position == 0)
         if of_constants or (seen.extra_state and each == _OF_BYTES and kind not in _TUPLES):
@@ -233,7 +233,7 @@ def _made(kind: str, argument: Any, taken: list[Any], seen: _Seen) -> Any:
         if not all(isinstance(each, str) for each in named):
             raise _UnresolvedError("it computes a name")
         module, name = named
-        found = Global("builtins" if module == "__builtin__" else module, name)  # of Python 2, as torch writes it
+        found = Global("builtins" if module == "__builtin__" else module, name)  # Python 2's, as torch writes it
         seen.names.add(found)
         seen.needs_constants |= found in _OF_CONSTANTS
         return None if kind == "INST" else found
@@ -243,7 +243,6 @@ def _made(kind: str, argument: Any, taken: list[Any], seen: _Seen) -> Any:
 
 
 def _call(function: Global, items: tuple[Any, ...], seen: _Seen) -> bytes | None:
-    """The constant that a call returns, or None."""
     if function in _OF_CONSTANTS:
         match items:
             case (bytes() as made,) if function != _ENCODE:
@@ -266,7 +265,7 @@ def _call(function: Global, items: tuple[Any, ...], seen: _Seen) -> bytes | None
 
 
 def open_archive(file: BinaryIO) -> zipfile.ZipFile:
-    """Open what ``torch.save`` wrote; a ``ValueError`` for a zip file that torch could read as another than this."""
+    """Open what ``torch.save`` wrote; ``ValueError`` for ambiguous zip files."""
     file.seek(max(0, (size := file.seek(0, io.SEEK_END)) - _END.size))
     end = file.read()
     if len(end) == _END.size and end.endswith(b"\0\0"):
@@ -281,9 +280,7 @@ def open_archive(file: BinaryIO) -> zipfile.ZipFile:
             distinct = len({name.casefold() for name in names}) == len(names)  # torch looks for them in any case
             plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             if one and distinct and plain and f"{root}/constants.pkl" not in names:  # which is TorchScript's
-                if not any(
-                    entry.CRC for entry in entries
-                ):  # it was saved without checksums: zipfile then compares none
+                if not any(entry.CRC for entry in entries):  # saved without checksums: zipfile then compares none
                     for entry in entries:
                         entry.CRC = None  # type: ignore[assignment]
                 return archive

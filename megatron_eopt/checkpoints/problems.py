@@ -1,7 +1,7 @@
-"""What is wrong with a checkpoint: its files, its metadata, and the bytes of its tensors.
+"""What is wrong with a checkpoint's files, metadata and tensors.
 
 Every chunk is an archive of ``torch.save``, a zip file with a CRC-32 for each entry. Neither ``torch.load`` nor
-distributed checkpointing look at these, so a byte that changed on disk or on the way loads as another number.
+distributed checkpointing compare these, so a damaged byte loads as another number.
 """
 
 import bisect
@@ -37,25 +37,22 @@ from megatron_eopt.checkpoints.contents import (
 )
 from megatron_eopt.checkpoints.pickles import NAMES, faults, open_archive
 
-BLOCK = 1 << 24  # bytes read at a time, a multiple of every entry's size; memory is this times the threads
+BLOCK = 1 << 24  # bytes that a thread reads at a time, a multiple of every entry's size
 _DAMAGED = "copy the file again, or take another checkpoint"
 _UNKNOWN = "load a checkpoint only from where you would run a program"
 _FOLDER = 0x10  # attribute of an entry in a zip file
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, and what to do; an error keeps a run from loading it, or makes it another run."""
+    """One thing that is wrong, and what to do."""
 
-    severity: Literal["error", "warning"]
+    severity: Literal["error", "warning"]  # error: a run would not load it, or be another run
     what: str
     advice: str
 
 
 def check_structure(contents: Contents) -> Iterator[Problem]:
-    """Every file is there and long enough, every tensor is tiled by its chunks, and no file is a stray one.
-
-    If the run has a tracker file, it names a checkpoint that is there.
-    """
+    """Check files, tensors' tiling by chunks, and the tracker."""
     yield from check_files(contents)
     for tensor in contents.tensors.values():
         if fault := tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
@@ -80,7 +77,7 @@ def check_structure(contents: Contents) -> Iterator[Problem]:
 
 
 def check_files(contents: Contents) -> Iterator[Problem]:
-    """Files that the metadata name are there and reach to the end of the last chunk in them."""
+    """Files of the metadata exist and contain their chunks."""
     for name, end in sorted(_lengths(contents).items()):
         path = contents.folder / name
         if not path.is_file():
@@ -91,7 +88,6 @@ def check_files(contents: Contents) -> Iterator[Problem]:
 
 
 def _lengths(contents: Contents) -> dict[str, int]:
-    """How many bytes each file has at least, by name."""
     lengths: dict[str, int] = {}
     for _, chunk in contents.chunks():
         lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.start + chunk.length)
@@ -99,7 +95,7 @@ def _lengths(contents: Contents) -> dict[str, int]:
 
 
 def tiling_fault(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """What keeps boxes, offsets and sizes, from covering each entry of ``shape`` once; None if nothing does.
+    """Why boxes (offsets, sizes) do not cover ``shape`` exactly once.
 
     One dimension at a time: between two neighbouring edges of boxes the same boxes cover every position, so each such
     slab is a problem of one dimension less. A regular grid of n chunks costs O(n log n).
@@ -146,11 +142,11 @@ class Data:
     bytes: int
     unchecked: int  # archives that were saved without checksums
     problems: list[Problem] = field(default_factory=list)
-    zeros: set[str] = field(default_factory=set)  # keys of tensors all of whose entries are zero
+    zeros: set[str] = field(default_factory=set)  # keys of tensors that are zero throughout
 
 
 def check_data(contents: Contents) -> Data:
-    """Read all archives of a checkpoint once, in blocks; those in files that are missing or truncated are left out."""
+    """Read all archives but those in missing or truncated files."""
     folder = contents.folder
     lengths = {name: (folder / name).stat().st_size for name in _lengths(contents) if (folder / name).is_file()}
     work = [each for each in contents.chunks() if lengths.get(each[1].file, -1) >= each[1].start + each[1].length]
@@ -184,7 +180,7 @@ class _Look:
 
 
 def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
-    """Read one archive; every way in which it can be damaged is an answer, not an exception."""
+    """Read one archive; damage is an answer, not an exception."""
     look, tensor = _Look(), contents.tensors.get(key)
     try:
         with (
@@ -205,7 +201,7 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
             _check_promise(window, archive, tensor.dtype, chunk.sizes)
             look.zero = True
             for entry in values:
-                # What a storage holds beside the tensor is nobody's: only its checksum is looked at.
+                # of a storage that is larger than the tensor only the checksum counts
                 whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
                 look.zero = look.zero and whole
                 for block in _blocks(archive, entry):
@@ -218,7 +214,6 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
 
 
 def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """The archive holds what the metadata say."""
     (pickled,) = (each for each in archive.infolist() if each.filename.count("/") == 1 and "data.pkl" in each.filename)
     if pickled.file_size > OBJECT_BYTES or (found := faults(io.BytesIO(archive.read(pickled)))):
         raise ValueError(f"its pickle {min(found)}" if found else "its pickle is larger than a tensor's can be")
@@ -248,26 +243,26 @@ def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[bytear
 
 
 class Window(io.RawIOBase):
-    """The bytes ``[start, start + length)`` of a file, as a file; torch's own seeks the wrong way from the end."""
+    """A range of a file; torch's own seeks wrongly."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
-        """Always, and so with ``seekable``."""
+        """Always, as ``seekable``."""
         return True
 
     seekable = readable
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move, within the window."""
+        """Move within the window."""
         self._at = offset + (0, self._at, self._length)[whence]
         if self._at < 0:
             raise OSError(f"seek to {self._at}")
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read what is left of the window, at most."""
+        """Read at most what is left of the window."""
         size = max(0, min(len(buffer), self._length - self._at))
         self._file.seek(self._start + self._at)
         read = self._file.readinto(memoryview(buffer)[:size])
@@ -276,7 +271,7 @@ class Window(io.RawIOBase):
 
 
 def check_integrity(folder: Path) -> Iterator[Problem]:
-    """Files have the SHA-256 that Megatron wrote down; nothing is checked where it wrote none."""
+    """Compare files with the SHA-256 that Megatron wrote, if any."""
     path = folder / INTEGRITY
     if not path.exists():
         return
@@ -305,9 +300,9 @@ def check_integrity(folder: Path) -> Iterator[Problem]:
 
 
 def check_pickles(contents: Contents, trusted: Set[str] = frozenset()) -> Iterator[Problem]:
-    """What pickles of a checkpoint name is known to do no harm, or ``trusted``, as "all" is; none of them is run.
+    """Refuse pickles that may do harm, without running them.
 
-    Those of tensors are left out: torch loads them with ``weights_only``.
+    Names in ``trusted`` pass, with "all" any. Tensors' pickles are left out: torch loads them with ``weights_only``.
     """
     if "all" in trusted:
         return
@@ -325,14 +320,13 @@ def check_pickles(contents: Contents, trusted: Set[str] = frozenset()) -> Iterat
 
 
 def _faults(contents: Contents) -> Iterator[tuple[str, str]]:
-    """Where a pickle is, and what is wrong with it."""
     folder = contents.folder
     yield from ((key, fault) for key, found in contents.faults.items() for fault in sorted(found))
     for key, chunk in contents.chunks():
         extra_state = "_extra_state" in key
         if (key in contents.blobs or extra_state) and key not in contents.faults:
             yield from _read_faults(f"{key} in {chunk.file}", partial(read_blob, folder, chunk), extra_state)
-    # torch takes a rank's own metadata where .metadata fails; other packages have archives and checkpoints of theirs
+    # torch takes a rank's own metadata where .metadata fails; other packages add archives and checkpoints
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.name == METADATA and path.parent != folder:

@@ -1,4 +1,4 @@
-"""The optimizers of a checkpoint: what they keep for which parameters, and whether all of it is there."""
+"""The optimizer state of a checkpoint, and what it lacks."""
 
 import re
 from collections.abc import Iterator, Set
@@ -12,23 +12,20 @@ from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.problems import Problem
 from megatron_eopt.family import OPTIMIZERS
 
-BLOCK = "megatron_eopt"  # what this package writes into the state of each of Megatron's optimizers: our block
-MAIN = "fp32_param"  # the state key of the main copy in runs with bf16 or fp16
+BLOCK = "megatron_eopt"  # key under which this package writes into each of Megatron's optimizers: our block
+MAIN = "fp32_param"  # state key of the main copy in runs with bf16 or fp16
 _ADAM, _LION = frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"exp_avg"})
-# What an optimizer without our block is called by, where it keeps nothing else.
-_LABELS = {
+_LABELS = {  # of optimizers without our block, by state keys
     frozenset({"momentum_buffer", "moment2_buffer"}): "adaptive Muon",
     frozenset({"momentum_buffer"}): "Muon",
     _ADAM: "Adam",
     _LION: "Lion",
 }
 
-# Under the distributed optimizer Megatron puts the number of the optimizer ahead.
+# Megatron's distributed optimizer puts the number of the optimizer ahead.
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
-# ``moment2_buffer_1``: of the second logical matrix.
-_OF_A_MATRIX = re.compile(r"_\d+$")
-# Buffers of the model, which no optimizer has state for.
+_OF_A_MATRIX = re.compile(r"_\d+$")  # ``moment2_buffer_1``: of the second logical matrix
 _BUFFERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|running_(mean|var)$")
 _INCOMPLETE = "it cannot be resumed as it is: take another checkpoint, or load with --no-load-optim"
 
@@ -37,28 +34,28 @@ Kept = dict[str, dict[str, StoredTensor]]  # parameter key -> state key -> the t
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Parameters for which the same is kept."""
+    """Parameters with the same state keys."""
 
     name: str
     source: str  # how it is known: from our block, or from the state keys
-    kept: Kept  # also parameters that our block names and for which nothing is there
-    block: dict[str, Any] = field(default_factory=dict)  # ours; empty where there is none
+    kept: Kept  # also parameters of our block without state
+    block: dict[str, Any] = field(default_factory=dict)  # ours, if there is one
 
     @property
     def states(self) -> dict[str, list[StoredTensor]]:
-        """State key -> the tensors of it, without the main copy."""
+        """State key -> its tensors, without the main copy."""
         tensors = [(base(state), tensor) for states in self.kept.values() for state, tensor in states.items()]
         keys = sorted({key for key, _ in tensors} - {MAIN})
         return {key: [tensor for state, tensor in tensors if state == key] for key in keys}
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Keys of the parameters that it keeps something for."""
+        """Keys of the parameters with state."""
         return tuple(parameter for parameter, states in self.kept.items() if states)
 
 
 def holding(state_dict: Any, key: str) -> Iterator[dict[Any, Any]]:
-    """The outermost dicts in a state dict that have this key."""
+    """The outermost dicts in a state dict with this key."""
     if isinstance(state_dict, dict):
         if key in state_dict:
             yield state_dict
@@ -68,16 +65,16 @@ def holding(state_dict: Any, key: str) -> Iterator[dict[Any, Any]]:
 
 
 def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
-    """Our blocks, one for each of Megatron's optimizers that is ours."""
+    """Our blocks, one for each optimizer of ours."""
     return [each[BLOCK] for each in holding(state_dict, BLOCK)]
 
 
 def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:
-    """Each parameter group's settings with a label: the index of its optimizer in Megatron's chain, and its own."""
+    """Settings of parameter groups, labelled by optimizer and index."""
     whole = contents.common.get("optimizer")
     if not isinstance(whole, dict):
         return []
-    # By number; some of torch's utilities make text of it.
+    # by number, of which some of torch's utilities make text
     chained = {f"{index}.": each for index, each in whole.items() if str(index).isdecimal() and isinstance(each, dict)}
     found = []
     for label, state in (chained or {"": whole}).items():
@@ -87,30 +84,30 @@ def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:
 
 
 def parameters(contents: Contents) -> dict[str, StoredTensor]:
-    """The model's own tensors: parameters, and buffers that it saves."""
+    """The model's own tensors: parameters and saved buffers."""
     return {key: tensor for key, tensor in contents.tensors.items() if not _OPTIMIZER.match(key)}
 
 
 def distributed_format(contents: Contents) -> str | None:
-    """How Megatron's DistributedOptimizer saved its state; None if it did not save this checkpoint."""
+    """Format of Megatron's DistributedOptimizer, if it saved the state."""
     said = (contents.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     flat = any(".distributed." in key for key in contents.tensors if _OPTIMIZER.match(key))
     return said or ("optimizer.distributed" if flat else None)
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Name of the state and key of the parameter; an empty name for what is no state of a parameter."""
+    """State and parameter of a key; empty for no state."""
     match = _STATE.fullmatch(key)
     return (match[1], match[2]) if match else ("", key)
 
 
 def base(state: str) -> str:
-    """The name of a state without the number of the logical matrix that it is kept for."""
+    """A state key without the number of its logical matrix."""
     return _OF_A_MATRIX.sub("", state)
 
 
 def state_keys(contents: Contents) -> Kept:
-    """All that is kept for a parameter."""
+    """The optimizer state by parameter."""
     kept: Kept = {}
     for key, tensor in contents.tensors.items():
         state, parameter = split_key(key)
@@ -121,19 +118,19 @@ def state_keys(contents: Contents) -> Kept:
 
 @cache
 def _shaped_as_parameter() -> set[str]:
-    """State keys of the tensors that always have the shape of their parameter."""
+    """State keys of tensors that are shaped as their parameter."""
     tensors = [tensor for row in OPTIMIZERS.values() for tensor in row.state]
     weights = {row.cls.live_key for row in OPTIMIZERS.values() if row.cls.live_key is not None}
     return {MAIN, *_ADAM, *weights, *(x.key for x in tensors)} - {x.key for x in tensors if x.dims is not None}
 
 
 def optimizer_states(contents: Contents) -> list[OptimizerState]:
-    """The optimizers that keep something for a parameter: those of our blocks, the rest by what they keep."""
+    """Optimizers with state, by our blocks, else by state keys."""
     rest = state_keys(contents)
     found = []
     for block in blocks_of(contents.common.get("optimizer")):
         members = [name for group in block.get("groups") or () for name in group.get("names", ())]
-        if not block.get("groups"):  # only what it keeps is written down
+        if not block.get("groups"):  # it lists state keys only
             states = frozenset(block.get("states", ()))
             members = [parameter for parameter, own in rest.items() if _keys(own) == states]
         own = {parameter: rest.pop(parameter, {}) for parameter in members}
@@ -146,7 +143,7 @@ def optimizer_states(contents: Contents) -> list[OptimizerState]:
 
 
 def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[Problem]:
-    """All state of all parameters is there and fits; ``zeros`` are the keys of tensors that are zero throughout."""
+    """Check the state; ``zeros`` are keys of all-zero tensors."""
     model, kept, flat = parameters(contents), state_keys(contents), distributed_format(contents)
     if not kept:
         if not flat:
@@ -178,7 +175,6 @@ def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[
 
 
 def _keys(states: dict[str, StoredTensor]) -> frozenset[str]:
-    """What is kept for a parameter besides its main copy; one key for what is kept for each logical matrix of it."""
     return frozenset(map(base, states)) - {MAIN}
 
 
@@ -188,10 +184,9 @@ def _label(keys: frozenset[str]) -> str:
 
 
 def _incomplete(contents: Contents) -> Iterator[Problem]:
-    """What parameters lack of what their optimizer keeps."""
     found = optimizer_states(contents)
     inferred = [frozenset(each.states) for each in found if not each.block]
-    # Adam's may be a subset of another's, as of SOAP's, beside which it serves.
+    # Adam's may be a subset of another's, such as SOAP's.
     complete = {_ADAM}
     if any("lion" in str(contents.args.get(name)) for name in ("optimizer", "muon_scalar_optimizer")):
         complete.add(_LION)
@@ -213,7 +208,7 @@ def _incomplete(contents: Contents) -> Iterator[Problem]:
 
 
 def _skipped(states: dict[str, StoredTensor]) -> frozenset[str]:
-    """States of logical matrices that are not there, while there are some of later ones."""
+    """Numbered states that are missing while later numbers exist."""
     last: dict[str, int] = {}
     for state in filter(_OF_A_MATRIX.search, states):
         last[base(state)] = max(last.get(base(state), 0), int(state.rpartition("_")[2]))

@@ -1,7 +1,4 @@
-"""Whether a run with given flags would load a checkpoint, and whether it would go on with the same training.
-
-The flags are parsed without Megatron: those that decide this, with Megatron's defaults.
-"""
+"""Whether a run would load a checkpoint, without Megatron."""
 
 import argparse
 import difflib
@@ -32,10 +29,10 @@ _OF_RUN: dict[type, str] = {
 }
 _MODEL = " ".join(_OF_MODEL.values()).split()
 _FLAGS = {name: kind for each in (_OF_MODEL, _OF_RUN) for kind, names in each.items() for name in names.split()}
-# Those of optimizers, but for rates, which the schedule has.
+# Those of optimizers but rates, which are the schedule's.
 _OF_OPTIMIZERS = tuple(flag for row in OPTIMIZERS.values() for flag in row.flags if not flag.field)
 _OF_LOADING = ("muon_momentum_from_adam", "muon_scalar_optimizer")
-_SPLIT_BY_DEFAULT = {"default", "all"}  # the same for optimizers whose state pairs rows with rows
+_SPLIT_BY_DEFAULT = {"default", "all"}  # equal for optimizers whose state pairs rows with rows
 _SPELLED = {
     "add_bias_linear": "--disable-bias-linear",
     "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
@@ -53,7 +50,7 @@ _DEFAULTS: dict[str, Any] = {
     "lr_decay_style": "linear",
     "weight_decay": 0.01,
 }
-_NEAR = 0.9  # difflib's ratio above which a flag is a misspelling: none of Megatron's others is so near
+_NEAR = 0.9  # difflib's ratio of a misspelling; Megatron's other flags are farther
 _ALWAYS_GIVEN = {"num_layers", "hidden_size", "num_attention_heads"}
 SIZES = {
     "tensor_model_parallel_size": "TP",
@@ -62,15 +59,16 @@ SIZES = {
     "expert_model_parallel_size": "EP",
     "expert_tensor_parallel_size": "ETP",
 }
-# The scheduler's names of what flags say.
+# flag -> the scheduler's name
 _SCHEDULER = {"lr": "max_lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_style", "weight_decay": "end_wd"}
 _ANEW = "or start the optimizer anew with --no-load-optim"
 
 
 def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What matters of a command line, by the names of Megatron's arguments; the rest is listed, not checked.
+    """What matters of a command line, and the other flags.
 
-    A known flag with a value that it cannot have is a ``ValueError``, and so is one that is nearly a known flag.
+    By the names of Megatron's arguments. A wrong value of a known flag is a ``ValueError``, and so is a misspelled
+    flag.
     """
     unset = argparse.SUPPRESS
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=unset, exit_on_error=False)
@@ -98,10 +96,10 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) -> tuple[list[Problem], list[str]]:
-    """What keeps a run with the parsed flags from loading a checkpoint, or from going on with the same training.
+    """What keeps a run from loading and continuing; then notes.
 
-    Notes come second: what differs and does no harm, and what was not compared. Of a whole command line, what is not
-    given has Megatron's default. Of another, only what is given is compared.
+    Notes say what differs and does no harm, and what was not compared. What a whole command line does not give has
+    Megatron's default; of another only what is given is compared.
     """
     whole = given.keys() >= _ALWAYS_GIVEN and not given.get("use_checkpoint_args")
     run, saved = _completed({**_DEFAULTS, **given}) if whole else given, contents.args
@@ -143,7 +141,7 @@ def _model(run: dict[str, Any], saved: dict[str, Any]) -> Iterator[Problem]:
         skipped.add("max_position_embeddings")
     if not saved.get("multi_latent_attention"):
         skipped |= {"q_lora_rank", "kv_lora_rank"}
-    if not saved.get("vocab_size"):  # it often comes from a tokenizer instead of a flag
+    if not saved.get("vocab_size"):  # often a tokenizer's
         skipped.add("vocab_size")
     for name in _MODEL:
         if name not in skipped and name in run and name in saved and run[name] != saved[name]:
@@ -215,7 +213,7 @@ def _schedule(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _kept(contents: Contents, saved: dict[str, Any]) -> str:
-    """The optimizer whose state is there, as ``--optimizer`` takes it."""
+    """The saved optimizer's name for ``--optimizer``."""
     if saved.get("optimizer"):
         return str(saved["optimizer"]).removeprefix("dist_")
     keys = {base(state) for kept in state_keys(contents).values() for state in kept}
@@ -225,12 +223,11 @@ def _kept(contents: Contents, saved: dict[str, Any]) -> str:
 
 
 def _changed(names: Sequence[str] | Mapping[str, Any], run: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    """Those of the names that the run has, and that were saved with another value."""
     return [name for name in names if name in run and saved.get(name) not in (None, run[name])]
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    """With the values that Megatron derives from others."""
+    """Arguments with the values that Megatron derives."""
     done = dict(values)
     hidden, heads = done["hidden_size"], done["num_attention_heads"]
     if done.get("ffn_hidden_size") is None:

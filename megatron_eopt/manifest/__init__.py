@@ -1,8 +1,4 @@
-"""The manifest: for every trainable parameter its optimizer and why, as plain data. No torch, no Megatron.
-
-Rows are collected elsewhere; all that follows from them is here: families, the union of all ranks, what is wrong, the
-table, JSON, and what changed from one manifest to another.
-"""
+"""The manifest: optimizers of parameters and why, as plain data."""
 
 from megatron_eopt.manifest.checks import compare as compare
 from megatron_eopt.manifest.checks import problems as problems

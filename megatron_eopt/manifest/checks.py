@@ -1,4 +1,4 @@
-"""Errors and warnings of a manifest, and changes since a checkpoint."""
+"""Errors and warnings of a manifest, and its changes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,14 +14,14 @@ from megatron_eopt.manifest.families import (
     split_name,
 )
 
-FAR = 4.0  # an update that is more than so many times larger or smaller than AdamW's is warned of
-_TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # what tied parameters must have in common
+FAR = 4.0  # warn of updates more than so many times larger or smaller than AdamW's
+_TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # equal for tied parameters
 
 
 def problems(families: Sequence[ParamPattern], optimizer: str, for_matrices: bool) -> list[str]:
     """Errors that end a start.
 
-    The families are of all ranks together, and ``optimizer`` is of the run: one ``for_matrices`` is of no use without.
+    ``families`` are of all ranks together, ``optimizer`` is the run's, of no use without matrices if ``for_matrices``.
     """
     found = [*_without_optimizer(families), *_listed_twice(families), *_drifting_ties(families)]
     return [*found, *_without_matrices(families, optimizer)] if for_matrices else found
@@ -59,8 +59,7 @@ def _listed_twice(found: Sequence[ParamPattern]) -> Iterator[str]:
 
 
 def _drifting_ties(found: Sequence[ParamPattern]) -> Iterator[str]:
-    """A tied parameter whose partner is not listed is another name of it, and cannot differ."""
-    groups = by_pattern(found)
+    groups = by_pattern(found)  # a partner that is not listed is another name of the same parameter
     for family in found:
         row = family.like
         if row.tied_to is None:
@@ -90,10 +89,7 @@ def _without_matrices(found: Sequence[ParamPattern], optimizer: str) -> Iterator
 
 
 def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
-    """Warnings, a line for each class of parameters.
-
-    ``scale_mode`` is that of the run, for parameters whose settings have no other.
-    """
+    """Warnings; ``scale_mode`` is the run's default."""
     excluded = [family for family in families if family.like.excluded]
     kept = [f"{family.named} keeps the value it starts with{_because(family.like)}" for family in excluded]
     return [*_far_from_adam(families, scale_mode), *kept, *_decayed_vectors(families)]
@@ -108,7 +104,7 @@ def _far_from_adam(found: Sequence[ParamPattern], scale_mode: str) -> Iterator[s
             classes.setdefault((row.optimizer, mode, rms > ADAMW_RMS), []).append(family)
     for (optimizer, mode, large), members in sorted(classes.items(), key=lambda item: item[0]):
         sizes = [family.like.update_rms or 0.0 for family in members]
-        # for other modes the size depends on the shape, which one factor cannot undo
+        # in other modes the size depends on the shape
         factor = " or --muon-extra-scale-factor 0.2" if mode == "spectral" else ""
         scaled = optimizer in LIKE_MUON
         what = f"{optimizer} with scale mode {mode}" if scaled else optimizer
@@ -137,8 +133,8 @@ def _decayed_vectors(found: Sequence[ParamPattern]) -> Iterator[str]:
 def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[str]:
     """Changes from one manifest to another, a line each.
 
-    What another number of ranks changes is no change: layouts, schemes (but for blockwise, which makes other updates)
-    and sizes of state. Neither are reasons and sources of settings. A parameter of two optimizers is a ``ValueError``.
+    Left out is what another number of ranks changes (layouts, sizes of state, and schemes but blockwise, which makes
+    other updates), and reasons and sources of settings. A parameter of two optimizers is a ``ValueError``.
     """
     before, now = by_pattern(old), by_pattern(new)
     nothing: frozenset[ManifestRow] = frozenset()
@@ -185,7 +181,7 @@ def _changes(old: ManifestRow | None, new: ManifestRow | None) -> Iterator[str]:
 
 
 def _compared(row: ManifestRow) -> dict[str, object]:
-    """What a change of is printed, by its name for people; further settings beside it."""
+    """What is compared beside settings, by its printed name."""
     return {
         "optimizer": row.optimizer,
         "matrices": row.sizes or None,

@@ -1,7 +1,7 @@
-"""Rows of parameters, and patterns of rows that differ by numbers.
+"""Rows of parameters, and patterns of rows.
 
-A name is a pattern with ``*`` for every number, and an index: its numbers. A set of indices is kept as boxes, a short
-form that is exact.
+A name is a pattern with ``*`` for every number, and an index: its numbers. Boxes are a short, exact form of a set of
+indices.
 """
 
 import re
@@ -12,51 +12,51 @@ from functools import cached_property
 from itertools import count, pairwise, product
 from typing import Any
 
-Index = tuple[int, ...]  # the numbers of one name, from left to right: of the layer, of the expert
-Runs = tuple[tuple[int, int], ...]  # whole numbers, as runs ``(first, last + 1)``
-Members = tuple[tuple[Runs, ...], ...]  # boxes: runs for every star, and every combination of their numbers
+Index = tuple[int, ...]  # numbers of a name from left to right: layer, expert
+Runs = tuple[tuple[int, int], ...]  # ``(first, last + 1)``
+Members = tuple[tuple[Runs, ...], ...]  # boxes: runs for each star, in every combination
 
 _DIGITS = r"(?:0|[1-9][0-9]*)"
-# Between dots, as layers and experts are numbered, and behind the names that grouped experts' parameters have.
+# Between dots, as layers and experts are numbered, and behind the names of grouped experts' parameters.
 _NUMBER = re.compile(rf"(?<![^.]){_DIGITS}(?![^.])|(?:(?<=\.weight)|(?<=\.bias)){_DIGITS}\Z")
 _SHOWN_BOXES = 3
 
 
 @dataclass(frozen=True)
 class LogicalMatrix:
-    """A matrix that an update is orthogonalized as."""
+    """A logical matrix of a parameter."""
 
     name: str  # within its parameter, as ``q`` or ``expert 3 gate``; empty for a parameter that is one matrix
-    rows: int  # of the global matrix (outputs)
-    cols: int  # its columns (inputs)
+    rows: int  # outputs of the global matrix
+    cols: int  # inputs
     scheme: str  # how it is orthogonalized: local, duplicated, owner, ...
     scale: float  # factor from the orthogonal factor to the update
 
 
 @dataclass(frozen=True)
 class ManifestRow:
-    """One parameter. Lists given for tuples become tuples, and dicts are put in the order of their keys.
+    """One parameter.
 
-    A ``TypeError`` is for a setting that is no text, number, bool, None or tuple of these, or a rate that is no number.
+    Lists become tuples, and dicts are sorted by key. A ``TypeError`` is for a setting that is no text, number, bool,
+    None or tuple of these, and a rate that is no number.
     """
 
     name: str  # global and unwrapped, as in ``decoder.layers.3.mlp.linear_fc1.weight``
     shape: tuple[int, ...]  # of the global parameter
     dtype: str  # as in ``bfloat16``
-    optimizer: str | None  # that updates it; None where none does. Files have it under the key ``owner``
+    optimizer: str | None  # that updates it; ``owner`` in files
     reason: str  # for this optimizer, as in ``overrides.yaml:9``
     layout: str  # how ranks share it: ``whole``, ``rows over tp 2``, ...
     matrices: tuple[LogicalMatrix, ...]  # none for a parameter that is not orthogonalized
-    update_rms: float | None  # predicted RMS of the first update, before the learning rate; None if not known
+    update_rms: float | None  # predicted, of the first update before the learning rate; None if not known
     lr: float  # the largest learning rate of the schedule
     min_lr: float  # the smallest
     weight_decay: float  # as it is applied
-    # Dicts have no hash; two rows that differ in these only are still unequal.
     settings: dict[str, Any] = field(hash=False)  # further ones that are not the defaults
-    sources: dict[str, str] = field(hash=False)  # setting -> the file and line, or the flag, that set it
-    overruled: tuple[str, ...]  # settings of this parameter from other sources, which did not win, a line each
+    sources: dict[str, str] = field(hash=False)  # setting -> file and line, or flag
+    overruled: tuple[str, ...]  # settings from other sources that did not win, a line each
     state_bytes: int  # of its optimizer state, over all tensor-parallel ranks of one replica
-    tied_to: str | None  # name of the parameter that this one is to equal
+    tied_to: str | None  # name of the parameter that it is to equal
     excluded: bool  # left without an optimizer on purpose
 
     def __post_init__(self) -> None:
@@ -72,14 +72,14 @@ class ManifestRow:
 
     @property
     def sizes(self) -> str:
-        """Logical matrices, as ``q 64x64, k 32x64``, or ``8 q 16x64``."""
+        """Logical matrices: ``q 64x64, k 32x64``, or ``8 q 16x64``."""
         unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
         named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
         return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
 
 
 def as_tuples(value: Any, what: str) -> Any:
-    """Lists as nested tuples; a ``TypeError`` for values that JSON has not."""
+    """Lists as nested tuples; ``TypeError`` for what JSON has not."""
     if isinstance(value, list | tuple):
         return tuple(as_tuples(each, what) for each in value)
     if isinstance(value, str | bool | int | float | None):
@@ -94,8 +94,8 @@ def as_tuples(value: Any, what: str) -> Any:
 class ParamPattern:
     """Parameters whose rows are alike."""
 
-    like: ManifestRow  # with the pattern for a name: ``decoder.layers.*.mlp.linear_fc1.weight``
-    members: Members  # which numbers stand in the pattern, exactly
+    like: ManifestRow  # named by the pattern: ``decoder.layers.*.mlp.linear_fc1.weight``
+    members: Members  # the numbers that the stars stand for
 
     @property
     def pattern(self) -> str:
@@ -109,14 +109,14 @@ class ParamPattern:
 
     @cached_property
     def label(self) -> str:
-        """The names with ranges of numbers, as ``decoder.layers.{0-3}.mlp.linear_fc1.weight``."""
+        """The names with ranges, as ``decoder.layers.{0-3}.mlp.linear_fc1.weight``."""
         shown = [join_name(self.pattern, map(_ranges, box)) for box in self.members[:_SHOWN_BOXES]]
         more = len(self.members) - _SHOWN_BOXES
         return " and ".join([*shown, f"{more} more such blocks"] if more > 0 else shown)
 
     @property
     def is_sound(self) -> bool:
-        """Whether the members fit the pattern, as :func:`compressed` gives them."""
+        """Whether the members fit the pattern and are :func:`compressed`."""
         try:
             indices = expanded(self.members)
             name = join_name(self.pattern, indices[0])
@@ -126,15 +126,15 @@ class ParamPattern:
 
     @property
     def named(self) -> str:
-        """The label, and how many parameters these are."""
+        """The label and the number of parameters."""
         return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"
 
 
 def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
     """Rows as patterns; :func:`rows` is the inverse.
 
-    Two rows of one name may differ, as those of two optimizers do. Two that are equal are a ``ValueError``, for one
-    parameter was collected twice, and so is a name with a ``*``.
+    Two rows of one name may differ, as those of two optimizers do. Two equal rows and a name with ``*`` are a
+    ``ValueError``.
     """
     found: dict[ManifestRow, set[Index]] = defaultdict(set)
     for row in rows:
@@ -147,7 +147,7 @@ def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
 
 
 def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
-    """A row for each parameter by name, layer 2 before layer 10."""
+    """A row for each parameter, layer 2 before layer 10."""
     indices = ((family, index) for family in families for index in expanded(family.members))
     found = [replace(family.like, name=join_name(family.pattern, index)) for family, index in indices]
     return sorted(found, key=lambda row: _by_numbers(row.name))
@@ -156,8 +156,8 @@ def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
 def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None = None) -> list[ParamPattern]:
     """The patterns of all ranks together, whatever their order.
 
-    Families that several ranks have alike are looked at once, so the cost grows with what the ranks have of their own.
-    A parameter of which two ranks have different rows is a ``ValueError`` with both; ``ranks`` are those of the lists.
+    Families that several ranks have alike cost nothing more. Ranks (``ranks``, by default the positions of lists) that
+    disagree about a parameter are a ``ValueError`` with both rows.
     """
     known: dict[ManifestRow, ManifestRow] = {}
     seen: set[frozenset[ParamPattern]] = set()
@@ -167,7 +167,7 @@ def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None 
             if (alike := frozenset(group)) in seen:
                 continue
             seen.add(alike)
-            # one object for equal rows, so that comparing them per parameter is cheap
+            # one object for equal rows, so that comparing them is cheap
             group = [ParamPattern(known.setdefault(family.like, family.like), family.members) for family in group]
             for index, likes in by_index(group).items():
                 first, before = together.setdefault((pattern, index), (rank, likes))
@@ -181,7 +181,7 @@ def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None 
 
 
 def by_pattern(found: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]]:
-    """Families whose names differ by their numbers only, together."""
+    """Families by their pattern."""
     groups: dict[str, list[ParamPattern]] = {}
     for family in found:
         groups.setdefault(family.pattern, []).append(family)
@@ -189,7 +189,7 @@ def by_pattern(found: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]]:
 
 
 def by_index(group: Iterable[ParamPattern]) -> dict[Index, frozenset[ManifestRow]]:
-    """The rows of each parameter: two where two optimizers have it."""
+    """Rows of each parameter: two where two optimizers have it."""
     found: dict[Index, frozenset[ManifestRow]] = {}
     for family in group:
         alone = frozenset([family.like])
@@ -203,7 +203,7 @@ def by_index(group: Iterable[ParamPattern]) -> dict[Index, frozenset[ManifestRow
 
 
 def in_order(found: Iterable[ParamPattern]) -> list[ParamPattern]:
-    """The one order that families are listed in."""
+    """Families in the order in which they are listed."""
     return sorted(found, key=lambda family: (_by_numbers(family.pattern), family.members, repr(family.like)))
 
 

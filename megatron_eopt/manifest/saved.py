@@ -1,4 +1,4 @@
-"""The manifest as plain values: what a checkpoint and ``--optimizer-manifest-file`` hold."""
+"""The manifest in checkpoints and ``--optimizer-manifest-file``."""
 
 import json
 import math
@@ -20,13 +20,12 @@ from megatron_eopt.manifest.families import (
 )
 
 FORMAT = 1  # counts up with every change that an older release cannot read
-# Fields of a row that have another key here.
-_KEYS = {"name": "pattern", "optimizer": "owner"}
+_KEYS = {"name": "pattern", "optimizer": "owner"}  # field of a row -> key
 _KINDS = {_KEYS.get(name, name): kind for name, kind in get_type_hints(ManifestRow).items()} | {"members": Members}
 
 
 def to_json(families: Iterable[ParamPattern]) -> dict[str, Any]:
-    """Patterns as values that JSON gives back as they were."""
+    """Patterns as values that survive JSON."""
     written = []
     for family in in_order(families):
         of_row = {_KEYS.get(key, key): value for key, value in asdict(family.like).items()}
@@ -35,7 +34,7 @@ def to_json(families: Iterable[ParamPattern]) -> dict[str, Any]:
 
 
 def write_json(families: Iterable[ParamPattern], file: str) -> None:
-    """Write them to a file; a ``ValueError`` where that fails."""
+    """Write patterns to a file; ``ValueError`` where that fails."""
     try:
         Path(file).write_text(json.dumps(to_json(families), indent=1) + "\n")
     except OSError as error:
@@ -43,7 +42,7 @@ def write_json(families: Iterable[ParamPattern], file: str) -> None:
 
 
 def from_json(manifest: Any) -> list[ParamPattern]:
-    """The patterns; a ``ValueError`` for what :func:`to_json` does not write."""
+    """The patterns; ``ValueError`` for what :func:`to_json` never writes."""
     number = manifest.get("format") if isinstance(manifest, dict) else None
     if type(number) is not int:
         raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")
@@ -65,10 +64,9 @@ def from_json(manifest: Any) -> list[ParamPattern]:
 
 
 def _family(written: Any, index: int) -> ParamPattern:
-    mistake = _mistake(written)
-    if mistake is None:
+    if (mistake := _mistake(written)) is None:
         values = {name: written[_KEYS.get(name, name)] for name in ManifestRow.__dataclass_fields__}
-        values["matrices"] = [LogicalMatrix(**each) for each in written["matrices"]]
+        values["matrices"] = [LogicalMatrix(**matrix) for matrix in written["matrices"]]
         family = ParamPattern(ManifestRow(**values), as_tuples(written["members"], "members"))
         if family.is_sound:
             return family
@@ -87,7 +85,6 @@ def _mistake(written: Any) -> str | None:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of a type, as the fields of rows declare theirs."""
     inner = get_args(kind)
     if kind is Any:
         return _is(value, str | bool | int | float | None) or _is(value, tuple[Any, ...])

@@ -21,22 +21,21 @@ _GAP = "  "
 
 
 class _Wrapper(textwrap.TextWrapper):
-    # at blanks, and behind dots that are no part of a number
-    wordsep_simple_re = re.compile(r"( +)|(?<=\.)(?=[^0-9 ])")
+    wordsep_simple_re = re.compile(r"( +)|(?<=\.)(?=[^0-9 ])")  # at blanks, and behind dots outside of numbers
 
 
 def table(families: Sequence[ParamPattern], full: bool = False, width: int | None = None) -> str:
     """Optimizers of parameters, totals, and sources of settings.
 
-    It has a line for each family, or for each parameter (``full``). Cells of lines that are longer than ``width`` go on
-    in the next one: than 170 by default, and than none where ``full``, so that each line has a whole name.
+    A line is a family, or a parameter with ``full``. Lines longer than ``width`` are wrapped; it is 170 by default, and
+    unlimited with ``full``.
     """
     bound = width or (sys.maxsize if full else 170)
     if full:
         lines = [_cells(row.name, 1, row) for row in rows(families)]
     else:
         times = Counter(family.pattern for family in families)
-        # a pattern can be taken for a selector as it is, so ranges stand only where it would say too much
+        # a pattern can be copied as a selector, so ranges stand only where it would select too much
         names = [family.pattern if times[family.pattern] == 1 else family.label for family in families]
         lines = [_cells(name, family.count, family.like) for name, family in zip(names, families, strict=True)]
     chosen = [f"{family.label}: {', '.join(said)}" for family in families if (said := list(_set(family.like)))]
@@ -85,7 +84,7 @@ def _totals(found: Sequence[ParamPattern]) -> Iterator[list[str]]:
 
 
 def megabytes(count: int) -> str:
-    """Three digits or more, and no exponent where the figure is large."""
+    """Bytes as MB, with three digits or more."""
     value = count / 1e6
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -104,10 +103,10 @@ def _wrapped(lines: Sequence[str], width: int) -> list[str]:
 
 
 def aligned(header: Sequence[str], lines: Sequence[Sequence[str]], width: int, numbers: Sequence[str]) -> list[str]:
-    """A table as lines of text, with wrapped cells where it is too wide.
+    """A table as lines of text of at most ``width``.
 
-    The first column is for names, and is made narrower last. In columns of more than two dozen characters words may
-    be cut, so that any content fits the width. ``numbers`` are titles of the columns that are aligned to the right.
+    The first column is made narrower last. In columns of more than 24 characters words may be cut to fit. ``numbers``
+    are titles of columns that are aligned to the right.
     """
     widths = _widths(list(zip(header, *lines, strict=True)), width)
     wraps = [_Wrapper(size, break_on_hyphens=False).wrap for size in widths]
@@ -123,7 +122,7 @@ def aligned(header: Sequence[str], lines: Sequence[Sequence[str]], width: int, n
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    # a title is no reason for a wide column, its longest word is
+    # of a title only the longest word widens its column
     widths = [max(_longest_word(title), *map(len, cells), 0) for title, *cells in columns]
     least = [min(size, 24, max(map(_longest_word, cells))) for size, cells in zip(widths, columns, strict=True)]
     weights = [3, *[1] * (len(columns) - 1)]

@@ -1,7 +1,4 @@
-"""Settings of single parameters: who may set them, how they are written, and which of several wins.
-
-Parameters are described by :class:`ParameterInfo`, so nothing here needs a model or Megatron.
-"""
+"""Settings of single parameters, without a model or Megatron."""
 
 from megatron_eopt.overrides.entries import Entry as Entry
 from megatron_eopt.overrides.entries import Layer as Layer

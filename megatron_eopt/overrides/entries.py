@@ -1,8 +1,8 @@
-"""An entry: settings for the parameters that a selector takes; how entries are written in Python, and in a file.
+"""Entries: a selector and settings, from Python or a file.
 
-A file is a list of entries, each a mapping of ``select`` and of settings; or a mapping of selectors to settings. YAML
-is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a number, which version 1.1 takes for text, and
-``no`` is text. Nothing is built from tags, and a file is read as far as :mod:`~megatron_eopt.overrides.limits` has it.
+A file is a list of entries, each a mapping of ``select`` and settings; or a mapping of selectors to settings. YAML is
+read as version 1.2, which contains JSON: ``1e-3`` is a number and ``no`` is text, unlike in version 1.1. Nothing is
+built from tags, and :mod:`~megatron_eopt.overrides.limits` bounds what is read.
 """
 
 import json
@@ -30,17 +30,16 @@ Order = tuple[Specificity, Layer, Specificity]
 
 @dataclass(frozen=True)
 class Entry:
-    """Settings for the parameters that a selector takes."""
+    """Settings for the parameters of a selector."""
 
     selector: Selector
     settings: Mapping[str, Any] = field(hash=False)  # checked
     layer: Layer  # an entry of the defaults may select nothing
-    source: str  # the file and line, the flag or the dict that it stands in, as in ``overrides.yaml:3``
-    # lines on what is wrong with it, which :func:`resolve` reports with its own; the settings are then the right ones
-    mistakes: tuple[str, ...] = ()
+    source: str  # file and line, flag or dict, as in ``overrides.yaml:3``
+    mistakes: tuple[str, ...] = ()  # lines, which :func:`resolve` reports; ``settings`` are then the right ones
 
     def order(self, info: ParameterInfo) -> Order:
-        """Its rank for a parameter that it selects: of two entries the higher one wins."""
+        """Rank for a parameter that it selects; the highest wins."""
         own = self.selector.specificity(info)
         return min(own, ((Kind.SHAPE, 0),)) if self.layer == Layer.DEFAULTS else own, self.layer, own
 
@@ -49,7 +48,7 @@ UNREADABLE = Selector((Predicate("unreadable", lambda info: False),))
 
 
 def refuse_mistakes(entries: Iterable[Entry]) -> None:
-    """Raise an :class:`OverrideError` with a line for each mistake of entries."""
+    """Raise an :class:`OverrideError` with a line for each mistake."""
     if mistakes := [line for entry in entries for line in entry.mistakes]:
         raise OverrideError("\n".join(mistakes))
 
@@ -63,13 +62,11 @@ def make_entry(
     *,
     keep_mistakes: bool = False,
 ) -> Entry:
-    """One checked entry; an :class:`OverrideError` has a line for each mistake.
+    """One checked entry; mistakes are an :class:`OverrideError`.
 
-    ``keep_mistakes``: they stay on the entry, for :func:`resolve` to report.
+    With ``keep_mistakes`` they stay on the entry, for :func:`resolve` to report.
     """
-    parsed = UNREADABLE
-    mistakes: list[str] = []
-    values: dict[str, Any] = {}
+    parsed, mistakes, values = UNREADABLE, list[str](), dict[str, Any]()
     try:
         parsed = Selector.parse(selector)
     except OverrideError as error:
@@ -95,10 +92,10 @@ def entries_from_dict(
     *,
     keep_mistakes: bool = False,
 ) -> list[Entry]:
-    """Entries from ``{selector: settings}``; a selector may be a ``ParamKey`` and a setting Megatron's ``max_lr``.
+    """Entries from ``{selector: settings}``.
 
-    An :class:`OverrideError` has a line, with the selector, for everything that is wrong with them; or they stay on the
-    entries, as with :func:`make_entry`.
+    A selector may be a ``ParamKey``, and a setting Megatron's ``max_lr``. An :class:`OverrideError` has a line for each
+    mistake; ``keep_mistakes`` is as in :func:`make_entry`.
     """
     known = known or Known.registered()
     entries = []
@@ -119,7 +116,7 @@ def entries_from_dict(
 
 
 def _renamed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings with our names for Megatron's: ``lr`` for ``max_lr``, say."""
+    """Settings by our names: ``lr`` for Megatron's ``max_lr``."""
     if not isinstance(settings, Mapping):
         return settings
     renamed = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
@@ -138,7 +135,7 @@ _FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of select
 
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-# The core schema of YAML 1.2: what plain text of a kind looks like, and its value.
+# The core schema of YAML 1.2: kind -> pattern of its text, conversion.
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "null": (r"~|null|Null|NULL|", lambda text: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
@@ -157,14 +154,14 @@ class _Loader(yaml.SafeLoader):
     depth = values = 0
 
     def compose_node(self, parent: _Node, index: Any) -> _Node:
-        """A node with what is in it, or the one that an alias stands for."""
+        """Read a node within the bounds of depth and size."""
         line, is_alias, before = _line(self.peek_event()), self.check_event(yaml.AliasEvent), self.values
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise _FileError((line, f"values lie more than {MAX_DEPTH} deep"))
         node = super().compose_node(parent, index)
         self.depth -= 1
-        self.values += getattr(node, "size", MAX_VALUES) if is_alias else 1  # without end within what it stands for
+        self.values += getattr(node, "size", MAX_VALUES) if is_alias else 1  # an alias in its own node has no end
         if self.values > MAX_VALUES:
             raise _FileError((line, f"with aliases followed, there are more than {MAX_VALUES:,} values: use fewer"))
         if not is_alias:
@@ -173,20 +170,18 @@ class _Loader(yaml.SafeLoader):
 
 
 class _FileError(OverrideError):
-    """Mistakes of a file: its arguments are lines, each with what is wrong there."""
+    """Mistakes of a file; its arguments are (line, mistake)."""
 
 
 def read_overrides(
     path: str | PathLike[str], known: Known | None = None, *, keep_mistakes: bool = False
 ) -> list[Entry]:
-    """The entries of a file of YAML, or of JSON if its name ends so.
+    """Entries of a file of YAML or JSON.
 
-    An :class:`OverrideError` has a line for everything that is wrong in it: ``FILE:LINE: KEY: what, suggestion``; or
-    these lines stay on the entries, as with :func:`make_entry`, unless the file as a whole cannot be read.
+    An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``; with ``keep_mistakes``
+    they stay on the entries as in :func:`make_entry`, unless the file as a whole cannot be read.
     """
-    entries: list[Entry] = []
-    known = known or Known.registered()
-    mistakes: list[str] = []
+    entries, mistakes, known = list[Entry](), list[str](), known or Known.registered()
 
     def lines(wrong: Iterable[_Wrong]) -> tuple[str, ...]:
         return tuple(f"{path}:{line}: {what}" for line, what in sorted(wrong))
@@ -211,7 +206,6 @@ def read_overrides(
 
 
 def _compose(path: Path) -> _Node:
-    """The root of a file; None for one that is empty."""
     if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_FILE_BYTES):  # a pipe waits when opened
         raise OverrideError(f"{path}: expected a file of at most {MAX_FILE_BYTES:,} bytes, no device and no folder")
     try:
@@ -220,11 +214,11 @@ def _compose(path: Path) -> _Node:
         raise _FileError((error.object[: error.start].count(b"\n") + 1, "this is no UTF-8 text")) from None
     if path.suffix.lower() == ".json":
         try:
-            with suppress(RecursionError):  # of nested values, which the loader refuses with their line
+            with suppress(RecursionError):  # the loader refuses deep nesting, with the line
                 json.loads(text, parse_int=str)
         except json.JSONDecodeError as error:
             raise _FileError((error.lineno, f"this is no JSON: {error.msg}, at column {error.colno}")) from None
-        text = text.replace("\t", " ")  # no text of JSON has a tab in it, and YAML takes none before a value
+        text = text.replace("\t", " ")  # JSON strings have no tabs, and YAML takes none before a value
     try:
         loader = _Loader(text)
         return loader.get_single_node()
@@ -239,15 +233,14 @@ def _compose(path: Path) -> _Node:
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         raise _FileError((line, f"this is no YAML: {str(error).splitlines()[0]}")) from None
+    except OverrideError as error:
+        raise error from None
     except (ValueError, OverflowError) as error:  # of a character's code, or of the version of YAML
-        wrong = (
-            error if isinstance(error, OverrideError) else _FileError((loader.line + 1, f"this is no YAML: {error}"))
-        )
-        raise wrong from None
+        raise _FileError((loader.line + 1, f"this is no YAML: {error}")) from None
 
 
 def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
-    """The entries of a file: selector, line and settings; ``select`` for a selector that stands among the settings."""
+    """Selector, line and settings of each entry."""
     if not isinstance(root, yaml.CollectionNode):
         line, got = (1, "nothing") if root is None else (_line(root), shown(_plain(root)))
         raise _FileError((line, f"expected {_FORMAT}, got {got}"))
@@ -264,7 +257,6 @@ def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
 
 
 def _entry(written: object, line: int, node: _Node, known: Known) -> tuple[Selector, dict[str, Any], list[_Wrong]]:
-    """Selector and settings of an entry, and what is wrong with it."""
     if not isinstance(node, yaml.MappingNode):
         inside = "expected an entry {select: ..., SETTING: ...}"
         expected = inside if written == _SELECT else f"{written}: expected a mapping of settings"
@@ -303,12 +295,10 @@ def _line(node: _Node) -> int:
 
 def _check_tag(node: _Node) -> None:
     if node.tag not in _TAGS:
-        tag = ascii(node.tag.replace(_TAG, "!!"))[1:-1]
-        raise _FileError((_line(node), f"{tag:.80} is a tag: write plain values"))
+        raise _FileError((_line(node), f"{ascii(node.tag.replace(_TAG, '!!'))[1:-1]:.80} is a tag: write plain values"))
 
 
 def _plain(node: _Node) -> Any:
-    """The value of a node: text, a number, true or false, None, or lists and mappings of them."""
     _check_tag(node)
     if isinstance(node, yaml.SequenceNode):
         return [_plain(each) for each in node.value]
@@ -324,17 +314,14 @@ def _plain(node: _Node) -> Any:
 
 
 def _pairs(node: _Node) -> _Pairs:
-    """Keys of a mapping, with those that ``<<`` merges into it."""
     _check_tag(node)
-    own: _Pairs = {}
-    merged: _Pairs = {}
+    own, merged = _Pairs(), _Pairs()
     for key, value in node.value:
         if key.tag == f"{_TAG}merge":
-            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                if not isinstance(each, yaml.MappingNode):
+            for mapping in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(mapping, yaml.MappingNode):
                     raise _FileError((_line(value), "<<: merges mappings only"))
-                for name, pair in _pairs(each).items():
-                    merged.setdefault(name, pair)
+                merged = merged | _pairs(mapping) | merged
             continue
         if not isinstance(key, yaml.ScalarNode):
             raise _FileError((_line(key), "a key is text, not a list or a mapping"))
@@ -342,4 +329,4 @@ def _pairs(node: _Node) -> _Pairs:
         if name in own:
             raise _FileError((_line(key), f"{name}: is here a second time, the first is on line {own[name][0]}"))
         own[name] = _line(key), value
-    return own | merged | own  # its own keys come first, and count
+    return own | merged | own  # its own keys come first, and win

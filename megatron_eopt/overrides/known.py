@@ -1,7 +1,4 @@
-"""The names that overrides may use: optimizers, the settings that each has for single parameters, ways to split.
-
-Also the errors for what is wrong in an override.
-"""
+"""Optimizers, settings and splits that overrides may name; their errors."""
 
 import inspect
 from collections import UserDict
@@ -17,24 +14,24 @@ from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
 SPLITS = ("none", "default", "all")
 
-# Megatron builds these two from its config, with these arguments; optimizers in the registry are read themselves.
+# Megatron builds these two, with these arguments; optimizers in the registry are read themselves.
 _MEGATRONS_OWN: dict[str, Any] = {
     "adam": lambda: ({"betas": (0.9, 0.999), "eps": 1e-8}, frozenset()),
     "sgd": lambda: ({"momentum": 0.9}, frozenset()),
 }
-# What every optimizer has, and what the table of settings has for all of them.
+# What every optimizer has.
 _COMMON = frozenset({"params", "lr", "weight_decay"})
 
 
 class OverrideError(ValueError):
-    """Overrides with mistakes: a line for each, with its source, what is wrong, and the nearest right spelling."""
+    """Mistakes in overrides, a line each, with the source."""
 
 
 class SettingError(OverrideError):
-    """A setting, by its ``key``, that is unknown or has a wrong value; ``what`` says it without the key."""
+    """A setting that is unknown or has a wrong value."""
 
     def __init__(self, key: str, what: str) -> None:
-        super().__init__(key, what)  # both, so that it survives pickling
+        super().__init__(key, what)  # both, for pickle
         self.key, self.what = key, what
 
     def __str__(self) -> str:
@@ -42,7 +39,7 @@ class SettingError(OverrideError):
 
 
 class _Lazy(UserDict[str, Any]):
-    """One part of what calls return, found when it is looked up: that may build a user's optimizer."""
+    """Values by calls when looked up: they may build optimizers."""
 
     def __init__(self, calls: Mapping[str, Callable[[], Any]], part: int) -> None:
         super().__init__(calls)
@@ -54,15 +51,15 @@ class _Lazy(UserDict[str, Any]):
 
 @dataclass(frozen=True)
 class Known:
-    """The names that settings may have, as keys and as values."""
+    """Names that settings may have as keys and values."""
 
-    optimizers: Mapping[str, Mapping[str, Any]]  # name -> settings that it has for single parameters -> their defaults
-    splits: tuple[str, ...] = SPLITS  # ways to split a parameter into logical matrices
+    optimizers: Mapping[str, Mapping[str, Any]]  # name -> settings of single parameters -> defaults
+    splits: tuple[str, ...] = SPLITS
     fixed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # name -> arguments for all of its parameters
 
     @classmethod
     def registered(cls, further_splits: Iterable[str] = ()) -> "Known":
-        """What the registry has now, beside Megatron's adam and sgd."""
+        """What the registry has now, and Megatron's adam and sgd."""
         classes: dict[str, Any] = {name: get_optimizer_entry(name).optimizer_cls for name in list_optimizers()}
         calls = _MEGATRONS_OWN | {name: partial(_read, each) for name, each in classes.items()}
         return cls(_Lazy(calls, 0), (*SPLITS, *further_splits), _Lazy(calls, 1))
@@ -73,20 +70,17 @@ class Known:
 
 
 def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
-    """Settings that groups may have: by the optimizer's method, else its defaults."""
+    """Settings that parameter groups may have, with defaults."""
     own = getattr(optimizer, "settings_of_groups", None)
     return {key: value for key, value in (own() if own else optimizer.defaults).items() if key not in _COMMON}
 
 
 @cache
 def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Settings of groups with defaults, and further arguments, of a class.
-
-    Read from an optimizer without parameters, or where a class cannot be built so, from its constructor's arguments.
-    """
+    """Settings of a class's groups, and its other arguments."""
     try:
         taken = list(inspect.signature(optimizer_cls).parameters.values())
-    except (TypeError, ValueError):  # a stand-in for what is not installed, or a class that is not Python's
+    except (TypeError, ValueError):  # a stand-in, or a class that is not Python's
         taken = []
     named = [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     own = {each.name: None if each.default is each.empty else each.default for each in named}
@@ -94,7 +88,7 @@ def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
     own = {key: default for key, default in own.items() if key not in _COMMON}
     try:
         settings = settings_of_groups(optimizer_cls([{"params": []}], **needed))
-    except Exception:  # whatever the constructor of a user's class needs, and does not find here
+    except Exception:  # a user's constructor may need anything
         settings = own
     if "split_qkv" in own:
         settings = settings | {"split": "default"}
@@ -109,7 +103,7 @@ def shown(value: object) -> str:
 
 
 def unfit(text: str) -> str:
-    """What keeps a selector, key or value from being used, and printed in messages; nothing for what is right."""
+    """Why a selector, key or value is refused, if so."""
     if len(text) > MAX_TEXT:
         return f"{text[:20]!r}... has {len(text):,} characters, and may have {MAX_TEXT}"
     return "" if text.isprintable() else f"{text!r} has characters that cannot be printed"

@@ -1,9 +1,9 @@
-"""How large a file of overrides may be, to be read in seconds."""
+"""Limits of a file of overrides, read in seconds."""
 
-MAX_FILE_BYTES = 2**18  # three thousand entries of three lines, which take half a second to parse
+MAX_FILE_BYTES = 2**18  # three thousand entries of three lines, half a second to parse
 MAX_TEXT = 500  # characters of a selector, key or value: names of parameters have 50 to 150
-MAX_DEPTH = 8  # lists and mappings within each other, and merges: an entry with lists in its selector takes four
-MAX_VALUES = 2**16  # with an alias counted as all that it stands for: six thousand entries
+MAX_DEPTH = 8  # of lists and mappings, and merges: an entry with lists in its selector takes four
+MAX_VALUES = 2**16  # with aliases followed: six thousand entries
 MAX_SETTINGS = 100  # of an entry: all optimizers together have forty
-MAX_MISTAKES = 200  # of a file, and suggestions for selectors: for each, similar names are looked for
+MAX_MISTAKES = 200  # of a file; each looks for similar names
 MAX_LEAST = 9  # of a quantifier as {3,}: a search takes so many rounds over a name

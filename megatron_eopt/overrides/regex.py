@@ -1,7 +1,7 @@
 """Regular expressions, searched for in linear time.
 
-Python's ``re`` tries every way in which a pattern can match: ``(a+)+$`` takes twice as long for each further letter.
-Here the pattern takes all positions that a match may have reached together, each of them once.
+Python's ``re`` backtracks: ``(a+)+$`` takes twice as long for each further letter. Here all positions that a match may
+have reached are advanced together, each once.
 """
 
 import re
@@ -13,12 +13,12 @@ from typing import Any
 from megatron_eopt.overrides.known import OverrideError
 from megatron_eopt.overrides.limits import MAX_LEAST
 
-_Items = tuple[Any, ...]  # how a character matches, or (least, most, options): one of several _Items, so many times
+_Items = tuple[Any, ...]  # matchers of one character, or (least, most, options), each option being _Items
 
 
 @lru_cache
 def parsed(text: str) -> _Items:
-    """What a regular expression consists of; an :class:`OverrideError` for what is none, or is refused."""
+    """Parse a regular expression; an :class:`OverrideError` refuses it."""
     try:
         return tuple(_items(text, _parser.parse(text), repeated=False))
     except (re.error, OverflowError, RecursionError) as error:
@@ -45,7 +45,7 @@ def _items(text: str, pattern: Any, repeated: bool) -> Iterator[Any]:
 
 @lru_cache(2**16)
 def is_found(text: str, name: str) -> bool:
-    """Whether a regular expression is found anywhere in a name."""
+    """Whether an expression is found anywhere in a name."""
     return bool(_ends(parsed(text), name, set(range(len(name) + 1))))
 
 
@@ -59,6 +59,6 @@ def _ends(items: _Items, name: str, starts: set[int]) -> set[int]:
         for count in range(most):
             before, ends = starts, {end for option in options for end in _ends(option, name, new)}
             starts, new = (ends, ends) if count < least else (starts | ends, ends - starts)
-            if starts == before:  # as they are after a round for each character, for no match goes back
+            if starts == before:  # at the latest after a round for each character: no match goes back
                 break
     return starts

@@ -1,8 +1,8 @@
-"""Which of several entries wins: docs/overrides.md has the rules.
+"""Which of several entries wins, by the rules of docs/overrides.md.
 
-Every entry that selects a parameter claims each of its settings, with the rank ``(specificity, layer)``, and the claim
-of the highest rank wins. Nothing depends on the order of entries within a layer. The defaults count as no more specific
-than a shape, among themselves excepted: their predicates would otherwise win over what a user says of an attribute.
+Every entry that selects a parameter claims each of its settings with the rank ``(specificity, layer)``; the highest
+rank wins, whatever the order of entries in a layer. Against other layers, defaults are no more specific than a shape:
+their predicates would otherwise win over what a user says of an attribute.
 """
 
 import re
@@ -20,7 +20,7 @@ from megatron_eopt.overrides.settings import ENDS, OF_ALL, REPLACED, check_setti
 
 
 class Overruled(NamedTuple):
-    """A setting that an entry has for a parameter, and that did not win."""
+    """A setting of an entry that did not win."""
 
     key: str
     value: Any
@@ -29,16 +29,17 @@ class Overruled(NamedTuple):
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings of one parameter: plain data, which can be pickled and printed."""
+    """The settings of one parameter, as plain data."""
 
-    settings: dict[str, Any]  # in the order of their names
-    sources: dict[str, str]  # setting -> source of the entry that it comes from
-    overruled: tuple[Overruled, ...] = ()  # what other entries have for this parameter
+    settings: dict[str, Any]  # by name, sorted
+    sources: dict[str, str]  # setting -> source of its entry
+    overruled: tuple[Overruled, ...] = ()
 
     def learning_rates(self, lr: float | None, min_lr: float | None) -> tuple[float | None, float | None]:
-        """Largest and smallest learning rate of the schedule; an error if upside down.
+        """Largest and smallest learning rate of the schedule.
 
-        None is for one that neither the optimizer nor an override has: a loop without a schedule needs none.
+        None is for one that neither the optimizer nor an override sets: a loop without a schedule needs none. A
+        smallest above the largest is an :class:`OverrideError`.
         """
         factor, high = self.settings.get("lr_mult", 1.0), self.settings.get("lr", lr)
         high = None if high is None else high * factor
@@ -55,8 +56,8 @@ class _Claim(NamedTuple):
     source: str
 
 
-_ROUTING = {"optimizer", "exclude"}  # settings that say which optimizer updates a parameter
-_Mistakes = defaultdict[str, set[str]]  # mistake -> names of the parameters it is made for, so that it is printed once
+_ROUTING = {"optimizer", "exclude"}  # settings that choose the optimizer
+_Mistakes = defaultdict[str, set[str]]  # mistake -> names of its parameters, so that it is printed once
 
 
 def resolve(
@@ -69,14 +70,14 @@ def resolve(
     """Settings of each parameter, by its name.
 
     Args:
-        parameters: with names that differ.
-        optimizer: of the parameters that no entry gives another.
+        parameters: with distinct names.
+        optimizer: of parameters to which no entry gives another.
         matches: number of parameters that each entry selects, on all ranks together; counted here if None.
 
     Raises:
-        OverrideError: for mistakes that entries keep; for a selector that matches nothing, with the nearest name; for
-            ties; for settings without effect; a line for each. What follows from the optimizer of a parameter is left
-            out beside mistakes of entries, which may have set another one.
+        OverrideError: with a line for each mistake: those that entries keep; a selector that matches nothing, with the
+            nearest name; ties; settings without effect. What depends on a parameter's optimizer is left out beside
+            mistakes of entries, which may have set another one.
     """
     entries, known = list(entries), known or Known.registered()
     mistakes: _Mistakes = defaultdict(set)
@@ -106,7 +107,7 @@ def resolve(
 def match_counts(
     entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None = None
 ) -> list[int]:
-    """How many parameters each entry selects: summed over the ranks, :func:`resolve` finds what matches nowhere."""
+    """Parameters that each entry selects; summed over ranks for :func:`resolve`."""
     entries = list(entries)
     infos = _with_optimizers(entries, parameters, optimizer, defaultdict(set))
     return [sum(entry.selector.matches(info) for info in infos) for entry in entries]
@@ -115,7 +116,6 @@ def match_counts(
 def _with_optimizers(
     entries: Sequence[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None, mistakes: _Mistakes
 ) -> list[ParameterInfo]:
-    """The parameters with their optimizers, on which other settings may depend."""
     routing = [entry for entry in entries if _ROUTING & entry.settings.keys() and not _misrouted(entry)]
     found = []
     for info in parameters:
@@ -126,14 +126,12 @@ def _with_optimizers(
 
 
 def _misrouted(entry: Entry) -> list[str]:
-    """What is wrong with an entry that selects by what it sets."""
     keys = sorted(_ROUTING & entry.settings.keys()) if entry.selector.optimizer is not None else []
     of_optimizer = f"cannot be set for the parameters of an optimizer, by '{entry.selector}'"
     return [f"{entry.source}: {key}: {of_optimizer}" for key in keys]
 
 
 def _claims(entries: Iterable[Entry], info: ParameterInfo) -> dict[str, list[_Claim]]:
-    """Setting -> what each entry that selects the parameter has for it."""
     claims: dict[str, list[_Claim]] = defaultdict(list)
     for entry in entries:
         if entry.selector.matches(info):
@@ -156,7 +154,7 @@ def _winner(key: str, claims: Sequence[_Claim], info: ParameterInfo, mistakes: _
 def _resolve_one(
     entries: Sequence[Entry], info: ParameterInfo, optimizer: str | None, known: Known, mistakes: _Mistakes, whole: bool
 ) -> Resolved:
-    """Settings of one parameter; ``whole``: no entry has mistakes, so what has no effect in them is one, too."""
+    """Settings of one parameter; ``whole``: refuse those without effect."""
     claims = _claims(entries, info)
     won = {key: _winner(key, claims[key], info, mistakes) for key in sorted(claims)}
     wrong, without_effect = list(_drop_replaced(won)), list(_drop_without_effect(won, optimizer, known))
@@ -183,7 +181,6 @@ def _resolve_one(
 
 
 def _drop_replaced(won: dict[str, _Claim]) -> Iterator[str]:
-    """Drop multipliers and ends that an absolute value replaces."""
     for absolute, other in REPLACED:
         if absolute in won and other in won:
             first, second = won[absolute], won[other]
@@ -197,7 +194,7 @@ def _drop_replaced(won: dict[str, _Claim]) -> Iterator[str]:
 
 
 def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: Known) -> Iterator[str]:
-    """Drop settings of an excluded parameter, and those that its optimizer has not: they would have no effect."""
+    """Drop settings of excluded parameters, and those the optimizer lacks."""
     exclude, given = won.get("exclude"), won.get("optimizer")
     if exclude is not None and exclude.value:
         for key in won.keys() - {"exclude"}:
@@ -214,7 +211,6 @@ def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: K
 
 
 def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
-    """Why a selector takes none of the parameters: the condition that fails, and what is near it."""
     if selector.any_of or not infos:
         return f"'{selector}' matches no parameter{_near(selector.conditions[0], infos)}"
     for condition in selector.conditions:
@@ -224,7 +220,7 @@ def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
 
 
 def _near(condition: Condition, infos: Sequence[ParameterInfo]) -> str:
-    """The nearest that there is: of names and their ends after a dot, of attributes that are true, of optimizers."""
+    """A hint at near names, true attributes, or optimizers."""
     match condition.kind:
         case Kind.ATTR:
             having = {name for info in infos for name, value in info.attributes.items() if value}
@@ -234,7 +230,7 @@ def _near(condition: Condition, infos: Sequence[ParameterInfo]) -> str:
             return f": their optimizers are {', '.join(optimizers)}" if optimizers else ""
         case Kind.NAME:
             wanted = condition.text.removeprefix("*.")
-            # beside wildcards a word is compared with words: the end of a name has more of them
+            # with wildcards, word by word
             known = {word for info in infos for word in info.name.split(".")}
             near = ((word, close(word, known)) for word in wanted.split("."))
             mended = ".".join(word if word in known or "*" in word or not like else like[0] for word, like in near)
@@ -247,7 +243,7 @@ def _near(condition: Condition, infos: Sequence[ParameterInfo]) -> str:
     numbered = re.search(r"\d+(\.|$)", wanted) is not None
     ends: dict[str, None] = {}
     for info in infos:
-        # layers differ in their number only: without this, a model of many makes as many ends of names
+        # layers differ in their number only
         words = (info.name if numbered else re.sub(r"(?<=\.)\d+(?=\.)", "*", info.name)).split(".")
         ends |= dict.fromkeys(".".join(words[start:]) for start in range(len(words)))
     return did_you_mean(wanted, ends)

@@ -1,7 +1,7 @@
-"""Which parameters a selector takes, how specific it is for each of them, and how it is written.
+"""Selectors of parameters, and how specific they are.
 
-A selector has conditions: on the name, an attribute, the shape or the optimizer of a parameter. How specific one is
-follows from its :class:`Kind`, and among globs from the number of characters that are no wildcards.
+A selector has conditions on the name, an attribute, the shape or the optimizer of a parameter. Its specificity follows
+from their :class:`Kind`, and among globs from the number of characters that are no wildcards.
 """
 
 import fnmatch
@@ -19,14 +19,14 @@ from megatron_eopt.overrides.known import OverrideError, shown, unfit
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What conditions look at, so that no model is needed."""
+    """What conditions look at, instead of a model."""
 
     name: str  # unwrapped
-    shape: tuple[int, ...]  # of the whole parameter, not of a shard, so that a selector takes the same at every TP
+    shape: tuple[int, ...]  # of the whole parameter, so that a selector takes the same at every TP
     # Megatron's, such as ``is_embedding_or_output_parameter``, ``expert_tp`` and ``allreduce``
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    optimizer: str | None = None  # that updates it, once that is known
-    parameter: Any = field(default=None, compare=False, repr=False)  # what predicates of a ``ParamKey`` get
+    optimizer: str | None = None  # once that is known
+    parameter: Any = field(default=None, compare=False, repr=False)  # for predicates of a ``ParamKey``
 
     @property
     def is_embedding(self) -> bool:
@@ -35,12 +35,12 @@ class ParameterInfo:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is what Muon takes by default: two dimensions, no embedding and no output layer."""
+        """Whether it is Muon's by default: two dimensions, no embedding."""
         return len(self.shape) == 2 and not self.is_embedding
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without the ``module.`` that each wrapper (DDP, Float16Module) puts before it."""
+    """The name without a leading ``module.`` for each wrapper."""
     return re.sub(r"^(module\.)+", "", name)
 
 
@@ -52,7 +52,6 @@ SHAPES: dict[str, Callable[[ParameterInfo], bool]] = {
     "square": lambda info: info.is_matrix and info.shape[0] == info.shape[1],
     "stack": lambda info: len(info.shape) > 2,
     "embedding": lambda info: info.is_embedding,
-    # by either of Megatron's attributes
     "expert": lambda info: bool(info.attributes.get("expert_tp")) or not info.attributes.get("allreduce", True),
 }
 
@@ -68,15 +67,15 @@ Specificity = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Condition:
-    """One question to a parameter; two that are written alike are equal.
+    """One condition; two that are written alike are equal.
 
-    A glob matches the whole name, or its end after a dot: ``linear_qkv.weight`` is meant as ``*.linear_qkv.weight``.
-    Upper and lower case differ, and ``*`` also runs over dots. One without wildcards that is the whole name of a
-    parameter is the most specific condition there is. A regular expression is found anywhere in the name.
+    A glob matches the whole name, or its end after a dot: ``linear_qkv.weight`` means ``*.linear_qkv.weight``. Case
+    counts, and ``*`` also matches dots. A glob without wildcards that equals the whole name is the most specific
+    condition. A regular expression is found anywhere in the name.
     """
 
     kind: Kind
-    text: str  # of a predicate its name
+    text: str  # of a predicate, its name
     holds: Callable[[ParameterInfo], bool] | None = field(default=None, compare=False)  # of a predicate
 
     def __post_init__(self) -> None:
@@ -102,7 +101,7 @@ class Condition:
         return re.compile(rf"(?:^|\.){fnmatch.translate(unwrapped(self.text))}")
 
     def matches(self, info: ParameterInfo) -> bool:
-        """Whether it holds."""
+        """Whether it holds for a parameter."""
         match self.kind:
             case Kind.NAME:
                 return self._glob.search(info.name) is not None
@@ -117,27 +116,27 @@ class Condition:
         return self.holds is not None and bool(self.holds(info))
 
     def rank(self, info: ParameterInfo) -> tuple[int, int]:
-        """How specific it is for a parameter for which it holds."""
+        """How specific it is for a parameter that it matches."""
         if self.kind != Kind.NAME:
             return self.kind, 0
         glob = unwrapped(self.text)
         if glob == info.name:
             return Kind.WHOLE_NAME, 0
-        # a leading *. is implied, and does not count
+        # without the leading *., which is implied
         literal = len(re.sub(r"\[!?\]?[^\]]*\]|[*?]", "", glob.removeprefix("*.")))
         return (Kind.NAME, literal) if literal else (Kind.EVERYTHING, 0)
 
 
 Predicate = partial(Condition, Kind.PREDICATE)
-"""``Predicate(NAME, FUNCTION)``: a function with a name, by which two are compared; it pickles if the function does."""
+"""``Predicate(NAME, FUNCTION)``: compared by the name; it pickles if the function does."""
 
 
 @dataclass(frozen=True)
 class Selector:
-    """Parameters for which all conditions hold; ``any_of``: for which any does, as in Megatron's ``ParamKey``."""
+    """Parameters for which all conditions hold."""
 
     conditions: tuple[Condition, ...]
-    any_of: bool = False
+    any_of: bool = False  # any is enough, as in Megatron's ``ParamKey``
 
     def __post_init__(self) -> None:
         if not self.conditions:
@@ -148,18 +147,18 @@ class Selector:
 
     @property
     def optimizer(self) -> str | None:
-        """The optimizer whose parameters it takes; None if it takes those of any."""
+        """The optimizer whose parameters it takes; None: any."""
         return next((each.text for each in self.conditions if each.kind == Kind.OPTIMIZER), None)
 
     def matches(self, info: ParameterInfo) -> bool:
-        """Whether the conditions hold."""
+        """Whether it takes a parameter."""
         return (any if self.any_of else all)(each.matches(info) for each in self.conditions)
 
     def specificity(self, info: ParameterInfo) -> Specificity:
-        """How specific it is for a parameter that it takes; compare two with ``<``.
+        """How specific it is for a parameter that it takes.
 
-        The ranks of its conditions, the most specific first; one more counts above none. Where any condition is enough,
-        the most specific one that holds counts alone.
+        The ranks of its conditions, the highest first, to compare with ``<``; with ``any_of`` only the highest that
+        holds.
         """
         if self.any_of:
             ranks = [max(each.rank(info) for each in self.conditions if each.matches(info))]
@@ -169,12 +168,11 @@ class Selector:
 
     @classmethod
     def parse(cls, written: object) -> "Selector":
-        """A selector from how it is written; an :class:`OverrideError` for what is none.
+        """A selector from how it is written, or an :class:`OverrideError`.
 
-        It is a glob on the name; ``re:``, ``attr:``, ``shape:`` or ``optimizer:`` with what follows; a mapping of
-        ``name``, ``regex``, ``attr``, ``shape`` and ``optimizer``, each with one or a list, which all have to hold; and
-        from Python also a selector, a condition, a function of :class:`ParameterInfo` with a name, or Megatron's
-        ``ParamKey``.
+        Text is a glob on the name, or begins with ``re:``, ``attr:``, ``shape:`` or ``optimizer:``. A mapping has
+        ``name``, ``regex``, ``attr``, ``shape`` and ``optimizer``, each with one or a list, which all have to hold.
+        Python also has selectors, conditions, named functions of :class:`ParameterInfo`, and Megatron's ``ParamKey``.
         """
         if isinstance(written, Selector):
             return written
@@ -227,7 +225,6 @@ def _kind(name: str, where: str = "") -> Kind:
 
 
 def _says(predicate: Any, with_name: bool, info: ParameterInfo) -> bool:
-    """What a predicate of Megatron's says, which gets the parameter itself."""
     if info.parameter is None:
         raise OverrideError(f"predicate {predicate.name} needs the parameter {info.name} itself")
     return bool(predicate(info.parameter, info.name) if with_name else predicate(info.parameter))

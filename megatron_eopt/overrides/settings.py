@@ -1,4 +1,4 @@
-"""Settings of single parameters: their values, and which optimizers have them."""
+"""Values of single parameters' settings, and which optimizers have them."""
 
 import math
 import re
@@ -16,14 +16,14 @@ from megatron_eopt.overrides.known import SPLITS, Known, SettingError, shown
 
 @dataclass(frozen=True)
 class Check:
-    """What a value may be: ``expected`` says it in words, and two checks of which the same is expected are equal.
+    """What a value may be; ``expected`` tells checks apart.
 
-    ``convert`` makes the value from what was written, and None from what is none; ``ValueError`` to say more of it. A
-    value is a bool, an int, a float, a text or a tuple of floats. All values of one setting are of one type, as
+    A value is a bool, an int, a float, a text or a tuple of floats. All values of one setting are of one type, as
     Megatron sorts parameter groups by them.
     """
 
-    expected: str
+    expected: str  # in words
+    # what was written -> the value, or None if it is none; a ``ValueError`` says more
     convert: Callable[[Any, Known], Any] = field(compare=False)
 
     def __call__(self, raw: object, known: Known) -> Any:
@@ -42,7 +42,7 @@ def _number(where: str = "", inside: Callable[[float], bool] = math.isfinite, wh
             raise ValueError(f"expected {expected}, got the text {shown(raw)}: write it without quotes")
         if not isinstance(raw, Real) or isinstance(raw, bool):
             return None
-        with suppress(OverflowError):  # of an integer that is larger than any float
+        with suppress(OverflowError):  # an integer larger than any float
             value = float(raw)
             if math.isfinite(value) and inside(value) and not (whole and value % 1):
                 return int(value) if whole else value
@@ -52,7 +52,6 @@ def _number(where: str = "", inside: Callable[[float], bool] = math.isfinite, wh
 
 
 def _numbers(count: int, each: Check, expected: str) -> Check:
-    """So many numbers, as a tuple, which can be hashed."""
 
     def convert(raw: Any, known: Known) -> Any:
         if not isinstance(raw, list | tuple) or len(raw) != count:
@@ -68,7 +67,6 @@ def _numbers(count: int, each: Check, expected: str) -> Check:
 def _choice(
     what: str, expected: str, names: Callable[[Known], Iterable[str]], booleans: tuple[str, str] | None = None
 ) -> Check:
-    """One of a few names; true and false may stand for two of them."""
 
     def convert(raw: Any, known: Known) -> Any:
         if isinstance(raw, bool) and booleans:
@@ -105,10 +103,10 @@ SETTINGS: dict[str, Check] = {
     "split": _choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
     "exclude": _BOOL,
 }
-"""Settings whose range of values is known here, explained in docs/overrides.md; optimizers have further ones."""
+"""Settings with known ranges, explained in docs/overrides.md; optimizers have further ones."""
 
 OF_ALL = frozenset(["optimizer", *_RATES, "exclude"])
-"""Those that Megatron or this package obeys, whatever the optimizer; of the rest an optimizer has what it says."""
+"""Settings that hold whatever the optimizer."""
 
 ENDS = ("start_wd", "end_wd")  # of a weight decay that is not constant
 REPLACED = (
@@ -116,16 +114,16 @@ REPLACED = (
     ("lr", "lr_mult"),
     *((each, "wd_mult") for each in ("weight_decay", *ENDS)),
 )
-"""An absolute value, and a setting that it replaces: one entry has one of the two."""
+"""An absolute value, and a setting that it replaces: an entry has one of the two."""
 
 NO_SETTINGS = f"no settings: expected one or more of {', '.join(SETTINGS)}"
 
 
 def check_of(key: str, optimizer: str | None, known: Known) -> Check:
-    """What a value of a setting is checked by, for the parameters of an optimizer that has it.
+    """The check of an optimizer's setting.
 
-    That of the table, unless the optimizer's own default would not pass it: then values are to be like that, and the
-    optimizer itself checks their range when it is built.
+    By the table, unless the optimizer's own default would not pass: then by that default's type, and the optimizer
+    checks the range when it is built.
     """
     check, own = SETTINGS.get(key), known.optimizers.get(optimizer or "")
     default: Any = None
@@ -151,7 +149,7 @@ def check_of(key: str, optimizer: str | None, known: Known) -> Check:
 
 
 def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Any:
-    """The value of one setting, of the type that it always has; where the optimizer is not known, that of any.
+    """The checked value of a setting; without ``optimizer``, of any.
 
     A :class:`SettingError` is for a key that the optimizer has not, and for a value out of range, with what is near.
     """
@@ -168,13 +166,13 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
 
 
 def foreign(settings: Iterable[str], optimizer: str | None, known: Known) -> list[str]:
-    """Settings that an optimizer has not; of an optimizer that is not known none."""
+    """Settings that a known optimizer has not."""
     own = known.optimizers.get(optimizer or "")
     return [] if own is None else [key for key in settings if key not in OF_ALL and key not in own]
 
 
 def refusal(key: str, optimizer: str | None, known: Known) -> SettingError:
-    """The error for a setting that an optimizer has not, or if it is not known none, with what is near among theirs."""
+    """The error for a setting that an optimizer has not."""
     own = known.optimizers.get(optimizer or "")
     names = sorted(known.fixed) if own is None else [str(optimizer)]
     if fixed := [name for name in names if key in known.fixed.get(name, ())]:
@@ -201,7 +199,7 @@ def refusal(key: str, optimizer: str | None, known: Known) -> SettingError:
 
 
 def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
-    """Values that are right by themselves and not together."""
+    """Errors of values that do not go together."""
     found = []
     if (low := settings.get("min_lr")) is not None and (high := settings.get("lr")) is not None and low > high:
         found.append(SettingError("min_lr", f"{low:g} is above lr, which is {high:g}"))
@@ -215,12 +213,8 @@ def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
 
 
 def checked(raw: Mapping[Any, Any], known: Known, optimizer: str | None) -> tuple[dict[str, Any], list[SettingError]]:
-    """The right settings of an entry, and what is wrong with the others.
-
-    They are for the parameters of an optimizer: of one that the entry sets, else of ``optimizer``, by which it selects.
-    """
-    values: dict[str, Any] = {}
-    wrong: list[SettingError] = []
+    """An entry's right settings, and errors of the others."""
+    values, wrong = dict[str, Any](), list[SettingError]()
     given = raw.get("optimizer")
     for key, value in raw.items():
         try:

@@ -1,4 +1,4 @@
-"""Optimizers for plain torch: what a config says of a model's parameters, built by name."""
+"""Optimizers for plain torch, built by name."""
 
 from megatron_eopt.plain.build import build_optimizer as build_optimizer
 from megatron_eopt.plain.build import register_builders

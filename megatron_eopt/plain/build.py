@@ -33,52 +33,46 @@ from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 
 logger = logging.getLogger(__name__)
 
-# Name -> class, whose argument lr has the default rate.
-OWN: dict[str, type[Optimizer]] = {
+OWN: dict[str, type[Optimizer]] = {  # name -> class, whose argument lr has the default rate
     "adamw": AdamW,
     **{row.name: row.cls for row in OPTIMIZERS.values() if row.plain},
     "muon": Muon,
 }
 BESIDE_ADAMW = {row.name for row in OPTIMIZERS.values() if row.plain and not row.vectors}
-# Fields of the config with an effect on one optimizer alone; others follow from the arguments of its class.
-_OWN_FIELDS = {
+_OWN_FIELDS = {  # of the config, beside those that are arguments of the class
     "muon": {"muon_momentum", "muon_ns_steps", "muon_embeddings"},
     "schedule_free_adamw": {"schedule_free_warmup_steps"},
     "spectron": {"spectron_factor_pairs"},
 }
 ADAM_BETAS = (0.9, 0.95)
-# Where the FusedAdam of other packages is.
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimizer:
-    """Build the optimizer that a config names, for the trainable parameters of a model.
+    """Build the optimizer that a config names for a model.
 
-    Weight decay is for parameters of more than one dimension without "bias" in their name: the builder gets them as the
-    first group, and all others as a second one without decay; one of the two may be empty. Each parameter has its name
-    as the attribute ``name_in_model``. The first rank logs how many there are. Call it when the model lies as it will
-    be trained: after ``to(device)``, ``fully_shard`` and the like.
+    Weight decay is for trainable parameters of more than one dimension without "bias" in their name: these are the
+    builder's first group, and all others the second one; one of the two may be empty. Each parameter gets its name as
+    the attribute ``name_in_model``. Call it when the model lies as it will be trained: after ``to(device)``,
+    ``fully_shard`` and the like.
 
-    Optimizers of matrices leave embeddings and output layers to AdamW. These are marked by the attribute
-    ``is_embedding_or_output_parameter``, unless a parameter has it: the weights of ``nn.Embedding`` and
-    ``nn.EmbeddingBag``, also where they are tied, and of a ``nn.Linear`` with one of the names in
-    :data:`~megatron_eopt.plain.routing.OUTPUT_LAYERS`.
-
-    What :func:`megatron_eopt.matrices.declare` said of names is in force for them.
+    Optimizers of matrices leave embeddings and output layers to AdamW. They have the attribute
+    ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding``, ``nn.EmbeddingBag``
+    (also where they are tied), and of a ``nn.Linear`` with one of the names in
+    :data:`~megatron_eopt.plain.routing.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
 
     Args:
         model: as it lies for training.
         config: an :class:`~megatron_eopt.plain.config.OptimizerConfig`, a mapping or any object with some of its
             fields, ``name`` among them, or the name alone, with the default rate of its class. A builder that you
-            registered gets the mapping or the object as it is, which may have further fields for it.
+            registered gets the mapping or object as it is, so it may have further fields.
 
     Returns:
-        One ``torch.optim.Optimizer`` for the whole model; that of matrices has an AdamW for the rest inside.
+        One ``torch.optim.Optimizer``; that of matrices has an AdamW for the rest inside.
 
     Raises:
-        TypeError: for what is no model or no config, for an unknown field, with the nearest one, and if a builder
-            returns no optimizer.
-        ValueError: if no parameter is trainable, for what the optimizer refuses, and if a builder leaves out
+        TypeError: for what is no model or config, an unknown field, and a builder that returns no optimizer.
+        ValueError: for a model without trainable parameters, what the optimizer refuses, and a builder that leaves out
             parameters.
     """
     if not isinstance(model, nn.Module):
@@ -96,7 +90,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         config = config_of(config, optimizer_name)
         _warn_of_fields(config)
     prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-    # torch.compile puts its own into names
+    # torch.compile adds _orig_mod
     named = [(x.replace("_orig_mod.", "").removeprefix(prefix), p) for x, p in model.named_parameters()]
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
@@ -126,7 +120,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
 
 
 def _config_of_name(name: str) -> OptimizerConfig:
-    """The rate of an optimizer's class, and for AdamW beside it that of the config's field."""
+    """The class's default rate; AdamW beside it keeps the config's."""
     if name not in OWN:
         return OptimizerConfig(name=name)
     rate, of_adamw = signature(OWN[name]).parameters["lr"].default, OptimizerConfig.lr
@@ -136,7 +130,6 @@ def _config_of_name(name: str) -> OptimizerConfig:
 
 
 def _warn_of_fields(config: OptimizerConfig) -> None:
-    """Name the fields that are not at their defaults and have no effect on the optimizer."""
     used = _OWN_FIELDS.get(config.name, set()) | signature(OWN[config.name]).parameters.keys() | {"name", "options"}
     if config.name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
@@ -146,13 +139,12 @@ def _warn_of_fields(config: OptimizerConfig) -> None:
 
 
 def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse what is no optimizer, or lacks trainable parameters; those inside of it count too."""
     if not hasattr(optimizer, "param_groups"):
         found = type(optimizer).__name__
         raise TypeError(f"the builder of {name!r} returned {found}, expected a torch.optim.Optimizer: return one")
     attributes = (x if isinstance(x, list | tuple) else [x] for x in vars(optimizer).values())
-    inside = [each for x in attributes for each in x if isinstance(each, Optimizer)]
-    taken = {p for each in (optimizer, *inside) for group in each.param_groups for p in group["params"]}
+    inside = [y for x in attributes for y in x if isinstance(y, Optimizer)]
+    taken = {p for x in (optimizer, *inside) for group in x.param_groups for p in group["params"]}
     if left_out := [called for called, parameter in trained if parameter not in taken]:
         raise ValueError(
             f"the builder of {name!r} left out {len(left_out)} of {len(trained)} trainable parameters: "
@@ -161,7 +153,7 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
 
 
 def register_builders() -> None:
-    """Register the builder of each optimizer of the table, and that of torch's AdamW."""
+    """Register the builders of the table's optimizers and torch's AdamW."""
     _register("adamw", build_adamw)
     for row in OPTIMIZERS.values():
         if row.plain:
@@ -169,7 +161,6 @@ def register_builders() -> None:
 
 
 def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimizer]) -> None:
-    """Register a builder of non-empty groups and our config."""
 
     @register_optimizer(name)
     def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
@@ -178,7 +169,7 @@ def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimiz
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """AdamW of torch, or FusedAdam of the package that ``config.fused`` names (``ValueError`` without it)."""
+    """AdamW of torch, or the FusedAdam that ``config.fused`` names."""
     parameters = [p for group in groups for p in group["params"]]
     warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
     adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
@@ -192,7 +183,7 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
 
 
 def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """One optimizer for all, or one of matrices with AdamW for the rest."""
+    """One optimizer, or one of matrices beside an AdamW."""
     if row.vectors:
         return row.cls(groups, **_settings(config, row.cls))
     why_adamw: Rule = routing.for_matrices
@@ -241,11 +232,10 @@ def _counted(groups: list[Group], what: str) -> str:
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
-    """Arguments of a class from the fields and the options of a config."""
     found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
     taken = {key: x for key, x in found.items() if x is not None and key in signature(cls).parameters}
     known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}
-    steps = {STEPS} if NS_STEPS in known else set()  # its name in other optimizers
+    steps = {STEPS} if NS_STEPS in known else set()  # the same by its other name
     both = sorted((known.keys() | steps) & config.options.keys())
     if both:
         by_fields = ", ".join(filter(None, map(nearest_field, both))) or "these"
@@ -255,7 +245,7 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
 
 
 def _fused(groups: Sequence[Group], config: OptimizerConfig) -> bool | None:
-    """Whether torch's fused kernel is to be used; logged on the first rank where it takes no such parameters."""
+    """Whether to use torch's fused kernel; logs why not."""
     parameters = [p for group in groups for p in group["params"]]
     devices = {parameter.device.type for parameter in parameters} - set(_get_fused_kernels_supported_devices())
     meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}

@@ -1,4 +1,4 @@
-"""What to build, and how: the settings of all optimizers in one dataclass."""
+"""The settings of all optimizers of plain torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,12 +12,12 @@ from megatron_eopt.registry import get_optimizer_builder
 
 Package = Literal["transformer_engine", "apex"]
 
-# Fields as others call them, where the nearest name is not the right one.
+# What others call a field, where the nearest name is another field.
 _OTHER_NAMES = {"optimizer": "name", "learning_rate": "lr", "warmup_steps": "schedule_free_warmup_steps"}
 
 
 def _naming_fields[T](cls: type[T]) -> type[T]:
-    """A dataclass whose constructor suggests fields for unknown ones."""
+    """Let a dataclass's constructor suggest fields for unknown ones."""
     constructor = cls.__init__
 
     @wraps(constructor)
@@ -32,29 +32,29 @@ def _naming_fields[T](cls: type[T]) -> type[T]:
 @_naming_fields
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """Which optimizer :func:`~megatron_eopt.plain.build.build_optimizer` builds, checked when it is made.
+    """What :func:`~megatron_eopt.plain.build.build_optimizer` builds; checked when made.
 
     Attributes:
         name: under which a builder is registered.
-        lr: learning rate; of ``muon`` and the like that of the matrices.
-        weight_decay: of matrices and all else that has more than one dimension.
-        betas: of AdamW, also of the one beside an optimizer of matrices; of ``lion``, ``schedule_free_adamw`` and
-            ``soap`` theirs. None for the optimizer's own: (0.9, 0.95) of AdamW.
+        lr: learning rate; of optimizers of matrices, that of the matrices.
+        weight_decay: of parameters with more than one dimension.
+        betas: of ``lion``, ``schedule_free_adamw``, ``soap`` and AdamW, also beside an optimizer of matrices. None for
+            the optimizer's own, (0.9, 0.95) of AdamW.
         eps: of the same but for ``lion``, above 0.
-        fused: whether AdamW uses torch's fused kernel where torch has one for the parameters; ``transformer_engine`` or
-            ``apex``, for ``adamw`` alone, for that package's FusedAdam.
+        fused: whether AdamW uses torch's fused kernel, if there is one; ``transformer_engine`` or ``apex``, for
+            ``adamw`` alone, for that package's FusedAdam.
         muon_momentum: of ``muon``, in [0, 1).
         muon_ns_steps: Newton-Schulz steps of ``muon``, 1 to 100.
         muon_adam_lr: learning rate of AdamW beside an optimizer of matrices; None for ``lr``.
-        muon_embeddings: whether ``muon`` is given embeddings, output layers and biases too, where they are matrices
-            whose long side is at most ten times the short one, as in KempnerForge. Otherwise AdamW is.
+        muon_embeddings: whether ``muon`` rather than AdamW is given embeddings, output layers and biases, where they
+            are matrices whose long side is at most ten times the short one, as in KempnerForge.
         schedule_free_warmup_steps: of ``schedule_free_adamw``, at least 0.
         spectron_factor_pairs: for ``spectron``, names of parameters that are the two factors of one weight, such as
             ``[("blocks.*.up.A", "blocks.*.up.B")]``; each ``*`` stands for the same text in both.
-        options: further arguments of the optimizer's class by their names, such as ``{"rank": 32}`` for ``spectron``.
+        options: further arguments of the optimizer's class, such as ``{"rank": 32}`` for ``spectron``.
 
     Raises:
-        ValueError: for a name that is not registered, with the nearest ones, or a setting out of its range.
+        ValueError: for an unknown name, with the nearest ones, or a setting out of its range.
         TypeError: for an unknown field, with the nearest one.
     """
 
@@ -114,10 +114,7 @@ FIELDS = [each.name for each in fields(OptimizerConfig)]
 
 
 def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
-    """What a config says: of a mapping its items, of an object its attributes, of a text the name.
-
-    A ``TypeError`` is for what is no config, or does not name an optimizer where ``name`` does not, either.
-    """
+    """Fields of a mapping, object or name; ``TypeError`` without any."""
     if isinstance(config, str):
         return {"name": config}
     given = {str(x): value for x, value in config.items()} if isinstance(config, Mapping) else {}
@@ -139,9 +136,9 @@ def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
 
 
 def config_of(config: Any, name: str) -> OptimizerConfig:
-    """Our config for one of our optimizers, of whatever :func:`given_fields` takes; other fields are at our defaults.
+    """Our config from whatever :func:`given_fields` takes; the rest are defaults.
 
-    A ``TypeError`` is for a field that we do not have, unless the config is for another optimizer.
+    A ``TypeError`` is for an unknown field, unless the config is for another optimizer.
     """
     given = given_fields(config, name)
     if given["name"] == name:
@@ -150,7 +147,7 @@ def config_of(config: Any, name: str) -> OptimizerConfig:
 
 
 def check_fields(called: str, given: Iterable[str]) -> None:
-    """Raise ``TypeError`` for fields that a config does not have, with the nearest one of each."""
+    """Raise ``TypeError`` for unknown fields, with the nearest ones."""
     wrong = [f"{x!r}{did_you_mean(_OTHER_NAMES.get(x, x), FIELDS)}" for x in given if x not in FIELDS]
     if wrong:
         raise TypeError(
@@ -160,5 +157,5 @@ def check_fields(called: str, given: Iterable[str]) -> None:
 
 
 def nearest_field(name: str) -> str | None:
-    """The field that is nearest to a name, or None."""
+    """The field nearest to a name."""
     return next(iter(close(_OTHER_NAMES.get(name, name), FIELDS)), None)

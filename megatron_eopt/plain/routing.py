@@ -12,24 +12,23 @@ from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import factor_pairs
 
 OUTPUT_LAYERS = ("lm_head", "head", "output", "output_head", "output_layer", "embed_out", "unembed", "classifier")
-"""Names of a Linear that is an output layer, where no number is in the path to it, as in that of a block's layers."""
+"""Names of a Linear that is an output layer, unless its path has a number, as in a block."""
 
-# Attribute of a parameter, True or False, that says it where names do not; Megatron sets it as well.
-MARK = "is_embedding_or_output_parameter"
+MARK = "is_embedding_or_output_parameter"  # attribute of a parameter, True or False; Megatron sets it, too
 MAX_ASPECT_RATIO = 10  # of the matrices that Muon is given
 
 Group = dict[str, Any]
 Rule = Callable[[Tensor], str | None]
-"""Why a parameter is AdamW's; None where an optimizer of matrices is given it."""
+"""Why a parameter is AdamW's; None for those of an optimizer of matrices."""
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay is for a parameter: more than one dimension, and no "bias" in the name."""
+    """Whether a parameter is decayed: no vector, no bias."""
     return parameter.ndim > 1 and "bias" not in name
 
 
 def mark_embeddings_and_outputs(model: nn.Module) -> None:
-    """Set :data:`MARK` on the weights of embeddings and output layers that do not have it."""
+    """Set :data:`MARK` on unmarked weights of embeddings and output layers."""
     for name, module in model.named_modules():
         *path, last = name.split(".")
         output = last in OUTPUT_LAYERS and not any(part.isdigit() for part in path)
@@ -39,18 +38,16 @@ def mark_embeddings_and_outputs(model: nn.Module) -> None:
 
 
 def declare_conv1d(model: nn.Module) -> list[str]:
-    """Declare the weights (in, out) of Hugging Face's Conv1D that are not declared; the paths of their modules.
-
-    GPT-2 fuses q, k and v in one called ``c_attn``, and in that of its cross attention k and v.
-    """
+    """Declare the weights (in, out) of Hugging Face's Conv1D."""
     found = []
     for path, module in model.named_modules():
         kinds = [cls.__name__ for cls in type(module).__mro__]
         if "Conv1D" not in kinds or module.weight.shape[1:] != (getattr(module, "nf", None),):
             continue
-        weight, of_three = module.weight, {"q": None, "k": None, "v": None}
+        weight = module.weight
+        # GPT-2 fuses q, k and v in c_attn, and of cross attention k and v
         fused = weight.size(1) / weight.size(0) if "c_attn" in path.split(".") else 1
-        parts = {3: of_three, 2: {"k": None, "v": None}}.get(fused)
+        parts = {3: dict.fromkeys("qkv"), 2: dict.fromkeys("kv")}.get(fused)
         if declared_split(weight) is None:
             setattr(weight, ATTRIBUTE, transposed(concatenated(**parts) if parts else WHOLE))
             found.append(path)
@@ -58,19 +55,19 @@ def declare_conv1d(model: nn.Module) -> list[str]:
 
 
 def for_matrices(parameter: Tensor) -> str | None:
-    """The rule of optimizers of matrices: two dimensions, or declared matrices."""
+    """Rule of most optimizers: two dimensions, or declared matrices."""
     if parameter.ndim > 2 and declared_split(parameter) is None:
         return "of more than two dimensions"
     return _other_than_hidden(parameter)
 
 
 def for_muon(parameter: Tensor) -> str | None:
-    """The rule of Muon: also flattened parameters, nothing far longer than wide."""
+    """Rule of Muon: also flattened parameters, no extreme aspect ratio."""
     return for_muon_of_all(parameter) or _other_than_hidden(parameter)
 
 
 def for_muon_of_all(parameter: Tensor) -> str | None:
-    """KempnerForge's rule of Muon: by shape alone, embeddings and output layers among them."""
+    """KempnerForge's rule of Muon: by shape alone, also embeddings."""
     if parameter.ndim < 2:
         return "of fewer than two dimensions"
     short, long = sorted((parameter.shape[0], parameter.shape[1:].numel()))
@@ -87,9 +84,8 @@ def _other_than_hidden(parameter: Tensor) -> str | None:
 
 
 def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list[Group]]:
-    """Groups of matrices, and of the rest; none is empty."""
-    matrices: list[Group] = []
-    rest: list[Group] = []
+    """Non-empty groups of matrices, and of the rest."""
+    matrices, rest = list[Group](), list[Group]()
     for group in groups:
         for some, of_adamw in ((matrices, False), (rest, True)):
             if params := [p for p in group["params"] if (why_adamw(p) is not None) == of_adamw]:
@@ -98,15 +94,16 @@ def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list
 
 
 def adapters(groups: Sequence[Group]) -> list[str]:
-    """Names of the factors of low-rank adapters (LoRA): at most 64 of one dimension, and four times it of the other."""
+    """Names of LoRA factors, by name and shape."""
     named = {getattr(p, NAME, ""): sorted(p.shape) for group in groups for p in group["params"]}
     return [x for x, (short, *_, long) in named.items() if "lora_" in x and short <= min(64, long // 4)]
 
 
 def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]) -> tuple[list[Group], list[Group]]:
-    """Groups of factor pairs, each with the settings of the group of its first factors, and the groups without them.
+    """Groups of factor pairs, and the groups without them.
 
-    A ``ValueError`` is for a pattern that no name fits, a factor without the other one, or one in two pairs.
+    A pair has the settings of its first factor. A ``ValueError`` is for a pattern that no name fits, a factor without
+    the other one, or one in two pairs.
     """
     named = {getattr(p, NAME, ""): p for group in groups for p in group["params"]}
     pairs: list[tuple[str, str]] = []

@@ -1,1 +1,1 @@
-"""Plans of models without a GPU, a model or Megatron: the command ``megatron-eopt plan``."""
+"""The command ``megatron-eopt plan``."""

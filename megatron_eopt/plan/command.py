@@ -1,7 +1,7 @@
-"""The command ``megatron-eopt plan``: what a step of a model will cost.
+"""The command ``megatron-eopt plan``: the cost of a step.
 
-``plan --model llama3-70b --tensor-model-parallel-size 8``, or the sizes of a model by the names of Megatron's flags.
-``plan -- FLAGS`` takes those of a whole pretrain command, and also says which optimizer each parameter will have.
+``plan --model llama3-70b --tensor-model-parallel-size 8`` takes a model, or its sizes by Megatron's flags.
+``plan -- FLAGS`` takes the flags of a pretrain command, and also says which optimizer each parameter will have.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 _OF_RUN = {"--world-size", "--full", "--json"}
-_QUIET = 2.0  # seconds after which a plan says how far it is
+_QUIET = 2.0  # seconds before progress is printed
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command to its parser."""
+    """Add the command's flags."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.set_defaults(run=_print_plan)
     parser.usage = "%(prog)s [OPTIONS, which --help lists] [-- FLAGS OF A RUN]"
@@ -88,13 +88,13 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     matrices, deals = dealt_matrices(model, parallel, work, options.muon_tp_mode, rates, **settings)
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
     plan = make_plan(matrices, options.muon_tp_mode, work, rates, workspace=workspace)
-    if options.kernel_times is not None:  # the plan stays: a run makes it before its ranks agree on times
+    if options.kernel_times is not None:  # not for the plan: a run makes it before its ranks agree on times
         times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
         work = replace(work, share=shares(times))
         print(f"Symmetric products by {fastest(times)}, as measured on {source}.\n")
     print(explain(plan, work, rates, workspace))
-    for each in deals:
-        print(f"\n{each}.")
+    for deal in deals:
+        print(f"\n{deal}.")
     if model.num_layers % parallel.pipeline:
         shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
         print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
@@ -111,7 +111,7 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
         raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{ranks}")
     if misplaced := [flag for flag in flags if flag.partition("=")[0] in ("--world-size", "--data-parallel-size")]:
         raise ValueError(f"{misplaced[0]} is no flag of Megatron's: give --world-size N, before --")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the GPUs of the run, also on a machine that has one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
     from megatron_eopt.megatron.described import planned_run
 
     begun = time.monotonic()
@@ -121,7 +121,7 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
             print(f"megatron-eopt plan: {done} of {ranks} ranks described", file=sys.stderr, flush=True)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, of packages that are not needed here
+        warnings.simplefilter("ignore")  # Megatron's, of missing packages
         try:
             run = planned_run(flags, options.world_size, progress)
         except ValueError as error:
@@ -132,9 +132,8 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
             ranks = options.world_size or "as few as the parallel sizes allow, by default"
             raise ValueError(f"{error}; the world size is that of --world-size before -- ({ranks})") from None
     print(table(run.families, full=options.full))
-    named = ("pipeline stage", "matrices", *(f"{each} MB" for each in run.stages[0][1]._fields), "all MB")
-    stages = enumerate(run.stages)
-    lines = [[str(stage), f"{count:,}", *map(megabytes, (*held, sum(held)))] for stage, (count, held) in stages]
+    named = ("pipeline stage", "matrices", *(f"{kind} MB" for kind in run.stages[0][1]._fields), "all MB")
+    lines = [[str(i), f"{n:,}", *map(megabytes, (*held, sum(held)))] for i, (n, held) in enumerate(run.stages)]
     print("\nmemory of each GPU:", *aligned(named, lines, 170, named), sep="\n")
     print(
         "state: with fp32 copies of bf16 parameters, and an equal share of what data-parallel ranks share out. "
@@ -142,30 +141,27 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     )
     for explained in run.explained:
         print(f"\n{explained}")
-    for kind, said in (("warning", run.warnings), ("note", run.notes), ("problem", run.problems)):
-        for each in said:
-            print(f"\n{kind}: {each}")
+    for kind, messages in (("warning", run.warnings), ("note", run.notes), ("problem", run.problems)):
+        for message in messages:
+            print(f"\n{kind}: {message}")
     if options.json is not None:
         write_json(run.families, options.json)
     return 1 if run.problems else 0
 
 
 def _given(options: argparse.Namespace) -> set[str]:
-    """The flags of this command whose values are not the defaults."""
     plan: argparse.ArgumentParser = options.parser
     names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
     return {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
 
 
 def _model(options: argparse.Namespace) -> Model:
-    found = ((field.name, getattr(options, field.name)) for field in fields(Model))
-    given = {name: value for name, value in found if value is not None}
+    given = {x.name: value for x in fields(Model) if (value := getattr(options, x.name)) is not None}
     if options.model is not None:
         return replace(MODELS[options.model], **given)
     missing = [field.name for field in fields(Model) if field.default is MISSING and field.name not in given]
     if missing:
-        flags = [f"--{name.replace('_', '-')}" for name in missing]
-        raise ValueError(f"name a --model, or give {', '.join(flags)}")
+        raise ValueError(f"name a --model, or give {', '.join(f'--{name.replace("_", "-")}' for name in missing)}")
     return Model(**given)
 
 

@@ -1,4 +1,4 @@
-"""The matrices of a transformer that is given by Megatron's flags."""
+"""Matrices of a transformer given by Megatron's flags."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ _EXPERTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A transformer, its fields named as Megatron's flags; every layer is alike."""
+    """A transformer of equal layers, by names of Megatron's flags."""
 
     num_layers: int
     hidden_size: int
@@ -30,7 +30,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Over how many ranks a model is distributed."""
+    """Numbers of ranks."""
 
     tensor: int = 1
     expert_tensor: int = 1  # tensor-parallel ranks of experts
@@ -72,11 +72,11 @@ def dealt_matrices(
     split_gate_up: bool = False,
     itemsize: int = 2,
 ) -> tuple[list[Matrix], list[Deal]]:
-    """Logical matrices of the busiest rank of the longest stage, and the deals.
+    """Logical matrices of the longest stage's busiest rank, and deals.
 
-    Embeddings and the output layer are not Muon's. ``itemsize`` is of an entry where it is exchanged: 2 where products
-    have 16 bits, else 4. There is a deal of dense parameters and one of experts, as far as there are several ranks.
-    Sizes that cannot be divided over the ranks are a ``ValueError``.
+    Embeddings and the output layer are not Muon's. With several data-parallel ranks there is a deal of dense parameters
+    and one of experts. Sizes that do not divide over the ranks are a ``ValueError``. ``itemsize``: bytes of an
+    exchanged entry, 2 where products have 16 bits, else 4.
     """
     dense: list[Matrices] = []
     experts: list[Matrices] = []
@@ -109,7 +109,7 @@ def dealt_matrices(
 
 
 def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
-    """QKV, whose rows are interleaved by query group, and the output projection."""
+    """QKV, with rows interleaved by query group, and output projection."""
     heads = model.num_attention_heads
     channels = model.kv_channels or _divided(model.hidden_size, heads, "--hidden-size over --num-attention-heads")
     groups = model.num_query_groups or heads
@@ -117,7 +117,7 @@ def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over --tensor-model-parallel-size")
     qkv, before = [], 0
     for letter, height in zip("qkv", rows, strict=True):
-        # Rows of this matrix above the first row of each rank: those of earlier groups, and some of the group it is in.
+        # Rows of this matrix before each rank's first: whole groups, and some of the group that the rank begins in.
         at = (divmod(rank * of_rank, sum(rows)) for rank in range(ranks + 1))
         edges = [group * height + min(max(inside - before, 0), height) for group, inside in at]
         shape = (groups * height, model.hidden_size)
@@ -127,7 +127,6 @@ def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
 
 
 def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
-    """The first layer, with gate and up where there is one, and the second."""
     hidden, first = model.hidden_size, f"{name}.linear_fc1.weight"
     names = [f"{first}[gate]", f"{first}[up]"] if model.swiglu and split else [first]
     rows = columns * 2 if model.swiglu and not split else columns

@@ -109,16 +109,16 @@ def test_the_package_is_small():
     assert len(FILES) <= 144
 
 
-def test_the_package_has_fewer_than_25_200_lines():
+def test_the_package_has_fewer_than_24_600_lines():
     # 20,000 as it was rebuilt; 2,000 for both FSDPs, host memory, bf16 momenta and the deal over data-parallel ranks;
     # 1,600 for code in checkpoints, hostile files, ranks that differ, interrupted steps, two runs in one folder, and
     # arguments that were taken in silence
-    assert sum(map(lines_of, FILES)) < 25_200
+    assert sum(map(lines_of, FILES)) < 24_600
 
 
 def test_a_file_is_at_most_450_lines_long():
     """But for two that hold one class each, whose arguments and checks are read together."""
-    long = {"optimizers/base.py": 650, "optimizers/tensor_parallel_muon.py": 600}
+    long = {"optimizers/base.py": 630, "optimizers/tensor_parallel_muon.py": 590}
     assert not {name for path in FILES if lines_of(path) > long.get(name := str(path.relative_to(PACKAGE)), 450)}
 
 
@@ -130,7 +130,7 @@ def test_muon_has_few_names():
     """Methods, properties and attributes of its class and of those of this package that it inherits from."""
     classes = [cls for cls in TensorParallelMuon.__mro__ if cls.__module__.startswith("megatron_eopt.")]
     names = {name for cls in classes for name in vars(cls) if not name.startswith("__")} - {"_abc_impl"}
-    assert len(names) <= 104
+    assert len(names) <= 103
 
 
 def test_no_class_is_there_for_a_single_subclass():

@@ -616,13 +616,24 @@ class BaseOptimizer(Optimizer):
 
 
 def _seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Settings of groups for comparison; tensors are compared by identity."""
-    plain = str | int | float | None  # of others the ids differ before anybody compares them
+    """Settings of groups, to find out whether one changes.
+
+    Values of other types differ, though they are equal. Objects differ by their ids before anybody compares them, so no
+    device is waited for; what is written into a tensor is not seen.
+    """
+    plain = (str, int, float, bool, type(None))
     return [
         {
-            key: x if isinstance(x, plain) else (id(x), tuple(x) if isinstance(x, list) else x)
+            key: (type(x), x) if type(x) in plain else _frozen(x) if isinstance(x, list | tuple) else (id(x), x)
             for key, x in group.items()
             if key != "params"
         }
         for group in groups
     ]
+
+
+def _frozen(value: object) -> object:
+    """A copy of nested lists, whose other entries are compared as in :func:`_seen`."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    return (type(value), value) if isinstance(value, int | float) else (id(value), value)

@@ -52,7 +52,13 @@ class Chunk:
 
 
 def muon(chunk: Chunk, engine: Engine) -> Program:
-    """Muon's step of a chunk; ``s`` are scales of matrices."""
+    """Muon's step of the parameters of a chunk [1].
+
+    ``p`` is a parameter, ``g`` its gradient, ``m`` its momentum; without ``nesterov`` ``u`` is ``m``. ``O`` is the
+    orthogonal factor of a whole logical matrix of ``u``, on whichever ranks it lies, and ``s`` its scale.
+
+    [1] Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://kellerjordan.github.io/posts/muon/
+    """
     decay(chunk)  # p -= lr * weight_decay * p
     u = engine.split(chunk.indices, momentum(chunk))  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
     factors = yield from engine.orthogonalize(chunk.indices, u)  # O of each whole logical matrix

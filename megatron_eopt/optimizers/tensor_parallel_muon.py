@@ -1,8 +1,11 @@
 """Muon for parameters that may be sharded."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import inf
+from numbers import Real
 from typing import Any, Literal, cast
 
 import torch
@@ -280,7 +283,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _scales_in(self, group: Mapping[str, Any], matrices: Sequence[Matrix]) -> list[float]:
         scale = self._scale(group)
         # that of a matrix without entries may divide by zero
-        return [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
+        found = [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
+        for x, matrix in zip(found, matrices, strict=True):
+            if not isinstance(x, Real | Tensor) or not -inf < x < inf:
+                rows, cols = matrix.shape
+                raise ValueError(f"scale_factor_fn of {rows} rows and {cols} columns must return a number, got {x!r}")
+        return list(map(float, found))
 
     def _watch(self, indices: Sequence[int], updates: Sequence[Tensor]) -> None:
         """Show this rank's updates and their predicted RMS."""
@@ -416,6 +424,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self._session.shares_shards = False
         return super().proposed()
 
+    def prepare(self) -> Engine:
+        """Also ask for scales, which a function of the user's may get wrong."""
+        engine = super().prepare()
+        self._scales_of(())
+        return engine
+
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """A group's iteration and scale; a ``ValueError`` for impossible ones."""
         for key, names in DECIDED_BY.items():
@@ -521,7 +535,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return 4 * self.traits.keeps_momenta
 
     def _planned_settings(self) -> object:
-        return self.newton_schulz, self.scale_mode, self.extra_scale_factor, self._own_settings()
+        return (
+            self.newton_schulz,
+            self.scale_mode,
+            self.extra_scale_factor,
+            deepcopy(self._own_settings()),
+        )  # lists may be written to
 
     # Checks.
 

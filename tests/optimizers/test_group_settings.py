@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -293,3 +294,55 @@ def test_the_summary_says_how_many_matrices_get_what():
     ) in text
     text = summary([optimizer(grouped([{}, {"scale_mode": "unit_rms_norm"}]))])
     assert "10 matrices orthogonalized by 5 Newton-Schulz steps (quintic, highest precision, " in text
+
+
+def after_a_step(**settings):
+    p = torch.nn.Parameter(torch.eye(6, 4))
+    made = TensorParallelMuon([{"params": [p], **settings}], lr=0.1)
+    p.grad = torch.ones_like(p)
+    made.step()
+    return made, p
+
+
+def test_a_coefficient_that_is_written_to_is_in_force_in_the_next_step():
+    steps = [[3.4445, -4.775, 2.0315] for _ in range(5)]
+    settings = {"num_ns_steps": 5, "lr": 0.1}
+    made, p = after_a_step(coefficient_type=steps, **settings)
+    other, q = after_a_step(coefficient_type=copy.deepcopy(steps), **settings)
+    steps[0][0] = 2.0
+    other.param_groups[0]["coefficient_type"] = [[2.0, -4.775, 2.0315], *steps[1:]]
+    made.step()
+    other.step()
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("old", [0.1, torch.tensor(0.1)])
+def test_a_rate_may_become_a_number_of_numpy(old):
+    made, p = after_a_step(lr=old)
+    before = p.detach().clone()
+    made.param_groups[0]["lr"] = np.float64(0.2)
+    made.step()
+    assert not torch.equal(p, before)
+
+
+def test_a_flag_that_becomes_a_number_is_refused():
+    made, _ = after_a_step()
+    made.param_groups[0]["nesterov"] = 1
+    with pytest.raises(TypeError, match="nesterov must be True or False, got 1"):
+        made.step()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), None, "x"])
+def test_a_scale_that_is_no_number_is_refused_before_anything_changes(wrong):
+    class Scaled(TensorParallelMuon):
+        def scale_factor_fn(self, rows, cols):
+            return wrong
+
+    p = torch.nn.Parameter(torch.eye(6, 4))
+    made, before = Scaled([p], lr=0.1), p.detach().clone()
+    p.grad = torch.ones_like(p)
+    for _ in range(2):  # the second step is not refused for the first
+        with pytest.raises(ValueError, match="scale_factor_fn of 6 rows and 4 columns must return a number, got "):
+            made.step()
+    assert torch.equal(p, before)
+    assert not any(x.any() for x in made.state[p].values())

@@ -72,7 +72,7 @@ class GraphedUpdate:
             fixed = replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, accepted=accepted)
             self._batches.append(fixed)
         # the runs before the capture change parameters and state, so these are put back
-        changed = [t for batch in batches for t in _changed(batch)]
+        changed = [t for batch in batches for t in chain(*batch.changed)]
         before = [t.clone() for t in changed]
         for _ in range(_WARM_UPS):
             self._update(self._batches)
@@ -83,8 +83,4 @@ class GraphedUpdate:
         return replay
 
     def _key(self, batches: Sequence[Batch]) -> list[object]:
-        return [(b.indices, [t.data_ptr() for t in _changed(b)], {**b.settings, **_RATES}) for b in batches]
-
-
-def _changed(batch: Batch) -> list[Tensor]:
-    return [*batch.weights, *batch.momenta, *chain.from_iterable(batch.further)]
+        return [(b.indices, [t.data_ptr() for t in chain(*b.changed)], {**b.settings, **_RATES}) for b in batches]

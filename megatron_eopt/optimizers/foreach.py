@@ -43,8 +43,9 @@ def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
 def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
     """Multiply tensors in place."""
     if accepted is None:
-        # a number would be rounded to the dtype of the tensors, a tensor without dimensions is not
-        torch._foreach_mul_(list(tensors), torch.as_tensor(factor, dtype=torch.float64, device=tensors[0].device))
+        if tensors[0].device.type == "cpu":  # which would round a number to the dtype of the tensors
+            factor = torch.as_tensor(factor, dtype=torch.float64)
+        torch._foreach_mul_(list(tensors), factor)
         return
     scale_each(tensors, torch.where(accepted, factor, 1.0).unbind())
 

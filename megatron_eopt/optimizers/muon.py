@@ -36,6 +36,11 @@ class Batch:
     accepted: Mask = None
     rounded: list[Numbered] | None = None  # the entries of momenta in bf16, whose random bits follow from them
 
+    @property
+    def changed(self) -> list[list[Tensor]]:
+        """What a step writes to: weights, momenta, and each kind of further state."""
+        return [self.weights, self.momenta, *map(list, zip(*self.further, strict=True))]
+
     def flag(self, index: int) -> Tensor | bool:
         """Whether one of the parameters steps."""
         return True if self.accepted is None else self.accepted[index]

@@ -57,16 +57,12 @@ def users_step(
     resume(running, engine.split(indices, updates))
     changing(True)
     for batch, copy, mask in zip(batches, copies, masks, strict=True):
-        for old, new in zip(_changed(batch), _changed(copy), strict=True):
+        for old, new in zip(batch.changed, copy.changed, strict=True):
             torch._foreach_copy_(old, foreach.masked(new, old, mask))
 
 
-def _changed(batch: Batch) -> list[list[Tensor]]:
-    return [batch.weights, batch.momenta, *map(list, zip(*batch.further, strict=True))]
-
-
 def _copied(batch: Batch) -> Batch:
-    weights, momenta, *further = ([x.clone() for x in tensors] for tensors in _changed(batch))
+    weights, momenta, *further = ([x.clone() for x in tensors] for tensors in batch.changed)
     of_parameters = list(map(list, zip(*further, strict=True))) if further else batch.further
     return replace(batch, weights=weights, momenta=momenta, further=of_parameters)
 

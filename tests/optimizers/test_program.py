@@ -4,9 +4,11 @@ import inspect
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers.muon import muon
+from megatron_eopt.optimizers.muon import muon, scaled
 from megatron_eopt.orthogonalize import NewtonSchulz
 
 SHAPES = [(24, 16), (16, 40), (33, 12)]
@@ -36,6 +38,28 @@ def test_a_step_is_what_a_reader_computes(nesterov):
     for p, (q, m) in zip(own, read, strict=True):
         assert torch.equal(p, q)
         assert torch.equal(optimizer.state[p]["momentum_buffer"], m)
+
+
+class Names(TorchDispatchMode):
+    """The operations of torch, by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.found.append(str(function))
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_scale_is_copied_to_a_gpu(dtype):
+    """A copy from the host would be waited for, and cannot be captured as a graph."""
+    with FakeTensorMode():
+        factors = [torch.empty(shape, dtype=dtype, device="cuda") for shape in SHAPES]
+        with Names() as names:
+            scaled(factors, [0.5, 1.0, 0.5])
+    assert names.found == ["aten._foreach_mul_.Scalar"]
 
 
 def test_the_program_is_four_lines():

@@ -17,15 +17,17 @@ from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 
 Program = Generator[list[Tensor], list[Tensor], None]
-"""Yields this rank's shards once, and gets those of the orthogonal factors, in memory of their own.
+"""Yields this rank's shards once, and receives their orthogonal factors, which have memory of their own.
 
-The yielded list is emptied, so that shards are freed when they were copied."""
+The shards are copied, and the yielded list is emptied, so that they can be freed.
+"""
 
 
 def rounds(waiting: Iterator[Generator[Any, None, Any]]) -> Iterator[None]:
-    """Run generators that yield to wait; yield after each round.
+    """Run generators that yield where they wait; yields after each round.
 
-    A round starts one, if fewer than :data:`IN_FLIGHT` are at work, and resumes all, youngest first, as on every rank.
+    In a round the next one starts, if fewer than :data:`IN_FLIGHT` are at work, and then all of these go on, the
+    youngest first. So the order of collectives is the same on every rank.
     """
     at_work: list[Generator[Any, None, Any]] = []
     while True:

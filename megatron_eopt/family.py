@@ -150,7 +150,7 @@ class OptimizerSpec:
         kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
         if takes_l2_decay:  # Megatron's field is for Adam, too
             kwargs.setdefault(DECOUPLED, getattr(config, MEGATRONS_DECOUPLED, True))
-        if not self.cls.decays_weights:
+        if not self.cls.traits.decays_weights:
             kwargs["weight_decay"] = 0.0
         if self.betas and hasattr(config, f"{self.betas}_beta1"):
             kwargs["betas"] = (getattr(config, f"{self.betas}_beta1"), getattr(config, f"{self.betas}_beta2"))

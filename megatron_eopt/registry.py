@@ -24,6 +24,7 @@ from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types as get_supported_coefficient_types
 from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type as validate_coefficient_type
 
@@ -340,11 +341,7 @@ def takes_matrices(name: str) -> bool:
     return counts or issubclass(cls, OrthogonalizedOptimizer)
 
 
-def pairs_rows(name: str) -> bool:
-    """Whether a registered optimizer's state depends on row order."""
-    return bool(getattr(optimizer_class(name), "pairs_rows", False))
-
-
-def decays_weights(name: str) -> bool:
-    """Whether an optimizer decays weights; True for unknown ones."""
-    return bool(getattr(optimizer_class(name), "decays_weights", True))
+def traits_of(name: str) -> Traits:
+    """What a registered optimizer's class says; the defaults for unknown ones."""
+    cls = optimizer_class(name)
+    return cls.traits if issubclass(cls, BaseOptimizer) else Traits()

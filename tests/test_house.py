@@ -29,6 +29,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Classes that only one other of the package inherits from, each with the reason why it is a class of its own.
 SINGLE = {
     "OrthogonalizedOptimizer": "users write their own optimizers as subclasses of it",
+    "Execution": "the arguments of one relative that spells out the others itself",
 }
 
 
@@ -106,7 +107,7 @@ def lines_of(path):
 
 
 def test_the_package_is_small():
-    assert len(FILES) <= 144
+    assert len(FILES) <= 145
 
 
 def test_the_package_has_fewer_than_24_650_lines():
@@ -130,7 +131,7 @@ def test_muon_has_few_names():
     """Methods, properties and attributes of its class and of those of this package that it inherits from."""
     classes = [cls for cls in TensorParallelMuon.__mro__ if cls.__module__.startswith("megatron_eopt.")]
     names = {name for cls in classes for name in vars(cls) if not name.startswith("__")} - {"_abc_impl"}
-    assert len(names) <= 103
+    assert len(names) <= 94
 
 
 def test_no_class_is_there_for_a_single_subclass():

@@ -120,7 +120,7 @@ def state_keys(contents: Contents) -> Kept:
 def _shaped_as_parameter() -> set[str]:
     """State keys of tensors that are shaped as their parameter."""
     tensors = [tensor for row in OPTIMIZERS.values() for tensor in row.state]
-    weights = {row.cls.live_key for row in OPTIMIZERS.values() if row.cls.live_key is not None}
+    weights = {row.cls.traits.live_key for row in OPTIMIZERS.values() if row.cls.traits.live_key is not None}
     return {MAIN, *_ADAM, *weights, *(x.key for x in tensors)} - {x.key for x in tensors if x.dims is not None}
 
 

@@ -166,7 +166,7 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
             return
         for name in _changed((*row.state_depends_on, "muon_scalar_optimizer"), run, saved):
             both = {run[name], saved[name]}
-            if not (name == "muon_split" and row.cls.pairs_rows and both <= _SPLIT_BY_DEFAULT):
+            if not (name == "muon_split" and row.cls.traits.pairs_rows and both <= _SPLIT_BY_DEFAULT):
                 changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
                 yield _error(changed, f"give {_flag(name)} {saved[name]}")
     elif was == "adam" and wanted in OPTIMIZERS and OPTIMIZERS[wanted].takes_adams:

@@ -111,7 +111,9 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     checkpoint holds one choice, and replicas need not share a group.
     """
     found = timing.times([], [], torch.device("cpu"))
-    choosing = [each for each in optimizers if KERNEL in getattr(each, "carried_settings", ())]
+    choosing = [
+        each for each in optimizers if isinstance(each, BaseOptimizer) and KERNEL in each.traits.carried_settings
+    ]
     for each in choosing:
         device = next(p for group in each.param_groups for p in group["params"]).device
         if timing.is_timed(device) and each.symmetric_products is None and KERNEL not in each.param_groups[0]:

@@ -15,7 +15,7 @@ from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.overrides.known import settings_of_groups
 from megatron_eopt.overrides.settings import ENDS, OF_ALL, inconsistent
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, decays_weights, takes_matrices
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices, traits_of
 
 _RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}  # setting -> its name in Megatron's groups
 
@@ -213,7 +213,7 @@ def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:
     by_user = {key: source for key in ("weight_decay", *ENDS) if (source := assigned.user_source(key))}
     if not by_user:
         return
-    wrong = None if decays_weights(name) else next((key for key in by_user if settings[key]), None)
+    wrong = None if traits_of(name).decays_weights else next((key for key in by_user if settings[key]), None)
     if wrong is not None:
         of_parameter = f"got {settings[wrong]:g} for {assigned.name}"
         raise OverrideError(f"{by_user[wrong]}: {wrong}: {name} has no weight decay, {of_parameter}: leave it out")

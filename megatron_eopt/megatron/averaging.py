@@ -56,7 +56,7 @@ def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
 def trained(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
     """Parameters to save as state (others have an fp32 copy)."""
     pairs = enumerate(_pairs(wrapper))
-    return {i: (wrapper.optimizer.live_key, own.detach()) for i, (own, model) in pairs if own is model}
+    return {i: (wrapper.optimizer.traits.live_key, own.detach()) for i, (own, model) in pairs if own is model}
 
 
 def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
@@ -71,7 +71,7 @@ def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
 
 def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
     """Trained and model parameters; none where they are the same."""
-    if not isinstance(wrapper.optimizer, BaseOptimizer) or wrapper.optimizer.live_key is None:
+    if not isinstance(wrapper.optimizer, BaseOptimizer) or wrapper.optimizer.traits.live_key is None:
         return []
     own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
     return list(zip(own, model_parameters(wrapper), strict=True))

@@ -19,7 +19,7 @@ DEFAULT = "default of"  # start of the source of a setting that nobody has reque
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
     """Entries of all layers, each with its mistakes."""
     known, primary = known_names(), config.optimizer.removeprefix("dist_")
-    without_decay = [name for name in registry.list_optimizers() if not registry.decays_weights(name)]
+    without_decay = [name for name in registry.list_optimizers() if not registry.traits_of(name).decays_weights]
     user = getattr(config, "optimizer_overrides", None)
     if user is None or isinstance(user, Mapping):
         from_user = entries_from_dict(user or {}, Layer.PYTHON, "optimizer_overrides", known, keep_mistakes=True)

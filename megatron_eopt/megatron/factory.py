@@ -125,9 +125,10 @@ class OptimizerOfRun:
         if self.tp_mode_source == "checkpoint":
             agreement.on_all_ranks(take_over)
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
+        ours = [x for x in here if isinstance(x, BaseOptimizer)]
         for key, value in ((KERNEL, self.decided.kernel), (RATES, self.decided.rates)):
-            for each in here if value is not None else ():
-                for group in each.param_groups if key in getattr(each, "carried_settings", ()) else ():
+            for each in ours if value is not None else ():
+                for group in each.param_groups if key in each.traits.carried_settings else ():
                     group.setdefault(key, value)
         agreement.choose_kernels(here)
         agreement.on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])

@@ -14,7 +14,7 @@ from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.optimizers.parameters import ROWS
 from megatron_eopt.overrides import OverrideError
 from megatron_eopt.parallel.layout import is_sharded
-from megatron_eopt.registry import get_qkv_split_shapes, pairs_rows
+from megatron_eopt.registry import get_qkv_split_shapes, traits_of
 
 _BY_SETTING = "logical_matrices_by_setting"
 
@@ -121,7 +121,7 @@ def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
                 f"{parameter.name}: split {own} by {assigned.resolved.sources['split']} would have no effect, since "
                 f"its matrices are declared: remove one of the two"
             )
-    elif assigned.optimizer is not None and pairs_rows(assigned.optimizer):
+    elif assigned.optimizer is not None and traits_of(assigned.optimizer).pairs_rows:
         found = fused(parameter)
         if name == "none" and found and found.matrices.order == "per_shard":
             raise OverrideError(

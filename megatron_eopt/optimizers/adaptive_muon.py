@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
@@ -15,14 +14,13 @@ from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
-from megatron_eopt.optimizers.relatives import passed_on
+from megatron_eopt.optimizers.relatives import Execution, spelled_out
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, Shape, TpMode
 from megatron_eopt.parallel.scheduler import Program
@@ -153,6 +151,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
 
+    @spelled_out(Execution)
     def __init__(
         self,
         params: ParamsT,
@@ -175,22 +174,34 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         beta2: float = 0.95,
         eps: float = 1e-8,
         align_rms: bool = True,
-        cuda_graphs: bool = False,
-        data_parallel_group: ProcessGroup | None = None,
-        plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
-        symmetric_products: str | None = None,
         weight_decay_method: DecayMethod | None = None,
-        workspace: int = 2**31,
-        offload_fraction: float = 0.0,
-        momentum_dtype: torch.dtype | None = None,
-        momentum_warmup: int = 0,
+        **execution: Unpack[Execution],
     ) -> None:
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))
         self.moment2_method = moment2_method
         self.align_rms = align_rms
         self.traits = replace(self.traits, keeps_momenta=moment2_method == "namo")
         self._further = {"beta2": beta2, "eps": eps}
-        super().__init__(**passed_on(locals()))
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            nesterov,
+            weight_decay,
+            use_decoupled_weight_decay,
+            split_qkv,
+            is_qkv_fn,
+            qkv_split_shapes,
+            fp32_matmul_prec,
+            coefficient_type,
+            num_ns_steps,
+            scale_mode,
+            extra_scale_factor,
+            pg_collection,
+            tp_mode,
+            weight_decay_method=weight_decay_method,
+            **execution,
+        )
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
@@ -247,8 +258,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         if muon is None:
             return None
         if self.moment2_method == "namo":
-            momentum = rates[self.momentum_key]
-            return muon * (1 - momentum) * (1 + momentum if rates[self.nesterov_key] else 1) / root
+            momentum = rates[self.traits.momentum_key]
+            return muon * (1 - momentum) * (1 + momentum if rates[self.traits.nesterov_key] else 1) / root
         aligned = self.moment2_method == "normuon" or self.align_rms
         return muon if aligned else settings.scale(rows, cols) / root
 

@@ -42,6 +42,7 @@ from megatron_eopt.optimizers.state import (
     check_writer,
     zeros,
 )
+from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -57,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
-# Attributes that describe fused projections.
-_SPLIT = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
 
 UNSET: dict[str, Any] = {
     **dict.fromkeys(("pg_collection", "is_qkv_fn", "qkv_split_shapes", "symmetric_products")),
@@ -79,22 +78,9 @@ class BaseOptimizer(Optimizer):
     have (:meth:`_check_group`) and its step (:meth:`_take`).
     """
 
-    # Settings of a group that the optimizer itself makes, and with which a resumed run has to go on.
-    carried_settings: frozenset[str] = frozenset()
-    # State key of the training weights where the model file of a checkpoint holds exported() ones.
-    live_key: str | None = None
-    # How many logical matrices a fused projection may have.
-    split_lengths: tuple[int, ...] = (3, 4)
-    # Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0.
-    decays_weights: bool = True
-    # State keys that hold a copy of the weight: scale_rows scales them too.
-    weight_keys: tuple[str, ...] = ()
+    traits = Traits()
     # Names of further arguments of a user's, which groups have too, and which may be anything.
     users_settings: frozenset[str] = frozenset()
-    # Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it.
-    pairs_rows: bool = False
-    # Attributes that may be set between steps: the next one is planned by them, on all ranks together.
-    planned_by: frozenset[str] = _SPLIT | {"tp_mode"}
 
     # What constructors set; those that have no such argument leave what UNSET says.
     pg_collection: TensorParallelGroups | None
@@ -133,13 +119,13 @@ class BaseOptimizer(Optimizer):
         """Set an attribute; the next step is planned by it."""
         if name == "tp_mode":
             validate_tp_mode(value)
-        if name not in self.planned_by or not vars(self).get("param_groups"):
+        if name not in self.traits.planned_by or not vars(self).get("param_groups"):
             super().__setattr__(name, value)
             return
         before, groups = dict(vars(self)), self.param_groups
         try:
             super().__setattr__(name, value)
-            if name in _SPLIT:
+            if name in SPLIT_ATTRIBUTES:
                 self._set_split(self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes)
             vars(self).pop("_plans", None)
             self._session = replace(self._session, plans=Plans())
@@ -188,7 +174,7 @@ class BaseOptimizer(Optimizer):
         """
         for parameter, factor in zip(parameters, factors, strict=True):
             state = self.state.get(parameter, {})
-            for weight in (parameter, *(state[key] for key in self.weight_keys if key in state)):
+            for weight in (parameter, *(state[key] for key in self.traits.weight_keys if key in state)):
                 scale_rows(local(weight), factor)
 
     def exported(self, parameter: Tensor) -> Tensor:
@@ -247,7 +233,7 @@ class BaseOptimizer(Optimizer):
     def split_of(self, parameter: Tensor) -> Split:
         """The logical matrices of a parameter, declared or by ``split_qkv``."""
         is_qkv_fn = self.is_qkv_fn if self.split_qkv else None
-        split = split_of(parameter, is_qkv_fn, self.qkv_split_shapes, self.split_lengths) or WHOLE
+        split = split_of(parameter, is_qkv_fn, self.qkv_split_shapes, self.traits.split_lengths) or WHOLE
         return in_order(split, parameter, self.layout(parameter)) if isinstance(parameter, DTensor) else split
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
@@ -288,9 +274,9 @@ class BaseOptimizer(Optimizer):
         group_settings.check_flag(type(self).__name__, "split_qkv", split_qkv)
         if split_qkv and is_qkv_fn is None:
             raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
-        if split_qkv and (qkv_split_shapes is not None or len(self.split_lengths) == 1):
+        if split_qkv and (qkv_split_shapes is not None or len(self.traits.split_lengths) == 1):
             # else each parameter may bring its own
-            qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.split_lengths)
+            qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.traits.split_lengths)
         vars(self).update(split_qkv=split_qkv, is_qkv_fn=is_qkv_fn, qkv_split_shapes=qkv_split_shapes)
 
     def _check_matrix(self, parameter: Tensor, called: str) -> None:
@@ -337,7 +323,7 @@ class BaseOptimizer(Optimizer):
 
     def _note_names(self, group: dict[str, Any]) -> None:
         known = {"params", STATE_OF, "momentum", "nesterov", *self.defaults, *self.settings_of_groups()}
-        known = (known | self.carried_settings) - self.users_settings
+        known = (known | self.traits.carried_settings) - self.users_settings
         of_others = group_settings.settings_below(BaseOptimizer) - self.users_settings
         new = group.keys() - self._session.noted
         self._session.noted |= new
@@ -410,7 +396,7 @@ class BaseOptimizer(Optimizer):
                 nothing is changed then.
         """
         check_writer(self.name_in_states(), type(self).__name__, state_dict, warn=True)
-        needed = self.defaults.keys() | self.carried_settings | {STATE_OF}
+        needed = self.defaults.keys() | self.traits.carried_settings | {STATE_OF}
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
@@ -506,7 +492,7 @@ class BaseOptimizer(Optimizer):
             kernel = engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             for group in self.param_groups if kernel is not None else ():
                 group[KERNEL] = kernel
-                if RATES in self.carried_settings:
+                if RATES in self.traits.carried_settings:
                     group[RATES] = asdict(engine.rates)
             # shards that are taken for matrices step each by itself
             plans.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None

@@ -1,6 +1,7 @@
 """Muon on a hyperball: matrices keep their initial norm."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 from math import inf
 from typing import Unpack
@@ -13,9 +14,9 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.muon import Chunk, momentum
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
+from megatron_eopt.optimizers.relatives import Transport, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Traits
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
@@ -57,16 +58,17 @@ class MuonHyperball(TensorParallelMuon):
     [1] Wen et al., Fantastic Pretraining Optimizers and Where to Find Them 2.1: Hyperball Optimization (2025).
     """
 
-    traits = Traits(
-        "lr times the norm of the matrix",
+    traits = replace(
+        TensorParallelMuon.traits,
+        decays_weights=False,
+        size_rule="lr times the norm of the matrix",
         measures=True,
         instead_of_decay="it keeps the norm of every matrix, whatever decays",
     )
-    decays_weights = False
 
     _radii_of: object = None  # the engine of the last step: another one may be of further matrices
 
-    @spelled_out
+    @spelled_out(Transport)
     def __init__(
         self,
         params: ParamsT,
@@ -76,7 +78,7 @@ class MuonHyperball(TensorParallelMuon):
         weight_decay: float = 0.0,
         **transport: Unpack[Transport],
     ) -> None:
-        super().__init__(**passed_on(locals()))
+        super().__init__(params, lr, momentum, nesterov, weight_decay, **transport)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum and each matrix's norm, zero until measured."""

@@ -12,7 +12,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
-from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
+from megatron_eopt.optimizers.relatives import Transport, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -64,7 +64,7 @@ class MarsMuon(TensorParallelMuon):
     [1] Yuan et al., MARS: Unleashing the Power of Variance Reduction for Training Large Models, arXiv 2411.10438.
     """
 
-    @spelled_out
+    @spelled_out(Transport)
     def __init__(
         self,
         params: ParamsT,
@@ -81,7 +81,18 @@ class MarsMuon(TensorParallelMuon):
         **transport: Unpack[Transport],
     ) -> None:
         self._further = {"gamma": gamma}
-        super().__init__(**passed_on(locals()))
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            nesterov,
+            weight_decay,
+            use_decoupled_weight_decay,
+            scale_mode=scale_mode,
+            extra_scale_factor=extra_scale_factor,
+            weight_decay_method=weight_decay_method,
+            **transport,
+        )
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         super()._check_ranges(group)

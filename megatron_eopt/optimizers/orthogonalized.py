@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, subtrac
 from megatron_eopt.optimizers.parameters import local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
@@ -93,10 +94,12 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         TypeError: for a flag that is no bool.
     """
 
-    # Names of the momentum and of Nesterov's look-ahead among the settings of a group.
-    momentum_key, nesterov_key = "momentum_beta", "use_nesterov"
-    planned_by = BaseOptimizer.planned_by | {*OF_PARAMETERS, "scale_factor_fn", "fp32_matmul_prec"}
-    split_lengths: tuple[int, ...] = (3,)
+    traits = Traits(
+        planned_by=BaseOptimizer.traits.planned_by | {*OF_PARAMETERS, "scale_factor_fn", "fp32_matmul_prec"},
+        split_lengths=(3,),
+        momentum_key="momentum_beta",
+        nesterov_key="use_nesterov",
+    )
     momentum_dtype: torch.dtype | None  # None for that of each parameter
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
@@ -137,8 +140,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self.users_settings = frozenset(kwargs) - self._further_settings().keys()
         defaults = {
             "lr": lr,
-            self.momentum_key: momentum_beta,
-            self.nesterov_key: use_nesterov,
+            self.traits.momentum_key: momentum_beta,
+            self.traits.nesterov_key: use_nesterov,
             "weight_decay": weight_decay,
             DECOUPLED: use_decoupled_weight_decay,
             METHOD: weight_decay_method,
@@ -153,7 +156,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     @property
     def use_nesterov(self) -> bool:
         """Whether groups look ahead by default."""
-        return bool(self.defaults[self.nesterov_key])
+        return bool(self.defaults[self.traits.nesterov_key])
 
     @property
     def use_decoupled_weight_decay(self) -> bool:
@@ -177,7 +180,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _in_own_words(self, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
         """Settings under this class's names; ``known`` completes the weight decay."""
         own = dict(given)
-        pairs = (self.momentum_key, "momentum", "momentum_beta"), (self.nesterov_key, "nesterov", "use_nesterov")
+        pairs = (
+            (self.traits.momentum_key, "momentum", "momentum_beta"),
+            (self.traits.nesterov_key, "nesterov", "use_nesterov"),
+        )
         for key, *both in pairs:
             other = both[1 - both.index(key)]
             if other in own:
@@ -205,7 +211,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         decay_method(type(self).__name__, group)
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_rates(type(self).__name__, group, self.momentum_key)
+        check_rates(type(self).__name__, group, self.traits.momentum_key)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         validate_matmul_precision(self.fp32_matmul_prec)
@@ -221,7 +227,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _check_split(self, parameter: Tensor) -> None:
         split = self.split_of(parameter)
-        if len(self.split_lengths) > 1 or declared_split(parameter) is not None or split.is_whole:
+        if len(self.traits.split_lengths) > 1 or declared_split(parameter) is not None or split.is_whole:
             super()._check_split(parameter)
             return
         shapes = [part.rows or 0 for part in split.parts]
@@ -368,10 +374,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     momenta=momenta,
                     gradients=gradients,
                     further=[self._further_state(p) for p in chosen] if more else [[]] * len(chosen),
-                    settings=settings | {self.momentum_key: beta},
+                    settings=settings | {self.traits.momentum_key: beta},
                     lr=group["lr"],
                     beta=beta,
-                    nesterov=group[self.nesterov_key],
+                    nesterov=group[self.traits.nesterov_key],
                     weight_decay=weight_decay,
                     decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
                     decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
@@ -383,7 +389,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def momentum_of(self, group: Mapping[str, Any]) -> float:
         """The momentum of a group's next step."""
-        return cast(float, group[self.momentum_key])
+        return cast(float, group[self.traits.momentum_key])
 
     def _waited_for(self, index: int) -> bool:
         """Whether other ranks need this one's part, gradient or not."""

@@ -1,5 +1,6 @@
 """PolarGrad: orthogonal factors of the momentum, times its nuclear norm."""
 
+from dataclasses import replace
 from typing import Unpack
 
 from torch.optim.optimizer import ParamsT
@@ -7,8 +8,8 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
-from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Traits
+from megatron_eopt.optimizers.relatives import Transport, spelled_out
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import StatisticsRequest
@@ -42,9 +43,11 @@ class PolarGrad(TensorParallelMuon):
     arXiv 2505.21799.
     """
 
-    traits = Traits("the nuclear norm of the momentum", measures=True, keeps_momenta=True)
+    traits = replace(
+        TensorParallelMuon.traits, size_rule="the nuclear norm of the momentum", measures=True, keeps_momenta=True
+    )
 
-    @spelled_out
+    @spelled_out(Transport)
     def __init__(
         self,
         params: ParamsT,
@@ -56,7 +59,9 @@ class PolarGrad(TensorParallelMuon):
         weight_decay_method: DecayMethod | None = None,
         **transport: Unpack[Transport],
     ) -> None:
-        super().__init__(**passed_on(locals()))
+        super().__init__(
+            params, lr, momentum, nesterov, weight_decay, weight_decay_method=weight_decay_method, **transport
+        )
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step."""

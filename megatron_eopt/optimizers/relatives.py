@@ -1,9 +1,8 @@
 """Arguments that Muon's relatives share with it."""
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,17 +16,9 @@ from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.records import TpMode
 
 
-class Transport(TypedDict, total=False):
-    """Arguments of :class:`TensorParallelMuon` for finding, orthogonalizing and exchanging matrices."""
+class Execution(TypedDict, total=False):
+    """Arguments of :class:`TensorParallelMuon` that say where and how steps are computed."""
 
-    split_qkv: bool
-    is_qkv_fn: Callable[[Tensor], bool] | None
-    qkv_split_shapes: Sequence[int] | None
-    fp32_matmul_prec: MatmulPrecision
-    coefficient_type: str | Sequence[Coefficients]
-    num_ns_steps: int
-    pg_collection: TensorParallelGroups | None
-    tp_mode: TpMode
     cuda_graphs: bool
     data_parallel_group: ProcessGroup | None
     plan_rates: Rates | Literal["measure"]
@@ -38,24 +29,27 @@ class Transport(TypedDict, total=False):
     momentum_warmup: int
 
 
-def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
-    """Spell out ``**transport`` in the signature, for ``help`` and configs."""
-    signature = inspect.signature(init)
-    of_muon = inspect.signature(TensorParallelMuon).parameters
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    taken = [of_muon[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in Transport.__annotations__]
-    spelled = signature.replace(parameters=[*own, *taken])
+class Transport(Execution, total=False):
+    """Also its arguments for finding, orthogonalizing and exchanging matrices."""
 
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        spelled.bind(*args, **kwargs)
-        init(*args, **kwargs)
-
-    checked.__signature__ = spelled  # type: ignore[attr-defined]
-    return checked
+    split_qkv: bool
+    is_qkv_fn: Callable[[Tensor], bool] | None
+    qkv_split_shapes: Sequence[int] | None
+    fp32_matmul_prec: MatmulPrecision
+    coefficient_type: str | Sequence[Coefficients]
+    num_ns_steps: int
+    pg_collection: TensorParallelGroups | None
+    tp_mode: TpMode
 
 
-def passed_on(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of Muon among a relative constructor's ``locals()``."""
-    known = inspect.signature(TensorParallelMuon).parameters
-    return {name: x for name, x in {**arguments, **arguments.get("transport", {})}.items() if name in known}
+def spelled_out[**P](kind: type[Execution]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Show the arguments of ``**kind`` in a constructor's signature."""
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        signature, of_muon = inspect.signature(init), inspect.signature(TensorParallelMuon).parameters
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in of_muon.items() if name in kind.__annotations__]
+        init.__signature__ = signature.replace(parameters=[*own, *taken])  # type: ignore[attr-defined]
+        return init
+
+    return decorate

@@ -15,6 +15,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 
@@ -75,9 +76,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     [1] Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
     """
 
-    carried_settings = frozenset({TRAIN_MODE, COUNT})
-    live_key = KEPT
-    weight_keys = (Z, X, KEPT)
+    traits = Traits(carried_settings=frozenset({TRAIN_MODE, COUNT}), live_key=KEPT, weight_keys=(Z, X, KEPT))
 
     _constant: list[float | None] | None = None  # the first rates of the groups
     _warned: bool = False  # whether a change of them was warned of

@@ -1,14 +1,15 @@
 """Scion for hidden matrices."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any, Unpack
 
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
-from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Traits
+from megatron_eopt.optimizers.relatives import Transport, spelled_out
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 
 RADIUS = "radius"
 
@@ -48,15 +49,16 @@ class Scion(TensorParallelMuon):
     [1] Pethick et al., Training Deep Learning Models with Norm-Constrained LMOs, arXiv 2502.07529.
     """
 
-    traits = Traits(
-        "radius * sqrt(rows / cols)",
+    traits = replace(
+        TensorParallelMuon.traits,
+        decays_weights=False,
+        size_rule="radius * sqrt(rows / cols)",
         no_settings=frozenset({"nesterov"}),
         instead_of_decay="constrained=True bounds matrices by their radius",
     )
-    decays_weights = False
 
     @also_called(spectral_radius=RADIUS)
-    @spelled_out
+    @spelled_out(Transport)
     def __init__(
         self,
         params: ParamsT,
@@ -71,7 +73,7 @@ class Scion(TensorParallelMuon):
         self.radius = radius
         self.constrained = constrained
         self._further = {RADIUS: radius}
-        super().__init__(**passed_on(locals()), nesterov=False)
+        super().__init__(params, lr, momentum, nesterov=False, weight_decay=weight_decay, **transport)
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration of a group's matrices, and its radius."""

@@ -27,6 +27,7 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
 )
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -165,7 +166,7 @@ class Spectron(BaseOptimizer):
     [1] Spectron, arXiv 2602.12429.
     """
 
-    carried_settings = frozenset({KERNEL})
+    traits = Traits(carried_settings=frozenset({KERNEL}))
     newton_schulz_calls: int = 0
 
     _factors: Engine  # made by prepare(), as is _factored

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from math import inf
 from numbers import Real
@@ -41,6 +41,7 @@ from megatron_eopt.optimizers.muon_checks import (
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -63,25 +64,6 @@ DECIDED_BY = {STEPS: OF_MATRICES, COEFFICIENTS: OF_MATRICES} | dict.fromkeys(
 
 WARMUP_FROM = 0.85
 """The momentum with which a warm-up of the momentum begins."""
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What differs in a relative of Muon.
-
-    Attributes:
-        size_rule: how large an update is, where the scale settings have no effect.
-        measures: whether each step measures global matrices for it.
-        keeps_momenta: whether the program needs momenta after they were orthogonalized.
-        no_settings: Muon's group settings that it lacks.
-        instead_of_decay: what replaces weight decay, for messages.
-    """
-
-    size_rule: str | None = None
-    measures: bool = False
-    keeps_momenta: bool = False
-    no_settings: frozenset[str] = frozenset()
-    instead_of_decay: str = ""
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -154,14 +136,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         TypeError: for a flag that is no bool, as by a call in the positional order of emerging-optimizers.
     """
 
-    momentum_key, nesterov_key = "momentum", "nesterov"
-    split_lengths = (3, 4)
-    carried_settings = frozenset({KERNEL, RATES, MOMENTUM_STEPS})
-    planned_by = OrthogonalizedOptimizer.planned_by | {"newton_schulz", "scale_mode", "extra_scale_factor"}
+    traits = Traits(
+        carried_settings=frozenset({KERNEL, RATES, MOMENTUM_STEPS}),
+        planned_by=OrthogonalizedOptimizer.traits.planned_by | {"newton_schulz", "scale_mode", "extra_scale_factor"},
+    )
     newton_schulz_calls: int = 0
-
-    # What a relative may have otherwise:
-    traits = Traits()
 
     _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
@@ -305,7 +284,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def momentum_of(self, group: Mapping[str, Any]) -> float:
         """The momentum of a group's next step, lower during warm-up."""
-        own = cast(float, group[self.momentum_key])
+        own = cast(float, group[self.traits.momentum_key])
         if group.get(MOMENTUM_STEPS, 0) >= self.momentum_warmup or own <= WARMUP_FROM:
             return own
         return WARMUP_FROM + (own - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
@@ -485,7 +464,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
-        keys = (self.nesterov_key, DECOUPLED, METHOD)
+        keys = (self.traits.nesterov_key, DECOUPLED, METHOD)
         decay = ({key: group[key] for key in keys if group[key] != self.defaults[key]} for group in self.param_groups)
         own = dict(enumerate(said | more for said, more in zip(self._own_settings(), decay, strict=True)))
         return super().settings() | {
@@ -503,7 +482,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def settings_of_groups(self) -> dict[str, Any]:
         """Also effective settings of the iteration and the scale."""
         iteration = {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
-        without = self.traits.no_settings if self.decays_weights else self.traits.no_settings | {DECOUPLED, METHOD}
+        without = (
+            self.traits.no_settings if self.traits.decays_weights else self.traits.no_settings | {DECOUPLED, METHOD}
+        )
         known = super().settings_of_groups() | iteration | self._sizes
         return {key: value for key, value in known.items() if key not in without}
 
@@ -601,7 +582,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
         # a scheduler may set it in any step; a group that is to be loaded is not one of these yet
-        for number, each in enumerate(self.param_groups if group["weight_decay"] and not self.decays_weights else ()):
+        for number, each in enumerate(
+            self.param_groups if group["weight_decay"] and not self.traits.decays_weights else ()
+        ):
             if each is group:
                 raise ValueError(
                     f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "

@@ -219,7 +219,7 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     settings = _settings(config, row.cls)
     if row.takes("tp_mode") and row.cls is not Spectron:
         settings.setdefault("tp_mode", DEFAULT_TP_MODE)
-    if not row.cls.decays_weights:
+    if not row.cls.traits.decays_weights:
         settings["weight_decay"] = 0.0
         matrices = [{**group, "weight_decay": 0.0} for group in matrices]
         _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")

@@ -48,4 +48,4 @@ def having(*settings):
 
 def decays(name):
     """Whether an optimizer has a weight decay."""
-    return getattr(OPTIMIZERS[name].cls, "decays_weights", True)
+    return OPTIMIZERS[name].cls.traits.decays_weights

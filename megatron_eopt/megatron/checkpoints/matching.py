@@ -93,7 +93,7 @@ def settings_after_load(
 
 def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """:func:`settings_after_load` of one group; changes are printed."""
-    carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
+    carried = optimizer.traits.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
     from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
     settings, changed = settings_after_load(optimizer.param_groups[number], saved, carried, from_checkpoint)
     if changed:

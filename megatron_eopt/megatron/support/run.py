@@ -136,7 +136,7 @@ class Run:
     def averages(self) -> bool:
         """Whether an optimizer evaluates and saves an average."""
         names = (self.optimizer, *self.assigned)
-        return any(getattr(registry.optimizer_class(name), "live_key", None) is not None for name in names)
+        return any(registry.traits_of(name).live_key is not None for name in names)
 
 
 def on(settings: Any, *names: str) -> bool:

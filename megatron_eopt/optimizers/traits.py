@@ -1,0 +1,45 @@
+"""What one kind of optimizer has otherwise than another."""
+
+from dataclasses import dataclass
+
+SPLIT_ATTRIBUTES = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
+"""Attributes that describe fused projections."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a class of optimizers says of itself; a subclass replaces some.
+
+    Attributes:
+        carried_settings: settings of a group that the optimizer itself makes, and with which a resumed run has to go
+            on.
+        planned_by: attributes that may be set between steps: all ranks plan the next one anew.
+        split_lengths: how many logical matrices a fused projection may have.
+        momentum_key: name of the momentum in a group.
+        nesterov_key: name of the look-ahead in a group.
+        decays_weights: whether there is a weight decay; where there is none, what fills settings from a run's leaves
+            it at 0.
+        instead_of_decay: what replaces weight decay, for messages.
+        size_rule: how large an update is, where the scale settings have no effect.
+        no_settings: settings of Muon's groups that a relative lacks.
+        measures: whether each step measures global matrices for the size of updates.
+        keeps_momenta: whether the program needs momenta after they were orthogonalized.
+        weight_keys: state keys that hold a copy of the weight: ``scale_rows`` scales them too.
+        live_key: state key of the training weights where the model file of a checkpoint holds ``exported()`` ones.
+        pairs_rows: whether state pairs rows with rows, so that their order, which may follow the ranks, is part of it.
+    """
+
+    carried_settings: frozenset[str] = frozenset()
+    planned_by: frozenset[str] = SPLIT_ATTRIBUTES | {"tp_mode"}
+    split_lengths: tuple[int, ...] = (3, 4)
+    momentum_key: str = "momentum"
+    nesterov_key: str = "nesterov"
+    decays_weights: bool = True
+    instead_of_decay: str = ""
+    size_rule: str | None = None
+    no_settings: frozenset[str] = frozenset()
+    measures: bool = False
+    keeps_momenta: bool = False
+    weight_keys: tuple[str, ...] = ()
+    live_key: str | None = None
+    pairs_rows: bool = False

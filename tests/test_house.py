@@ -119,7 +119,7 @@ def test_the_package_has_fewer_than_24_650_lines():
 
 def test_a_file_is_at_most_450_lines_long():
     """But for two that hold one class each, whose arguments and checks are read together."""
-    long = {"optimizers/base.py": 640, "optimizers/tensor_parallel_muon.py": 610}
+    long = {"optimizers/base.py": 531, "optimizers/tensor_parallel_muon.py": 540}
     assert not {name for path in FILES if lines_of(path) > long.get(name := str(path.relative_to(PACKAGE)), 450)}
 
 
@@ -131,7 +131,7 @@ def test_muon_has_few_names():
     """Methods, properties and attributes of its class and of those of this package that it inherits from."""
     classes = [cls for cls in TensorParallelMuon.__mro__ if cls.__module__.startswith("megatron_eopt.")]
     names = {name for cls in classes for name in vars(cls) if not name.startswith("__")} - {"_abc_impl"}
-    assert len(names) <= 94
+    assert len(names) <= 72
 
 
 def test_no_class_is_there_for_a_single_subclass():

@@ -13,9 +13,10 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
+from megatron_eopt.optimizers.muon_checks import refuse_blockwise
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
 from megatron_eopt.optimizers.relatives import Execution, spelled_out
-from megatron_eopt.optimizers.state import Dim, StateTensor
+from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -234,14 +235,14 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):
             if method != "adamuon":
-                self._refuse_blockwise(parameter, f"statistics of {method}", ", or adamuon")
+                refuse_blockwise(self, parameter, f"statistics of {method}", ", or adamuon")
             if method == "normuon" and len(self.layout(parameter).cut_dims) > 1:
                 raise ValueError(
                     f"{name}: the statistics of normuon, one for each row or column, need one of them whole, but "
                     f"{called}, a matrix {self.layout(parameter).shape}, is cut along both: shard one dimension of it "
                     f"alone, or take adamuon or namo"
                 )
-            self._check_placements(parameter, called)
+            check_placements(f"{name}: {called}", parameter, self.state_tensors(parameter), self.matrix_layouts)
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
@@ -287,7 +288,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         u = engine.split(chunk.indices, momentum(chunk))
         kept = list(u) if self.traits.keeps_momenta else []
         factors = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, self._second_moment(chunk, engine, factors, kept, self._scales_of(chunk.indices)))
+        subtract(chunk, engine, self._second_moment(chunk, engine, factors, kept, chunk.scales))
 
     def _second_moment(
         self, chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors, scales: list[float]

@@ -5,7 +5,6 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from math import prod
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -14,17 +13,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, is_transposed, split_of
+from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers import group_settings
 from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16, warned_of_unmarked
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
-from megatron_eopt.optimizers.offload import host_zeros, on_host
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_distinct,
     check_scalable,
     check_split,
+    checked_split,
     in_order,
     local,
     matrix_layout,
@@ -35,12 +34,13 @@ from megatron_eopt.optimizers.parameters import (
 from megatron_eopt.optimizers.session import Plans, Session, packed, unpacked
 from megatron_eopt.optimizers.state import (
     STATE_OF,
+    States,
     StateTensor,
+    bytes_of_entry,
     check_kept_state,
     check_loaded,
-    check_placements,
     check_writer,
-    zeros,
+    name_in_states,
 )
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.orthogonalize.choices import check_arguments
@@ -126,7 +126,8 @@ class BaseOptimizer(Optimizer):
         try:
             super().__setattr__(name, value)
             if name in SPLIT_ATTRIBUTES:
-                self._set_split(self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes)
+                split = self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes
+                vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
             vars(self).pop("_plans", None)
             self._session = replace(self._session, plans=Plans())
             self.param_groups = []
@@ -215,10 +216,6 @@ class BaseOptimizer(Optimizer):
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         return ParamSpec(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
 
-    def _kept_bytes(self) -> int:
-        """Bytes per entry that a program keeps beside its state."""
-        return 0
-
     def _planned_settings(self) -> object:
         """Settings that the engine depends on, beside the parameters."""
         return None
@@ -268,32 +265,6 @@ class BaseOptimizer(Optimizer):
     def _names(self) -> list[str]:
         return parameter_names(self.param_groups)
 
-    def _set_split(
-        self, split_qkv: bool, is_qkv_fn: Callable[[Tensor], bool] | None, qkv_split_shapes: Sequence[int] | None
-    ) -> None:
-        group_settings.check_flag(type(self).__name__, "split_qkv", split_qkv)
-        if split_qkv and is_qkv_fn is None:
-            raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
-        if split_qkv and (qkv_split_shapes is not None or len(self.traits.split_lengths) == 1):
-            # else each parameter may bring its own
-            qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.traits.split_lengths)
-        vars(self).update(split_qkv=split_qkv, is_qkv_fn=is_qkv_fn, qkv_split_shapes=qkv_split_shapes)
-
-    def _check_matrix(self, parameter: Tensor, called: str) -> None:
-        """Refuse what is neither a matrix nor a declared stack."""
-        split, shape = declared_split(parameter), tuple(parameter.shape)
-        stacked = None if split is None else split.stacked
-        if len(shape) != (2 if stacked is None else 3):
-            raise ValueError(
-                f"{type(self).__name__} {called} has shape {shape}: give it to another optimizer (AdamW, say)"
-                + (f", or declare a stack of {shape[0]} matrices" if len(shape) == 3 else "")
-            )
-        if stacked not in (None, shape[0]):
-            raise ValueError(f"a parameter of shape {shape} is declared as a stack of {stacked} matrices")
-        if stacked is not None and isinstance(parameter, DTensor):
-            raise ValueError(f"stacked matrices cannot be DTensors yet, got one of shape {shape}: keep them apart")
-        self._check_split(parameter)
-
     def _check_split(self, parameter: Tensor) -> None:
         split = self.split_of(parameter)
         if declared_split(parameter) is not None or not split.is_whole:
@@ -308,32 +279,23 @@ class BaseOptimizer(Optimizer):
             ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
         """
         super().add_param_group(param_group)
-        self._session.plans.engine = self._session.nonfinite = None
-        self._session.scalable = False
-        try:
-            check_distinct(type(self).__name__, self.param_groups)
-            self._check_settings(self.param_groups[-1])
-            self._check_ranges(self.param_groups[-1])  # of tensors, too
-            self._check_group(self.param_groups[-1])
-            self._note_names(self.param_groups[-1])
-        except Exception:
-            self.param_groups.pop()
-            raise
-        self.param_groups[-1][STATE_OF] = self.name_in_states()
-
-    def _note_names(self, group: dict[str, Any]) -> None:
+        session, group = self._session, self.param_groups[-1]
+        session.plans.engine = session.nonfinite = session.offloaded = None
+        session.scalable = False
         known = {"params", STATE_OF, "momentum", "nesterov", *self.defaults, *self.settings_of_groups()}
         known = (known | self.traits.carried_settings) - self.users_settings
         of_others = group_settings.settings_below(BaseOptimizer) - self.users_settings
-        new = group.keys() - self._session.noted
-        self._session.noted |= new
-        group_settings.note_names(type(self).__name__, new, known, of_others)
-
-    @classmethod
-    def name_in_states(cls) -> str:
-        """The optimizer's name in states; users' subclasses use their base's."""
-        own = f"{__name__.partition('.')[0]}."
-        return next(each.__name__ for each in cls.__mro__ if each.__module__.startswith(own))
+        try:
+            check_distinct(type(self).__name__, self.param_groups)
+            self._check_settings(group)
+            self._check_ranges(group)  # of tensors, too
+            self._check_group(group)
+            group_settings.note_names(type(self).__name__, group.keys() - session.noted, known, of_others)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        session.noted |= group.keys()
+        group[STATE_OF] = name_in_states(type(self))
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""
@@ -344,44 +306,19 @@ class BaseOptimizer(Optimizer):
         """Create the state of a group: emerging-optimizers' contract."""
         for parameter in group["params"]:
             if parameter.grad is not None or not skip_non_grad_params:
-                self._state_of(parameter)
+                self._states.of(parameter)
 
-    def _state_of(self, parameter: Tensor, key: str | None = None) -> dict[str, Any]:
-        """A parameter's state; without ``key``, what it lacks is created."""
-        state = self.state[parameter]
-        if key not in state:
-            for tensor in self.state_tensors(parameter):
-                if tensor.key not in state:
-                    state[tensor.key] = self._zeros(parameter, tensor)
-        return state
-
-    def _zeros(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
-        if self._keeps_on_host(parameter, tensor):
-            return host_zeros(parameter, tensor.dtype or parameter.dtype)
-        return zeros(parameter, tensor, self.matrix_layouts)
+    @property
+    def _states(self) -> States:
+        session = self._session
+        if self.offload_fraction and session.offloaded is None:
+            states = States(self.state, self.state_tensors, self.matrix_layouts)
+            session.offloaded = states.share_on_host(self._parameters(), self.offload_fraction)
+        return States(self.state, self.state_tensors, self.matrix_layouts, session.offloaded or ())
 
     def on_host(self, parameter: Tensor) -> bool:
         """Whether state in the parameter's shape is in host memory."""
-        if not self.offload_fraction:
-            return False
-        known = self._session.offloaded
-        if parameter not in known:
-            parameters = self._parameters()
-            sizes = [self._bytes_of_entry(p) * sum(prod(x.shape) for x in self.matrix_layouts(p)) for p in parameters]
-            known |= zip(parameters, on_host(sizes, self.offload_fraction), strict=True)
-        return known.get(parameter, False)
-
-    def _keeps_on_host(self, parameter: Tensor, tensor: StateTensor) -> bool:
-        return tensor.dims is None and self.on_host(parameter)
-
-    def _bytes_of_entry(self, parameter: Tensor) -> int:
-        shaped_alike = (tensor for tensor in self.state_tensors(parameter) if tensor.dims is None)
-        return sum((tensor.dtype or parameter.dtype).itemsize for tensor in shaped_alike)
-
-    def _check_placements(self, parameter: Tensor, called: str) -> None:
-        """Refuse a DTensor whose state cannot be saved; collective."""
-        tensors = self.state_tensors(parameter)
-        check_placements(f"{type(self).__name__}: {called}", parameter, tensors, self.matrix_layouts)
+        return parameter in self._states.offloaded
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; a ``RuntimeError`` after an interrupted step."""
@@ -395,44 +332,25 @@ class BaseOptimizer(Optimizer):
             ValueError: if the state is of another optimizer, if groups or shapes differ, or if a tensor is missing;
                 nothing is changed then.
         """
-        check_writer(self.name_in_states(), type(self).__name__, state_dict, warn=True)
+        check_writer(type(self), state_dict, warn=True)
         needed = self.defaults.keys() | self.traits.carried_settings | {STATE_OF}
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
-        state_dict = {**state_dict, "param_groups": [self._completed(*pair) for pair in pairs]}
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        by_index = list(zip(self._parameters(), indices, strict=False))
-        # without those that had made no step, whose users keep the same here
-        states = [
-            (p, state)
-            for p, index in by_index
-            if (state := state_dict["state"].get(index, {})).keys() - self.state.get(p, {}).keys()
-            or any(tensor.key in state for tensor in self.state_tensors(p))
-        ]
-        other = check_loaded(type(self).__name__, states, self.state_tensors, self.matrix_layouts)
-        # torch moves all that it gets to the devices of the parameters, where there may be no room
-        on_host = {(i, t.key) for p, i in by_index for t in self.state_tensors(p) if self._keeps_on_host(p, t)}
-        given = state_dict["state"].items()
-        others = {i: {key: x for key, x in state.items() if (i, key) not in on_host} for i, state in given}
-        super().load_state_dict({**state_dict, "state": others})
-        if other:
-            group_settings.warn(f"{type(self).__name__} converts the state that it loads: {', '.join(sorted(other))}")
+        groups = [self._completed(*pair) for pair in pairs]
+        indices = [index for group in groups for index in group["params"]]
+        numbered, states = list(zip(self._parameters(), indices, strict=False)), self._states
+        loaded = states.to_load(numbered, state_dict["state"])
+        converted = check_loaded(type(self).__name__, loaded, self.state_tensors, self.matrix_layouts)
+        of_device = states.without_host(numbered, state_dict["state"])
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": of_device})
+        if converted:
+            names = ", ".join(sorted(converted))
+            group_settings.warn(f"{type(self).__name__} converts the state that it loads: {names}")
         self._session.plans.engine = None
-        for parameter, state in states:
-            for tensor in self.state_tensors(parameter):
-                if self._keeps_on_host(parameter, tensor):
-                    self.state[parameter][tensor.key] = self._zeros(parameter, tensor).copy_(state[tensor.key])
-                elif tensor.rank is not None and tensor.is_elsewhere(self.matrix_layouts(parameter)):  # once all had it
-                    self.state[parameter][tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
-                elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
-                    own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
-                    self.state[parameter][tensor.key] = own
+        for parameter, state in loaded:
+            self._states.place(parameter, state)
         self._session.changing = False
-
-    def check_writer(self, state_dict: dict[str, Any]) -> None:
-        """Refuse another optimizer's state; users' subclasses share their base's."""
-        check_writer(self.name_in_states(), type(self).__name__, state_dict)
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         return {**known, **saved}
@@ -450,27 +368,20 @@ class BaseOptimizer(Optimizer):
     def proposed(self) -> Engine:
         """Make the engine of :meth:`prepare`, before ranks agree on it."""
         parameters = self._parameters()
-        settings, named = self._settings_by_parameter(), zip(self._names(), parameters, strict=True)
+        keys = self.settings_of_groups().keys() | self.defaults.keys()
+        settings = group_settings.by_parameter(
+            self.param_groups, keys, {**self._session.beside, **self.settings()}, self.users_settings
+        )
+        named = zip(self._names(), parameters, strict=True)
         described = [replace(self._described(name, p), settings=settings[p]) for name, p in named]
         known = self.param_groups[0].get(RATES)
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
-        state = max(map(self._bytes_of_entry, parameters), default=0) if self.offload_fraction else 0
-        workspace = Workspace(bytes=self.workspace, kept=self._kept_bytes() + state, state=state)
+        of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if self.offload_fraction]
+        state = max(of_entries, default=0)
+        workspace = Workspace(bytes=self.workspace, kept=4 * self.traits.keeps_momenta + state, state=state)
         return Engine(described, device, self.tp_mode, own, workspace)
-
-    def _settings_by_parameter(self) -> dict[Tensor, dict[str, Any]]:
-        """Plain settings of each parameter, for ranks to compare."""
-        known = sorted(self.settings_of_groups().keys() | self.defaults.keys())
-        found: dict[Tensor, dict[str, Any]] = {}
-        for group in self.param_groups:
-            own = {**self._session.beside, **self.settings(), **{key: group[key] for key in known if key in group}}
-            left_out = {"coefficients", *self.users_settings}  # the plan has the coefficients
-            found |= dict.fromkeys(
-                group["params"], group_settings.plain({k: x for k, x in own.items() if k not in left_out})
-            )
-        return found
 
     def kernel_times(self) -> Tensor:
         """Times that choose the kernel: see :func:`.timing.times`."""
@@ -558,7 +469,11 @@ class BaseOptimizer(Optimizer):
             engine = self.prepare()
             session.checked = _seen(self.param_groups)
         if session.looks is not False:
-            self._look(parameters)
+            if session.looks is None:
+                warn_of_fp16(self._names(), parameters)
+            for other in note_others(self, self._names(), parameters):
+                other._session.looks = True
+            session.looks = False
         engine.watched = session.watched
         assert session.nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
@@ -583,15 +498,6 @@ class BaseOptimizer(Optimizer):
                 f"the optimizer anew, to go on from these weights with fresh state"
             )
 
-    def _look(self, parameters: Sequence[Tensor]) -> None:
-        """Warn of fp16 and of parameters that two optimizers step."""
-        names = self._names()
-        if self._session.looks is None:
-            warn_of_fp16(names, parameters)
-        for other in note_others(self, names, parameters):
-            other._session.looks = True
-        self._session.looks = False
-
     def watch(self, watched: Watched | None) -> None:
         """Report the next steps to ``watched``, or to nobody."""
         self._session.watched = watched
@@ -607,10 +513,10 @@ def _seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
     Values of other types differ, though they are equal. Objects differ by their ids before anybody compares them, so no
     device is waited for; what is written into a tensor is not seen.
     """
-    plain = (str, int, float, bool, type(None))
+    simple = (str, int, float, bool, type(None))
     return [
         {
-            key: (type(x), x) if type(x) in plain else _frozen(x) if isinstance(x, list | tuple) else (id(x), x)
+            key: (type(x), x) if type(x) in simple else _frozen(x) if isinstance(x, list | tuple) else (id(x), x)
             for key, x in group.items()
             if key != "params"
         }

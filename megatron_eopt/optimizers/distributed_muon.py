@@ -252,7 +252,7 @@ class DistributedMuon(BaseOptimizer):
         if own is None:
             return parameters[0].new_empty(parameters[0].flatten(1).shape, dtype=dtype)
         parameter = parameters[own]
-        momentum = self._state_of(parameter)[MOMENTUM_BUFFER]
+        momentum = self._states.of(parameter)[MOMENTUM_BUFFER]
         gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
         flag, steps = accepted[own : own + 1], group["ns_steps"]
         [update] = foreach.average([momentum], [gradient], group["momentum"], group["nesterov"], flag)

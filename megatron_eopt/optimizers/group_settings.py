@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, did_you_mean
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -35,7 +36,6 @@ no state yet: call ``init_state()`` before it.
 [1] Loshchilov and Hutter, arXiv 1711.05101.  [2] Chowdhery et al., arXiv 2204.02311.
 """
 
-STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
 ELSEWHERE = {"learning_rate": ", did you mean 'lr'?", "wd": ", did you mean 'weight_decay'?", "use_muon": ""}
 MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
 DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
@@ -73,10 +73,39 @@ class UpdateSettings:
         return predicted_update_rms(rows, cols, self.scale_mode, self.extra_scale_factor)
 
 
-def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each group's own settings of the iteration and the scale."""
-    keys = (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE)
-    return [{key: group[key] for key in keys if key in group} for group in groups]
+def renamed(name: str, traits: Traits, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under the names of ``traits``; ``known`` completes the weight decay."""
+    group = dict(given)
+    of_momentum = traits.momentum_key, "momentum", "momentum_beta"
+    of_nesterov = traits.nesterov_key, "nesterov", "use_nesterov"
+    for key, *both in (of_momentum, of_nesterov):
+        other = both[1 - both.index(key)]
+        if other in group:
+            value = group.pop(other)
+            if group.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{name} reads {key!r}, of which {other!r} is another name, but a group has {key}={group[key]!r} "
+                    f"and {other}={value!r}: leave {other!r} out"
+                )
+    method, decoupled = group.get(METHOD, known.get(METHOD)), group.get(DECOUPLED)
+    if group.get(METHOD) is not None and decoupled is None:
+        group[DECOUPLED] = method != "l2"
+    if METHOD not in group and None not in (method, decoupled) and decoupled != (method != "l2"):
+        group[METHOD] = None
+    return group
+
+
+def rename(name: str, traits: Traits, group: dict[str, Any], known: Mapping[str, Any]) -> None:
+    """Change a group to what :func:`renamed` says."""
+    other = renamed(name, traits, group, known)
+    if other != group:
+        group.clear()
+        group.update(other)
+
+
+def own_settings(groups: Sequence[Mapping[str, Any]], names: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Each group's own settings of ``names``, pairs of a key and its name in the result."""
+    return [{name: group[key] for key, name in names if key in group} for group in groups]
 
 
 def warn(message: str) -> None:
@@ -205,6 +234,22 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that ranks can compare; scalar tensors become numbers."""
     numbers = {k: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for k, x in settings.items()}
     return {key: value for key, value in numbers.items() if is_plain(value)}
+
+
+def by_parameter(
+    groups: Sequence[Mapping[str, Any]], keys: Iterable[str], of_all: Mapping[str, Any], users: Collection[str]
+) -> dict[Tensor, dict[str, Any]]:
+    """Plain settings of each parameter, for ranks to compare.
+
+    Those of its group under ``keys`` win over those ``of_all``. What users added, ``users``, may differ between ranks,
+    and the plan has the coefficients.
+    """
+    found: dict[Tensor, dict[str, Any]] = {}
+    for group in groups:
+        settings = {**of_all, **{key: group[key] for key in sorted(keys) if key in group}}
+        compared = plain({key: x for key, x in settings.items() if key != "coefficients" and key not in users})
+        found |= dict.fromkeys(group["params"], compared)
+    return found
 
 
 def is_plain(value: Any) -> bool:

@@ -44,8 +44,9 @@ class Signs(BaseOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
+        states = self._states
         for group, some, accepted_of_some in foreach.active(self.param_groups, accepted):
-            momenta = [local(self._state_of(p, EXP_AVG)[EXP_AVG]) for p in some]
+            momenta = [local(states.of(p, EXP_AVG)[EXP_AVG]) for p in some]
             pairs = zip(some, momenta, strict=True)
             gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
             settings = {**group, "betas": self.betas(group)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_eopt.matrices import Split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.state import SIDES, Dim, StateTensor
-from megatron_eopt.orthogonalize.spectral import low_rank_factors
+from megatron_eopt.orthogonalize.spectral import low_rank_factors, start_vector
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.layout import Layout, on_one_rank, split_layout
 from megatron_eopt.parallel.records import Rectangle, whole
@@ -63,8 +63,8 @@ def factors_of_weight(matrix: Layout, i: int, name: str, end: str, rank: int, dt
     factors = []
     for dim, letter in enumerate("AB"):
         side: Dim = SIDES[dim]
-        dims = {FACTOR: (side, rank), MOMENTUM: (side, rank), U: (side,)}
-        kept = [StateTensor(f"{key}_{letter}{end}", of_key, i, dtype) for key, of_key in dims.items()]
+        kept = [StateTensor(f"{key}_{letter}{end}", (side, rank), i, dtype) for key in (FACTOR, MOMENTUM)]
+        kept += [StateTensor(f"{U}_{letter}{end}", (side,), i, dtype, start=start_vector)]
         called = f"[{name} {letter}]" if name else f"[{letter}]"
         factors.append(Factor(called, i, matrix, _side(matrix, dim, rank), dtype, True, False, kept))
     return factors
@@ -73,7 +73,7 @@ def factors_of_weight(matrix: Layout, i: int, name: str, end: str, rank: int, dt
 def factor_of_pair(matrix: Layout, i: int, name: str, end: str, rank: int, dtype: torch.dtype) -> list[Factor]:
     """The parameter itself, whose short side is the rank."""
     dim = int(matrix.shape[0] < matrix.shape[1])  # squares count as tall
-    kept = [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (SIDES[dim],), 0, dtype)]
+    kept = [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (SIDES[dim],), 0, dtype, start=start_vector)]
     return [Factor("", i, matrix, _side(matrix, dim, min(matrix.shape)), dtype, False, dim == 1, kept)]
 
 

@@ -12,6 +12,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
+from megatron_eopt.optimizers.muon_checks import refuse_blockwise
 from megatron_eopt.optimizers.relatives import Transport, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
@@ -102,7 +103,7 @@ class MarsMuon(TensorParallelMuon):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         for parameter in group["params"]:
-            self._refuse_blockwise(parameter, "norms")
+            refuse_blockwise(self, parameter, "norms")
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, the previous gradient, and whether there is one."""

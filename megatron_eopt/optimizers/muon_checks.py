@@ -1,19 +1,18 @@
 """Checks of Muon's and its relatives' arguments and parameters."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.optimizers.parameters import TensorParallelGroups
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import check_shard
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.layout import Layout, is_sharded
-from megatron_eopt.parallel.records import TpMode
 
 
 def check_kernel_and_rates(symmetric_products: str | None, plan_rates: object) -> None:
@@ -78,21 +77,22 @@ def check_kept(name: str, parameter: Tensor, offload_fraction: float, momentum_d
         )
 
 
-def refuse_blockwise(
-    name: str,
-    parameter: Tensor,
-    tp_mode: TpMode,
-    groups: TensorParallelGroups | None,
-    layout: Any,
-    measured: str,
-    otherwise: str = "",
-) -> None:
+def check_shards(optimizer: BaseOptimizer, parameter: Tensor, called: str) -> None:
+    """Refuse a shard without the group of ranks that have the others."""
+    if optimizer.tp_mode != "blockwise":
+        otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
+        check_shard(parameter, optimizer.pg_collection, called, otherwise)
+
+
+def refuse_blockwise(optimizer: BaseOptimizer, parameter: Tensor, measured: str, otherwise: str = "") -> None:
     """Refuse ``blockwise`` shards where global matrices are measured."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    untold = groups is None and is_sharded(parameter) and not alone  # blockwise needs no groups
-    if tp_mode == "blockwise" and (untold or layout(parameter).sharded):
+    # blockwise needs no groups
+    untold = optimizer.pg_collection is None and is_sharded(parameter) and not alone
+    if optimizer.tp_mode == "blockwise" and (untold or optimizer.layout(parameter).sharded):
+        name, shape = type(optimizer).__name__, tuple(parameter.shape)
         raise ValueError(
             f"{name}: with tp_mode blockwise the {measured} would be those of shards, which belong to no matrix of the "
-            f"model and to no other number of ranks, for a sharded parameter of shape {tuple(parameter.shape)}: take "
-            f"an exact tp_mode (auto, duplicated, ...){otherwise}"
+            f"model and to no other number of ranks, for a sharded parameter of shape {shape}: take an exact tp_mode "
+            f"(auto, duplicated, ...){otherwise}"
         )

@@ -87,15 +87,15 @@ class NonFinite:
                     norms[i] = norm
         return torch.stack(norms).mul_(0) == 0  # what is not finite gives NaN
 
-    def _report(self) -> None:
-        if self._device.type == "cpu":
-            self._read(self._counts)
-            return
+    def _counted_before(self) -> Tensor | None:
+        """The counts of :data:`_DELAY` steps ago, which are on the host by now."""
         self._pending.append(to_host(self._counts, self._device))
-        if len(self._pending) > _DELAY:
-            self._read(self._pending.popleft()())
+        return self._pending.popleft()() if len(self._pending) > _DELAY else None
 
-    def _read(self, counts: Tensor) -> None:
+    def _report(self) -> None:
+        counts = self._counts if self._device.type == "cpu" else self._counted_before()
+        if counts is None:
+            return
         total = int(counts[1].sum())
         if not counts[2].any() and total == self._reported:
             return

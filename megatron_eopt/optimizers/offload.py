@@ -4,7 +4,7 @@ On a GPU host memory is pinned and each direction has a stream: the next chunk's
 leaves, while this one is computed. The host never waits. On a CPU copies are made at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -18,21 +18,6 @@ from megatron_eopt.parallel.scheduler import Program, resume
 Event = torch.cuda.Event | None  # None on a CPU, where all that was asked for is done
 
 _ALIGNED = 256  # bytes: where tensors begin in a slot
-
-
-def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
-    """Whether each parameter's state is on the host, spread evenly."""
-    total = there = 0  # of the first parameters, however many, at least the fraction is there
-    for size in sizes:
-        total += size
-        taken = there < fraction * total
-        there += size * taken
-        yield taken
-
-
-def host_zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros in host memory, pinned for a GPU."""
-    return torch.zeros(parameter.shape, dtype=dtype, device="cpu", pin_memory=parameter.device.type == "cuda")
 
 
 class Streamed:
@@ -50,13 +35,14 @@ class Streamed:
         self._here: dict[int, Tensor] = {}  # of the chunk at work: the id of what is at home, and what is on the device
         self._home: dict[int, Tensor] = {}  # and the other way round
 
-    def begin(self, batches: Sequence[Batch], chunks: Sequence[Sequence[int]], kept: Callable[[Tensor], bool]) -> None:
+    def begin(self, batches: Sequence[Batch], chunks: Sequence[Sequence[int]], offloaded: Collection[Tensor]) -> None:
         """Start a step with its ``chunks`` of indices, in order."""
         self.end()  # of a step that failed
         homes: dict[int, list[Tensor]] = {}
         for batch in batches:
-            each = zip(batch.indices, batch.parameters, batch.weights, batch.momenta, batch.further, strict=True)
-            homes |= {i: [x for x in (m, *further) if x.shape == w.shape] for i, p, w, m, further in each if kept(p)}
+            states = zip(batch.indices, batch.parameters, batch.weights, batch.momenta, batch.further, strict=True)
+            there = ((i, w, (m, *further)) for i, p, w, m, further in states if p in offloaded)
+            homes |= {i: [x for x in state if x.shape == w.shape] for i, w, state in there}
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []
         sizes = [sum(map(_room, each)) for each in self._waiting]

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,9 +19,18 @@ from megatron_eopt.optimizers.group_settings import (
     Scalar,
     check_rates,
     decay_method,
+    rename,
+    renamed,
 )
 from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, subtract
-from megatron_eopt.optimizers.parameters import local, names_of_last, parameter_names, rows_of
+from megatron_eopt.optimizers.parameters import (
+    check_matrix,
+    checked_split,
+    local,
+    names_of_last,
+    parameter_names,
+    rows_of,
+)
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.traits import Traits
@@ -129,7 +138,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     ) -> None:
         name = type(self).__name__
         vars(self).setdefault("momentum_dtype", None)
-        self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
+        split = split_qkv, is_qkv_fn, qkv_split_shapes
+        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
         self.fp32_matmul_prec = fp32_matmul_prec
         given = {"orthogonalize_fn": orthogonalize_fn, "scale_factor_fn": scale_factor_fn}
         vars(self).update({key: function for key, function in given.items() if function is not None})
@@ -148,7 +158,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             **kwargs,
         }
         decay_method(name, defaults)
-        super().__init__(params, self._in_own_words(defaults, {}))
+        super().__init__(params, renamed(name, self.traits, defaults, {}))
 
     def _further_settings(self) -> dict[str, Any]:
         return {}
@@ -168,45 +178,16 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, with flags that are bools."""
         if isinstance(param_group, dict):  # else torch says what is wrong
-            self._take_words(param_group, self.defaults)
+            rename(type(self).__name__, self.traits, param_group, self.defaults)
         super().add_param_group(param_group)
 
-    def _take_words(self, group: dict[str, Any], known: Mapping[str, Any]) -> None:
-        own = self._in_own_words(group, known)
-        if own != group:
-            group.clear()
-            group.update(own)
-
-    def _in_own_words(self, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings under this class's names; ``known`` completes the weight decay."""
-        own = dict(given)
-        pairs = (
-            (self.traits.momentum_key, "momentum", "momentum_beta"),
-            (self.traits.nesterov_key, "nesterov", "use_nesterov"),
-        )
-        for key, *both in pairs:
-            other = both[1 - both.index(key)]
-            if other in own:
-                value = own.pop(other)
-                if own.setdefault(key, value) != value:
-                    raise ValueError(
-                        f"{type(self).__name__} reads {key!r}, of which {other!r} is another name, but a group has "
-                        f"{key}={own[key]!r} and {other}={value!r}: leave {other!r} out"
-                    )
-        method, decoupled = own.get(METHOD, known.get(METHOD)), own.get(DECOUPLED)
-        if own.get(METHOD) is not None and decoupled is None:
-            own[DECOUPLED] = method != "l2"
-        if METHOD not in own and None not in (method, decoupled) and decoupled != (method != "l2"):
-            own[METHOD] = None
-        return own
-
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        group = {**known, **self._in_own_words(saved, known)}
+        group = {**known, **renamed(type(self).__name__, self.traits, saved, known)}
         self._check_settings(group)
         return group
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        self._take_words(group, group)
+        rename(type(self).__name__, self.traits, group, group)
         super()._check_settings(group)
         decay_method(type(self).__name__, group)
 
@@ -220,10 +201,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
         users = self._of_user(*OF_PARAMETERS)
-        if parameter.ndim > 2 and declared_split(parameter) is None and users:  # who may know more than matrices
-            self._check_split(parameter)
-        else:
-            self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
+        if parameter.ndim <= 2 or declared_split(parameter) is not None or not users:  # who may know more than matrices
+            check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
+        self._check_split(parameter)
 
     def _check_split(self, parameter: Tensor) -> None:
         split = self.split_of(parameter)
@@ -350,7 +330,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             params = group["params"]
             # a parameter whose gradient is left out has a momentum, too
             known = {
-                i: (state if MOMENTUM_BUFFER in (state := self.state[p]) else self._state_of(p))[MOMENTUM_BUFFER]
+                i: (state if MOMENTUM_BUFFER in (state := self.state[p]) else self._states.of(p))[MOMENTUM_BUFFER]
                 for i, p in enumerate(params, first)
                 if p.grad is not None or self._waited_for(i)
             }
@@ -360,7 +340,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             if not chosen:
                 continue
             settings = {key: value for key, value in group.items() if key not in NO_SETTINGS}
-            beta, weight_decay = self.momentum_of(group), self._weight_decay(group)
+            beta, weight_decay = self._rates_of(group)
             momenta, weights = [known[i] for i in indices], chosen
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
@@ -387,16 +367,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             )
         return batches
 
-    def momentum_of(self, group: Mapping[str, Any]) -> float:
-        """The momentum of a group's next step."""
-        return cast(float, group[self.traits.momentum_key])
+    def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
+        """Momentum and weight decay of a group's next step."""
+        return group[self.traits.momentum_key], group["weight_decay"]
 
     def _waited_for(self, index: int) -> bool:
         """Whether other ranks need this one's part, gradient or not."""
         return False
-
-    def _weight_decay(self, group: Mapping[str, Any]) -> Scalar:
-        return cast(Scalar, group["weight_decay"])
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         """Local state beside the momentum that a step changes."""
@@ -404,5 +381,5 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         if parameter not in known:  # asked in every step
             known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
         keys, state = known[parameter], self.state[parameter]
-        state = state if state.keys() >= set(keys) else self._state_of(parameter)
+        state = state if state.keys() >= set(keys) else self._states.of(parameter)
         return [local(state[key]) for key in keys]

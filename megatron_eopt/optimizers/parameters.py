@@ -1,6 +1,6 @@
 """Names, layouts and logical matrices of parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_eopt.matrices import Split, declared_split
+from megatron_eopt.matrices import Split, check_split_shapes, declared_split
+from megatron_eopt.optimizers.group_settings import check_flag
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of, split_layout, within
 from megatron_eopt.parallel.records import Shape
@@ -144,6 +145,38 @@ def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, c
             )
     if is_cut_again(parameter):
         matrix_layout(parameter, pg_collection)  # which refuses what nothing here can lay out
+
+
+def checked_split(
+    name: str,
+    split_qkv: bool,
+    is_qkv_fn: Callable[[Tensor], bool] | None,
+    qkv_split_shapes: Sequence[int] | None,
+    lengths: Sequence[int],
+) -> dict[str, Any]:
+    """The attributes that describe fused projections, of ``lengths`` logical matrices."""
+    check_flag(name, "split_qkv", split_qkv)
+    if split_qkv and is_qkv_fn is None:
+        raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
+    if split_qkv and (qkv_split_shapes is not None or len(lengths) == 1):
+        # else each parameter may bring its own
+        qkv_split_shapes = check_split_shapes(qkv_split_shapes, lengths)
+    return {"split_qkv": split_qkv, "is_qkv_fn": is_qkv_fn, "qkv_split_shapes": qkv_split_shapes}
+
+
+def check_matrix(name: str, parameter: Tensor, called: str) -> None:
+    """Refuse what is neither a matrix nor a declared stack."""
+    split, shape = declared_split(parameter), tuple(parameter.shape)
+    stacked = None if split is None else split.stacked
+    if len(shape) != (2 if stacked is None else 3):
+        raise ValueError(
+            f"{name} {called} has shape {shape}: give it to another optimizer (AdamW, say)"
+            + (f", or declare a stack of {shape[0]} matrices" if len(shape) == 3 else "")
+        )
+    if stacked not in (None, shape[0]):
+        raise ValueError(f"a parameter of shape {shape} is declared as a stack of {stacked} matrices")
+    if stacked is not None and isinstance(parameter, DTensor):
+        raise ValueError(f"stacked matrices cannot be DTensors yet, got one of shape {shape}: keep them apart")
 
 
 def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool) -> None:

@@ -249,7 +249,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state; ``z`` and ``x`` start at the parameter."""
-        state = self._state_of(parameter, SCHEDULE)
+        state = self._states.of(parameter, SCHEDULE)
         self._begun = set() if self._begun is None else self._begun
         if parameter not in self._begun:
             new = state[SCHEDULE][0] == 0

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
 from megatron_eopt.optimizers.relatives import Transport, spelled_out
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.traits import PLANNED_IN_GROUPS
 
 RADIUS = "radius"
 
@@ -51,6 +52,7 @@ class Scion(TensorParallelMuon):
 
     traits = replace(
         TensorParallelMuon.traits,
+        planned_in_groups=(*PLANNED_IN_GROUPS, (RADIUS, RADIUS)),
         decays_weights=False,
         size_rule="radius * sqrt(rows / cols)",
         no_settings=frozenset({"nesterov"}),
@@ -87,10 +89,6 @@ class Scion(TensorParallelMuon):
         """Settings that a checkpoint describes."""
         return super().settings() | {"constrained": self.constrained}
 
-    def _own_settings(self) -> list[dict[str, Any]]:
-        groups = zip(super()._own_settings(), self.param_groups, strict=True)
-        return [{**own, RADIUS: group[RADIUS]} for own, group in groups]
-
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         if self.constrained and not 0 <= group["lr"] <= 1:
             raise ValueError(
@@ -99,6 +97,6 @@ class Scion(TensorParallelMuon):
             )
         super()._check_ranges(group)
 
-    def _weight_decay(self, group: Mapping[str, Any]) -> Scalar:
+    def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
         # (1 - lr) W, which is what a constrained step leaves of the matrix
-        return 1.0 if self.constrained else 0.0
+        return super()._rates_of(group)[0], 1.0 if self.constrained else 0.0

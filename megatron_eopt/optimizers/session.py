@@ -26,7 +26,7 @@ class Plans:
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
     further_keys: dict[Tensor, list[str]] = field(default_factory=dict)  # of state beside the momentum
     numbered: tuple[Engine, dict[Tensor, Numbered]] | None = None  # entries of momenta in bf16, and for which engine
-    scales: tuple[Engine, list[list[float]]] | None = None  # of each parameter's matrices, and for which engine
+    scales: tuple[Engine | None, list[list[float]]] = (None, [])  # of each parameter's matrices, and for which engine
     graphed: GraphedUpdate | None = None
 
 
@@ -37,7 +37,7 @@ class Session:
     plans: Plans = field(default_factory=Plans)
     nonfinite: NonFinite | None = None
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
-    offloaded: dict[Tensor, bool] = field(default_factory=dict)
+    offloaded: frozenset[Tensor] | None = None  # parameters whose state is in host memory, once that is settled
     streamed: Streamed | None = None
     watched: Watched | None = None
     shares_shards: bool = False  # with the data-parallel ranks, by the last plan

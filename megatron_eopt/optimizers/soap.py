@@ -14,7 +14,14 @@ from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.foreach import decay_power, stacked
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, names_of_last
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_matrix,
+    check_shard,
+    checked_split,
+    names_of_last,
+)
 from megatron_eopt.optimizers.soap_chunks import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -169,7 +176,8 @@ class SOAP(BaseOptimizer):
         pg_collection: TensorParallelGroups | None = None,
         share_over_dp: bool = False,
     ) -> None:
-        self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
+        split = split_qkv, is_qkv_fn, qkv_split_shapes
+        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
         self.pg_collection, self.share_over_dp = pg_collection, share_over_dp
         adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
@@ -244,7 +252,8 @@ class SOAP(BaseOptimizer):
             except ValueError as error:
                 raise ValueError(f"{name} cannot lay {called} out: {error}") from error
             if parameter.ndim > 1:
-                self._check_matrix(parameter, f"takes matrices and vectors, but {index}")
+                check_matrix(type(self).__name__, parameter, f"takes matrices and vectors, but {index}")
+                self._check_split(parameter)
                 check_shard(parameter, self.pg_collection, called)
         group.setdefault(CLOCK, 0)
 
@@ -297,7 +306,7 @@ class SOAP(BaseOptimizer):
             plans = self._planned(parameter)
             # also without a gradient where others wait for this rank's part
             if parameter.grad is not None or any(plan.gathered for plan in plans):
-                state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter, STEPS)
+                state = self.state.get(parameter, {}) if parameter.grad is None else self._states.of(parameter, STEPS)
                 first = parameter not in based and any(plan.cost for plan in plans)
                 steps.append(ParameterStep(index, parameter, state, group, flag, first, plans))
         # a device is waited for until all bases are known to be there, and no longer

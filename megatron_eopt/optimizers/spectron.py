@@ -21,19 +21,21 @@ from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
+    check_matrix,
     check_shard,
+    checked_split,
     local,
     names_of_last,
     scale_rows,
 )
-from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import Traits
+from megatron_eopt.optimizers.state import StateTensor, check_placements
+from megatron_eopt.optimizers.traits import EXTRA_SCALE, PLANNED_IN_GROUPS, SCALE_MODE, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
-from megatron_eopt.orthogonalize.spectral import power_iterations, start_vector
+from megatron_eopt.orthogonalize.spectral import power_iterations
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
@@ -201,7 +203,8 @@ class Spectron(BaseOptimizer):
         )
         group_settings.note_short_schedule(self.newton_schulz)
         self.num_power_iterations = num_power_iterations
-        self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
+        split = split_qkv, is_qkv_fn, qkv_split_shapes
+        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
         self.pg_collection, self.symmetric_products = pg_collection, symmetric_products
         self.tp_mode = tp_mode
         defaults = {"lr": lr, "rank": rank, "momentum_beta": momentum_beta, "weight_decay": weight_decay}
@@ -282,7 +285,8 @@ class Spectron(BaseOptimizer):
         return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz
 
     def _planned_settings(self) -> object:
-        return group_settings.own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
+        planned = group_settings.own_settings(self.param_groups, PLANNED_IN_GROUPS)
+        return planned, [group["rank"] for group in self.param_groups]
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -336,14 +340,6 @@ class Spectron(BaseOptimizer):
         super().load_state_dict(state_dict)
         self._done = frozenset()
 
-    def _zeros(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
-        made = super()._zeros(parameter, tensor)
-        if tensor.dims in (("rows",), ("columns",)):  # a singular vector
-            matrix = self.matrix_layouts(parameter)[tensor.matrix]
-            side = matrix if tensor.dims == ("rows",) else matrix.transposed
-            local(made).copy_(start_vector(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
-        return made
-
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, "momentum_beta")
 
@@ -352,7 +348,7 @@ class Spectron(BaseOptimizer):
         if self.tp_mode == "blockwise":
             raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
         check_count(f"{name}: rank", group["rank"])
-        for key in (group_settings.SCALE_MODE, group_settings.EXTRA_SCALE):
+        for key in (SCALE_MODE, EXTRA_SCALE):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
         parameters, names = [], names_of_last(self.param_groups)
@@ -360,7 +356,8 @@ class Spectron(BaseOptimizer):
         for parameter, called, index in zip(group["params"], names, indices, strict=True):
             if not parameter.is_floating_point():
                 raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
-            self._check_matrix(parameter, f"orthogonalizes matrices, but {index}")
+            check_matrix(name, parameter, f"orthogonalizes matrices, but {index}")
+            self._check_split(parameter)
             check_shard(parameter, self.pg_collection, called)
             layout = self.layout(parameter)
             if len(layout.cut_dims) > 1:
@@ -369,7 +366,7 @@ class Spectron(BaseOptimizer):
                     f"matrix {layout.shape}, is cut along both: shard one dimension of it alone, or give it to "
                     f"TensorParallelMuon"
                 )
-            self._check_placements(parameter, called)
+            check_placements(f"{name}: {called}", parameter, self.state_tensors(parameter), self.matrix_layouts)
             parameters.append((called, layout, self.split_of(parameter)))
         KINDS[group["pairs"]].check(name, group["rank"], parameters)
         try:
@@ -402,14 +399,14 @@ class Spectron(BaseOptimizer):
                 yield kind.program(list(factored), [own.index for own in factored.values()], factors, self.engine)
 
     def _tensors(self, parameter: Tensor, factor: Factor) -> list[Tensor]:
-        state = self._state_of(parameter, factor.kept[-1].key)
+        state = self._states.of(parameter, factor.kept[-1].key)
         value = [] if factor.in_state else [parameter]
         return [local(x) for x in (*value, *(state[tensor.key] for tensor in factor.kept))]
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Project weights in their first step; the host waits."""
         # also with lr=0: torch loads a checkpoint into what such a step makes
-        kept = [self._state_of(p, PROJECTED)[PROJECTED] for p in waiting]
+        kept = [self._states.of(p, PROJECTED)[PROJECTED] for p in waiting]
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
         read = list(zip(waiting, *torch.stack([*kept, *begin]).view(2, -1).tolist(), strict=True))
         self._done |= {p for p, done, _ in read if done}

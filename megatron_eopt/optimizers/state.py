@@ -1,12 +1,13 @@
-"""State tensors, described once to create, save and load.
+"""State tensors: described once, created, kept and loaded.
 
 State of a DTensor in another shape is a DTensor on the same mesh: torch's checkpoints would take a plain tensor for one
 that all ranks have alike, and save one rank's.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -34,7 +35,7 @@ SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of a parameter, which starts with zeros.
+    """One state tensor of a parameter, which starts with zeros or ``start``.
 
     Without ``dims`` it has the shape and layout of the parameter. Otherwise a dimension is ``rows`` or ``columns``, as
     long as those of the logical matrix and cut alike, or a number that every rank has whole; ``()`` is a scalar. Along
@@ -48,6 +49,7 @@ class StateTensor:
     matrix: int = 0  # the logical one of the parameter that dims and rank speak of
     dtype: torch.dtype | None = None  # None for that of the parameter
     rank: int | None = None
+    start: Callable[[int], Tensor] | None = None  # first values along its only dimension, by its length, not zeros
 
     def is_elsewhere(self, layouts: list[Layout]) -> bool:
         """Whether only another rank has it."""
@@ -71,13 +73,17 @@ class StateTensor:
 Described = Callable[[Tensor], list[StateTensor]]
 
 
-def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
+def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     """A state tensor before the first step."""
     dtype = tensor.dtype or parameter.dtype
     if tensor.dims is None:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     shape, own_shape, placements = _expected(parameter, tensor, layouts)
     own = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
+    if tensor.start is not None:
+        layout = layouts(parameter)[tensor.matrix]
+        side = layout if tensor.dims == ("rows",) else layout.transposed
+        own.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
     if not isinstance(parameter, DTensor) or placements is None:
         return own
     if max(tensor.dims.count(side) for side in SIDES) > 1:
@@ -88,8 +94,102 @@ def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     )
 
 
-def check_writer(own: str, called: str, state_dict: Mapping[str, Any], warn: bool = False) -> None:
+def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
+    """Whether each parameter's state is on the host, spread evenly."""
+    total = there = 0  # of the first parameters, however many, at least the fraction is there
+    for size in sizes:
+        total += size
+        taken = there < fraction * total
+        there += size * taken
+        yield taken
+
+
+def bytes_of_entry(parameter: Tensor, tensors: Iterable[StateTensor]) -> int:
+    """Bytes of state in a parameter's shape, for each of its entries."""
+    return sum((tensor.dtype or parameter.dtype).itemsize for tensor in tensors if tensor.dims is None)
+
+
+@dataclass(frozen=True)
+class States:
+    """State of an optimizer's parameters: created, kept and loaded.
+
+    Attributes:
+        kept: parameter -> key -> tensor.
+        described: what state tensors a parameter has.
+        layouts: layouts of a parameter's logical matrices.
+        offloaded: parameters whose state in their own shape is in host memory.
+    """
+
+    kept: MutableMapping[Tensor, dict[str, Any]]
+    described: Described
+    layouts: Layouts
+    offloaded: Collection[Tensor] = ()
+
+    def share_on_host(self, parameters: Sequence[Tensor], fraction: float) -> frozenset[Tensor]:
+        """The parameters whose state is to be in host memory."""
+        of_entries = [bytes_of_entry(p, self.described(p)) for p in parameters]
+        sizes = [n * sum(prod(x.shape) for x in self.layouts(p)) for p, n in zip(parameters, of_entries, strict=True)]
+        return frozenset(p for p, there in zip(parameters, on_host(sizes, fraction), strict=True) if there)
+
+    def is_on_host(self, parameter: Tensor, tensor: StateTensor) -> bool:
+        """Whether one state tensor is in host memory."""
+        return tensor.dims is None and parameter in self.offloaded
+
+    def of(self, parameter: Tensor, key: str | None = None) -> dict[str, Any]:
+        """A parameter's state; without ``key``, what it lacks is created."""
+        state = self.kept[parameter]
+        if key not in state:
+            for tensor in self.described(parameter):
+                if tensor.key not in state:
+                    state[tensor.key] = self.initial(parameter, tensor)
+        return state
+
+    def initial(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
+        """A state tensor before the first step, where it is kept."""
+        if not self.is_on_host(parameter, tensor):
+            return initial(parameter, tensor, self.layouts)
+        pinned = parameter.device.type == "cuda"
+        return torch.zeros(parameter.shape, dtype=tensor.dtype or parameter.dtype, device="cpu", pin_memory=pinned)
+
+    def to_load(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> list[tuple[Tensor, Any]]:
+        """Parameters and their saved states; those that had made no step keep theirs."""
+        return [
+            (p, state)
+            for p, number in numbered
+            if (state := saved.get(number, {})).keys() - self.kept.get(p, {}).keys()
+            or any(tensor.key in state for tensor in self.described(p))
+        ]
+
+    def without_host(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> dict[int, Any]:
+        """Saved states without what is to be in host memory.
+
+        torch moves all that it loads to the devices of the parameters, where there may be no room.
+        """
+        host = {(i, tensor.key) for p, i in numbered for tensor in self.described(p) if self.is_on_host(p, tensor)}
+        return {i: {key: x for key, x in state.items() if (i, key) not in host} for i, state in saved.items()}
+
+    def place(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> None:
+        """Set what torch's load moved, cast or left out."""
+        state = self.kept[parameter]
+        for tensor in self.described(parameter):
+            if self.is_on_host(parameter, tensor):
+                state[tensor.key] = self.initial(parameter, tensor).copy_(saved[tensor.key])
+            elif tensor.rank is not None and tensor.is_elsewhere(self.layouts(parameter)):  # once all had it
+                state[tensor.key] = self.initial(parameter, tensor)
+            elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
+                own = saved[tensor.key].detach().clone()
+                state[tensor.key] = own.to(local(parameter).device, tensor.dtype)
+
+
+def name_in_states(cls: type) -> str:
+    """A class's name in states; users' subclasses have that of their base."""
+    ours = f"{__name__.partition('.')[0]}."
+    return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(ours))
+
+
+def check_writer(cls: type, state_dict: Mapping[str, Any], warn: bool = False) -> None:
     """Refuse another optimizer's state; ``warn`` if it names none."""
+    own, called = name_in_states(cls), cls.__name__
     wrote = {group.get(STATE_OF, own) for group in state_dict["param_groups"]} - {own}
     if wrote:
         other = ", ".join(sorted(wrote))
@@ -108,7 +208,7 @@ def check_writer(own: str, called: str, state_dict: Mapping[str, Any], warn: boo
 
 
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
-    """Refuse a state tensor unlike :func:`zeros` in shape or placements."""
+    """Refuse a state tensor unlike :func:`initial` in shape or placements."""
     own, expected = _shape_of(found), _expected(parameter, tensor, layouts)
     # in earlier releases every rank had what only a compute rank needs
     whole = None if tensor.rank is None else (tensor.global_shape(layouts(parameter)), None, None)

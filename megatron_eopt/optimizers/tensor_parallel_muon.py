@@ -3,10 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from itertools import islice
-from math import inf
-from numbers import Real
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,17 +12,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers import reports
 from megatron_eopt.optimizers.base import KERNEL, RATES
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.group_settings import (
-    COEFFICIENTS,
     DECOUPLED,
-    EXTRA_SCALE,
     METHOD,
     MOMENTUM_STEPS,
-    SCALE_MODE,
-    STEPS,
     DecayMethod,
+    Scalar,
     UpdateSettings,
     decay_method,
     note_short_schedule,
@@ -36,13 +32,15 @@ from megatron_eopt.optimizers.muon_checks import (
     check_kept,
     check_kernel_and_rates,
     check_memory,
+    check_shards,
     refuse_blockwise,
 )
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
-from megatron_eopt.optimizers.traits import Traits
-from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_matrix, local
+from megatron_eopt.optimizers.state import bytes_of_entry, check_writer
+from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, Traits
+from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
@@ -230,64 +228,37 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 run.check(batches)
             session.changing = True
             run(batches)
+        _, scales = self._session.plans.scales
+        calls = sum(len(scales[i]) for batch in batches for i in batch.indices)
         # without __setattr__, which looks whether ranks have to plan anew
-        matrices = self.engine.matrices
-        calls = sum(len(matrices[i]) for batch in batches for i in batch.indices)
         vars(self)["newton_schulz_calls"] = self.newton_schulz_calls + calls
         for group in self.param_groups if self.momentum_dtype is not None or self.momentum_warmup else ():
             group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
-        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
-        watch = None if engine.watched is None else self._watch
+        indices, watch = [i for batch in batches for i in batch.indices], None
+        engine, scales = self._session.plans.scales
+        assert engine is not None, "prepare() made it"
+        if engine.watched is not None:
+            groups = list(map(self.group_of, self._parameters()))
+            watch = partial(reports.show_updates, engine.watched, engine, groups, self.predicted_rms)
 
         def program(some: Sequence[int]) -> Program:
-            chunk = Chunk(chosen(batches, some), some, self._scales_of(some), watch)
+            chunk = Chunk(chosen(batches, some), some, [scale for i in some for scale in scales[i]], watch)
             return self.streamed.around(chunk, engine, self.program) if offloads else self.program(chunk, engine)
 
         if offloads := self.offload_fraction > 0:
-            self.streamed.begin(batches, engine.order(indices), self.on_host)
+            self.streamed.begin(batches, engine.order(indices), self._states.offloaded)
         engine.run(indices, program)
         if offloads:
             self.streamed.end()
 
-    def _scales_of(self, indices: Sequence[int]) -> list[float]:
-        """Scales of the parameters' logical matrices, in order."""
-        plans = self._session.plans
-        if plans.scales is None or plans.scales[0] is not plans.engine:
-            matrices = zip(self._parameters(), self.engine.matrices, strict=True)
-            plans.scales = self.engine, [self._scales_in(self.group_of(p), own) for p, own in matrices]
-        return [scale for i in indices for scale in plans.scales[1][i]]
-
-    def _scales_in(self, group: Mapping[str, Any], matrices: Sequence[Matrix]) -> list[float]:
-        scale = self._scale(group)
-        # that of a matrix without entries may divide by zero
-        found = [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
-        for x, matrix in zip(found, matrices, strict=True):
-            if not isinstance(x, Real | Tensor) or not -inf < x < inf:
-                rows, cols = matrix.shape
-                raise ValueError(f"scale_factor_fn of {rows} rows and {cols} columns must return a number, got {x!r}")
-        return list(map(float, found))
-
-    def _watch(self, indices: Sequence[int], updates: Sequence[Tensor]) -> None:
-        """Show this rank's updates and their predicted RMS."""
-        engine, parameters, of_all = self.engine, self._parameters(), iter(updates)
-        shown, predicted = list[Tensor](), list[float | None]()
-        for i in indices:
-            shards = list(islice(of_all, len(engine.matrices[i])))
-            if engine.counts(i):
-                shown += shards
-                group = self.group_of(parameters[i])
-                predicted += [self.predicted_rms(*matrix.shape, group) for matrix in engine.matrices[i]]
-        assert engine.watched is not None, "a step that is watched"
-        engine.watched.updates(shown, predicted)
-
-    def momentum_of(self, group: Mapping[str, Any]) -> float:
-        """The momentum of a group's next step, lower during warm-up."""
-        own = cast(float, group[self.traits.momentum_key])
-        if group.get(MOMENTUM_STEPS, 0) >= self.momentum_warmup or own <= WARMUP_FROM:
-            return own
-        return WARMUP_FROM + (own - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
+    def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
+        """Also a lower momentum while it warms up."""
+        beta, weight_decay = super()._rates_of(group)
+        if group.get(MOMENTUM_STEPS, 0) < self.momentum_warmup and beta > WARMUP_FROM:
+            beta = WARMUP_FROM + (beta - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
+        return beta, weight_decay
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         warm = {MOMENTUM_STEPS: self.momentum_warmup} if self.momentum_warmup and MOMENTUM_STEPS not in saved else {}
@@ -318,7 +289,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             tp = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None)
             updates = scaled_by_user(self.scaled_orthogonalize_fn, tp, engine, index, shards)
         else:
-            updates = scaled(self._factors(engine, index, shards), self._scales_in(group, matrices))
+            updates = scaled(self._factors(engine, index, shards), scales_of(self._scale(group), matrices))
         [update] = engine.merge([index], updates)
         return update
 
@@ -338,7 +309,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             known = grad.dtype == p.dtype and self.update_settings(group) == self.update_settings(own)
         else:
             self._check_parameter(p, "p")
-            self._check_shards(p, "p")
+            check_shards(self, p, "p")
         if index is None or not known:
             described = replace(self._described("p", p, group), dtype=grad.dtype)
             engine = Engine([described], grad.device, self.tp_mode, engine.rates)
@@ -405,8 +376,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def prepare(self) -> Engine:
         """Also ask for scales, which a function of the user's may get wrong."""
-        engine = super().prepare()
-        self._scales_of(())
+        engine, plans = super().prepare(), self._session.plans
+        if plans.scales[0] is not engine:
+            matrices = zip(self._parameters(), engine.matrices, strict=True)
+            plans.scales = engine, [scales_of(self._scale(self.group_of(p)), own) for p, own in matrices]
         return engine
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
@@ -444,33 +417,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
         """The logical matrices of each parameter, by the plan."""
-        plan = (self.prepare() if settled else self.proposed()).plan
-        schemes = {i: bucket.scheme.replace("_", " ") for bucket in plan.buckets for i in bucket.matrices}
-        numbered, described = iter(enumerate(plan.matrices)), dict[Tensor, list[DescribedMatrix]]()
-        for parameter in self._parameters():
-            group = self.group_of(parameter)
-            scale, own = self._scale(group), islice(numbered, len(self.key_ends(parameter)))
-            described[parameter] = [
-                DescribedMatrix(
-                    matrix.name.partition("[")[2].rstrip("]"),
-                    matrix.shape,
-                    schemes[i],
-                    1.0 if scale is None else scale(*matrix.shape),
-                    self.predicted_rms(*matrix.shape, group),
-                )
-                for i, matrix in own
-            ]
-        return described
+        engine, parameters = self.prepare() if settled else self.proposed(), self._parameters()
+        groups = list(map(self.group_of, parameters))
+        scales = [scales_of(self._scale(group), own) for group, own in zip(groups, engine.matrices, strict=True)]
+        return dict(zip(parameters, reports.described(engine, groups, scales, self.predicted_rms), strict=True))
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
         keys = (self.traits.nesterov_key, DECOUPLED, METHOD)
         decay = ({key: group[key] for key in keys if group[key] != self.defaults[key]} for group in self.param_groups)
-        own = dict(enumerate(said | more for said, more in zip(self._own_settings(), decay, strict=True)))
+        planned = own_settings(self.param_groups, self.traits.planned_in_groups)
+        own = dict(enumerate(said | more for said, more in zip(planned, decay, strict=True)))
         return super().settings() | {
             "coefficients": [list(each) for each in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
-            **self._sizes,
+            **{key: x for key, x in self.settings_of_groups().items() if key in (SCALE_MODE, EXTRA_SCALE)},
             METHOD: decay_method(type(self).__name__, self.defaults),
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
@@ -485,13 +446,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         without = (
             self.traits.no_settings if self.traits.decays_weights else self.traits.no_settings | {DECOUPLED, METHOD}
         )
-        known = super().settings_of_groups() | iteration | self._sizes
+        sized_otherwise = self.traits.size_rule or self._of_user("scale_factor_fn")
+        sizes = {} if sized_otherwise else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
+        known = super().settings_of_groups() | iteration | sizes
         return {key: value for key, value in known.items() if key not in without}
-
-    @property
-    def _sizes(self) -> dict[str, Any]:
-        own = self.traits.size_rule or self._of_user("scale_factor_fn")
-        return {} if own else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
 
     def _further_settings(self) -> dict[str, Any]:
         return self._further or {}
@@ -499,7 +457,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> ParamSpec:
         settings = self.update_settings(self.group_of(parameter) if group is None else group)
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
-        offloaded = self.on_host(parameter) * parameter.numel() * self._bytes_of_entry(parameter)
+        of_entry = bytes_of_entry(parameter, self.state_tensors(parameter))
+        offloaded = self.on_host(parameter) * parameter.numel() * of_entry
         return ParamSpec(name, dtype, layout, split, settings.newton_schulz, offloaded=offloaded)
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
@@ -508,20 +467,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             return self.scale_factor_fn
         return None if self.traits.measures else self.update_settings(group).scale
 
-    def _own_settings(self) -> list[dict[str, Any]]:
-        """Group settings on which the plan depends."""
-        return own_settings(self.param_groups)
-
-    def _kept_bytes(self) -> int:
-        return 4 * self.traits.keeps_momenta
-
     def _planned_settings(self) -> object:
         return (
             self.newton_schulz,
             self.scale_mode,
             self.extra_scale_factor,
-            deepcopy(self._own_settings()),
-        )  # lists may be written to
+            deepcopy(own_settings(self.param_groups, self.traits.planned_in_groups)),  # lists may be written to
+        )
 
     # Checks.
 
@@ -533,7 +485,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with its kernel of symmetric products."""
-        self.check_writer(state_dict)
+        check_writer(type(self), state_dict)
         for number, group in enumerate(state_dict["param_groups"]):
             self._check_update_settings(group, number)
         super().load_state_dict(state_dict)
@@ -557,21 +509,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             )
         for parameter in group["params"]:
             check_kept(name, parameter, self.offload_fraction, self.momentum_dtype)
-            self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if self.traits.measures:
-                self._refuse_blockwise(parameter, "norms")
-
-    def _refuse_blockwise(self, parameter: Tensor, measured: str, otherwise: str = "") -> None:
-        name, groups = type(self).__name__, self.pg_collection
-        refuse_blockwise(name, parameter, self.tp_mode, groups, self.layout, measured, otherwise)
+                refuse_blockwise(self, parameter, "norms")
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
-        self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
-
-    def _check_shards(self, parameter: Tensor, called: str) -> None:
-        if self.tp_mode != "blockwise":
-            otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
-            check_shard(parameter, self.pg_collection, called, otherwise)
+        check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
+        self._check_split(parameter)
 
     def _check_update_settings(self, group: Mapping[str, Any], number: int) -> UpdateSettings:
         try:

@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from math import inf
+from numbers import Real
 from typing import Any
 
 import torch
@@ -62,6 +64,17 @@ def scaled_by_user(
         else:
             updates.append(checked(f"{name} of a shard", function(shard, tp, dim), shard))
     return updates
+
+
+def scales_of(scale: Callable[[int, int], float] | None, matrices: Sequence[Matrix]) -> list[float]:
+    """The scale of each matrix, perhaps by a user's function; 1 without one."""
+    # that of a matrix without entries may divide by zero
+    found = [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
+    for x, matrix in zip(found, matrices, strict=True):
+        if not isinstance(x, Real | Tensor) or not -inf < x < inf:
+            rows, cols = matrix.shape
+            raise ValueError(f"scale_factor_fn of {rows} rows and {cols} columns must return a number, got {x!r}")
+    return list(map(float, found))
 
 
 def takes_shards(function: Callable[..., Tensor]) -> bool:

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -16,12 +17,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.foreach import heavy_ball
-from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings, plain, warn
+from megatron_eopt.optimizers.group_settings import UpdateSettings, check_adam_settings, plain, warn
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, scaled, subtract
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
-from megatron_eopt.optimizers.state import StateTensor, check_shape
+from megatron_eopt.optimizers.state import StateTensor, check_shape, check_writer
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.traits import PLANNED_IN_GROUPS, STEPS
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
@@ -307,7 +309,7 @@ class Muon(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self.matrices.check_writer(state_dict)
+        check_writer(type(self.matrices), state_dict)
         of_matrices, of_adamw, initial_lr = self._apart(state_dict)
         before = [(part, dict(vars(part))) for part in (self.matrices, self.adamw) if part is not None]
         try:
@@ -384,6 +386,8 @@ class Muon(Optimizer):
 class HeavyBallMuon(TensorParallelMuon):
     """The matrices of :class:`Muon`, with heavy-ball momentum and any dimensions."""
 
+    traits = replace(TensorParallelMuon.traits, planned_in_groups=(*PLANNED_IN_GROUPS, (NS_STEPS, STEPS)))
+
     def _further_settings(self) -> dict[str, Any]:
         return {NS_STEPS: self.newton_schulz.steps}
 
@@ -407,10 +411,6 @@ class HeavyBallMuon(TensorParallelMuon):
         if _is_flattened(parameter) and not isinstance(parameter, DTensor):
             parameter = parameter.detach().flatten(1)
         return super().layout(parameter)
-
-    def _own_settings(self) -> list[dict[str, Any]]:
-        groups = zip(super()._own_settings(), self.param_groups, strict=True)
-        return [{**own, STEPS: group[NS_STEPS]} for own, group in groups]
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
         if _is_flattened(parameter):

@@ -56,8 +56,9 @@ class StartedChunk:
             self._programs.append(running)
             shards = next(running)
             if not self.stacks:
-                self.stacks = {n: _empty(shards[0], job.shapes, job.dtype) for n, job in enumerate(chunk.jobs)}
-            rows = {n: _rows(stack, chunk.jobs[n].shapes) for n, stack in self.stacks.items()}
+                stacks = [_room(shards[0], job.shapes, job.dtype) for job in chunk.jobs]
+                self.stacks = {n: stack for n, (stack, _) in enumerate(stacks)}
+                rows = [rows_of_stack for _, rows_of_stack in stacks]
             places = [(rows[b.bucket][row], i) for b in each.buckets for row, i in zip(b.rows, b.at, strict=True)]
             torch._foreach_copy_([row for row, _ in places], [shards[i] for _, i in places])
             shards.clear()
@@ -93,8 +94,7 @@ def resume(program: Program, factors: list[Tensor]) -> None:
 def _taken(factors: Factors, own: BucketSlice) -> list[Tensor]:
     """A slice's factors, contiguous, in memory of their own."""
     of_rows = factors if len(own.rows) == len(factors) else [factors[i] for i in own.rows]
-    out = _empty(factors[0], own.shapes, own.widest)
-    results = _rows(out, own.shapes)
+    out, results = _room(factors[0], own.shapes, own.widest)
     if isinstance(of_rows, Tensor):
         out.copy_(of_rows)
     else:
@@ -102,10 +102,10 @@ def _taken(factors: Factors, own: BucketSlice) -> list[Tensor]:
     return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(results, own.dtypes, strict=True)]
 
 
-def _empty(like: Tensor, shapes: Shapes, dtype: torch.dtype) -> Tensor:
-    size = shapes if isinstance(shapes, tuple) else (sum(rows * cols for rows, cols in shapes),)
-    return like.new_empty(size, dtype=dtype)
-
-
-def _rows(stack: Tensor, shapes: Shapes) -> list[Tensor]:
-    return list(stack.unbind() if isinstance(shapes, tuple) else shards_of(stack, shapes))
+def _room(like: Tensor, shapes: Shapes, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Memory of one stack, and its matrices."""
+    if isinstance(shapes, tuple):
+        stack = like.new_empty(shapes, dtype=dtype)
+        return stack, list(stack.unbind())
+    stack = like.new_empty(sum(rows * cols for rows, cols in shapes), dtype=dtype)
+    return stack, list(shards_of(stack, shapes))

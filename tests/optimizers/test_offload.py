@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers import offload
-from megatron_eopt.optimizers.offload import Streamed, on_host
+from megatron_eopt.optimizers.offload import Streamed
+from megatron_eopt.optimizers.state import on_host
 from tests.optimizers.family import build, having
 
 KINDS = {

@@ -112,7 +112,7 @@ class OptimizerOfRun:
         agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for each in torch_optimizers(self.optimizer):
             if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
-                each.pg_collection = self.groups
+                vars(each)["pg_collection"] = self.groups
 
     def prepare(self) -> None:
         """Let every optimizer agree on its plan with other ranks."""

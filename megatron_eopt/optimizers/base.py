@@ -119,7 +119,10 @@ class BaseOptimizer(Optimizer):
         """Set an attribute; the next step is planned by it."""
         if name == "tp_mode":
             validate_tp_mode(value)
-        if name not in self.traits.planned_by or not vars(self).get("param_groups"):
+        built = bool(vars(self).get("param_groups"))
+        if name not in self.traits.planned_by or not built:
+            if built:
+                group_settings.check_attribute(type(self), name, vars(self), self.defaults)
             super().__setattr__(name, value)
             return
         before, groups = dict(vars(self)), self.param_groups

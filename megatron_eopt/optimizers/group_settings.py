@@ -147,6 +147,18 @@ def arguments_of(cls: type) -> dict[str, Any]:
     return {each.name: each.annotation for each in named if each.kind is not each.VAR_KEYWORD}
 
 
+def check_attribute(cls: type, name: str, attributes: Collection[str], defaults: Collection[str]) -> None:
+    """Refuse to set what only the constructor takes; warn of what only groups have."""
+    if name not in arguments_of(cls):
+        return
+    in_groups = f"set it in each group, optimizer.param_groups[i][{name!r}]"
+    if name in attributes:
+        instead = in_groups if name in defaults else f"build it anew with {name}=..., and load its state"
+        raise ValueError(f"{cls.__name__} takes {name} at construction and not between steps: {instead}")
+    if name in defaults:
+        warn(f"{cls.__name__}: the attribute {name} has no effect: {in_groups}")
+
+
 def settings_below(base: type) -> set[str]:
     """Arguments of a class and its subclasses, and :data:`ELSEWHERE`'s."""
     return {*arguments_of(base), *ELSEWHERE}.union(*map(settings_below, base.__subclasses__()))

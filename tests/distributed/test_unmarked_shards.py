@@ -45,7 +45,7 @@ def _messages(rank, _):
     def said(cls, cases, **settings):
         handler.messages.clear()
         opt = cls(list(map(named, cases)), **settings)
-        opt.pg_collection = settings.get("pg_collection", groups)
+        vars(opt).setdefault("pg_collection", groups)
         for _ in range(2):
             opt.step()
         opt.add_param_group({"params": [("later", named("unmarked")[1])]})

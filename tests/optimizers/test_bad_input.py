@@ -403,3 +403,23 @@ def test_shapes_of_fused_projections_that_nothing_splits_are_named(name, caplog)
     build(name, matrices(1, (12, 4)), **fused, split_qkv=True)
     build(name, matrices(1, (12, 4)), is_qkv_fn=None)
     assert "no effect" not in caplog.text
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_only_the_constructor_takes_is_refused_between_steps(name):
+    optimizer = build(name, [torch.nn.Parameter(torch.randn(8, 4))])
+    cls = type(optimizer)
+    settled = (arguments_of(cls).keys() & vars(optimizer).keys()) - cls.traits.planned_by
+    for key in settled:
+        before = vars(optimizer)[key]
+        with pytest.raises(ValueError, match=f"{cls.__name__} takes {key} at construction and not between steps"):
+            setattr(optimizer, key, before)
+        assert vars(optimizer)[key] is before
+    assert "workspace" in settled or not issubclass(cls, TensorParallelMuon)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_setting_of_groups_that_is_set_as_an_attribute_is_named(name, caplog):
+    optimizer = build(name, [torch.nn.Parameter(torch.randn(8, 4))])
+    optimizer.lr = 0.5
+    assert "the attribute lr has no effect: set it in each group, optimizer.param_groups[i]['lr']" in caplog.text

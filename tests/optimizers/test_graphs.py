@@ -28,7 +28,7 @@ def pair(device):
     plain, captured = (
         TensorParallelMuon([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.3}], lr=0.1) for p in parameters
     )
-    captured.cuda_graphs = True
+    vars(captured)["cuda_graphs"] = True
     capture = capture_cuda if CUDA else lambda run: run
     captured._session.plans.graphed = GraphedUpdate(captured._run, capture)
     return parameters, plain, captured
@@ -59,7 +59,7 @@ def test_a_step_on_a_gpu_leaves_out_what_a_step_on_a_cpu_leaves_out(name):
     both = [[torch.nn.Parameter(m.detach().to(device)) for m in (matrix(), matrix(5, 7, 1))] for _ in range(2)]
     masked, plain = (build_muon(name, p) for p in both)
     if not CUDA:
-        masked.cuda_graphs = True
+        vars(masked)["cuda_graphs"] = True
         masked._session.plans.graphed = GraphedUpdate(masked._run, lambda run: run)
     for step, bad in enumerate([None, torch.nan, None, torch.inf, None]):
         for parameters, opt in zip(both, (masked, plain), strict=True):

@@ -266,7 +266,7 @@ def test_a_step_that_is_made_parameter_by_parameter_counts_too():
 
 def test_a_captured_step_is_the_step_of_all_groups_and_counts():
     plain, captured = optimizer(grouped()), optimizer(grouped())
-    captured.cuda_graphs = True
+    vars(captured)["cuda_graphs"] = True
     captured._session.plans.graphed = GraphedUpdate(captured._run, lambda run: run)
     for made in (plain, captured):
         made.result = stepped(made, [0, 2, 3])

@@ -81,7 +81,7 @@ def test_a_step_that_is_left_out_leaves_the_parameter_and_its_state_as_they_are(
 def test_a_captured_step_is_that_of_every_step(kind):
     plain, captured = ([matrix(), matrix(5, 7, 1)] for _ in range(2))
     one, other = (kind(params, lr=0.05, fp32_matmul_prec="highest") for params in (plain, captured))
-    other.cuda_graphs = True
+    vars(other)["cuda_graphs"] = True
     other._session.plans.graphed = GraphedUpdate(other._run, lambda run: run)
     for step in range(4):
         for params, opt in ((plain, one), (captured, other)):

@@ -66,16 +66,16 @@ def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
 def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
     """``rsqrt(max(v, eps))`` of rows or columns, keeping ``||O||``; one reduction."""
     steps: dict[int, Tensor] = {}
-    each = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
-    means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
+    measured = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
+    means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in measured]
     # a short dimension that is cut needs its means reduced; one that is whole, the norms of O and U
     crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
     here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
 
-    def follow(some: list[int], found: Sequence[Statistics]) -> list[Tensor]:
+    def follow(some: list[int], statistics: Sequence[Statistics]) -> list[Tensor]:
         """Norms of rows or columns of ``O`` and ``U``, unscaled."""
         of_some = [moments[i] for i in some]
-        along = [squares for each in found for squares in each.values()]
+        along = [squares for of_matrix in statistics for squares in of_matrix.values()]
         new = torch._foreach_clamp_min(average(of_some, along), [moment.eps for moment in of_some])
         torch._foreach_rsqrt_(new)
         steps.update(zip(some, new, strict=True))
@@ -109,12 +109,16 @@ def _tall(shape: Shape) -> bool:
 
 def _means_cross(matrix: Matrix) -> bool:
     short = int(_tall(matrix.shape))
-    return any(each.shape[1 - short] and each.shape[short] != matrix.shape[short] for each in matrix.rectangles)
+    return any(
+        rectangle.shape[1 - short] and rectangle.shape[short] != matrix.shape[short] for rectangle in matrix.rectangles
+    )
 
 
 def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> tuple[Tensor, ...]:
     several = [zip(matrices, xs, strict=True) for xs in shards]
-    wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for each in several for matrix, x in each]
+    wanted = [
+        StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for shards_of in several for matrix, x in shards_of
+    ]
     return norms_of(engine.statistics(wanted)).chunk(len(shards))
 
 
@@ -224,10 +228,10 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name, method = type(self).__name__, self.moment2_method
-        for own in ("orthogonalize", "scaled_orthogonalize_fn"):
-            if self._of_user(own):
+        for method_name in ("orthogonalize", "scaled_orthogonalize_fn"):
+            if self._of_user(method_name):
                 raise TypeError(
-                    f"{name} has an {own} of its own, which makes scaled updates; the second moment needs the "
+                    f"{name} has an {method_name} of its own, which makes scaled updates; the second moment needs the "
                     f"orthogonal factors of all matrices together, before they are scaled: set orthogonalize_fn, "
                     f"override program, or take TensorParallelMuon"
                 )

@@ -250,12 +250,12 @@ class BaseOptimizer(Optimizer):
 
     def group_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the group of a parameter."""
-        found = self._session.group_of.get(parameter)
+        known = self._session.group_of.get(parameter)
         # a load makes other groups, and Megatron replaces parameters by its fp32 copies
-        if found is None or not any(found is group for group in self.param_groups):
+        if known is None or not any(known is group for group in self.param_groups):
             self._session.group_of = {p: group for group in self.param_groups for p in group["params"]}
-            found = self._session.group_of[parameter]
-        return found
+            known = self._session.group_of[parameter]
+        return known
 
     @property
     def matrices_per_step(self) -> int:
@@ -379,12 +379,12 @@ class BaseOptimizer(Optimizer):
         described = [replace(self._described(name, p), settings=settings[p]) for name, p in named]
         known = self.param_groups[0].get(RATES)
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
-        own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
+        used = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if self.offload_fraction]
         state = max(of_entries, default=0)
         workspace = Workspace(bytes=self.workspace, kept=4 * self.traits.keeps_momenta + state, state=state)
-        return Engine(described, device, self.tp_mode, own, workspace)
+        return Engine(described, device, self.tp_mode, used, workspace)
 
     def kernel_times(self) -> Tensor:
         """Times that choose the kernel: see :func:`.timing.times`."""

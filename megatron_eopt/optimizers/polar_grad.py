@@ -68,8 +68,8 @@ class PolarGrad(TensorParallelMuon):
         decay(chunk)
         M = engine.split(chunk.indices, momentum(chunk))
         U = yield from engine.orthogonalize(chunk.indices, list(M))
-        each = zip(engine.flat(chunk.indices), M, U, strict=True)
-        wanted = [StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in each]
-        norms = [found["inner_product"] for found in engine.statistics(wanted)]  # <M, U>
+        triples = zip(engine.flat(chunk.indices), M, U, strict=True)
+        wanted = [StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in triples]
+        norms = [of_matrix["inner_product"] for of_matrix in engine.statistics(wanted)]  # <M, U>
         foreach.scale_each(U, norms)
         subtract(chunk, engine, U)

@@ -47,9 +47,9 @@ def spelled_out[**P](kind: type[Execution]) -> Callable[[Callable[P, None]], Cal
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         signature, of_muon = inspect.signature(init), inspect.signature(TensorParallelMuon).parameters
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        written = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in of_muon.items() if name in kind.__annotations__]
-        init.__signature__ = signature.replace(parameters=[*own, *taken])  # type: ignore[attr-defined]
+        init.__signature__ = signature.replace(parameters=[*written, *taken])  # type: ignore[attr-defined]
         return init
 
     return decorate

@@ -79,18 +79,18 @@ def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     if tensor.dims is None:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     shape, own_shape, placements = _expected(parameter, tensor, layouts)
-    own = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
+    shard = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
     if tensor.start is not None:
         layout = layouts(parameter)[tensor.matrix]
         side = layout if tensor.dims == ("rows",) else layout.transposed
-        own.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
+        shard.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
     if not isinstance(parameter, DTensor) or placements is None:
-        return own
+        return shard
     if max(tensor.dims.count(side) for side in SIDES) > 1:
         raise ValueError(f"a state tensor of a DTensor has rows and columns once each at most, got dims {tensor.dims}")
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        own, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        shard, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
@@ -177,8 +177,8 @@ class States:
             elif tensor.rank is not None and tensor.is_elsewhere(self.layouts(parameter)):  # once all had it
                 state[tensor.key] = self.initial(parameter, tensor)
             elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
-                own = saved[tensor.key].detach().clone()
-                state[tensor.key] = own.to(local(parameter).device, tensor.dtype)
+                x = saved[tensor.key].detach().clone()
+                state[tensor.key] = x.to(local(parameter).device, tensor.dtype)
 
 
 def name_in_states(cls: type) -> str:
@@ -262,7 +262,7 @@ def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> State
     if not _is_cut_like(parameter, tensor):
         return own_shape, None, None
     sides = SIDES[::-1] if is_transposed(parameter) else SIDES
-    placements = tuple(_placement(each, tensor.dims, sides) for each in parameter.placements)
+    placements = tuple(_placement(placement, tensor.dims, sides) for placement in parameter.placements)
     return tensor.global_shape(layouts(parameter)), own_shape, placements
 
 

@@ -149,9 +149,11 @@ def arguments_of(cls: type) -> dict[str, Any]:
     return {p.name: p.annotation for p in arguments if p.kind is not p.VAR_KEYWORD}
 
 
-def check_attribute(cls: type, name: str, attributes: Collection[str], defaults: Collection[str]) -> None:
-    """Refuse to set what only the constructor takes; warn of what only groups have."""
-    if name not in arguments_of(cls):
+def check_attribute(
+    cls: type, name: str, value: object, attributes: Mapping[str, object], defaults: Collection[str]
+) -> None:
+    """Refuse to change what only the constructor takes; warn of what only groups have."""
+    if name not in arguments_of(cls) or (name in attributes and attributes[name] is value):
         return
     in_groups = f"set it in each group, optimizer.param_groups[i][{name!r}]"
     if name in attributes:

@@ -412,8 +412,9 @@ def test_what_only_the_constructor_takes_is_refused_between_steps(name):
     settled = (arguments_of(cls).keys() & vars(optimizer).keys()) - cls.traits.planned_by
     for key in settled:
         before = vars(optimizer)[key]
+        setattr(optimizer, key, before)  # as a subclass may, which is handed the same
         with pytest.raises(ValueError, match=f"{cls.__name__} takes {key} at construction and not between steps"):
-            setattr(optimizer, key, before)
+            setattr(optimizer, key, object())
         assert vars(optimizer)[key] is before
     assert "workspace" in settled or not issubclass(cls, TensorParallelMuon)
 

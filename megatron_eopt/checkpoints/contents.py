@@ -17,7 +17,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
@@ -145,17 +145,16 @@ def read_contents(folder: Path) -> Contents:
     """Read a checkpoint's metadata, or raise a :class:`CheckpointError`."""
     if fault := _fault(folder):
         raise CheckpointError(f"{folder} {fault}")
-    tensors, blobs, found = read_layout(folder)
-    key = COMMON_KEY
+    contents, key, release = read_layout(folder), COMMON_KEY, "0.19 or later"
     if (older := folder / COMMON_FILE).exists():
-        key, blobs[COMMON_FILE] = COMMON_FILE, Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
-    release = "0.18 or before" if key == COMMON_FILE else "0.19 or later"
-    common, of_common = _common(folder, blobs.get(key))
-    return Contents(folder, tensors, blobs, common, release, {METADATA: found, key: of_common})
+        key, release = COMMON_FILE, "0.18 or before"
+        contents.blobs[key] = Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
+    common, of_common = _common(folder, contents.blobs.get(key))
+    return replace(contents, common=common, release=release, faults=contents.faults | {key: of_common})
 
 
-def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk], set[str]]:
-    """Tensors, objects and faults of a ``.metadata`` file."""
+def read_layout(folder: Path) -> Contents:
+    """What ``.metadata`` says, without the common state."""
     tensors, blobs, found = {}, {}, set[str]()
     try:
         with bounds.open_file(folder / METADATA, bounds.METADATA_BYTES) as file:
@@ -181,7 +180,7 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
             f"another kind{_named(found)}, and without it no data can be found: take another checkpoint, or a copy of "
             "this file"
         ) from error
-    return tensors, blobs, found
+    return Contents(folder, tensors, blobs, {}, "", {METADATA: found})
 
 
 @lru_cache(maxsize=4)  # a load needs it twice, and it takes most of the time

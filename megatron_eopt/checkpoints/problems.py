@@ -14,7 +14,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -330,8 +330,8 @@ def _faults(contents: Contents) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.name == METADATA and path.parent != folder:
-            tensors, blobs, found = read_layout(path.parent)
-            yield from _faults(Contents(path.parent, tensors, blobs, {}, "", {name: found}))
+            inside = read_layout(path.parent)
+            yield from _faults(replace(inside, faults={name: inside.faults[METADATA]}))
         elif path.is_symlink() and path.is_dir():
             yield name, "is a link to a folder, in which nothing is looked at"
         elif name not in contents.faults and (path.suffix == ".pt" or path.name.endswith(METADATA)):

@@ -48,7 +48,7 @@ def _of_torch_dist(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
 
 
 def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
-    _, blobs, _ = read_layout(path)
+    blobs = read_layout(path).blobs
 
     def read(key: str) -> Any:
         archive = read_blob(path, blobs[key])

@@ -1,7 +1,6 @@
 """The command ``megatron-eopt doctor``: what is installed, and what works.
 
 :func:`collect` imports what is installed and survives what is broken. The reports are pure functions of :class:`Facts`.
-Exit status 0 without problems, 1 with.
 """
 
 import argparse

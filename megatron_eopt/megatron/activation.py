@@ -37,16 +37,7 @@ _active: Redirections | None = None
 
 
 def activate() -> None:
-    """Let ``--optimizer NAME`` build our optimizers from here on.
-
-    Puts them in the registry behind ``megatron.core.optimizer.get_megatron_optimizer``, and in the command line of
-    ``megatron.training``. Runs with adam and sgd stay as they are. Call it before arguments are parsed, and before a
-    script imports names of Megatron-Core's module of emerging optimizers. Optimizers that a user has put into that
-    registry stay there, also under a name of ours, which is logged.
-
-    Raises:
-        ImportError: if the release of Megatron-Core is too old.
-    """
+    """As :func:`megatron_eopt.activate`, which explains it."""
     global _active
     if not activated():
         releases.check_supported()

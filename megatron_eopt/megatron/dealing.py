@@ -1,6 +1,6 @@
 """Deal whole parameters to data-parallel ranks, by predicted time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.cost import Work
-from megatron_eopt.parallel.deal import Deal, Item, deal
+from megatron_eopt.parallel.deal import Item, deal
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.redirect import Redirection, Redirections, around
 
@@ -32,11 +32,17 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
         own(self, optimizers, *layouts)
         kept = {parameter for group in groups for parameter in group["params"]}
         for name, ranks in (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp")):
-            if by_size := getattr(self, name):
-                hands, found = redealt([p for params in whole for p in params], by_size, items, works, mode)
-                setattr(self, name, hands)
-                kept = kept.difference(*by_size).union(hands[getattr(self.pg_collection, ranks).rank()])
-                say(str(found))
+            if not (by_size := getattr(self, name)):
+                continue
+            rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
+            parameters = [parameter for params in whole for parameter in params if parameter in rank_of]
+            dealt = deal([items[p] for p in parameters], [rank_of[p] for p in parameters], len(by_size), works, mode)
+            hands: list[list[Tensor]] = [[] for _ in by_size]
+            for parameter, rank in zip(parameters, dealt.ranks, strict=True):
+                hands[rank].append(parameter)
+            setattr(self, name, hands)
+            kept = kept.difference(*by_size).union(hands[getattr(self.pg_collection, ranks).rank()])
+            say(str(dealt))
         for group, params in zip(groups, whole, strict=True):
             group["params"] = [parameter for parameter in params if parameter in kept]
 
@@ -77,20 +83,3 @@ def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[
             matrices = [tuple(islice(flat, len(own))) for own in engine.matrices]
         items |= {p: Item(own, p.numel()) for p, own in zip(parameters, matrices, strict=True)}
     return items, works
-
-
-def redealt(
-    parameters: Sequence[Tensor],
-    by_size: Sequence[Sequence[Tensor]],
-    items: Mapping[Tensor, Item],
-    works: Mapping[str, Work],
-    mode: TpMode,
-) -> tuple[list[list[Tensor]], Deal]:
-    """Parameters of each data-parallel rank, dealt anew from ``by_size``."""
-    rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
-    dealt = [parameter for parameter in parameters if parameter in rank_of]
-    found = deal([items[p] for p in dealt], [rank_of[p] for p in dealt], len(by_size), works, mode)
-    hands: list[list[Tensor]] = [[] for _ in by_size]
-    for parameter, rank in zip(dealt, found.ranks, strict=True):
-        hands[rank].append(parameter)
-    return hands, found

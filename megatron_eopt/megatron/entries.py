@@ -65,7 +65,7 @@ def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
         flag = f"--muon-{setting}".replace("_", "-")
         if not takes_matrices(primary):
             raise OverrideError(f"{flag} is for optimizers of matrices, and {primary} is for all: leave it away")
-        yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known, keep_mistakes=True)
+        yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known)
 
 
 def known_names() -> Known:

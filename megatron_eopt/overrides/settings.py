@@ -149,10 +149,7 @@ def check_of(key: str, optimizer: str | None, known: Known) -> Check:
 
 
 def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Any:
-    """The checked value of a setting; without ``optimizer``, of any.
-
-    A :class:`SettingError` is for a key that the optimizer has not, and for a value out of range, with what is near.
-    """
+    """The checked value, or a :class:`SettingError`; None is any optimizer."""
     if not isinstance(key, str) or not (key in SETTINGS or known.having(key)) or foreign([key], optimizer, known):
         raise refusal(str(key), optimizer, known)
     optimizers = [optimizer] if optimizer in known.optimizers else known.having(key)

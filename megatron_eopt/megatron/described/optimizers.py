@@ -5,13 +5,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
-from megatron_eopt.megatron.dealing import balances, items_of, redealt
+from megatron_eopt.megatron.dealing import balances, items_of
 from megatron_eopt.megatron.described.model import DescribedRun
 from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
@@ -23,7 +22,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.cost import step_bytes
-from megatron_eopt.parallel.deal import Deal, to_and_fro
+from megatron_eopt.parallel.deal import Deal, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -115,15 +114,13 @@ def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run:
     items, works = items_of(optimizers)
     deals = []
     for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
-        own = [parameter for parameter in items if getattr(parameter, "allreduce", True) == dense]
-        if among.size() == 1 or not own:
+        own, ranks = [p for p in items if getattr(p, "allreduce", True) == dense], among.size()
+        if ranks == 1 or not own:
             continue
-        by_size: list[list[Tensor]] = [[] for _ in range(among.size())]
-        for parameter, rank in zip(own, to_and_fro([each.numel() for each in own], among.size()), strict=True):
-            by_size[rank].append(parameter)
-        hands, found = redealt(own, by_size, items, works, planned.tp_mode)
-        deals.append(found)
-        others = set(own).difference(hands[found.seconds.index(max(found.seconds))])
+        by_size = to_and_fro([p.numel() for p in own], ranks)
+        deals.append(found := deal([items[p] for p in own], by_size, ranks, works, planned.tp_mode))
+        busiest = found.seconds.index(max(found.seconds))
+        others = {p for p, rank in zip(own, found.ranks, strict=True) if rank != busiest}
         for group in (group for each in optimizers for group in each.param_groups):
             group["params"] = [parameter for parameter in group["params"] if parameter not in others]
     return deals

@@ -45,7 +45,9 @@ class OptimizerOfRun:
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
-        self.config = offloading(without_sharing(with_preset(config), self.facts))
+        own = without_sharing(with_preset(config), self.facts)
+        fraction = own.optimizer_offload_fraction if on(own, "optimizer_cpu_offload") else 0.0
+        self.config = with_fields(own, offload_fraction=fraction, optimizer_cpu_offload=False)
         self.model_chunks, self.groups = model_chunks, pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
@@ -197,12 +199,6 @@ def without_sharing(config: Any, run: Run) -> Any:
     if not on(config, "soap_share_over_dp") or (all_save and not run.layer_wise):
         return config
     return with_fields(config, soap_share_over_dp=False)
-
-
-def offloading(config: Any) -> Any:
-    """The config with ``offload_fraction`` instead of Megatron's flag."""
-    fraction = config.optimizer_offload_fraction if on(config, "optimizer_cpu_offload") else 0.0
-    return with_fields(config, offload_fraction=fraction, optimizer_cpu_offload=False)
 
 
 @around

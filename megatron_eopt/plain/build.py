@@ -154,18 +154,14 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
 
 def register_builders() -> None:
     """Register the builders of the table's optimizers and torch's AdamW."""
-    _register("adamw", build_adamw)
-    for row in OPTIMIZERS.values():
-        if row.plain:
-            _register(row.name, partial(build_of_row, row))
+    for name in OWN:
+        register_optimizer(name)(partial(_build, name))
 
 
-def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimizer]) -> None:
-
-    @register_optimizer(name)
-    def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
-        filled = [{**group, "params": list(group["params"])} for group in groups]
-        return build([group for group in filled if group["params"]], config_of(config, name))
+def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
+    copies = ({**group, "params": list(group["params"])} for group in groups)
+    filled, settings = [group for group in copies if group["params"]], config_of(config, name)
+    return build_adamw(filled, settings) if name == "adamw" else build_of_row(OPTIMIZERS[name], filled, settings)
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -11,7 +11,7 @@ from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
 from megatron_eopt.megatron.dealing import balances, items_of
-from megatron_eopt.megatron.described.model import DescribedRun
+from megatron_eopt.megatron.described.model import DescribedRun, Memory
 from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
@@ -46,15 +46,6 @@ def _parameters(run: DescribedRun) -> list[ModelParameter]:
     parameters = [each for each in found if first or not getattr(each.tensor, "allreduce", True)]
     mark(parameters)
     return parameters
-
-
-class Memory(NamedTuple):
-    """Bytes on one rank."""
-
-    parameters: int
-    gradients: int
-    state: int  # with fp32 copies of the parameters; of what is shared over data-parallel ranks an equal share
-    temporaries: int  # of a step, at most
 
 
 def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str, Memory]:

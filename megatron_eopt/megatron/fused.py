@@ -94,25 +94,8 @@ def is_declared(parameter: ModelParameter) -> bool:
     return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
 
 
-def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
-    """The declared split of a parameter, else that of ``name``."""
-    if is_declared(parameter):
-        if is_transposed(parameter.tensor):
-            raise ValueError(f"{parameter.name} is declared as transposed, but Megatron's weights are (out, in)")
-        return declared_split(parameter.tensor)
-    if (found := fused(parameter)) is None:
-        return None
-    split = {"none": WHOLE, "per_head": found.per_head or found.matrices, "all": found.matrices}.get(name)
-    if split is None and not found.known:  # "default", and Megatron has none
-        raise ValueError(
-            f"{parameter.name} is fused of {found.what}, and nothing says how it is to be orthogonalized: declare "
-            f"that as these (--muon-split all, or an override with split: all) or as one matrix (split: none), or "
-            f"give it to Adam (optimizer: adam)"
-        )
-    return split
-
-
 def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
+    """The declared split of a parameter, else that of its setting."""
     own, parameter = assigned.settings.get("split"), assigned.parameter
     name: SplitName = own or of_run
     if is_declared(parameter):
@@ -121,16 +104,27 @@ def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
                 f"{parameter.name}: split {own} by {assigned.resolved.sources['split']} would have no effect, since "
                 f"its matrices are declared: remove one of the two"
             )
-    elif assigned.optimizer is not None and pairs_rows(assigned.optimizer):
-        found = fused(parameter)
-        if name == "none" and found and found.matrices.order == "per_shard":
+        if is_transposed(parameter.tensor):
+            raise ValueError(f"{parameter.name} is declared as transposed, but Megatron's weights are (out, in)")
+        return declared_split(parameter.tensor)
+    if (found := fused(parameter)) is None:
+        return None
+    if assigned.optimizer is not None and pairs_rows(assigned.optimizer):
+        if name == "none" and found.matrices.order == "per_shard":
             raise OverrideError(
                 f"{parameter.name} holds {found.what} in an order that follows the tensor-parallel ranks, and what "
                 f"{assigned.optimizer} keeps of its rows would be of no other size: let it be split (split: all), or "
                 f"give it to another optimizer"
             )
         name = "all" if name == "default" else name
-    return split_of(parameter, name)
+    split = {"none": WHOLE, "per_head": found.per_head or found.matrices, "all": found.matrices}.get(name)
+    if split is None and not found.known:  # "default", and Megatron has none
+        raise ValueError(
+            f"{parameter.name} is fused of {found.what}, and nothing says how it is to be orthogonalized: declare "
+            f"that as these (--muon-split all, or an override with split: all) or as one matrix (split: none), or "
+            f"give it to Adam (optimizer: adam)"
+        )
+    return split
 
 
 def _qkv_shapes(parameter: ModelParameter) -> list[int] | None:

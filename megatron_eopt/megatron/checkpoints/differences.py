@@ -24,6 +24,7 @@ FORMAT = 1  # of what this package writes down; it grows when an older release c
 _FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 _DISTRIBUTED_MAIN = "param"  # the main copy, in what Megatron's distributed optimizer saves by parameter
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
+Shapes = Mapping[str, tuple[int, ...] | None]  # key -> global shape; None is any shape
 _STACKED = re.compile(r"\.layers\.(?!\d)")
 
 
@@ -92,16 +93,8 @@ def too_new(written: int) -> str | None:
     return f"it was written by a later release of megatron_eopt ({found}): update the package"
 
 
-def mismatch(
-    name: str,
-    wanted: Mapping[str, tuple[int, ...] | None],
-    stored: Mapping[str, tuple[int, ...]],
-    optional: Set[str] = frozenset(),
-) -> str | None:
-    """Why a checkpoint's tensors cannot serve the optimizer named so.
-
-    ``wanted`` and ``stored`` are key -> global shape; None is any shape. ``optional`` states need not be loaded.
-    """
+def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = frozenset()) -> str | None:
+    """Why ``stored`` cannot serve; ``optional`` states need not be loaded."""
     parameters = {split_key(key)[1] for key in wanted}
     missing = sorted(wanted.keys() - stored.keys())
     split = ((key, *split_key(key)) for key in sorted(stored.keys() - wanted.keys()))

@@ -90,13 +90,13 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
         "distributed_optimizer": states.distributed_format(contents),
         "optimizers": [
             {
-                "name": each.name,
-                "source": each.source,
-                "settings": _plain(each.block.get("settings") or {}),
-                "parameters": each.parameters,
-                "states": {state: _totals(tensors) for state, tensors in each.states.items()},
+                "name": optimizer.name,
+                "source": optimizer.source,
+                "settings": _plain(optimizer.block.get("settings") or {}),
+                "parameters": optimizer.parameters,
+                "states": {state: _totals(tensors) for state, tensors in optimizer.states.items()},
             }
-            for each in states.optimizer_states(contents)
+            for optimizer in states.optimizer_states(contents)
         ],
         "groups": {label: _plain(group) for label, group in states.groups(contents)},
         "data": data and {"archives": data.archives, "bytes": data.bytes, "sound": not data.problems},
@@ -131,11 +131,11 @@ def _lines(said: dict[str, Any]) -> Iterator[str]:
     yield f"model       {_total_text(said['model'])}"
     if said["distributed_optimizer"]:
         yield f"optimizer   Megatron's DistributedOptimizer, format {said['distributed_optimizer']}"
-    for each in said["optimizers"]:
-        yield f"optimizer   {each['name']} ({each['source']})"
-        if each["settings"]:
-            yield "  " + ", ".join(f"{name} {_value(value)}" for name, value in each["settings"].items())
-        for state, totals in each["states"].items():
+    for optimizer in said["optimizers"]:
+        yield f"optimizer   {optimizer['name']} ({optimizer['source']})"
+        if optimizer["settings"]:
+            yield "  " + ", ".join(f"{name} {_value(value)}" for name, value in optimizer["settings"].items())
+        for state, totals in optimizer["states"].items():
             yield f"  {state:<19} {_total_text(totals)}"
     if said["main_copies"]["tensors"]:
         yield f"  {states.MAIN:<19} {_total_text(said['main_copies'])}"

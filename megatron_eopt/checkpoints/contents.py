@@ -109,8 +109,8 @@ class Contents:
     @property
     def iteration(self) -> int | None:
         """The iteration after which it was saved, if known."""
-        found = self.common.get("iteration")
-        return found if isinstance(found, int) else None
+        iteration = self.common.get("iteration")
+        return iteration if isinstance(iteration, int) else None
 
 
 def newest(folder: Path) -> Path:
@@ -118,8 +118,7 @@ def newest(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, or the folder that a run's --save named")
     tracker = folder / TRACKER
-    names = sorted(each.name for each in folder.iterdir() if each.is_dir())
-    saved = [name for name in names if re.fullmatch(r"release|iter_\d+", name)]
+    saved = sorted(x.name for x in folder.iterdir() if x.is_dir() and re.fullmatch(r"release|iter_\d+", x.name))
     there = f"there are {', '.join(saved)}" if saved else "there are no checkpoints"
     if not tracker.exists():
         if saved and not (folder / METADATA).exists():
@@ -164,14 +163,14 @@ def read_layout(folder: Path) -> Contents:
         stored = MetadataUnpickler(io.BytesIO(pickled)).load()
         if not isinstance(stored, Metadata) or not isinstance(stored.storage_data, dict):
             raise TypeError(f"it holds a {type(stored).__name__}")
-        for key, each in stored.state_dict_metadata.items():
+        for key, entry in stored.state_dict_metadata.items():
             if not isinstance(key, str):
                 raise TypeError(f"a key is a {type(key).__name__}")
-            if isinstance(each, TensorStorageMetadata):
-                chunks = tuple(_chunk(stored, key, chunk.offsets, chunk.sizes) for chunk in each.chunks)
-                if not isinstance(each.properties.dtype, torch.dtype):
+            if isinstance(entry, TensorStorageMetadata):
+                chunks = tuple(_chunk(stored, key, chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+                if not isinstance(entry.properties.dtype, torch.dtype):
                     raise TypeError(f"{key} has no dtype")
-                tensors[key] = StoredTensor(key, _extents(each.size), each.properties.dtype, chunks)
+                tensors[key] = StoredTensor(key, _extents(entry.size), entry.properties.dtype, chunks)
             else:
                 blobs[key] = _chunk(stored, key)
     except Exception as error:  # a damaged pickle raises anything
@@ -197,7 +196,7 @@ def is_legacy(folder: Path) -> bool:
 def _fault(folder: Path) -> str | None:
     if not folder.is_dir():
         return "is no folder"
-    names = sorted(each.name for each in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     if not names:
         return "is empty: a save that never wrote anything; take another checkpoint"
     if is_legacy(folder):
@@ -228,7 +227,7 @@ def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: 
 
 
 def _extents(numbers: Sequence[int]) -> tuple[int, ...]:
-    if len(numbers) > 64 or not all(type(each) is int and 0 <= each < 2**63 for each in numbers):
+    if len(numbers) > 64 or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise ValueError("it has sizes or offsets that no tensor or file can have")
     return tuple(numbers)
 
@@ -248,8 +247,8 @@ def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
         raise ValueError(f"it has values in values, more than {bounds.DEPTH} deep")
     if id(value) not in sizes:
         inner = vars(value) if isinstance(value, argparse.Namespace | Unknown) else value
-        each = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple | set) else ()
-        sizes[id(value)] = 1 + sum(_size(item, sizes, depth + 1) for item in each)
+        inside = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple | set) else ()
+        sizes[id(value)] = 1 + sum(_size(item, sizes, depth + 1) for item in inside)
     return sizes[id(value)]
 
 

@@ -149,9 +149,9 @@ def check_data(contents: Contents) -> Data:
     """Read all archives but those in missing or truncated files."""
     folder = contents.folder
     lengths = {name: (folder / name).stat().st_size for name in _lengths(contents) if (folder / name).is_file()}
-    work = [each for each in contents.chunks() if lengths.get(each[1].file, -1) >= each[1].start + each[1].length]
+    work = [(key, x) for key, x in contents.chunks() if lengths.get(x.file, -1) >= x.start + x.length]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        looks = list(pool.map(lambda each: _look(contents, *each), work))
+        looks = list(pool.map(lambda item: _look(contents, *item), work))
     data = Data(len(work), sum(chunk.length for _, chunk in work), sum(not look.checked for look in looks))
     of_keys: dict[str, list[_Look]] = defaultdict(list)
     for (key, _), look in zip(work, looks, strict=True):
@@ -193,8 +193,8 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
             if folders := [entry.filename for entry in entries if entry.external_attr & _FOLDER]:
                 raise ValueError(f"{folders[0]} is marked as a folder, which torch would read as nothing")
             values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
-            for entry in [each for each in entries if each not in values]:
-                for _ in _blocks(archive, entry):
+            for entry in entries:
+                for _ in _blocks(archive, entry) if entry not in values else ():
                     pass  # zipfile compares the checksum
             if tensor is None:
                 return look
@@ -214,9 +214,9 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
 
 
 def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    (pickled,) = (each for each in archive.infolist() if each.filename.count("/") == 1 and "data.pkl" in each.filename)
-    if pickled.file_size > OBJECT_BYTES or (found := faults(io.BytesIO(archive.read(pickled)))):
-        raise ValueError(f"its pickle {min(found)}" if found else "its pickle is larger than a tensor's can be")
+    (pickled,) = (e for e in archive.infolist() if e.filename.count("/") == 1 and "data.pkl" in e.filename)
+    if pickled.file_size > OBJECT_BYTES or (wrong := faults(io.BytesIO(archive.read(pickled)))):
+        raise ValueError(f"its pickle {min(wrong)}" if wrong else "its pickle is larger than a tensor's can be")
     window.seek(0)
     with torch.serialization.skip_data():
         stored = torch.load(window, map_location="cpu", weights_only=True)

@@ -23,12 +23,12 @@ def problems(families: Sequence[ParamPattern], optimizer: str, for_matrices: boo
 
     ``families`` are of all ranks together, ``optimizer`` is the run's, of no use without matrices if ``for_matrices``.
     """
-    found = [*_without_optimizer(families), *_listed_twice(families), *_drifting_ties(families)]
-    return [*found, *_without_matrices(families, optimizer)] if for_matrices else found
+    wrong = [*_without_optimizer(families), *_listed_twice(families), *_drifting_ties(families)]
+    return [*wrong, *_without_matrices(families, optimizer)] if for_matrices else wrong
 
 
-def _without_optimizer(found: Sequence[ParamPattern]) -> Iterator[str]:
-    for family in found:
+def _without_optimizer(families: Sequence[ParamPattern]) -> Iterator[str]:
+    for family in families:
         row = family.like
         if row.optimizer is None and not row.excluded:
             yield (
@@ -43,8 +43,8 @@ def _without_optimizer(found: Sequence[ParamPattern]) -> Iterator[str]:
             )
 
 
-def _listed_twice(found: Sequence[ParamPattern]) -> Iterator[str]:
-    for group in by_pattern(found).values():
+def _listed_twice(families: Sequence[ParamPattern]) -> Iterator[str]:
+    for group in by_pattern(families).values():
         twice: dict[frozenset[ManifestRow], list[tuple[int, ...]]] = {}
         for index, rows in by_index(group).items():
             if len(rows) > 1:
@@ -58,9 +58,9 @@ def _listed_twice(found: Sequence[ParamPattern]) -> Iterator[str]:
             )
 
 
-def _drifting_ties(found: Sequence[ParamPattern]) -> Iterator[str]:
-    groups = by_pattern(found)  # a partner that is not listed is another name of the same parameter
-    for family in found:
+def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:
+    groups = by_pattern(families)  # a partner that is not listed is another name of the same parameter
+    for family in families:
         row = family.like
         if row.tied_to is None:
             continue
@@ -75,11 +75,11 @@ def _drifting_ties(found: Sequence[ParamPattern]) -> Iterator[str]:
                 )
 
 
-def _without_matrices(found: Sequence[ParamPattern], optimizer: str) -> Iterator[str]:
-    if any(family.like.matrices for family in found if family.like.optimizer == optimizer):
+def _without_matrices(families: Sequence[ParamPattern], optimizer: str) -> Iterator[str]:
+    if any(family.like.matrices for family in families if family.like.optimizer == optimizer):
         return
     numbers: Counter[str] = Counter()
-    for family in found:
+    for family in families:
         numbers[family.like.optimizer or "no optimizer"] += family.count
     others = ", ".join(f"{name} has {number:,}" for name, number in sorted(numbers.items())) or "none is trainable"
     yield (
@@ -95,9 +95,9 @@ def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
     return [*_far_from_adam(families, scale_mode), *kept, *_decayed_vectors(families)]
 
 
-def _far_from_adam(found: Sequence[ParamPattern], scale_mode: str) -> Iterator[str]:
+def _far_from_adam(families: Sequence[ParamPattern], scale_mode: str) -> Iterator[str]:
     classes: dict[tuple[str, str, bool], list[ParamPattern]] = {}
-    for family in found:
+    for family in families:
         row, rms = family.like, family.like.update_rms
         if row.optimizer and row.matrices and rms is not None and not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
             mode = str(row.settings.get("scale_mode", scale_mode))
@@ -117,9 +117,9 @@ def _far_from_adam(found: Sequence[ParamPattern], scale_mode: str) -> Iterator[s
         )
 
 
-def _decayed_vectors(found: Sequence[ParamPattern]) -> Iterator[str]:
+def _decayed_vectors(families: Sequence[ParamPattern]) -> Iterator[str]:
     decays: dict[float, list[ParamPattern]] = {}
-    for family in found:
+    for family in families:
         row = family.like
         if row.optimizer is not None and len(row.shape) < 2 and row.weight_decay:
             decays.setdefault(row.weight_decay, []).append(family)
@@ -142,7 +142,7 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
     for pattern in dict.fromkeys([*before, *now]):
         if before.get(pattern) == now.get(pattern):
             continue
-        was, comes = (by_index(each.get(pattern, ())) for each in (before, now))
+        was, comes = (by_index(manifest.get(pattern, ())) for manifest in (before, now))
         known: dict[tuple[frozenset[ManifestRow], frozenset[ManifestRow]], str] = {}
         changed: dict[str, list[tuple[int, ...]]] = {}
         for index in sorted(was.keys() | comes.keys()):
@@ -185,7 +185,7 @@ def _compared(row: ManifestRow) -> dict[str, object]:
     return {
         "optimizer": row.optimizer,
         "matrices": row.sizes or None,
-        "orthogonalized": "blockwise" if any(each.scheme == "blockwise" for each in row.matrices) else "exactly",
+        "orthogonalized": "blockwise" if any(matrix.scheme == "blockwise" for matrix in row.matrices) else "exactly",
         "shape": row.shape,
         "dtype": row.dtype,
         "update RMS": row.update_rms,

@@ -73,5 +73,5 @@ def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
     """Trained and model parameters; none where they are the same."""
     if not isinstance(wrapper.optimizer, BaseOptimizer) or wrapper.optimizer.live_key is None:
         return []
-    own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
-    return list(zip(own, model_parameters(wrapper), strict=True))
+    trained = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
+    return list(zip(trained, model_parameters(wrapper), strict=True))

@@ -22,14 +22,14 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
     """Redirections that make Megatron's layer-wise optimizer deal by time."""
 
     @around
-    def shard_params(own: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
+    def shard_params(original: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
         if any(layouts):
-            own(self, optimizers, *layouts)
+            original(self, optimizers, *layouts)
             return
         groups = [group for each in optimizers for group in each.param_groups]
         whole = [list(group["params"]) for group in groups]
         items, works = items_of(optimizers)
-        own(self, optimizers, *layouts)
+        original(self, optimizers, *layouts)
         kept = {parameter for group in groups for parameter in group["params"]}
         for name, ranks in (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp")):
             if not (by_size := getattr(self, name)):
@@ -60,8 +60,8 @@ def wrapped_in_fp32(
 ) -> None:
     """Wraps torch optimizers also in fp32 for Megatron's layer-wise one."""
     if not config.bf16:
-        each = zip(optimizers, init_state_fn_list, strict=True)
-        optimizers = [FP32Optimizer(o, config, init) if isinstance(o, Optimizer) else o for o, init in each]
+        pairs = zip(optimizers, init_state_fn_list, strict=True)
+        optimizers = [FP32Optimizer(o, config, init) if isinstance(o, Optimizer) else o for o, init in pairs]
     make(self, optimizers, config, *args, init_state_fn_list=init_state_fn_list, **kwargs)
 
 
@@ -75,11 +75,11 @@ def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[
     """Items to deal, of optimizers with all parameters, and iterations."""
     items: dict[Tensor, Item] = {}
     works: dict[str, Work] = {}
-    for each in (inner for outer in optimizers for inner in torch_optimizers(outer)):
-        parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+    for optimizer in (inner for outer in optimizers for inner in torch_optimizers(outer)):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
-        if isinstance(each, BaseOptimizer) and (engine := each.proposed()).works:
+        if isinstance(optimizer, BaseOptimizer) and (engine := optimizer.proposed()).works:
             flat, works = iter(engine.plan.matrices), works | engine.works  # as they are on all ranks, in any mode
-            matrices = [tuple(islice(flat, len(own))) for own in engine.matrices]
-        items |= {p: Item(own, p.numel()) for p, own in zip(parameters, matrices, strict=True)}
+            matrices = [tuple(islice(flat, len(parts))) for parts in engine.matrices]
+        items |= {p: Item(parts, p.numel()) for p, parts in zip(parameters, matrices, strict=True)}
     return items, works

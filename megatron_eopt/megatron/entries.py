@@ -28,7 +28,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
     standard = get_standard_config_overrides(config)
     given = standard if config_overrides is None else config_overrides
     theirs = {key for key in given if isinstance(key, ParamKey) and (standard.get(key) == given[key] or _of_mup(key))}
-    own = {key: settings for key, settings in given.items() if key not in theirs}
+    users = {key: settings for key, settings in given.items() if key not in theirs}
     defaults = {key: settings for key, settings in given.items() if key in theirs}
     return [
         *_defaults(_routing(primary, config), primary, known),
@@ -36,7 +36,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
         *_mup_of_others(defaults, known),
         # the run's weight decay is for the rest
         *chain(*(_defaults({f"optimizer:{name}": {"weight_decay": 0.0}}, name, known) for name in without_decay)),
-        *entries_from_dict(own, Layer.PYTHON, "config_overrides", known, keep_mistakes=True),
+        *entries_from_dict(users, Layer.PYTHON, "config_overrides", known, keep_mistakes=True),
         *from_user,
         *_from_flags(primary, config, known),
     ]
@@ -55,7 +55,7 @@ def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Kno
 def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
     default = registry.get_optimizer_entry(primary).default_param_overrides
     scalar = {"optimizer": getattr(config, "muon_scalar_optimizer", "adam")} if takes_matrices(primary) else {}
-    return {key: {**each, **(scalar if each.get("optimizer") == "adam" else {})} for key, each in default.items()}
+    return {key: {**x, **(scalar if x.get("optimizer") == "adam" else {})} for key, x in default.items()}
 
 
 def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:

@@ -73,9 +73,9 @@ def build(
             made.append(create_emerging_optimizer(config, of_name, name, model_chunks, groups))
             continue
         other = with_fields(config, optimizer=name, use_distributed_optimizer=False)
-        own = {"model_chunks": model_chunks, "param_groups": of_name, "pg_collection": groups}
+        arguments = {"model_chunks": model_chunks, "param_groups": of_name, "pg_collection": groups}
         build_other = core._get_megatron_optimizer_based_on_param_groups
-        made.append(build_other(config=other, **own, skip_megatron_wrapping=True))
+        made.append(build_other(config=other, **arguments, skip_megatron_wrapping=True))
 
     def init_state(joined: Joined, config: Any = None) -> None:
         for optimizer, (_, init) in zip(joined.chained_optimizers, made, strict=True):

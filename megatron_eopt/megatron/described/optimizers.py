@@ -41,11 +41,11 @@ def matches_here(run: DescribedRun) -> list[int]:
 def _parameters(run: DescribedRun) -> list[ModelParameter]:
     """This rank's parameters; experts only, where another has the rest."""
     groups = run.pg_collection
-    found = trainable(run.model_chunks, groups)
+    parameters = trainable(run.model_chunks, groups)
     first = groups.tp.rank() == 0 and groups.ep.rank() == 0
-    parameters = [each for each in found if first or not getattr(each.tensor, "allreduce", True)]
-    mark(parameters)
-    return parameters
+    here = [p for p in parameters if first or not getattr(p.tensor, "allreduce", True)]
+    mark(here)
+    return here
 
 
 def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str, Memory]:
@@ -105,22 +105,22 @@ def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run:
     items, works = items_of(optimizers)
     deals = []
     for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
-        own, ranks = [p for p in items if getattr(p, "allreduce", True) == dense], among.size()
-        if ranks == 1 or not own:
+        parameters, ranks = [p for p in items if getattr(p, "allreduce", True) == dense], among.size()
+        if ranks == 1 or not parameters:
             continue
-        by_size = to_and_fro([p.numel() for p in own], ranks)
-        deals.append(found := deal([items[p] for p in own], by_size, ranks, works, planned.tp_mode))
-        busiest = found.seconds.index(max(found.seconds))
-        others = {p for p, rank in zip(own, found.ranks, strict=True) if rank != busiest}
-        for group in (group for each in optimizers for group in each.param_groups):
+        by_size = to_and_fro([p.numel() for p in parameters], ranks)
+        deals.append(dealt := deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode))
+        busiest = dealt.seconds.index(max(dealt.seconds))
+        others = {p for p, rank in zip(parameters, dealt.ranks, strict=True) if rank != busiest}
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if parameter not in others]
     return deals
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:
-    own = [each for each in assigned if each.optimizer == name]
+    members = [each for each in assigned if each.optimizer == name]
     groups = []
-    for each in own:
+    for each in members:
         p = each.parameter.tensor
         main = torch.nn.Parameter(torch.empty_like(p, dtype=torch.float32 if config.bf16 else p.dtype))
         main.__dict__.update(p.__dict__)
@@ -129,5 +129,5 @@ def _built(name: str, assigned: Sequence[Assignment], config: Any, run: Describe
         optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.pg_collection)
     else:
         optimizer = _OTHERS[name](groups, lr=0.0)  # type: ignore[call-arg]
-    for each, group in zip(own, optimizer.param_groups, strict=True):
+    for each, group in zip(members, optimizer.param_groups, strict=True):
         yield OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0])

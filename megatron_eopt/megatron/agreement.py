@@ -56,6 +56,11 @@ def by_first_rank[T](value: T) -> dict[int, T]:
     return values
 
 
+def union(texts: Iterable[str]) -> list[str]:
+    """The distinct texts of all ranks together, sorted."""
+    return sorted(set().union(*distinct(sorted(set(texts)))))
+
+
 def refuse_different(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError on all ranks where settings differ."""
     if lines := differences(by_first_rank(settings)):

@@ -127,6 +127,6 @@ def _damage_of_resumed(
 
 
 def _newest_whole(folder: Path) -> int | None:
-    names = [each.name.removeprefix("iter_") for each in folder.glob("iter_*")]
+    names = [path.name.removeprefix("iter_") for path in folder.glob("iter_*")]
     steps = sorted(map(int, filter(str.isdecimal, names)), reverse=True)
     return next((step for step in steps if _damage_of_resumed(folder, step) is None), None)

@@ -50,7 +50,7 @@ def compressed(names: Iterable[tuple[str, int]]) -> Names:
 
 def merged(names: Iterable[Names]) -> Names:
     """The names of all ranks."""
-    of_keys = (of_key for each in names for of_key in each.items())
+    of_keys = (of_key for of_rank in names for of_key in of_rank.items())
     return compressed((key, index) for key, runs in of_keys for first, end in runs for index in range(first, end))
 
 
@@ -128,13 +128,13 @@ def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
 
 def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
     """Bring what :func:`taken_out` loaded into the requested form, in place."""
-    found, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
+    optimizers, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
 
     def put(value: Any, rest: Any) -> Any:
         if not any(holding(value, BLOCK)):
             return rest
         if BLOCK in value:
-            return _completed(value, found.get(next(numbers), {}), common)
+            return _completed(value, optimizers.get(next(numbers), {}), common)
         rest = rest if isinstance(rest, dict) else {}
         return {key: put(inner, rest.get(key)) for key, inner in value.items()}
 
@@ -172,4 +172,4 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
 
 def _is_adam(name: str) -> bool:
     described = map(optimizer_class, list_optimizers())
-    return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}
+    return "Adam" in name and name not in {cls.__name__ for cls in described if issubclass(cls, BaseOptimizer)}

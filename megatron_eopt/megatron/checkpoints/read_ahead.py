@@ -52,8 +52,8 @@ def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
 
     def read(key: str) -> Any:
         archive = read_blob(path, blobs[key])
-        if found := faults(archive):
-            raise CheckpointError(f"{key} {min(found)}")
+        if wrong := faults(archive):
+            raise CheckpointError(f"{key} {min(wrong)}")
         archive.seek(0)
         return json.loads(read_archive(archive))
 

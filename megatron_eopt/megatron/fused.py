@@ -48,7 +48,7 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     tags = []
     for each in assigned:
         if each.has_matrix_optimizer:
-            split, qkv = _split(each, of_run), _qkv_shapes(each.parameter) if splits_qkv else None
+            split, qkv = split_of(each, of_run), _qkv_shapes(each.parameter) if splits_qkv else None
             own = fused(each.parameter) if rounds else None
             rows = own.matrices if own is not None and own.matrices.order == "per_shard" else None
             tags.append(Matrices(each.parameter, split, qkv, rows))
@@ -94,7 +94,7 @@ def is_declared(parameter: ModelParameter) -> bool:
     return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
 
 
-def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
+def split_of(assigned: Assignment, of_run: SplitName) -> Split | None:
     """The declared split of a parameter, else that of its setting."""
     own, parameter = assigned.settings.get("split"), assigned.parameter
     name: SplitName = own or of_run

@@ -11,7 +11,7 @@ from megatron_eopt.checkpoints import states
 from megatron_eopt.checkpoints.bounds import printable
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor, newest, read_contents
 from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_pickles, check_structure
-from megatron_eopt.checkpoints.would_load import SIZES, parse_flags, would_load
+from megatron_eopt.checkpoints.would_load import SIZES, Flags, parse_flags, would_load
 from megatron_eopt.manifest import from_json, table
 
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
@@ -50,9 +50,7 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     return 1 if said["errors"] else 0
 
 
-def _report(
-    options: argparse.Namespace, run: tuple[dict[str, Any], list[str]] | None
-) -> tuple[dict[str, Any], list[str]]:
+def _report(options: argparse.Namespace, run: Flags | None) -> tuple[dict[str, Any], list[str]]:
     contents = read_contents(newest(options.folder))
     problems = [*check_structure(contents), *check_pickles(contents, {*options.trust_globals.split(",")})]
     data = None if options.no_data else check_data(contents)

@@ -63,8 +63,11 @@ _SCHEDULER = {"lr": "max_lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_st
 _ANEW = "or start the optimizer anew with --no-load-optim"
 
 
-def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Values by Megatron's arguments, and ignored flags; ``ValueError`` for mistakes."""
+Flags = tuple[dict[str, Any], list[str]]  # values by Megatron's arguments, and flags that are not compared
+
+
+def parse_flags(flags: Sequence[str]) -> Flags:
+    """Parse a command line; a ``ValueError`` is for its mistakes."""
     unset = argparse.SUPPRESS
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=unset, exit_on_error=False)
     for name, kind in _FLAGS.items():

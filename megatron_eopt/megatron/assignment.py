@@ -9,7 +9,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, of_entries, on_all_ranks, refuse_different
-from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
+from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
@@ -49,9 +49,7 @@ class Assignment:
         return None if source.startswith(DEFAULT) else source
 
 
-def assign(
-    parameters: Sequence[ModelParameter], config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None
-) -> list[Assignment]:
+def assign(parameters: Sequence[ModelParameter], config: Any, config_overrides: Overrides | None) -> list[Assignment]:
     """Assign every parameter of this rank; all ranks together."""
     entries = on_all_ranks(lambda: all_entries(config, config_overrides))  # one may have no file to read
     refuse_different(of_entries(entries))

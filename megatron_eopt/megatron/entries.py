@@ -13,10 +13,11 @@ from megatron_eopt.overrides import Entry, Known, Layer, OverrideError, Paramete
 from megatron_eopt.overrides.entries import entries_from_dict, make_entry, read_overrides
 from megatron_eopt.registry import takes_matrices
 
+Overrides = Mapping[Any, Mapping[str, Any]]  # selector, or Megatron's ``ParamKey`` -> settings
 DEFAULT = "default of"  # start of the source of a setting that nobody has requested
 
 
-def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
+def all_entries(config: Any, config_overrides: Overrides | None) -> list[Entry]:
     """Entries of all layers, each with its mistakes."""
     known, primary = known_names(), config.optimizer.removeprefix("dist_")
     without_decay = [name for name in registry.list_optimizers() if not registry.decays_weights(name)]
@@ -47,7 +48,7 @@ def to_adam(name: str, takes: Callable[[Any], bool]) -> dict[ParamKey, dict[str,
     return {ParamKey(predicate=ParamPredicate(name=name, fn=takes)): {"optimizer": "adam"}}
 
 
-def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Known) -> list[Entry]:
+def _defaults(overrides: Overrides, whose: str, known: Known) -> list[Entry]:
     entries = entries_from_dict(overrides, Layer.DEFAULTS, known=known)
     return [replace(entry, source=f"{DEFAULT} {whose}") for entry in entries]
 
@@ -77,7 +78,7 @@ def _of_mup(key: Any) -> bool:
     return isinstance(key, ParamKey) and getattr(key.with_name_predicate, "name", "").startswith("mup_")
 
 
-def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> Iterator[Entry]:
+def _mup_of_others(defaults: Overrides, known: Known) -> Iterator[Entry]:
     for key, settings in defaults.items():
         rates = {name: settings[name] for name in ("max_lr", "min_lr") if name in settings}
         if rates and _of_mup(key):

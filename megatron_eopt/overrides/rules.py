@@ -104,9 +104,7 @@ def resolve(
     return resolved
 
 
-def match_counts(
-    entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None = None
-) -> list[int]:
+def match_counts(entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None) -> list[int]:
     """Parameters that each entry selects; summed over ranks for :func:`resolve`."""
     entries = list(entries)
     infos = _with_optimizers(entries, parameters, optimizer, defaultdict(set))

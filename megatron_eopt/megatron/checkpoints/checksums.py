@@ -26,6 +26,7 @@ from megatron_eopt.parallel.layout import is_cut_again, is_sharded
 
 CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
 Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
+_Compared = tuple[str, list[str], Callable[[], Tensor]]  # ranks, names of parameters, minima of sums and complements
 EVERY = 100  # steps: so often data-parallel ranks are compared
 _DELAY = 2  # steps: by then it is on the host what was found
 _AT_ONCE = 2**22  # entries
@@ -100,7 +101,7 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
     data-parallel groups, dense and of experts, then the tensor-parallel ones, over which whole parameters are compared
     in the first step. A RuntimeError on all ranks of a group names a parameter that differs.
     """
-    steps, begun = itertools.count(), list[tuple[str, list[str], Callable[[], Tensor]]]()
+    steps, begun = itertools.count(), list[_Compared]()
 
     def check() -> None:
         step = next(steps)
@@ -121,10 +122,7 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
     return check
 
 
-def _compared(
-    model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None], quickly: bool
-) -> Iterator[tuple[str, list[str], Callable[[], Tensor]]]:
-    """Whose ranks, names of parameters, minima of sums and complements."""
+def _compared(model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None], quickly: bool) -> Iterator[_Compared]:
     parameters: list[dict[str, Tensor]] = [{}, {}, {}, {}]
     for number, chunk in enumerate(model_chunks):
         for name, parameter in chunk.named_parameters():

@@ -20,9 +20,7 @@ class PlannedRun:
     notes: tuple[str, ...]  # on the names of parameters
 
 
-def planned_run(
-    flags: Sequence[str], world_size: int | None = None, progress: Callable[[int, int], None] = lambda done, ranks: None
-) -> PlannedRun:
+def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable[[int, int], None]) -> PlannedRun:
     """Describe every rank that has own parameters; plan the first.
 
     A ValueError is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.

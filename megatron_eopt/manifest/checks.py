@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
 from megatron_eopt.manifest.families import (
+    Index,
+    Likes,
     ManifestRow,
     ParamPattern,
     by_index,
@@ -45,7 +47,7 @@ def _without_optimizer(families: Sequence[ParamPattern]) -> Iterator[str]:
 
 def _listed_twice(families: Sequence[ParamPattern]) -> Iterator[str]:
     for group in by_pattern(families).values():
-        twice: dict[frozenset[ManifestRow], list[tuple[int, ...]]] = {}
+        twice: dict[Likes, list[Index]] = {}
         for index, rows in by_index(group).items():
             if len(rows) > 1:
                 twice.setdefault(rows, []).append(index)
@@ -137,16 +139,15 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
     other updates), and reasons and sources of settings. A parameter of two optimizers is a ``ValueError``.
     """
     before, now = by_pattern(old), by_pattern(new)
-    nothing: frozenset[ManifestRow] = frozenset()
     lines = []
     for pattern in dict.fromkeys([*before, *now]):
         if before.get(pattern) == now.get(pattern):
             continue
         was, comes = (by_index(manifest.get(pattern, ())) for manifest in (before, now))
-        known: dict[tuple[frozenset[ManifestRow], frozenset[ManifestRow]], str] = {}
-        changed: dict[str, list[tuple[int, ...]]] = {}
+        known: dict[tuple[Likes, Likes], str] = {}
+        changed: dict[str, list[Index]] = {}
         for index in sorted(was.keys() | comes.keys()):
-            pair = was.get(index, nothing), comes.get(index, nothing)
+            pair = was.get(index, frozenset()), comes.get(index, frozenset())
             if pair not in known:
                 known[pair] = "; ".join(_changes(_only(pair[0], index), _only(pair[1], index)))
             if known[pair]:
@@ -156,7 +157,7 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
     return lines
 
 
-def _only(rows: frozenset[ManifestRow], index: tuple[int, ...]) -> ManifestRow | None:
+def _only(rows: Likes, index: Index) -> ManifestRow | None:
     if len(rows) > 1:
         name = ParamPattern(next(iter(rows)), compressed([index])).label
         optimizers = " and ".join(sorted(_shown(row.optimizer) for row in rows))

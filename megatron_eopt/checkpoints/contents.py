@@ -293,6 +293,7 @@ class Unknown:
     arguments: tuple[Any, ...]
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> "Unknown":
+        """Keep the arguments."""
         made = super().__new__(cls)
         made.arguments = (*arguments, *keywords.values())
         return made

@@ -27,6 +27,7 @@ class Check:
     convert: Callable[[Any, Known], Any] = field(compare=False)
 
     def __call__(self, raw: object, known: Known) -> Any:
+        """The value; ``ValueError`` for what is none."""
         value = self.convert(raw, known)
         if value is None:
             raise ValueError(f"expected {self.expected}, got {shown(raw)}")

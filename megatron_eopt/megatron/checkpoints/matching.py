@@ -7,6 +7,7 @@ reported; what the run itself computed (step counts, the schedule's position) co
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
+from megatron_eopt.manifest.families import compressed as boxes_of
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -38,14 +40,10 @@ _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layou
 
 def compressed(names: Iterable[tuple[str, int]]) -> Names:
     """Names, each a key and an index, in short form."""
-    short: Names = {}
-    for key, index in sorted(set(names)):
-        runs = short.setdefault(key, [])
-        if runs and runs[-1][1] == index:
-            runs[-1][1] = index + 1
-        else:
-            runs.append([index, index + 1])
-    return short
+    indices: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for key, index in names:
+        indices[key].add((index,))
+    return {key: [list(run) for (runs,) in boxes_of(indices[key]) for run in runs] for key in sorted(indices)}
 
 
 def merged(names: Iterable[Names]) -> Names:

@@ -20,6 +20,7 @@ from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, run_mark, sharding, torch_dist
 from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
+from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
@@ -122,10 +123,11 @@ def _of_core() -> list[Redirection]:
     later = "so does a config whose class a framework derives from Megatron's later"
     exact = partial(with_fields, default=arguments.DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
+    by_shard = around(lambda number, parameters: number(map(shard_of, parameters)))
     kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
-        Redirection(state_of_parameters, "get_optim_param_to_id_map", sharding.by_shard, shards),
+        Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", torch_dist.checked_load, refused),
         Redirection(dist_checkpointing, "save", torch_dist.checked_save, compared),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),

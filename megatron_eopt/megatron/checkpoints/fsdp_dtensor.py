@@ -107,7 +107,7 @@ class SavedShards:
                     yield from (f"its {key} of {name} has values that are not finite" for key in bad)
 
     def _pieces(
-        self, optimizer: Optimizer, parameter: DTensor, tensor: StateTensor, data: Tensor
+        self, optimizer: Any, parameter: DTensor, tensor: StateTensor, data: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
         """Views of ``data`` as saved, with suffixes of the name."""
         if not isinstance(data, DTensor):
@@ -115,11 +115,8 @@ class SavedShards:
             return
         layout, split = layout_of_dtensor(parameter), self._splits[parameter]
         dims: tuple[Dim, ...] = SIDES[: data.ndim] if tensor.dims is None else tensor.dims
-        if tensor.dims is not None:
-            assert isinstance(optimizer, BaseOptimizer)  # no other says what it keeps
-            layouts = optimizer.matrix_layouts(parameter)
-            if len(layouts) > 1:
-                split, layout = WHOLE, layouts[tensor.matrix]
+        if tensor.dims is not None and len(layouts := optimizer.matrix_layouts(parameter)) > 1:
+            split, layout = WHOLE, layouts[tensor.matrix]
         if "rows" not in dims:
             split = WHOLE
         elif not split.is_whole and dims[0] != "rows":

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_eopt.manifest import ParamPattern, rows
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import union
-from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import copies
@@ -167,12 +166,6 @@ def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
     """Set whether checkpoints name every layer of a model."""
     for chunk in unwrap_model(list(model_chunks)):
         setattr(chunk, _MARK, apart)
-
-
-@around
-def by_shard(number: Callable[..., dict[int, int]], parameters: Iterable[Tensor]) -> dict[int, int]:
-    """Replaces ``get_optim_param_to_id_map``, with the shards of DTensors."""
-    return number(map(shard_of, parameters))
 
 
 @around

@@ -38,7 +38,7 @@ class SavedState:
         self._megatron, self._run, self._layers_differ = optimizer, run, layers_differ
         # Megatron's layer-wise optimizer takes state dicts to be as in bf16, also where they are of fp32.
         self._nested = layer_wise and isinstance(optimizer, FP32Optimizer)
-        self._torch: Optimizer = optimizer.optimizer
+        self._torch = optimizer.optimizer
         self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
         self._state_dict, optimizer.state_dict = optimizer.state_dict, self.state_dict
@@ -72,7 +72,6 @@ class SavedState:
         state: dict[int, dict[str, Any]] = defaultdict(dict)  # what is not shaped as its parameter
         for index, parameter, tensor in self._described():
             if tensor.dims is not None:
-                assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
                 layouts, data = self._torch.matrix_layouts(parameter), local(self._torch.state[parameter][tensor.key])
                 state[index][tensor.key] = sharding.sharded_state(tensor, data, sharded[index], layouts)
         config = self._megatron.config

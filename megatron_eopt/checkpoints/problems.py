@@ -37,6 +37,7 @@ from megatron_eopt.checkpoints.contents import (
 )
 from megatron_eopt.checkpoints.pickles import NAMES, faults, open_archive
 
+_Box = list[tuple[int, int]]  # (start, stop) along each dimension
 BLOCK = 1 << 24  # bytes that a thread reads at a time, a multiple of every entry's size
 _DAMAGED = "copy the file again, or take another checkpoint"
 _UNKNOWN = "load a checkpoint only from where you would run a program"
@@ -113,16 +114,14 @@ def tiling_fault(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequ
     return _fault(tuple(shape), intervals, (), [PARTS + 100 * len(intervals)])
 
 
-def _fault(
-    shape: tuple[int, ...], boxes: list[list[tuple[int, int]]], at: tuple[int, ...], left: list[int]
-) -> str | None:
+def _fault(shape: tuple[int, ...], boxes: list[_Box], at: tuple[int, ...], left: list[int]) -> str | None:
     axis = len(at)
     if not boxes:
         return f"no chunk holds the entry at {[*at, *[0] * (len(shape) - axis)]}"
     if axis == len(shape):
         return None if len(boxes) == 1 else f"{len(boxes)} chunks hold the entry at {list(at)}"
     edges = sorted({0, shape[axis], *(edge for box in boxes for edge in box[axis])})
-    slabs: list[list[list[tuple[int, int]]]] = [[] for _ in pairwise(edges)]
+    slabs: list[list[_Box]] = [[] for _ in pairwise(edges)]
     for box in boxes:
         start, stop = (bisect.bisect_left(edges, edge) for edge in box[axis])
         left[0] -= stop - start

@@ -43,8 +43,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     """
     assert tensor.dims is not None
     saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]
-    in_rows = sum(each.local_shape[0] for each in saved) == parameter.data.shape[0]
-    if not in_rows or any(each.local_shape[1:] != saved[0].local_shape[1:] for each in saved):
+    in_rows = sum(shard.local_shape[0] for shard in saved) == parameter.data.shape[0]
+    if not in_rows or any(shard.local_shape[1:] != saved[0].local_shape[1:] for shard in saved):
         raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
     ahead, held = saved[0].prepend_axis_num, layout.rectangle  # dimensions of stacked layers and experts
     # Of rows and columns: the global length, and from where to where this rank has them.
@@ -57,8 +57,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
             f"first dimension of a state tensor; got dims {tensor.dims}"
         )
     else:
-        data_of = data.split([each.local_shape[0] for each in saved])
-        views = [(each, each.key, view, *_sides(each)) for each, view in zip(saved, data_of, strict=True)]
+        data_of = data.split([shard.local_shape[0] for shard in saved])
+        views = [(shard, shard.key, view, *_sides(shard)) for shard, view in zip(saved, data_of, strict=True)]
     state, own = [], saved[0].replica_id
     if tensor.rank is None:
         replica_id = _replica_id(tensor.dims, layout, own)

@@ -235,9 +235,7 @@ class LocalRows:
                 several = section.view(repeats, sum(lengths), cols)
                 for (matrix, rows), rectangle in zip(runs, several.split(lengths, 1), strict=True):
                     pieces[matrix].append(rectangle.reshape(repeats * rows, cols))
-        return [
-            torch.cat(rectangles) if len(rectangles) > 1 else (rectangles or [flat[:0]])[0] for rectangles in pieces
-        ]
+        return [torch.cat(some) if len(some) > 1 else (some or [flat[:0]])[0] for some in pieces]
 
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`; ``ValueError`` for other rows."""

@@ -13,9 +13,8 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
-from megatron_eopt.optimizers.muon_checks import refuse_blockwise
+from megatron_eopt.optimizers.muon_arguments import Execution, refuse_blockwise, spelled_out
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
-from megatron_eopt.optimizers.relatives import Execution, spelled_out
 from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -109,16 +108,12 @@ def _tall(shape: Shape) -> bool:
 
 def _means_cross(matrix: Matrix) -> bool:
     short = int(_tall(matrix.shape))
-    return any(
-        rectangle.shape[1 - short] and rectangle.shape[short] != matrix.shape[short] for rectangle in matrix.rectangles
-    )
+    return any(r.shape[1 - short] and r.shape[short] != matrix.shape[short] for r in matrix.rectangles)
 
 
 def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> tuple[Tensor, ...]:
     several = [zip(matrices, xs, strict=True) for xs in shards]
-    wanted = [
-        StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for shards_of in several for matrix, x in shards_of
-    ]
+    wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for pairs in several for matrix, x in pairs]
     return norms_of(engine.statistics(wanted)).chunk(len(shards))
 
 
@@ -156,7 +151,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
 
-    @spelled_out(Execution)
+    @spelled_out(Execution, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,

@@ -528,7 +528,7 @@ def _seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
 
 
 def _frozen(value: object) -> object:
-    """A copy of nested lists, whose other entries are compared as in :func:`_seen`."""
+    """A copy of nested lists, to compare them entry by entry."""
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))
     return (type(value), value) if isinstance(value, int | float) else (id(value), value)

@@ -186,10 +186,7 @@ class DistributedMuon(BaseOptimizer):
                 f"another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
             )
         # of matrices of other ranks what users keep beside the momentum
-        others = {
-            index: {key: x for key, x in of_parameter.items() if key != MOMENTUM_BUFFER}
-            for index, of_parameter in state.items()
-        }
+        others = {i: {key: x for key, x in of_p.items() if key != MOMENTUM_BUFFER} for i, of_p in state.items()}
         kept = {index: state[index] for index, _ in mine if index in state}
         super().load_state_dict({**state_dict, "state": others | kept})
         self._consolidated = None

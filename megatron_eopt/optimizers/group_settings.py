@@ -74,7 +74,7 @@ class UpdateSettings:
 
 
 def renamed(name: str, traits: Traits, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under the names of ``traits``; ``known`` completes the weight decay."""
+    """Settings under the names of ``traits``, decay completed by ``known``."""
     group = dict(given)
     of_momentum = traits.momentum_key, "momentum", "momentum_beta"
     of_nesterov = traits.nesterov_key, "nesterov", "use_nesterov"
@@ -104,7 +104,7 @@ def rename(name: str, traits: Traits, group: dict[str, Any], known: Mapping[str,
 
 
 def own_settings(groups: Sequence[Mapping[str, Any]], names: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Each group's own settings of ``names``, pairs of a key and its name in the result."""
+    """Each group's own settings, under pairs of keys and new names."""
     return [{name: group[key] for key, name in names if key in group} for group in groups]
 
 
@@ -152,7 +152,7 @@ def arguments_of(cls: type) -> dict[str, Any]:
 def check_attribute(
     cls: type, name: str, value: object, attributes: Mapping[str, object], defaults: Collection[str]
 ) -> None:
-    """Refuse to change what only the constructor takes; warn of what only groups have."""
+    """Refuse attributes of the constructor; warn of those of groups."""
     if name not in arguments_of(cls) or (name in attributes and attributes[name] is value):
         return
     in_groups = f"set it in each group, optimizer.param_groups[i][{name!r}]"

@@ -13,8 +13,8 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.muon import Chunk, momentum
+from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.relatives import Transport, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.forms import nonzero
@@ -68,7 +68,7 @@ class MuonHyperball(TensorParallelMuon):
 
     _radii_of: object = None  # the engine of the last step: another one may be of further matrices
 
-    @spelled_out(Transport)
+    @spelled_out(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,

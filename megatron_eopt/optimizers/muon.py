@@ -38,7 +38,7 @@ class Batch:
 
     @property
     def changed(self) -> list[list[Tensor]]:
-        """What a step writes to: weights, momenta, and each kind of further state."""
+        """Weights, momenta and each kind of further state, which steps change."""
         return [self.weights, self.momenta, *map(list, zip(*self.further, strict=True))]
 
     def flag(self, index: int) -> Tensor | bool:

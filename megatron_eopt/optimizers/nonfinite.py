@@ -88,7 +88,7 @@ class NonFinite:
         return torch.stack(norms).mul_(0) == 0  # what is not finite gives NaN
 
     def _counted_before(self) -> Tensor | None:
-        """The counts of :data:`_DELAY` steps ago, which are on the host by now."""
+        """The counts of :data:`_DELAY` steps ago, on the host by now."""
         self._pending.append(to_host(self._counts, self._device))
         return self._pending.popleft()() if len(self._pending) > _DELAY else None
 

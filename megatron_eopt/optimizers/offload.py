@@ -69,9 +69,7 @@ class Streamed:
             return [self._here.get(id(x), x) for x in tensors]
 
         # a momentum stands in for a gradient that is missing
-        moved = (
-            (batch, here(batch.momenta), here(batch.gradients), list(map(here, batch.further))) for batch in batches
-        )
+        moved = ((b, here(b.momenta), here(b.gradients), list(map(here, b.further))) for b in batches)
         return [replace(batch, momenta=m, gradients=g, further=further) for batch, m, g, further in moved]
 
     def around(self, chunk: Chunk, engine: Engine, program: Callable[[Chunk, Engine], Program]) -> Program:

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
-from megatron_eopt.optimizers.relatives import Transport, spelled_out
+from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
@@ -47,7 +47,7 @@ class PolarGrad(TensorParallelMuon):
         TensorParallelMuon.traits, size_rule="the nuclear norm of the momentum", measures=True, keeps_momenta=True
     )
 
-    @spelled_out(Transport)
+    @spelled_out(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,

@@ -35,7 +35,7 @@ SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of a parameter, which starts with zeros or ``start``.
+    """One state tensor of a parameter: zeros, or ``start``, at first.
 
     Without ``dims`` it has the shape and layout of the parameter. Otherwise a dimension is ``rows`` or ``columns``, as
     long as those of the logical matrix and cut alike, or a number that every rank has whole; ``()`` is a scalar. Along
@@ -105,7 +105,7 @@ def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
 
 
 def bytes_of_entry(parameter: Tensor, tensors: Iterable[StateTensor]) -> int:
-    """Bytes of state in a parameter's shape, for each of its entries."""
+    """Bytes of parameter-shaped state for each entry."""
     return sum((tensor.dtype or parameter.dtype).itemsize for tensor in tensors if tensor.dims is None)
 
 
@@ -145,14 +145,14 @@ class States:
         return state
 
     def initial(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
-        """A state tensor before the first step, where it is kept."""
+        """A state tensor before the first step, on its device."""
         if not self.is_on_host(parameter, tensor):
             return initial(parameter, tensor, self.layouts)
         pinned = parameter.device.type == "cuda"
         return torch.zeros(parameter.shape, dtype=tensor.dtype or parameter.dtype, device="cpu", pin_memory=pinned)
 
     def to_load(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> list[tuple[Tensor, Any]]:
-        """Parameters and their saved states; those that had made no step keep theirs."""
+        """Saved states of parameters, but of those without a step."""
         return [
             (p, state)
             for p, number in numbered
@@ -182,7 +182,7 @@ class States:
 
 
 def name_in_states(cls: type) -> str:
-    """A class's name in states; users' subclasses have that of their base."""
+    """A class's name in states; users' subclasses use their base's."""
     ours = f"{__name__.partition('.')[0]}."
     return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(ours))
 
@@ -225,7 +225,7 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
 def check_loaded(
     name: str, states: Iterable[tuple[Tensor, Mapping[str, Tensor]]], described: Described, layouts: Layouts
 ) -> set[str]:
-    """Refuse states of parameters that lack a tensor, or have one of another shape; return what is converted."""
+    """Refuse states with missing or misshapen tensors; returns conversions."""
     converted: set[str] = set()
     for parameter, state in states:
         for tensor in described(parameter):
@@ -243,7 +243,7 @@ def check_loaded(
 def check_kept_state(
     name: str, attribute: str, kept: Mapping[Tensor, Mapping[str, Tensor]], described: Described, layouts: Layouts
 ) -> None:
-    """Refuse a new value of an attribute with which the state would be that of other logical matrices."""
+    """Refuse an attribute's new value that does not fit the state."""
     for parameter, state in kept.items():
         try:
             for tensor in described(parameter) if state else ():

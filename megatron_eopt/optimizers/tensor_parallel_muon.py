@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.group_settings import (
     own_settings,
 )
 from megatron_eopt.optimizers.muon import Batch, Chunk, chosen, muon, scaled
-from megatron_eopt.optimizers.muon_checks import (
+from megatron_eopt.optimizers.muon_arguments import (
     check_graphs,
     check_kept,
     check_kernel_and_rates,
@@ -375,7 +375,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return super().proposed()
 
     def prepare(self) -> Engine:
-        """Also ask for scales, which a function of the user's may get wrong."""
+        """Also find scales, which a user's function may get wrong."""
         engine, plans = super().prepare(), self._session.plans
         if plans.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)

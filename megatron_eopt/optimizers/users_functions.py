@@ -67,7 +67,7 @@ def scaled_by_user(
 
 
 def scales_of(scale: Callable[[int, int], float] | None, matrices: Sequence[Matrix]) -> list[float]:
-    """The scale of each matrix, perhaps by a user's function; 1 without one."""
+    """The scale of each matrix, 1 without a function of it."""
     # that of a matrix without entries may divide by zero
     scales = [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
     for x, matrix in zip(scales, matrices, strict=True):

@@ -377,9 +377,7 @@ class Muon(Optimizer):
         known, of_saved = self._adam_names(), [list(group["params"]) for group in saved]
         if list(map(set, of_saved)) == list(map(set, known)):
             return [{**group, "params": names} for group, names in zip(saved, known, strict=True)]
-        named = all(
-            any(not str(name).isdigit() for of_group in groups for name in of_group) for groups in (known, of_saved)
-        )
+        named = all(any(not str(name).isdigit() for group in groups for name in group) for groups in (known, of_saved))
         if named or list(map(len, of_saved)) != list(map(len, known)):
             raise ValueError(
                 f"AdamW in {self._called} has groups of the parameters {known}, but the state was saved with "

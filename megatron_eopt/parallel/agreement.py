@@ -51,9 +51,7 @@ def check_same(
         of_ranks: list[Any] = [None] * group.size()
         dist.all_gather_object(of_ranks, (plan, of_group), group=group)
         (first, of_first), *_ = of_ranks
-        told = (
-            _first_setting(of_first, settings) or first_difference(first, other, label) for other, settings in of_ranks
-        )
+        told = (_first_setting(of_first, of_other) or first_difference(first, x, label) for x, of_other in of_ranks)
         rank, difference = next((rank, text) for rank, text in enumerate(told) if text is not None)
         raise ValueError(
             f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "

@@ -110,9 +110,7 @@ def whole_flops(shape: Shape, work: Work) -> float:
 def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
     """Bytes of the largest iteration of a matrix."""
     kinds = {(matrix.shape, work_of(matrix, work)) for matrix in matrices}
-    return max(
-        (iteration_bytes(min(s), max(s), iteration.restarts, iteration.itemsize) for s, iteration in kinds), default=0
-    )
+    return max((iteration_bytes(min(s), max(s), work.restarts, work.itemsize) for s, work in kinds), default=0)
 
 
 def cube_flops(shape: Shape, work: Work) -> float:

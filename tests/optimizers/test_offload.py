@@ -268,3 +268,17 @@ def test_every_optimizer_says_whether_it_takes_the_setting():
         "spectron",
         "schedule_free_adamw",
     }
+
+
+def test_a_load_hands_torch_no_state_that_stays_on_the_host():
+    """It moves what it gets to the device of the parameter, where there may be no room."""
+    source, optimizer = start("adamuon"), start("adamuon", offload_fraction=0.5)[0]
+    run(*source, [0])
+    handed = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: handed.append(state_dict["state"]))
+    optimizer.load_state_dict(source[0].state_dict())
+    [states] = handed
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        kept = {key for key, x in optimizer.state[p].items() if x.shape == p.shape}
+        assert kept.isdisjoint(states[i]) if optimizer.on_host(p) else kept <= states[i].keys()
+    assert {optimizer.on_host(p) for p in optimizer.param_groups[0]["params"]} == {True, False}

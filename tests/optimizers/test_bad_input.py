@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from megatron_eopt import DistributedMuon, OrthogonalizedOptimizer, TensorParallelMuon
+from megatron_eopt import DistributedMuon, OrthogonalizedOptimizer
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
@@ -327,14 +327,6 @@ def test_coefficients_that_make_no_iteration_are_refused(value, message):
 def test_soap_says_the_shape_of_what_it_cannot_take_once():
     with pytest.raises(ValueError, match=r"but parameter 0 of group 0 has shape \(3, 8, 8\): give it"):
         build("soap", [torch.nn.Parameter(torch.ones(3, 8, 8))])
-
-
-def test_groups_of_muon_with_aux_adam_are_an_error_that_says_what_to_write():
-    p, q = matrices()
-    groups = [{"params": [p], "use_muon": True, "lr": 0.02}, {"params": [q], "use_muon": False, "betas": (0.9, 0.95)}]
-    for made_of in (TensorParallelMuon, lambda groups: Muon(groups, [])):
-        with pytest.raises(ValueError, match=r"a group has use_muon.*: write Muon\(matrices, rest\)"):
-            made_of(groups)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Groups with an iteration and a scale of their own do what optimizers with these settings would do, each alone."""
+"""Settings of groups: their iteration and scale are as an optimizer's alone; names of other packages; refusals."""
 
 import copy
 import logging
@@ -7,9 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import (
+    SOAP,
+    DistributedMuon,
+    Muon,
+    Scion,
+    Spectron,
+    TensorParallelAdaptiveMuon,
+    TensorParallelMuon,
+)
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.summary import summary
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from tests.optimizers.field import run
 from tests.optimizers.test_muon import is_qkv, matrix
 
 COMMON = {
@@ -346,3 +356,80 @@ def test_a_scale_that_is_no_number_is_refused_before_anything_changes(wrong):
             made.step()
     assert torch.equal(p, before)
     assert not any(x.any() for x in made.state[p].values())
+
+
+OTHER_NAMES = [
+    (Scion, {"spectral_radius": 3.0}, {"radius": 3.0}),
+    (Spectron, {"num_power_iter": 3, "rank": 2}, {"num_power_iterations": 3, "rank": 2}),
+    (SOAP, {"use_eigh": True, "precondition_frequency": 1}, {"basis_method": "eigh", "precondition_frequency": 1}),
+    (SOAP, {"use_eigh": False, "precondition_frequency": 1}, {"basis_method": "qr", "precondition_frequency": 1}),
+    (SOAP, {"max_precond_dim": 4}, {"max_dim": 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "other", "own"), OTHER_NAMES)
+def test_both_names_make_the_same_steps_and_the_default_others(kind, other, own):
+    neither = {key: value for key, value in own.items() if key in other}
+    weights = {"other": other, "own": own, "both": other | own, "neither": neither}
+    for way, settings in weights.items():
+        weights[way] = matrix()
+        run(kind([weights[way]], lr=0.01, **settings), weights[way], range(5))
+    assert torch.equal(weights["other"], weights["own"])
+    assert torch.equal(weights["both"], weights["own"])
+    is_default = own.get("basis_method") == "qr"
+    assert torch.equal(weights["neither"], weights["own"]) == is_default
+
+
+def test_both_names_may_be_given_one_of_them_by_its_position():
+    assert_equal(
+        stepped(Spectron([matrix()], 1e-3, 2, 0.9, 0.0, 3, num_power_iter=3)),
+        stepped(Spectron([matrix()], 1e-3, 2, 0.9, 0.0, num_power_iterations=3)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p: Scion(p, radius=50.0, spectral_radius=1.0), ValueError, r"spectral_radius=1\.0 .* radius=50\.0 was"),
+        (lambda p: Spectron(p, 1e-3, 2, 0.9, 0.0, 2, num_power_iter=1), ValueError, "num_power_iterations=2 was given"),
+        (lambda p: SOAP(p, use_eigh=True, basis_method="qr"), ValueError, "use_eigh=True is another name for"),
+        (lambda p: SOAP(p, use_eigh="yes"), ValueError, "use_eigh must be one of False, True, got 'yes'"),
+        (lambda p: SOAP(p, use_eigen=True), TypeError, "use_eigen"),
+        (lambda p: TensorParallelMuon(p, spectral_radius=1.0), TypeError, "spectral_radius"),
+    ],
+)
+def test_two_names_with_two_values_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call([matrix()])
+
+
+@pytest.mark.parametrize(
+    "kind", [*(row.cls for row in OPTIMIZERS.values()), DistributedMuon], ids=lambda kind: kind.__name__
+)
+def test_an_unknown_argument_is_refused_with_the_nearest(kind):
+    message = rf"^{kind.__name__}\(\) got an unexpected keyword argument 'weight_deca', did you mean 'weight_decay'\?$"
+    with pytest.raises(TypeError, match=message):
+        kind([matrix()], weight_deca=0.1)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got .* 'xyz': expected params, lr, .* or "):
+        kind([matrix()], xyz=1)
+
+
+def test_groups_of_muon_with_aux_adam_are_an_error_that_says_what_to_write():
+    p, q = matrix(), matrix()
+    groups = [{"params": [p], "use_muon": True, "lr": 0.02}, {"params": [q], "use_muon": False, "betas": (0.9, 0.95)}]
+    for made_of in (TensorParallelMuon, lambda groups: Muon(groups, [])):
+        with pytest.raises(ValueError, match=r"a group has use_muon.*: write Muon\(matrices, rest\)"):
+            made_of(groups)
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_a_rate_of_minus_one_is_refused_wherever_it_comes_from(key):
+    message = f"TensorParallelMuon: {key} must be a finite number of at least 0, got -1"
+    with pytest.raises(ValueError, match=message):
+        TensorParallelMuon([matrix()], **{key: -1})
+    made, _ = after_a_step()
+    with pytest.raises(ValueError, match=message):
+        made.add_param_group({"params": [matrix()], key: -1})
+    made.param_groups[0][key] = -1
+    with pytest.raises(ValueError, match=message):
+        made.step()

@@ -8,13 +8,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import marked, message_of, whole
+from tests.optimizers import field
 
 STEPS = 5
 FULL = StateDictOptions(full_state_dict=True)
@@ -64,8 +66,7 @@ class Model(nn.Module):
         optimizer.zero_grad()
 
     def whole(self):
-        full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in self.named_parameters()}
-        return {name: p.detach().clone() for name, p in full.items()}
+        return {name: whole(p) for name, p in self.named_parameters()}
 
 
 SPLIT = {"split_qkv": True, "is_qkv_fn": lambda p: hasattr(p, "qkv_split_shapes"), "fp32_matmul_prec": "highest"}
@@ -149,16 +150,13 @@ def on_four(rank, world_size, folder):
 
 def refused(line, square):
     def parameter(mesh, placements, shape=(16, 8), **attributes):
-        made = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements, src_data_rank=None))
-        for key, value in attributes.items():
-            setattr(made, key, value)
-        return made
+        return marked(distribute_tensor(torch.ones(shape), mesh, placements, src_data_rank=None), **attributes)
 
     fused = parameter(line, [Shard(0)], qkv_split_shapes=QKV)
     both = parameter(square, [Shard(0), Shard(1)])
     short = parameter(line, [Shard(0)], (3, 16))
-    whole = nn.Parameter(torch.ones(16, 8))
-    plain, cut = (Spectron([("weight", p)], rank=2) for p in (whole, parameter(line, [Shard(0)])))
+    same = nn.Parameter(torch.ones(16, 8))
+    plain, cut = (Spectron([("weight", p)], rank=2) for p in (same, parameter(line, [Shard(0)])))
     plain.init_state()
     cut.init_state()
     # namo keeps one number for each logical matrix, however its rows lie
@@ -170,19 +168,11 @@ def refused(line, square):
             lambda: TensorParallelAdaptiveMuon([("fused", fused)], moment2_method="normuon", **SPLIT),
             lambda: Spectron([("both", both)], rank=2),
             lambda: TensorParallelAdaptiveMuon([("both", both)], moment2_method="normuon"),
-            lambda: Spectron([factor_pairs([(("short", short), ("whole", whole))])]),
+            lambda: Spectron([factor_pairs([(("short", short), ("whole", same))])]),
             lambda: cut.load_state_dict(plain.state_dict()),
             lambda: plain.load_state_dict(cut.state_dict()),
         )
     ]
-
-
-def message_of(call):
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "not refused"
 
 
 def on_two(rank, world_size, folder):
@@ -206,9 +196,9 @@ def on_two(rank, world_size, folder):
         model.train_by(optimizer, range(2, 4))
         save(model, optimizer, folder / name / "2")
         saved[name] = full_state(model, optimizer), model.whole()
-        whole = get_optimizer_state_dict(model, optimizer, options=FULL)
+        gathered = get_optimizer_state_dict(model, optimizer, options=FULL)
         again = build(model)
-        set_optimizer_state_dict(model, again, whole, options=FULL)
+        set_optimizer_state_dict(model, again, gathered, options=FULL)
         assert_equal(full_state(model, again), saved[name][0])
     return straight, loaded, saved, fresh
 
@@ -230,9 +220,7 @@ def assert_close(found, expected, what):
         if isinstance(value, dict):
             assert_close(value, expected[key], (*what, key))
         else:
-            assert value.shape == expected[key].shape, (*what, key)
-            error = (value - expected[key]).abs().max()
-            assert error <= 1e-5 * expected[key].abs().max(), (*what, key, float(error))
+            field.assert_close(value, expected[key], what=(*what, key))
 
 
 @pytest.fixture(scope="module")

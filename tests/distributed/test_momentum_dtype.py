@@ -1,7 +1,5 @@
 """Momenta in bf16 have the same bits wherever their entries lie: tensor parallelism, DTensors, copies."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,23 +12,24 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, query_key_value
-from megatron_eopt.optimizers.parameters import ROWS, local
+from megatron_eopt.optimizers.parameters import ROWS
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import cut, groups_of, placed, sharded, whole
+from tests.optimizers.field import drawn
 
 STEPS = 4
 BF16 = torch.bfloat16
 TP_MODES = ("duplicated", "distributed", "owner", "gram", "auto", "blockwise")
 QKV = query_key_value([8, 4, 4])
 
-# Shape, dimension that tensor parallelism cuts, and attributes.
 CASES = {
-    "rows": ((48, 20), 0, {}),
-    "columns": ((20, 48), 1, {}),
-    "query, key and value": ((64, 12), 0, {ATTRIBUTE: QKV}),
-    "heads": ((64, 12), 0, {ATTRIBUTE: query_key_value([8, 4, 4], per_head=True)}),
-    "gate and up": ((32, 12), 0, {ATTRIBUTE: GATE_UP}),
-    "gate and up as one": ((32, 12), 0, {ROWS: GATE_UP}),
-    "whole": ((12, 20), None, {}),
+    "rows": ((48, 20), sharded(0)),
+    "columns": ((20, 48), sharded(1)),
+    "query, key and value": ((64, 12), sharded(0, **{ATTRIBUTE: QKV})),
+    "heads": ((64, 12), sharded(0, **{ATTRIBUTE: query_key_value([8, 4, 4], per_head=True)})),
+    "gate and up": ((32, 12), sharded(0, **{ATTRIBUTE: GATE_UP})),
+    "gate and up as one": ((32, 12), sharded(0, **{ROWS: GATE_UP})),
+    "whole": ((12, 20), {}),
 }
 # Of DTensors: cut unevenly, so that some of four ranks have little or nothing.
 PLACED = {
@@ -42,48 +41,32 @@ PLACED = {
 }
 
 
-def drawn(shape, step):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0] + 1000 * step))
-
-
-def cut(x, dim, attributes, rank, ranks):
-    """What a rank has of a parameter: of gate and up a part of each."""
-    if dim is None or ranks == 1:
-        return x
-    if GATE_UP in attributes.values():
-        return torch.cat([half.chunk(ranks)[rank] for half in x.chunk(2)])
-    return x.chunk(ranks, dim)[rank].contiguous()
+def of_step(shape, step):
+    return drawn(shape, shape[0] + 1000 * step)
 
 
 def trained(rank, ranks, tp_mode):
     """The momenta of all cases on a rank, by name."""
-    named = []
-    for name, (shape, dim, attributes) in CASES.items():
-        p = nn.Parameter(cut(drawn(shape, 0), dim, attributes, rank, ranks).clone())
-        if dim is not None:
-            p.tensor_model_parallel, p.partition_dim = True, dim
-        for key, value in attributes.items():
-            setattr(p, key, value)
-        named.append((name, p))
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if ranks > 1 else None
-    optimizer = TensorParallelMuon(named, lr=0.01, pg_collection=groups, tp_mode=tp_mode, momentum_dtype=BF16)
+    named = {name: placed(of_step(shape, 0), attributes, rank, ranks) for name, (shape, attributes) in CASES.items()}
+    optimizer = TensorParallelMuon(
+        named.items(), lr=0.01, pg_collection=groups_of(ranks), tp_mode=tp_mode, momentum_dtype=BF16
+    )
     for step in range(STEPS):
-        for name, p in named:
-            shape, dim, attributes = CASES[name]
-            p.grad = cut(drawn(shape, 1 + step), dim, attributes, rank, ranks)
+        for name, (shape, attributes) in CASES.items():
+            named[name].grad = cut(of_step(shape, 1 + step), attributes, rank, ranks)
         optimizer.step()
-    return {name: optimizer.state[p]["momentum_buffer"] for name, p in named}
+    return {name: optimizer.state[p]["momentum_buffer"] for name, p in named.items()}
 
 
 def tensor_parallel(rank, ranks):
     found = {tp_mode: trained(rank, ranks, tp_mode) for tp_mode in TP_MODES}
     copies = dist.group.WORLD if ranks > 1 else None
     shared = TensorParallelMuon(
-        [("w", nn.Parameter(drawn((10, 6), 0)))], momentum_dtype=BF16, data_parallel_group=copies
+        [("w", nn.Parameter(of_step((10, 6), 0)))], momentum_dtype=BF16, data_parallel_group=copies
     )
     (p,) = shared.param_groups[0]["params"]
     for step in range(STEPS):
-        p.grad = drawn((10, 6), 1 + step)
+        p.grad = of_step((10, 6), 1 + step)
         shared.step()
     return found, shared.state[p]["momentum_buffer"]
 
@@ -91,13 +74,13 @@ def tensor_parallel(rank, ranks):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_tensor_parallel_momenta_have_the_bits_of_one_rank(ranks):
     found = run_ranks(tensor_parallel, ranks)
-    expected, of_copies = tensor_parallel(0, 1)
+    of_one, of_copies = tensor_parallel(0, 1)
     for rank, (of_rank, shared) in enumerate(found):
         assert torch.equal(shared, of_copies)
         for tp_mode, momenta in of_rank.items():
-            for name, (_, dim, attributes) in CASES.items():
-                whole = cut(expected["auto"][name], dim, attributes, rank, ranks)
-                assert torch.equal(momenta[name], whole), (tp_mode, name, rank)
+            for name, (_, attributes) in CASES.items():
+                expected = cut(of_one["auto"][name], attributes, rank, ranks)
+                assert torch.equal(momenta[name], expected), (tp_mode, name, rank)
 
 
 class Model(nn.Module):
@@ -109,14 +92,14 @@ class Model(nn.Module):
             x if mesh is None else distribute_tensor(x, mesh, along(placement), src_data_rank=None)
         )
         for name, (shape, placement) in PLACED.items():
-            self.register_parameter(name, nn.Parameter(self.spread(drawn(shape, 0), placement)))
+            self.register_parameter(name, nn.Parameter(self.spread(of_step(shape, 0), placement)))
             if name == "fused":
                 setattr(self.fused, ATTRIBUTE, QKV)
 
     def train_by(self, optimizer, steps):
         for step in steps:
             for name, (shape, placement) in PLACED.items():
-                self.get_parameter(name).grad = self.spread(drawn(shape, 1 + step), placement)
+                self.get_parameter(name).grad = self.spread(of_step(shape, 1 + step), placement)
             optimizer.step()
         optimizer.zero_grad()
 
@@ -128,7 +111,7 @@ def built(model):
 def momenta(model, optimizer):
     found = {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
     assert {x.dtype for x in found.values()} == {BF16}
-    return {name: x if x is local(x) else x.full_tensor() for name, x in found.items()}
+    return {name: whole(x) for name, x in found.items()}
 
 
 def of_dtensors(rank, ranks, folder):

@@ -1,14 +1,12 @@
 """State in host memory changes no bit of a step over two ranks, whatever the scheme."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.mars_muon import MarsMuon
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import groups_of, message_of
 from tests.distributed.test_workspace import CASES as OF_WORKSPACE
 from tests.distributed.test_workspace import OPTIMIZERS, parameters_of, stepped
 
@@ -60,9 +58,5 @@ def test_a_fraction_that_some_ranks_lack_is_refused_on_all():
 
 def disagreeing(rank, ranks, fractions):
     parameters = [parameter for _, parameter, _ in parameters_of(rank, ranks)]
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
-    try:
-        TensorParallelMuon(parameters, pg_collection=groups, offload_fraction=fractions[rank]).prepare()
-    except ValueError as error:
-        return str(error)
-    return ""
+    optimizer = TensorParallelMuon(parameters, pg_collection=groups_of(), offload_fraction=fractions[rank])
+    return message_of(optimizer.prepare)

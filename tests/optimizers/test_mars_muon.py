@@ -13,8 +13,7 @@ from megatron_eopt.optimizers.mars_muon import MarsMuon, corrected
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_adaptive_invariance import cut
-from tests.distributed.test_tp_invariance import sharded
+from tests.distributed.shards import cut, sharded
 from tests.matrices.models import merge_rows, split_rows
 from tests.optimizers.field import SHAPES, TOLERANCE, assert_close, assert_close_in_bf16, factor, gradient, matrix
 

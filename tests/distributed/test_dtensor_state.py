@@ -42,6 +42,17 @@ PAIRS = {
 }
 
 
+# How a parameter lies on meshes of two dimensions.
+MESHES = {
+    "hsdp": lambda placement: [Replicate(), placement],
+    # as FSDP2 over tensor parallelism cuts rows: both dimensions of the mesh cut the same dimension
+    "over tp": lambda placement: [
+        _StridedShard(placement.dim, split_factor=2) if isinstance(placement, Shard) else placement,
+        placement,
+    ],
+}
+
+
 class Model(nn.Module):
     """Parameters as FSDP2 leaves them, or whole ones where there is no mesh."""
 
@@ -132,15 +143,7 @@ def on_four(rank, world_size, folder):
         check_parts(optimizer)
         save(model, optimizer, folder / name / "4")
         saved[name] = full_state(model, optimizer), model.whole()
-    meshes = {
-        "hsdp": lambda placement: [Replicate(), placement],
-        # as FSDP2 over tensor parallelism cuts rows: both dimensions of the mesh cut the same dimension
-        "over tp": lambda placement: [
-            _StridedShard(placement.dim, split_factor=2) if isinstance(placement, Shard) else placement,
-            placement,
-        ],
-    }
-    for mesh, along in meshes.items():
+    for mesh, along in MESHES.items():
         for name, build in OPTIMIZERS.items():
             model, optimizer = trained(build, square, along)
             check_parts(optimizer)
@@ -239,7 +242,7 @@ def test_ranks_train_to_the_parameters_and_the_state_of_one_process(ran, name):
         for found, wanted in zip(straight[name], expected, strict=True):
             assert_close(found, wanted, (name, rank))
     for rank, (_, on_meshes, _) in enumerate(four):
-        for mesh in ("hsdp", "over tp"):
+        for mesh in MESHES:
             for found, wanted in zip(on_meshes[mesh, name], expected, strict=True):
                 assert_close(found, wanted, (mesh, name, rank))
 

@@ -3,18 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, query_key_value
 from megatron_eopt.optimizers.parameters import ROWS
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded, whole
+from tests.distributed.test_dtensor_state import MESHES, SPLIT, Model, load, save
+from tests.distributed.test_dtensor_state import trained as trained_model
 from tests.optimizers.field import drawn
 
 STEPS = 4
@@ -30,14 +28,6 @@ CASES = {
     "gate and up": ((32, 12), sharded(0, **{ATTRIBUTE: GATE_UP})),
     "gate and up as one": ((32, 12), sharded(0, **{ROWS: GATE_UP})),
     "whole": ((12, 20), {}),
-}
-# Of DTensors: cut unevenly, so that some of four ranks have little or nothing.
-PLACED = {
-    "tall": ((10, 7), Shard(0)),
-    "wide": ((7, 10), Shard(1)),
-    "few": ((3, 9), Shard(0)),
-    "fused": ((32, 6), Shard(0)),
-    "replicated": ((8, 6), Replicate()),
 }
 
 
@@ -83,29 +73,8 @@ def test_tensor_parallel_momenta_have_the_bits_of_one_rank(ranks):
                 assert torch.equal(momenta[name], expected), (tp_mode, name, rank)
 
 
-class Model(nn.Module):
-    """DTensors, or whole parameters where there is no mesh."""
-
-    def __init__(self, mesh=None, along=lambda placement: [placement]):
-        super().__init__()
-        self.spread = lambda x, placement: (
-            x if mesh is None else distribute_tensor(x, mesh, along(placement), src_data_rank=None)
-        )
-        for name, (shape, placement) in PLACED.items():
-            self.register_parameter(name, nn.Parameter(self.spread(of_step(shape, 0), placement)))
-            if name == "fused":
-                setattr(self.fused, ATTRIBUTE, QKV)
-
-    def train_by(self, optimizer, steps):
-        for step in steps:
-            for name, (shape, placement) in PLACED.items():
-                self.get_parameter(name).grad = self.spread(of_step(shape, 1 + step), placement)
-            optimizer.step()
-        optimizer.zero_grad()
-
-
 def built(model):
-    return TensorParallelMuon(model.named_parameters(), lr=0.01, tp_mode="auto", momentum_dtype=BF16)
+    return TensorParallelMuon(model.named_parameters(), lr=0.01, tp_mode="auto", momentum_dtype=BF16, **SPLIT)
 
 
 def momenta(model, optimizer):
@@ -116,36 +85,20 @@ def momenta(model, optimizer):
 
 def of_dtensors(rank, ranks, folder):
     line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
-    model = Model(line)
-    optimizer = built(model)
-    model.train_by(optimizer, range(2))
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder)
+    model, optimizer = trained_model(built, line, steps=2)
+    save(model, optimizer, folder)
     model.train_by(optimizer, range(2, STEPS))
     found = [momenta(model, optimizer)]
     if ranks == 4:
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for along in (
-            lambda placement: [Replicate(), placement],
-            lambda placement: [
-                _StridedShard(0, split_factor=2) if placement == Shard(0) else placement,
-                placement,
-            ],
-        ):
-            model = Model(square, along)
-            optimizer = built(model)
-            model.train_by(optimizer, range(STEPS))
-            found.append(momenta(model, optimizer))
+        found += [momenta(*trained_model(built, square, along, steps=STEPS)) for along in MESHES.values()]
     return found
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_momenta_of_dtensors_have_the_bits_of_one_rank(ranks, tmp_path):
-    model = Model()
-    optimizer = built(model)
-    model.train_by(optimizer, range(STEPS))
-    expected = momenta(model, optimizer)
+    expected = momenta(*trained_model(built, steps=STEPS))
     for of_rank in run_ranks(of_dtensors, ranks, tmp_path):
         for of_mesh in of_rank:
             for name, momentum in of_mesh.items():
@@ -154,10 +107,7 @@ def test_momenta_of_dtensors_have_the_bits_of_one_rank(ranks, tmp_path):
     # and one rank goes on from the checkpoint of several
     model = Model()
     optimizer = built(model)
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=tmp_path)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    load(model, optimizer, tmp_path)
     assert optimizer.param_groups[0]["momentum_steps"] == 2
     model.train_by(optimizer, range(2, STEPS))
     for name, momentum in momenta(model, optimizer).items():

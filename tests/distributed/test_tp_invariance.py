@@ -137,20 +137,6 @@ def test_medium_precision_is_as_exact():
             assert (actual - expected[name]).norm() <= 2e-2 * expected[name].norm(), name
 
 
-def blockwise_on_ranks(rank, world_size):
-    case = CASES[0]
-    p, g = (cut(x, case.attributes, rank, world_size) for x in whole(case))
-    counters.reset()
-    result = updated(case, p, g, groups_of(), "blockwise", "highest")
-    assert set(counters.calls) == {"agree"}  # on the plan, at start
-    return result, updated(Case("shard", case.shape), p, g, None, "duplicated", "highest")
-
-
-def test_blockwise_takes_each_shard_for_a_matrix():
-    for actual, expected in run_ranks(blockwise_on_ranks, 2):
-        assert torch.equal(actual, expected)
-
-
 def without_groups(rank, world_size, tp_mode):
     return message_of(lambda: TensorParallelMuon([shard(torch.ones(4, 4))], tp_mode=tp_mode))
 

@@ -10,22 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import Muon
-from tests.optimizers.family import build, every, every_class, having
-
-
-def matrices(count=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(count)]
-
-
-def take(optimizer, steps, start=0):
-    """Steps with gradients that depend on the number of the step alone."""
-    for step in range(start, start + steps):
-        generator = torch.Generator().manual_seed(100 + step)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        optimizer.step()
+from tests.optimizers.family import build, every, every_class, having, matrices, take
 
 
 def parameters(optimizer):
@@ -37,7 +22,7 @@ def assert_equal(one, other):
         assert torch.equal(a, b)
 
 
-@every
+@every_class
 def test_a_closure_is_called_once_with_gradients_enabled(name):
     own, other = matrices(1), matrices(1)
     target = torch.ones(6, 4)
@@ -51,7 +36,8 @@ def test_a_closure_is_called_once_with_gradients_enabled(name):
         return loss
 
     closed, plain = build(name, own), build(name, other)
-    loss = closed.step(closure)
+    with torch.no_grad():
+        loss = closed.step(closure)
     other[0].grad = 2 * (other[0].detach() - target)
     assert plain.step() is None
     assert called == [True]
@@ -107,7 +93,7 @@ def test_a_group_that_is_added_is_stepped(name):
     assert len(optimizer.param_groups) == 2
 
 
-@every
+@every_class
 def test_a_state_dict_goes_on_bit_for_bit(name):
     optimizer = build(name, matrices())
     take(optimizer, 3)
@@ -121,6 +107,19 @@ def test_a_state_dict_goes_on_bit_for_bit(name):
     for each in (optimizer, other):
         take(each, 3, start=3)
     assert_equal(optimizer, other)
+
+
+@every_class
+def test_a_parameter_without_gradient_is_left_as_it_is(name):
+    p, q = matrices()
+    optimizer = build(name, [p, q])
+    before = q.detach().clone()
+    for step in range(2):
+        p.grad = matrices(1, seed=step)[0].detach()
+        optimizer.step()
+    assert torch.equal(q, before)
+    makes_all_at_once = name in ("muon_hyperball", "with_adamw", "distributed_muon")
+    assert (q in optimizer.state) is makes_all_at_once
 
 
 @every

@@ -10,7 +10,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate, capture_cuda
 from megatron_eopt.optimizers.with_adamw import HeavyBallMuon
 from tests.optimizers.family import build, decays
-from tests.optimizers.test_orthogonalized import gradient, matrix
+from tests.optimizers.field import gradient, matrix
 
 CUDA = torch.cuda.is_available()
 MUONS = [name for name, row in OPTIMIZERS.items() if issubclass(row.cls, TensorParallelMuon)]

@@ -19,8 +19,8 @@ from megatron_eopt import (
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.summary import summary
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from tests.optimizers.field import run
-from tests.optimizers.test_muon import is_qkv, matrix
+from tests.optimizers.field import drawn, matrix, run
+from tests.optimizers.test_muon import is_qkv
 
 COMMON = {
     "lr": 0.1,
@@ -67,7 +67,7 @@ def in_fp64(groups):
 
 def step(made, seed):
     for p in (p for group in made.param_groups for p in group["params"]):
-        gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) + p.detach()
+        gradient = drawn(p.shape, seed) + p.detach()
         p.grad = None if seed == 1 and hasattr(p, "is_quiet") else gradient
     made.step()
 

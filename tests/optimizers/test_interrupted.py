@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import Muon
-from tests.optimizers.family import FURTHER, build, decays, every_class
-from tests.optimizers.test_conformity import matrices
+from tests.optimizers.family import FURTHER, build, decays, every_class, matrices
 
 REFUSED = "KeyboardInterrupt ended the last step while it changed weights and state"
 

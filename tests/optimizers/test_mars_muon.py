@@ -2,20 +2,27 @@
 
 import copy
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.mars_muon import MarsMuon, corrected
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
-from tests.distributed.shards import cut, sharded
+from tests.distributed.shards import cut, groups_of, message_of, placed, sharded
 from tests.matrices.models import merge_rows, split_rows
-from tests.optimizers.field import SHAPES, TOLERANCE, assert_close, assert_close_in_bf16, factor, gradient, matrix
+from tests.optimizers.field import (
+    SHAPES,
+    TOLERANCE,
+    assert_close,
+    assert_close_in_bf16,
+    drawn,
+    factor,
+    gradient,
+    matrix,
+)
 
 # What multiplies the gradients of steps, whose norms are near sqrt(84) = 9, in turn.
 SIZES = {"all clipped": (1.0,), "some clipped": (0.05, 0.1, 0.15, 0.2), "none clipped": (0.01,)}
@@ -302,26 +309,22 @@ STEPS = 4
 
 def trained(rank, ranks, dtype, tp_mode="duplicated", steps=range(STEPS), state=None, start=None):
     """Some steps with all cases; the optimizer, its parameters by name, and the collectives of the last step."""
-    parameters = {}
-    for index, (name, (shape, _, attributes)) in enumerate(CASES.items()):
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(index), dtype=torch.float64).to(dtype)
-        p = torch.nn.Parameter(cut(whole, attributes, rank, ranks) if start is None else start[name].clone())
-        for key, value in attributes.items():
-            if ranks > 1 or key == "qkv_split_shapes":
-                setattr(p, key, value)
-        parameters[name] = p
+    parameters = {
+        name: placed(drawn(shape, index, torch.float64).to(dtype), attributes, rank, ranks)
+        for index, (name, (shape, _, attributes)) in enumerate(CASES.items())
+    }
+    for name, value in (start or {}).items():
+        parameters[name].data.copy_(value)
     several = list(parameters.values())
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None) if ranks > 1 else None
     opt = MarsMuon(
         [{"params": several[:3], "gamma": 0.1}, {"params": several[3:6]}, {"params": several[6:], "momentum": 0.8}],
-        0.01, fp32_matmul_prec="highest", pg_collection=groups, tp_mode=tp_mode, **QKV,
+        0.01, fp32_matmul_prec="highest", pg_collection=groups_of(ranks), tp_mode=tp_mode, **QKV,
     )  # fmt: skip
     if state is not None:
         opt.load_state_dict(copy.deepcopy(state))
     for step in steps:
         for index, (name, (shape, size, attributes)) in enumerate(CASES.items()):
-            generator = torch.Generator().manual_seed(1000 * step + index)
-            g = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * size
+            g = drawn(shape, 1000 * step + index, torch.float64).to(dtype) * size
             parameters[name].grad = cut(g, attributes, rank, ranks)
         counters.reset()
         opt.step()
@@ -341,8 +344,8 @@ def on_two(rank, ranks):
 
 def left_out(rank):
     """Whether a matrix and its state stay bit for bit where rank 1 alone has a gradient that is not finite."""
-    p = matrix(6, 4, tensor_model_parallel=True, partition_dim=0)
-    opt = MarsMuon([p], 0.05, pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None))
+    p = matrix(6, 4, **sharded(0))
+    opt = MarsMuon([p], 0.05, pg_collection=groups_of())
     run(opt, [p], range(2))
     before, kept = p.detach().clone(), states(opt, p)
     p.grad = gradient(p, 2)
@@ -353,11 +356,8 @@ def left_out(rank):
 
 
 def refused():
-    p = matrix(6, 4, tensor_model_parallel=True, partition_dim=0)
-    try:
-        MarsMuon([p], pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None), tp_mode="blockwise")
-    except ValueError as error:
-        return str(error)
+    p = matrix(6, 4, **sharded(0))
+    return message_of(lambda: MarsMuon([p], pg_collection=groups_of(), tp_mode="blockwise"))
 
 
 @pytest.fixture(scope="module")
@@ -373,8 +373,7 @@ def test_two_ranks_take_the_steps_of_one(on_ranks, dtype):
             found, calls = results[dtype, tp_mode]
             for name, (_, _, attributes) in CASES.items():
                 expected = cut(alone[name], attributes, rank, 2)
-                error = (found[name] - expected).abs().max() / alone[name].abs().max()
-                assert error <= DTYPES[dtype], (tp_mode, name, float(error))
+                assert_close(found[name], expected, DTYPES[dtype], (tp_mode, name))
             if tp_mode == "duplicated":  # which gathers, so that what is summed are norms, of all groups at once
                 assert calls["all_reduce"] == 1
 

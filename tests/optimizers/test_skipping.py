@@ -9,7 +9,8 @@ from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import MAX_IN_A_ROW, NonFinite
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.optimizers.family import build, every
-from tests.optimizers.test_orthogonalized import gradient, matrix, optimizer
+from tests.optimizers.field import gradient, matrix
+from tests.optimizers.test_orthogonalized import optimizer
 
 MAKE = {
     "base": lambda params, **settings: optimizer(params, weight_decay=0.5, use_nesterov=True, **settings),

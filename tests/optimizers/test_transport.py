@@ -1,6 +1,5 @@
 """What Scion, PolarGrad and MuonHyperball have in common on one rank: splits, resumes, skipped steps and refusals."""
 
-import copy
 import inspect
 from types import SimpleNamespace
 
@@ -40,23 +39,6 @@ def test_the_parts_of_a_fused_projection_are_matrices_of_their_own(kind):
     assert (p - whole).abs().max() > 1e-3
     if kind is MuonHyperball:
         assert list(fused.state[p]) == ["momentum_buffer", "radius_0", "radius_1", "radius_2"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_restored_optimizer_goes_on_bit_for_bit(kind, dtype):
-    def start(p):
-        return kind([p], lr=0.05, num_ns_steps=10, qkv_split_shapes=(2, 1, 1), **QKV)
-
-    straight, stopped = (matrix(8, 6, dtype=dtype, is_qkv=True) for _ in range(2))
-    first = start(stopped)
-    run(start(straight), straight, range(6))
-    run(first, stopped, range(3))
-    resumed = matrix(8, 6, dtype=dtype, is_qkv=True)
-    resumed.data.copy_(stopped)
-    second = start(resumed)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    run(second, resumed, range(3, 6))
-    assert torch.equal(resumed, straight)
 
 
 def test_a_step_that_is_left_out_leaves_the_parameter_and_its_state_as_they_are(kind):

@@ -6,7 +6,8 @@ import torch
 from megatron_eopt import Muon, MuonHyperball, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.optimizers import MarsMuon
 from megatron_eopt.optimizers.nonfinite import MAX_IN_A_ROW
-from tests.optimizers.test_orthogonalized import gradient, matrix, optimizer
+from tests.optimizers.field import gradient, matrix
+from tests.optimizers.test_orthogonalized import optimizer
 
 FUNCTIONS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 MAKE = {

@@ -12,6 +12,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, gathered, groups_of, marked, message_of, placed, shard, sharded
 from tests.optimizers.field import assert_close, drawn
+from tests.optimizers.on_gpu import masking
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto")
 
@@ -224,8 +225,7 @@ def missing_as_on_a_gpu(rank, world_size):
     named = list(zip("abc", parameters, strict=True))
     optimizer = TensorParallelMuon(named, pg_collection=groups_of(), tp_mode="owner")
     optimizer.step()
-    in_a_step, optimizer._session.nonfinite._report = optimizer._batches, lambda: None
-    optimizer._batches = lambda accepted: in_a_step(accepted, masked=True)
+    masking(optimizer)._session.nonfinite._report = lambda: None
     parameters[0].grad = None if rank == 0 else parameters[0].grad
     parameters[1].grad = None
     before = [x.detach().clone() for p in parameters for x in (p, optimizer.state[p]["momentum_buffer"])]

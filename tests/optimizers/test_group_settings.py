@@ -18,8 +18,8 @@ from megatron_eopt import (
 )
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.summary import summary
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from tests.optimizers.field import drawn, matrix, run
+from tests.optimizers.on_gpu import captured
 from tests.optimizers.test_muon import is_qkv
 
 COMMON = {
@@ -275,18 +275,16 @@ def test_a_step_that_is_made_parameter_by_parameter_counts_too():
 
 
 def test_a_captured_step_is_the_step_of_all_groups_and_counts():
-    plain, captured = optimizer(grouped()), optimizer(grouped())
-    captured.cuda_graphs = True
-    captured._session.plans.graphed = GraphedUpdate(captured._run, lambda run: run)
-    for made in (plain, captured):
+    plain, graphed = optimizer(grouped()), captured(optimizer(grouped()))
+    for made in (plain, graphed):
         made.result = stepped(made, [0, 2, 3])
         assert made.newton_schulz_calls == 60
-    assert_equal(captured.result, plain.result)
-    captured.param_groups[1]["scale_mode"] = "spectral"
+    assert_equal(graphed.result, plain.result)
+    graphed.param_groups[1]["scale_mode"] = "spectral"
     with pytest.raises(RuntimeError, match="only learning rate and weight decay may change"):
-        step(captured, 4)
-    assert captured.newton_schulz_calls == 60
-    assert_equal(weights(captured), weights(plain))
+        step(graphed, 4)
+    assert graphed.newton_schulz_calls == 60
+    assert_equal(weights(graphed), weights(plain))
 
 
 def test_a_checkpoint_says_which_groups_have_settings_of_their_own():

@@ -6,6 +6,7 @@ from counting import HOST_READ, Operations
 
 from megatron_eopt.family import OPTIMIZERS
 from tests.optimizers.family import ELEMENTWISE, build
+from tests.optimizers.on_gpu import masking
 
 SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
 OF_EACH = 64
@@ -31,20 +32,6 @@ LIMITS = {
 # Masks are put on stacks of equal parameters, and so cost a few operations for each shape.
 MASKED = {"muon": 220, "scion": 220}
 TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
-
-
-class OnDevice:
-    """Flags as a GPU has them, which nobody may look at."""
-
-    def __init__(self, flags):
-        self.device, self.unbind = torch.device("cuda"), flags.unbind
-
-
-def masking(optimizer):
-    """An optimizer that makes its steps as on a GPU, which is not asked which gradients are finite."""
-    take = optimizer._take
-    optimizer._take = lambda accepted: take(OnDevice(accepted))
-    return optimizer
 
 
 def built(name, masked=False, of_each=OF_EACH):

@@ -113,37 +113,6 @@ def test_groups_have_settings_of_their_own():
         torch.testing.assert_close(params[index].detach(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_gradient_that_is_not_finite_is_as_if_its_step_had_not_been(bad):
-    def go(steps, bad_at=None):
-        params = parameters([(6, 4), (5,)])
-        optimizer = Lion(params, lr=0.1, weight_decay=0.5)
-        for step in steps:
-            set_gradients(params, step)
-            if step == bad_at:
-                params[0].grad[2, 1] = bad
-            optimizer.step()
-        return params, optimizer
-
-    (p, q), optimizer = go((1, 2, 3), bad_at=2)
-    (expected_p, _), without = go((1, 3))
-    (_, expected_q), _ = go((1, 2, 3))
-    assert torch.equal(p, expected_p)
-    assert torch.equal(optimizer.state[p]["exp_avg"], without.state[expected_p]["exp_avg"])
-    assert torch.equal(q, expected_q)
-    assert optimizer.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 1}
-
-
-def test_several_in_a_row_are_an_error():
-    (p,) = parameters([(6, 4)])
-    optimizer = Lion([("layer.weight", p)])
-    p.grad = torch.full_like(p, torch.nan)
-    for _ in range(4):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match=r"not finite in 5 steps in a row, of layer\.weight"):
-        optimizer.step()
-
-
 def test_an_unknown_weight_decay_method_is_refused():
     (p,) = parameters([(6, 4)])
     message = "unknown weight_decay_method of Lion 'l1': expected one of decoupled, l2"

@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.mars_muon import MarsMuon, corrected
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
@@ -23,6 +22,7 @@ from tests.optimizers.field import (
     gradient,
     matrix,
 )
+from tests.optimizers.on_gpu import captured
 
 # What multiplies the gradients of steps, whose norms are near sqrt(84) = 9, in turn.
 SIZES = {"all clipped": (1.0,), "some clipped": (0.05, 0.1, 0.15, 0.2), "none clipped": (0.01,)}
@@ -203,8 +203,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(masked):
     p, q, other = matrix(), matrix(seed=1), matrix()
     opt, straight = MarsMuon([p, q], 0.05), MarsMuon([other], 0.05)
     if masked:
-        opt.cuda_graphs = True
-        opt._session.plans.graphed = GraphedUpdate(opt._run, lambda run: run)
+        captured(opt)
     run(straight, [other], range(4))
     p.grad, q.grad = gradient(p, 0), gradient(q, 0)
     p.grad[1, 2] = torch.nan  # there is no previous gradient yet

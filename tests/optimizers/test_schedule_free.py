@@ -176,31 +176,6 @@ def test_a_parameter_without_gradient_is_left_as_it_is_and_joins_the_count_of_th
         torch.testing.assert_close(optimizer.average(p).double(), x, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_gradient_that_is_not_finite_is_as_if_it_were_not_there(bad, dtype):
-    def go(bad_at=None, none_at=None):
-        params = parameters([(6, 4), (5,)], dtype)
-        optimizer = ScheduleFreeAdamW(params, **SETTINGS)
-        for step in (1, 2, 3):
-            set_gradients(params, step)
-            if step == bad_at:
-                params[0].grad[2, 1] = bad
-            if step == none_at:
-                params[0].grad = None
-            optimizer.step()
-        return params, optimizer
-
-    for at in (1, 2):
-        (p, q), optimizer = go(bad_at=at)
-        (expected_p, expected_q), without = go(none_at=at)
-        assert torch.equal(p, expected_p)
-        for key, value in without.state[expected_p].items():
-            assert torch.equal(optimizer.state[p][key], value)
-        assert torch.equal(q, expected_q)
-        assert optimizer.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 1}
-
-
 def test_a_gradient_whose_square_is_beyond_fp32_does_not_stop_the_parameter_for_ever():
     (p,) = parameters([(6, 4)])
     optimizer = ScheduleFreeAdamW([p], betas=(0.9, 0.5))

@@ -207,25 +207,6 @@ def test_a_parameter_without_gradient_is_left_as_it_is_and_its_steps_do_not_coun
     assert torch.equal(q, late)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_gradient_that_is_not_finite_changes_nothing(at, bad):
-    params, untouched = parameters([(5, 5), (5,)]), None
-    optimizer = SOAP(params, **{**SETTINGS, "precondition_frequency": 1})
-    for step in range(1, 5):
-        set_gradients(params, step)
-        if step == at:
-            params[0].grad[2, 1] = bad
-            untouched = copy.deepcopy((params[0].detach(), dict(optimizer.state.get(params[0], {}))))
-        optimizer.step()
-        if step == at:
-            assert torch.equal(params[0], untouched[0])
-            assert all(torch.equal(optimizer.state[params[0]][key], value) for key, value in untouched[1].items())
-    assert optimizer.skipped_steps() == {"parameter 0 of group 0, of shape (5, 5)": 1}
-    assert all(p.isfinite().all() for p in params)
-    assert optimizer.state[params[0]]["steps"] == 3
-
-
 @pytest.mark.parametrize("settings", [{}, {"use_kl_shampoo": True}, {"basis_of": "current"}], ids=str)
 def test_zero_gradients_make_no_basis_and_the_next_one_is_the_first(settings):
     (p,), (q,) = parameters([(6, 4)]), parameters([(6, 4)])

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from counting import HOST_READ, Operations
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from tests.optimizers.field import assert_close, assert_close_in_bf16
@@ -169,34 +169,22 @@ def test_settings_of_torch_are_left_as_they_are():
     assert (torch.get_float32_matmul_precision(), torch.is_grad_enabled()) == seen[1:]
 
 
-class HostReads(TorchDispatchMode):
-    """Counts what would wait for a GPU: values that are read on the host, each by itself or as a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.count, self._lists = 0, Lists(self)
-
-    def __enter__(self):
-        self._lists.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *raised):
-        super().__exit__(*raised)
-        self._lists.__exit__(*raised)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
 class Lists(TorchFunctionMode):
-    def __init__(self, reads):
-        super().__init__()
-        self._reads = reads
+    """Counts lists that are read on the host, where no operation tells of it."""
+
+    count = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        self._reads.count += function is torch.Tensor.tolist
+        self.count += function is torch.Tensor.tolist
         return function(*args, **(kwargs or {}))
+
+
+def host_reads(optimizer, accepted):
+    """How many values a step reads on the host, beside the check of gradients, which reads on a CPU alone."""
+    optimizer.prepare()
+    with Lists() as lists, Operations() as operations, torch.no_grad():
+        optimizer._take(torch.ones(accepted, dtype=torch.bool))
+    return lists.count + operations.counts[HOST_READ]
 
 
 def test_only_the_steps_that_project_read_values_on_the_host():
@@ -206,11 +194,7 @@ def test_only_the_steps_that_project_read_values_on_the_host():
     counts = []
     for step in range(3):
         set_gradients([*params, A, B], step)
-        optimizer.prepare()
-        # the gradients' own check reads on a CPU alone, and is left out here
-        with HostReads() as reads, torch.no_grad():
-            optimizer._take(torch.ones(5, dtype=torch.bool))
-        counts.append(reads.count)
+        counts.append(host_reads(optimizer, 5))
     assert counts[0] > 0
     assert counts[1:] == [0, 0]
 
@@ -221,9 +205,6 @@ def test_the_step_that_projects_reads_as_often_for_many_matrices_as_for_one():
         params = parameters([(24, 16), (10, 40)] * count)
         optimizer = spectron(params, lr=0.05)
         set_gradients(params, 0)
-        optimizer.prepare()
-        with HostReads() as reads, torch.no_grad():
-            optimizer._take(torch.ones(2 * count, dtype=torch.bool))
-        counts.append(reads.count)
+        counts.append(host_reads(optimizer, 2 * count))
         assert len(optimizer.projection_errors) == 2 * count
     assert counts == [2, 2]

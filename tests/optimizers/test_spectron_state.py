@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from tests.optimizers.several import run, set_gradients
+from tests.optimizers.several import run
 from tests.optimizers.spectrons import SHAPES, parameters, spectron
 
 
@@ -50,26 +50,3 @@ def test_a_parameter_without_gradient_is_left_as_it_is():
     assert torch.equal(q, before)
     run(optimizer, [p, q], range(2))  # projected in its own first step
     assert torch.linalg.matrix_rank(q) == 4
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("bad_at", [1, 2])
-def test_a_gradient_that_is_not_finite_is_as_if_its_step_had_not_been(bad, bad_at):
-    def go(steps, bad_at=None):
-        params = parameters(SHAPES[:2])
-        optimizer = spectron(params, lr=0.1, weight_decay=0.5)
-        for step in steps:
-            set_gradients(params, step)
-            if step == bad_at:
-                params[0].grad[2, 1] = bad
-            optimizer.step()
-        return params, optimizer
-
-    (p, q), optimizer = go((1, 2, 3), bad_at=bad_at)
-    (expected_p, _), without = go(tuple(step for step in (1, 2, 3) if step != bad_at))
-    (_, expected_q), _ = go((1, 2, 3))
-    assert torch.equal(p, expected_p)
-    for key, value in without.state[expected_p].items():
-        assert torch.equal(optimizer.state[p][key], value), key
-    assert torch.equal(q, expected_q)
-    assert optimizer.skipped_steps() == {"parameter 0 of group 0, of shape (24, 16)": 1}

@@ -1,6 +1,7 @@
-"""Scion, PolarGrad, MuonHyperball and Signum on two ranks take the steps of one."""
+"""Scion, PolarGrad, MuonHyperball, MARS-Muon and Signum on two ranks take the steps of one."""
 
 import copy
+from math import prod
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_eopt.optimizers.hyperball import MuonHyperball
 from megatron_eopt.optimizers.lion import Signum
+from megatron_eopt.optimizers.mars_muon import MarsMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.parallel.collectives import counters
@@ -23,7 +25,7 @@ from tests.optimizers.field import assert_close, drawn
 
 STEPS = 4
 TOLERANCE = 1e-11  # what the iteration makes of rounding, 493 * 2^-53, and an ample margin for other orders of sums
-KINDS = {"scion": Scion, "polar_grad": PolarGrad, "hyperball": MuonHyperball}
+KINDS = {"scion": Scion, "polar_grad": PolarGrad, "hyperball": MuonHyperball, "mars": MarsMuon}
 MODES = ("duplicated", "owner", "auto", "distributed", "gram")
 CASES = {
     **{f"{kind} dim {dim}": (shape, sharded(dim)) for kind, shape in SHAPES.items() for dim in (0, 1)},
@@ -60,7 +62,9 @@ def trained(rank, world_size, kind, steps=range(STEPS), state=None, start=None, 
         opt.load_state_dict(copy.deepcopy(state))
     for step in steps:
         for index, (name, (shape, attributes)) in enumerate(CASES.items()):
-            gradient = drawn(shape, 1000 * step + index, torch.float64) * (name != "zero")
+            # MARS-Muon clips by norms of matrices: some, none, and some whose shards have norms below 1
+            size = (1.0, 1e-4, 1.2 / prod(shape) ** 0.5)[index % 3] * (name != "zero")
+            gradient = drawn(shape, 1000 * step + index, torch.float64) * size
             parameters[name].grad = cut(gradient, attributes, rank, world_size)
         counters.reset()
         opt.step()

@@ -5,7 +5,7 @@ import torch
 from counting import HOST_READ, Operations
 
 from megatron_eopt.family import OPTIMIZERS
-from tests.optimizers.family import ELEMENTWISE, build
+from tests.optimizers.family import FOR_VECTORS, build
 from tests.optimizers.on_gpu import masking
 
 SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
@@ -46,7 +46,7 @@ def built(name, masked=False, of_each=OF_EACH):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("name", FOR_VECTORS)
 def test_a_masked_step_is_the_step_of_what_is_accepted(name, dtype):
     shapes = [(8, 4), (8, 4), (4,), ()]
     values = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in shapes]

@@ -1,6 +1,5 @@
-"""MARS-Muon on one rank and on two: its formulas written out, resumes, skipped steps and refusals."""
+"""MARS-Muon on one rank: its formulas written out, resumes, skipped steps and refusals."""
 
-import copy
 import io
 
 import pytest
@@ -8,16 +7,12 @@ import torch
 
 from megatron_eopt.optimizers.mars_muon import MarsMuon, corrected
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.parallel.collectives import counters
-from tests.distributed.ranks import run_ranks
-from tests.distributed.shards import cut, groups_of, message_of, placed, sharded
 from tests.matrices.models import merge_rows, split_rows
 from tests.optimizers.field import (
     SHAPES,
     TOLERANCE,
     assert_close,
     assert_close_in_bf16,
-    drawn,
     factor,
     gradient,
     matrix,
@@ -288,107 +283,3 @@ def test_a_gamma_of_several_entries_and_the_state_of_muon_are_refused():
     del state["param_groups"][0]["state_of"]
     with pytest.raises(ValueError, match=r"MarsMuon needs 'previous_gradient' for the parameter of shape \(6, 4\)"):
         opt.load_state_dict(state)
-
-
-# On two ranks.
-
-CASES = {
-    "clipped rows": ((96, 36), 1.0, sharded(0)),
-    "clipped columns": ((36, 96), 1.0, sharded(1)),
-    "not clipped rows": ((48, 40), 0.01, sharded(0)),
-    "not clipped columns": ((48, 40), 0.01, sharded(1)),
-    "clipped as a whole": ((48, 48), 1.2 / 48, sharded(0)),  # shards have norms below 1
-    "fused qkv": ((6 * 16, 48), 0.017, sharded(0, qkv_split_shapes=[8, 4, 4])),  # q is clipped, and k and v are not
-    "one query group": ((48, 40), 0.03, sharded(0, qkv_split_shapes=[32, 8, 8])),  # shards end inside
-    "replicated": ((40, 24), 1.0, {}),
-}
-DTYPES = {torch.float32: 1e-5, torch.float64: 1e-11}
-STEPS = 4
-
-
-def trained(rank, ranks, dtype, tp_mode="duplicated", steps=range(STEPS), state=None, start=None):
-    """Some steps with all cases; the optimizer, its parameters by name, and the collectives of the last step."""
-    parameters = {
-        name: placed(drawn(shape, index, torch.float64).to(dtype), attributes, rank, ranks)
-        for index, (name, (shape, _, attributes)) in enumerate(CASES.items())
-    }
-    for name, value in (start or {}).items():
-        parameters[name].data.copy_(value)
-    several = list(parameters.values())
-    opt = MarsMuon(
-        [{"params": several[:3], "gamma": 0.1}, {"params": several[3:6]}, {"params": several[6:], "momentum": 0.8}],
-        0.01, fp32_matmul_prec="highest", pg_collection=groups_of(ranks), tp_mode=tp_mode, **QKV,
-    )  # fmt: skip
-    if state is not None:
-        opt.load_state_dict(copy.deepcopy(state))
-    for step in steps:
-        for index, (name, (shape, size, attributes)) in enumerate(CASES.items()):
-            g = drawn(shape, 1000 * step + index, torch.float64).to(dtype) * size
-            parameters[name].grad = cut(g, attributes, rank, ranks)
-        counters.reset()
-        opt.step()
-    return opt, {name: p.detach() for name, p in parameters.items()}, dict(counters.calls)
-
-
-def on_two(rank, ranks):
-    results = {}
-    for dtype in DTYPES:
-        for tp_mode in ("duplicated", "owner", "distributed"):
-            results[dtype, tp_mode] = trained(rank, ranks, dtype, tp_mode)[1:]
-        opt, parameters, _ = trained(rank, ranks, dtype, steps=range(2))
-        state = opt.state_dict(), parameters
-        results[dtype, "resumed"] = trained(rank, ranks, dtype, "duplicated", range(2, STEPS), *state)[1:]
-    return results, left_out(rank), refused()
-
-
-def left_out(rank):
-    """Whether a matrix and its state stay bit for bit where rank 1 alone has a gradient that is not finite."""
-    p = matrix(6, 4, **sharded(0))
-    opt = MarsMuon([p], 0.05, pg_collection=groups_of())
-    run(opt, [p], range(2))
-    before, kept = p.detach().clone(), states(opt, p)
-    p.grad = gradient(p, 2)
-    if rank == 1:
-        p.grad[0, 0] = torch.nan
-    opt.step()
-    return torch.equal(p, before) and all(torch.equal(opt.state[p][key], value) for key, value in kept.items())
-
-
-def refused():
-    p = matrix(6, 4, **sharded(0))
-    return message_of(lambda: MarsMuon([p], pg_collection=groups_of(), tp_mode="blockwise"))
-
-
-@pytest.fixture(scope="module")
-def on_ranks():
-    return run_ranks(on_two, 2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_two_ranks_take_the_steps_of_one(on_ranks, dtype):
-    _, alone, _ = trained(0, 1, dtype)
-    for rank, (results, *_) in enumerate(on_ranks):
-        for tp_mode in ("duplicated", "owner", "distributed"):
-            found, calls = results[dtype, tp_mode]
-            for name, (_, _, attributes) in CASES.items():
-                expected = cut(alone[name], attributes, rank, 2)
-                assert_close(found[name], expected, DTYPES[dtype], (tp_mode, name))
-            if tp_mode == "duplicated":  # which gathers, so that what is summed are norms, of all groups at once
-                assert calls["all_reduce"] == 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_two_ranks_resume_bit_for_bit(on_ranks, dtype):
-    for results, *_ in on_ranks:
-        (straight, _), (resumed, _) = results[dtype, "duplicated"], results[dtype, "resumed"]
-        assert all(torch.equal(resumed[name], straight[name]) for name in CASES)
-
-
-def test_a_gradient_that_is_not_finite_on_one_rank_leaves_both_as_they_are(on_ranks):
-    assert [same for _, same, _ in on_ranks] == [True, True]
-
-
-def test_blockwise_is_refused_as_its_norms_are_those_of_shards(on_ranks):
-    for *_, message in on_ranks:
-        assert message.startswith("MarsMuon: with tp_mode blockwise the norms would be those of shards")
-        assert message.endswith("(6, 4): take an exact tp_mode (auto, duplicated, ...)")

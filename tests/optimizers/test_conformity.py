@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_eopt import Muon
 from tests.optimizers.family import build, every, every_class, having, matrices, take
+from tests.optimizers.field import drawn
 
 
 def parameters(optimizer):
@@ -52,7 +53,7 @@ def test_groups_have_settings_of_their_own(name):
     alone = [build(name, apart[:1], lr=0.02), build(name, apart[1:])]
     for step in range(3):
         for ours, theirs in zip(together, apart, strict=True):
-            ours.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            ours.grad = drawn((6, 4), step)
             theirs.grad = ours.grad.clone()
         both.step()
         for each in alone:
@@ -153,7 +154,7 @@ def test_a_copy_shares_the_process_groups_which_are_not_pickled(name):
 def test_maximize_is_the_step_of_the_negated_gradient(name):
     up, down = matrices(1), matrices(1)
     for step in range(3):
-        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        gradient = drawn((6, 4), step)
         up[0].grad, down[0].grad = gradient, -gradient
         if step == 0:
             ascends, descends = build(name, up, maximize=True), build(name, down)
@@ -238,7 +239,7 @@ def test_parameters_of_several_dtypes_step_as_each_alone(name, dtypes):
     together, alone = build(name, own), [build(name, [p]) for p in others]
     for step in range(3):
         for p, q in zip(own, others, strict=True):
-            p.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(p.dtype)
+            p.grad = drawn((6, 4), step).to(p.dtype)
             q.grad = p.grad.clone()
         together.step()
         for each in alone:

@@ -11,7 +11,17 @@ from megatron_eopt.optimizers.hyperball import MuonHyperball, rotate
 from megatron_eopt.optimizers.muon import Chunk
 from megatron_eopt.parallel import statistics
 from tests.distributed.test_statistics import allocations
-from tests.optimizers.field import SHAPES, TOLERANCE, assert_close, assert_close_in_bf16, factor, gradient, matrix, run
+from tests.optimizers.field import (
+    SHAPES,
+    TOLERANCE,
+    assert_close,
+    assert_close_in_bf16,
+    drawn,
+    factor,
+    gradient,
+    matrix,
+    run,
+)
 
 
 def reference(p, gradients, lr, momentum=0.95, nesterov=True):
@@ -192,7 +202,7 @@ def test_a_large_matrix_moves_by_pieces(tmp_path, monkeypatch):
     whole, cut = MuonHyperball([p], lr=0.05), MuonHyperball([q], lr=0.05)
     run(whole, p, [0])
     run(cut, q, [0])
-    update = torch.randn(150, 100, generator=torch.Generator().manual_seed(1))
+    update = drawn((150, 100), 1)
     rotate(chunk_of(whole), whole.engine, [update])
     for module in (foreach, statistics):
         monkeypatch.setattr(module, "MOST_BYTES", 2**14)  # of 60,000

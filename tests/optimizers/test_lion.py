@@ -5,12 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_eopt import Lion
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.several import SHAPES, gradients_of, parameters, run, set_gradients
+from tests.optimizers.several import SHAPES, UNEVEN, gradients_of, parameters, run, set_gradients, stepped_in_shards
 
 METHODS = ["decoupled", "independent", "palm", "l2"]
 
@@ -123,21 +121,12 @@ def test_an_unknown_weight_decay_method_is_refused():
 
 
 def _distributed_steps(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
-    shapes = [(5, 4), (7,), (1, 3)]  # uneven, and empty on one rank
-    params = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters(shapes)]
-    optimizer = Lion(params, lr=0.01, weight_decay=0.1)
-    for step in range(3):
-        whole = parameters(shapes)
-        set_gradients(whole, step)
-        for p, q in zip(params, whole, strict=True):
-            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
-        optimizer.step()
+    params, optimizer = stepped_in_shards(world_size, lambda params: Lion(params, lr=0.01, weight_decay=0.1))
     return [(p.full_tensor().detach(), optimizer.state[p]["exp_avg"].full_tensor()) for p in params]
 
 
 def test_dtensors_train_as_on_one_rank():
-    params = parameters([(5, 4), (7,), (1, 3)])
+    params = parameters(UNEVEN)
     optimizer = Lion(params, lr=0.01, weight_decay=0.1)
     run(optimizer, params, range(3))
     for found in run_ranks(_distributed_steps, 2):

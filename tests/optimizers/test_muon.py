@@ -66,7 +66,7 @@ def test_a_split_update_is_the_updates_of_its_matrices(shapes, groups, cols):
     p = matrix(rows, cols, is_qkv=True)
     p.data = p.double()
     opt = TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv, qkv_split_shapes=shapes, fp32_matmul_prec="highest")
-    update = torch.randn(rows, cols, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    update = drawn((rows, cols), 1, torch.float64)
     result = opt.orthogonalize(p, update).view(groups, sum(shapes), cols)
     parts, results = (
         [part.reshape(-1, cols) for part in x.split(shapes, dim=1)]

@@ -5,12 +5,10 @@ import math
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.several import SHAPES, gradients_of, parameters, run, set_gradients
+from tests.optimizers.several import SHAPES, UNEVEN, gradients_of, parameters, run, set_gradients, stepped_in_shards
 
 VARIANTS = ("kempnerforge", "schedulefree")
 SETTINGS = {"lr": 0.05, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup_steps": 5}
@@ -211,23 +209,14 @@ def test_wrong_settings_are_refused_at_construction_and_in_a_new_group(settings,
 
 
 def _distributed_steps(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
-    shapes = [(5, 4), (7,), (1, 3)]  # uneven, and empty on one rank
-    params = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters(shapes)]
-    optimizer = ScheduleFreeAdamW(params, **SETTINGS)
-    for step in range(3):
-        whole = parameters(shapes)
-        set_gradients(whole, step)
-        for p, q in zip(params, whole, strict=True):
-            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
-        optimizer.step()
+    params, optimizer = stepped_in_shards(world_size, lambda params: ScheduleFreeAdamW(params, **SETTINGS))
     trained = [p.full_tensor().detach().clone() for p in params]
     optimizer.eval_params()
     return list(zip(trained, [p.full_tensor().detach() for p in params], strict=True))
 
 
 def test_dtensors_train_as_on_one_rank():
-    params = parameters([(5, 4), (7,), (1, 3)])
+    params = parameters(UNEVEN)
     optimizer = ScheduleFreeAdamW(params, **SETTINGS)
     run(optimizer, params, range(3))
     for found in run_ranks(_distributed_steps, 2):

@@ -8,7 +8,7 @@ from counting import HOST_READ, Operations
 from torch.overrides import TorchFunctionMode
 
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
-from tests.optimizers.field import assert_close, assert_close_in_bf16
+from tests.optimizers.field import assert_close, assert_close_in_bf16, drawn
 from tests.optimizers.several import gradients_of, run, set_gradients
 from tests.optimizers.spectrons import SHAPES, factor_steps, parameters, reference_steps, spectron
 
@@ -49,7 +49,7 @@ def test_bf16_weights_and_gradients_are_rounded_once():
 
 def test_bf16_products_of_the_iteration_stay_near_the_formulas():
     (p,) = parameters(SHAPES[:1])
-    gradient, before = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)), p.detach().clone()
+    gradient, before = drawn((24, 16), 1), p.detach().clone()
     p.grad = gradient
     spectron([p], lr=0.1, fp32_matmul_prec="medium").step()
     start = reference_steps(before, [], lr=0.0)

@@ -17,6 +17,7 @@ from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import marked, message_of, whole
 from tests.optimizers import field
+from tests.plain.made import assert_same
 
 STEPS = 5
 FULL = StateDictOptions(full_state_dict=True)
@@ -202,18 +203,8 @@ def on_two(rank, world_size, folder):
         gathered = get_optimizer_state_dict(model, optimizer, options=FULL)
         again = build(model)
         set_optimizer_state_dict(model, again, gathered, options=FULL)
-        assert_equal(full_state(model, again), saved[name][0])
+        assert_same(full_state(model, again), saved[name][0])
     return straight, loaded, saved, fresh
-
-
-def assert_equal(found, expected):
-    """Compare values of parameters, or of their states, bit for bit."""
-    assert found.keys() == expected.keys()
-    for key, value in found.items():
-        if isinstance(value, dict):
-            assert_equal(value, expected[key])
-        else:
-            assert torch.equal(value, expected[key]), key
 
 
 def assert_close(found, expected, what):
@@ -251,13 +242,11 @@ def test_ranks_train_to_the_parameters_and_the_state_of_one_process(ran, name):
 def test_what_four_ranks_saved_goes_on_with_two_ranks_and_then_one(ran, name):
     four, two, folder = ran
     for _, loaded, _, _ in two:
-        for found, saved in zip(loaded[name], four[0][0][name], strict=True):
-            assert_equal(found, saved)
+        assert_same(loaded[name], four[0][0][name])
     model = Model()
     optimizer = OPTIMIZERS[name](model)
     load(model, optimizer, folder / name / "2")
-    for found, saved in zip((full_state(model, optimizer), model.whole()), two[0][2][name], strict=True):
-        assert_equal(found, saved)
+    assert_same((full_state(model, optimizer), model.whole()), two[0][2][name])
     model.train_by(optimizer, range(4, STEPS))
     assert_close(model.whole(), trained(OPTIMIZERS[name])[0].whole(), (name,))
 
@@ -267,11 +256,11 @@ def test_the_state_that_torch_makes_by_a_step_is_that_of_the_start(ran, name):
     _, two, _ = ran
     for _, _, _, fresh in two:
         state, parameters, expected = fresh[name]
-        assert_equal(parameters, Model().whole())
+        assert_same(parameters, Model().whole())
         for key in PAIRS if name == "spectron" else ():  # whose power iteration goes on at any rate
             assert state[key].pop("u").isfinite().all()
             expected[key].pop("u")
-        assert_equal(state, expected)
+        assert_same(state, expected)
 
 
 def test_what_cannot_be_saved_is_refused_on_every_rank(ran):

@@ -21,6 +21,7 @@ from megatron_eopt.megatron.summary import summary
 from tests.optimizers.field import drawn, matrix, run
 from tests.optimizers.on_gpu import captured
 from tests.optimizers.test_muon import is_qkv
+from tests.plain.made import assert_same
 
 COMMON = {
     "lr": 0.1,
@@ -81,11 +82,6 @@ def take_weights(made, other):
         p.data.copy_(q)
 
 
-def assert_equal(actual, expected):
-    assert len(actual) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
 def stepped(made, seeds=range(3)):
     for seed in seeds:
         step(made, seed)
@@ -108,7 +104,7 @@ def test_groups_that_say_the_same_are_planned_and_computed_as_one(method):
     plain = optimizer([{"params": group["params"]} for group in grouped()], method)
     said = {"num_ns_steps": 5, "coefficient_type": "quintic", "scale_mode": "spectral", "extra_scale_factor": 0.7}
     made = optimizer(grouped([said, {}, {"num_ns_steps": 5}, said]), method)
-    assert_equal(stepped(made), stepped(plain))
+    assert_same(stepped(made), stepped(plain))
     assert made.explain() == plain.explain()
     assert len(made.prepare().plan.buckets) == len(plain.prepare().plan.buckets)
 
@@ -156,7 +152,7 @@ def test_wrong_settings_of_a_group_are_refused_by_the_number_of_the_group(own, m
     with pytest.raises(ValueError, match=f"group 2: {message}"):
         made.load_state_dict(state)
     assert [set(group) for group in made.param_groups] == [set(group) for group in untouched.param_groups]
-    assert_equal(stepped(made), stepped(untouched))
+    assert_same(stepped(made), stepped(untouched))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +176,7 @@ def test_settings_of_groups_travel_with_the_state(method):
     stepped(resumed, [5])  # planned for equal settings
     resumed.load_state_dict(state)
     take_weights(resumed, made)
-    assert_equal(stepped(resumed, [3, 4]), stepped(made, [3, 4]))
+    assert_same(stepped(resumed, [3, 4]), stepped(made, [3, 4]))
 
 
 @pytest.mark.parametrize("method", [None, "adamuon"])
@@ -196,7 +192,7 @@ def test_a_changed_setting_is_in_force_in_the_next_step(method):
             group.update(settings)
         fresh = optimizer(grouped(own), method, **memory)
         take_weights(fresh, made)
-        assert_equal(stepped(made, [5]), stepped(fresh, [5]))
+        assert_same(stepped(made, [5]), stepped(fresh, [5]))
 
 
 def test_a_setting_that_was_changed_to_a_wrong_one_is_refused_before_anything_is_changed():
@@ -206,8 +202,8 @@ def test_a_setting_that_was_changed_to_a_wrong_one_is_refused_before_anything_is
     made.param_groups[2]["num_ns_steps"] = 0
     with pytest.raises(ValueError, match="at least 1, got 0"):
         step(made, 3)
-    assert_equal(weights(made), before)
-    assert_equal([state["momentum_buffer"] for state in made.state.values()], momenta)
+    assert_same(weights(made), before)
+    assert_same([state["momentum_buffer"] for state in made.state.values()], momenta)
 
 
 def test_one_rung_serves_all_groups():
@@ -279,12 +275,12 @@ def test_a_captured_step_is_the_step_of_all_groups_and_counts():
     for made in (plain, graphed):
         made.result = stepped(made, [0, 2, 3])
         assert made.newton_schulz_calls == 60
-    assert_equal(graphed.result, plain.result)
+    assert_same(graphed.result, plain.result)
     graphed.param_groups[1]["scale_mode"] = "spectral"
     with pytest.raises(RuntimeError, match="only learning rate and weight decay may change"):
         step(graphed, 4)
     assert graphed.newton_schulz_calls == 60
-    assert_equal(weights(graphed), weights(plain))
+    assert_same(weights(graphed), weights(plain))
 
 
 def test_a_checkpoint_says_which_groups_have_settings_of_their_own():
@@ -379,7 +375,7 @@ def test_both_names_make_the_same_steps_and_the_default_others(kind, other, own)
 
 
 def test_both_names_may_be_given_one_of_them_by_its_position():
-    assert_equal(
+    assert_same(
         stepped(Spectron([matrix()], 1e-3, 2, 0.9, 0.0, 3, num_power_iter=3)),
         stepped(Spectron([matrix()], 1e-3, 2, 0.9, 0.0, num_power_iterations=3)),
     )

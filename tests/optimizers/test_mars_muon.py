@@ -17,7 +17,6 @@ from tests.optimizers.field import (
     gradient,
     matrix,
 )
-from tests.optimizers.on_gpu import captured
 
 # What multiplies the gradients of steps, whose norms are near sqrt(84) = 9, in turn.
 SIZES = {"all clipped": (1.0,), "some clipped": (0.05, 0.1, 0.15, 0.2), "none clipped": (0.01,)}
@@ -191,33 +190,6 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(before, dtype):
     for key, value in whole.state[straight].items():
         assert torch.equal(second.state[resumed][key], value), key
         assert second.state[resumed][key].dtype == value.dtype
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["CPU", "masked as on a GPU"])
-def test_a_step_that_is_left_out_leaves_no_trace(masked):
-    p, q, other = matrix(), matrix(seed=1), matrix()
-    opt, straight = MarsMuon([p, q], 0.05), MarsMuon([other], 0.05)
-    if masked:
-        captured(opt)
-    run(straight, [other], range(4))
-    p.grad, q.grad = gradient(p, 0), gradient(q, 0)
-    p.grad[1, 2] = torch.nan  # there is no previous gradient yet
-    opt.step()
-    assert not any(value.any() for value in opt.state[p].values())
-    run(opt, [p, q], range(2))
-    before, kept = p.detach().clone(), states(opt, p)
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        p.grad, q.grad = gradient(p, 7), gradient(q, 3)
-        p.grad[1, 2] = bad
-        opt.step()
-        assert torch.equal(p, before)
-        assert all(torch.equal(opt.state[p][key], value) for key, value in kept.items())
-    run(opt, [p, q], range(2, 4))
-    if masked:  # stacks of two round otherwise than one matrix
-        torch.testing.assert_close(p, other, rtol=1e-4, atol=1e-4)
-    else:
-        assert_close(p.detach(), other.detach().double(), 1e-3)
-    assert opt.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 4}
 
 
 def test_gradients_are_not_written_to():

@@ -148,8 +148,8 @@ class DistributedMuon(BaseOptimizer):
             momenta = self._exchange(bucket, momentum)()
             if kept:
                 for index, momentum in zip(bucket.matrices, momenta, strict=True):
-                    kept = collected["state"].get(index, {})
-                    collected["state"][index] = {**kept, MOMENTUM_BUFFER: momentum.cpu()}
+                    further = collected["state"].get(index, {})
+                    collected["state"][index] = {**further, MOMENTUM_BUFFER: momentum.cpu()}
         self._consolidated = collected if kept else None
 
     def state_dict(self) -> dict[str, Any]:

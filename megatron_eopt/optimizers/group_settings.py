@@ -320,12 +320,13 @@ def also_called[**P](**spellings: str | tuple[str, dict[Any, Any]]) -> Callable[
                 if values is not None and value not in values:
                     raise ValueError(f"{other} must be one of {', '.join(map(str, values))}, got {value!r}")
                 here = value if values is None else values[value]
-                if given.setdefault(name, here) != here:
+                if name not in given:
+                    given[name] = kwargs[name] = here
+                elif given[name] != here:
                     raise ValueError(
                         f"{other}={value!r} is another name for {name}={here!r}, but {name}={given[name]!r} was given "
                         f"too: leave one of them away"
                     )
-                kwargs.setdefault(name, here)
             init(*args, **kwargs)
 
         accepting.other_names = frozenset(spellings)  # type: ignore[attr-defined]

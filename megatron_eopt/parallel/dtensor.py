@@ -74,8 +74,8 @@ def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layou
     (chunk,) = x.__create_chunk_list__()
     ranges = [range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
     rows, columns = ranges[0], _flattened(ranges[1:], x.shape[1:])
-    chunk = (rows.start, rows.stop, *(columns or (-1, -1)))
-    told = all_gather(torch.tensor(chunk, device=x.device), group).wait()
+    edges_here = (rows.start, rows.stop, *(columns or (-1, -1)))
+    told = all_gather(torch.tensor(edges_here, device=x.device), group).wait()
     rectangles = tuple(Rectangle(*edges) for edges in told.view(-1, 4).tolist())
     if min(r.left for r in rectangles) < 0 or sum(r.numel for r in rectangles) != prod(shape):
         shapes = ", ".join(f"{r.shape}" for r in rectangles)

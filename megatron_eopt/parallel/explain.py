@@ -43,12 +43,12 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
     modelled = f"{flops:.3g} TFLOP/s, {sent:.3g} GB/s and {latency:.3g} us a collective"
     lines += ["", f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped."]
     lines.append(_memory(plan, work, workspace))
-    for name, work in works.items():
-        steps = f"{numbers[name]}: {name}" if numbers else f"{len(work.schedule)} steps"
+    for name, one in works.items():
+        steps = f"{numbers[name]}: {name}" if numbers else f"{len(one.schedule)} steps"
         form = "standard form only"
-        if work.restarts is not None:
-            form = f"Gram form with {len(work.restarts)} restart{'' if len(work.restarts) == 1 else 's'}"
-        (_, first), *later = work.shares
+        if one.restarts is not None:
+            form = f"Gram form with {len(one.restarts)} restart{'' if len(one.restarts) == 1 else 's'}"
+        (_, first), *later = one.shares
         of_larger = ",\n" * bool(later) + ", ".join(f"{part:.0%} from {rows}" for rows, part in later)
         lines.append(f"{steps}, {form}, {first:.0%} of a symmetric product computed{of_larger}.")
     return "\n".join([*lines, "blockwise is an approximation."])

@@ -81,10 +81,10 @@ def _partial_sums(wanted: Sequence[StatisticsRequest], rank: int) -> list[_Sums]
     sums: list[_Sums] = []
     xs = [one.x for one in wanted]
     for (shape, rectangles, _), indices in layouts.items():
-        rectangle, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
+        rectangle, shapes = rectangles[rank], [r.shape for r in rectangles]
         cut = any(other != shape for other in shapes)
         matrix = wanted[indices[0]].matrix
-        if cut and sum(rectangle.numel for rectangle in rectangles[matrix.copy_of(0)]) != math.prod(shape):
+        if cut and sum(r.numel for r in rectangles[matrix.copy_of(0)]) != math.prod(shape):
             raise ValueError(f"the shards of {matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
         counts = matrix.copy_of(rank).start == 0  # else another rank has the same
         for name, dim, start in (("row_squares", 0, rectangle.top), ("column_squares", 1, rectangle.left)):

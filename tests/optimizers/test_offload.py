@@ -19,6 +19,7 @@ from megatron_eopt.optimizers import offload
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.state import on_host
 from tests.optimizers.family import build, having
+from tests.optimizers.field import drawn
 
 KINDS = {
     **{name: (name, {}) for name in having("offload_fraction") if name != "adaptive_muon"},
@@ -47,7 +48,7 @@ def start(kind, params=None, dtype=torch.float32, **settings):
 def run(optimizer, params, steps):
     for step in steps:
         for i, p in enumerate(params):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).to(p.dtype)
+            p.grad = drawn(p.shape, 100 * step + i).to(p.dtype)
         if step == 1:
             params[3].grad[0, 0] = torch.nan  # left out
         if step == 2:

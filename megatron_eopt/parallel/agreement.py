@@ -59,6 +59,27 @@ def check_same(
         )
 
 
+def check_replicas(held: object, settings: Mapping[str, Any], device: torch.device) -> None:
+    """Refuse settings that differ between ranks with equal ``held``.
+
+    All ranks of the world call it. ``held`` tells what a rank has of the model, ``settings`` are by parameter;
+    ``ValueError`` on all names the first difference.
+    """
+    world: Any = dist.group.WORLD
+    own = [int.from_bytes(sha256(repr(x).encode()).digest()[:7]) for x in (held, settings)]
+    first: dict[int, tuple[int, int]] = {}
+    for rank, (of_held, of_settings) in enumerate(all_gather(torch.tensor(own, device=device), world).wait().tolist()):
+        other, known = first.setdefault(of_held, (rank, of_settings))
+        if known == of_settings:
+            continue
+        of_ranks: list[Any] = [None] * world.size()
+        dist.all_gather_object(of_ranks, settings, group=world)
+        raise ValueError(
+            f"the optimizer's settings differ between ranks {other} and {rank}, which hold the same parameters: "
+            f"{_first_setting(of_ranks[other], of_ranks[rank])}. Replicas need the same settings"
+        )
+
+
 def _first_setting(of_one: Mapping[str, Any], of_other: Mapping[str, Any]) -> str | None:
     for i, (one, another) in enumerate(zip_longest(of_one, of_other)):
         if one != another:

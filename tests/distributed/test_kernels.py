@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_eopt.megatron.agreement import choose_kernels
 from megatron_eopt.optimizers.base import KERNEL
+from megatron_eopt.optimizers.distributed_muon import DistributedMuon
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
@@ -65,6 +66,8 @@ def on_rank(rank, ranks):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     sharded = torch.nn.Parameter(distribute_tensor(torch.ones(20, 24), mesh, [Replicate(), Shard(0)]))
     found["hsdp"] = kernel_of(TensorParallelMuon([sharded]))
+    dealt = DistributedMuon([torch.nn.Parameter(torch.ones(20, 24)) for _ in range(3)], collective_state_dict=True)
+    found["dealt"] = kernel_of(dealt)
     # one fails on one rank
     clocked(cost, (20,) if rank == 1 else ())
     found["a replica fails"] = kernel_of(optimizer_of((20, 24)))
@@ -93,7 +96,7 @@ def test_all_ranks_of_a_run_choose_alike():
     assert (first["stage"], second["stage"]) == (["triton/64x64x8x4x3"], [])
     chosen = {
         **dict.fromkeys(("shared", "resumed"), none_for_20_rows),
-        **dict.fromkeys(("replicas", "hsdp", "pipeline"), of_both),
+        **dict.fromkeys(("replicas", "hsdp", "pipeline", "dealt"), of_both),
         "no memory": of_both,  # torch has none on one rank
         "a replica fails": "torch",
         "alone": "triton",

@@ -1,11 +1,14 @@
 """Ranks of a run have the same kernel of symmetric products, whatever each measures: timed by fake clocks."""
 
 import warnings
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.megatron.agreement import choose_kernels
 from megatron_eopt.optimizers.base import KERNEL
@@ -106,6 +109,19 @@ def test_all_ranks_of_a_run_choose_alike():
     assert first["differing"] == second["differing"]
     assert "differ between ranks 0 and 1, which hold the same parameters" in first["differing"]
     assert "has momentum 0.9 in the one and 0.91 in the other" in first["differing"]
+
+
+@pytest.mark.parametrize(("mode", "stack"), [("gram", (24, 8)), ("duplicated", (8, 24)), ("distributed", (8, 24))])
+def test_factors_are_checked_as_the_step_has_them(mode, stack):
+    """Of tall matrices transposed where their shards are multiplied as they are, else contiguous."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        shard = torch.nn.Parameter(torch.ones(12, 8))
+        shard.tensor_model_parallel, shard.partition_dim = True, 0
+        groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
+        assert TensorParallelMuon([shard], pg_collection=groups, tp_mode=mode).proposed().stacks()[0] == [stack]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_process_of_its_own_times_what_its_plan_has(monkeypatch):

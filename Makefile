@@ -45,7 +45,8 @@ bench: venv
 	@$(PYTHON) benchmarks/tensor_parallel.py
 	@$(PYTHON) benchmarks/step.py
 
-gpu: venv
+# PYTHON=python3 takes what is installed there, without an environment of its own and without network.
+gpu: $(if $(filter .venv/bin/python,$(PYTHON)),venv)
 	@$(PYTHON) benchmarks/gpu.py
 
 compare: venv

@@ -9,12 +9,7 @@ from itertools import batched
 from math import prod
 from pathlib import Path
 
-import matplotlib
-
 from megatron_eopt.manifest import ParamPattern
-
-matplotlib.use("Agg")  # there may be no screen
-from matplotlib import pyplot as plt
 
 LAST = 20  # steps that a loss is averaged over: that of one batch is noisy
 BLOCK = 10  # steps that a time is averaged over: SOAP refreshes its bases in every tenth
@@ -225,6 +220,11 @@ def _shown(value: float | None, form: str) -> str:
 
 def draw(records: Sequence[Record], picture: Path) -> None:
     """Draw losses over steps, and over seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # there may be no screen
+    from matplotlib import pyplot as plt
+
     figure, (of_steps, of_seconds) = plt.subplots(1, 2, figsize=(13, 5.6), sharey=True)
     colors = (*plt.get_cmap("tab20").colors[::2], "black")
     ends = []

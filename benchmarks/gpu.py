@@ -2,7 +2,8 @@
 
 Each part runs in its own process, for less than nine minutes. It prints a table of verdicts; ``gpu.json`` in the folder
 of ``--out`` has them with hardware, versions and figures, beside pictures. Parts that ran before stay in it. Without a
-GPU it says what it would do. ``--device cpu --tiny`` runs the same code with small shapes anywhere.
+GPU it says what it would do. ``--device cpu --tiny`` runs the same code with small shapes anywhere. It needs torch and
+the package's folder, nothing installed and no network; a check that lacks a package is skipped and says which.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+import gpu_family  # noqa: E402
 import gpu_optimizers  # noqa: E402
 import gpu_products  # noqa: E402
 import gpu_ranks  # noqa: E402
@@ -35,18 +37,19 @@ OUT = ROOT / "bench-out" / "gpu"
 SECONDS, SPARE = 510, 20  # after which a part is stopped; of these to end by itself
 LOG_LINES = 40  # of a part that failed
 
-PARTS: dict[str, Callable[[Run], None]] = {
+PARTS: dict[str, Callable[[Run], None]] = {  # those first whose figures decide
+    "fp16": gpu_products.fp16,
     "kernels": gpu_optimizers.kernels,
     "optimizers": gpu_optimizers.optimizers,
-    "fp16": gpu_products.fp16,
     "newton-schulz": gpu_products.newton_schulz,
-    "sweep": gpu_products.sweep,
     "steps": gpu_optimizers.steps,
+    "family": gpu_family.family,
     "nccl": gpu_ranks.nccl,
+    "memory": gpu_optimizers.memory,
+    "gpt": gpu_training.gpt,
+    "sweep": gpu_products.sweep,
     "ranks": gpu_ranks.schemes,
     "resume": gpu_training.resume,
-    "gpt": gpu_training.gpt,
-    "memory": gpu_optimizers.memory,
 }
 
 
@@ -129,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path.write_text(json.dumps(finite(found), indent=1))
         print("\n".join(line(Verdict(**each)) for each in found[name]["verdicts"]), flush=True)
     states = [each["status"] for name in names for each in found[name]["verdicts"]]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in ("passed", "failed", "skipped"))
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("passed", "failed", "skipped", "measured"))
     print(f"\n{counts}. Written: {path}")
     return int("failed" in states)
 

@@ -4,20 +4,34 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from gpu_products import WORK
-from gpu_verdicts import ROOT, Rates, Run, execute, in_a_row, measured_rates, of_host, wait, without_waiting, world
+from gpu_verdicts import (
+    ROOT,
+    Rates,
+    Run,
+    execute,
+    in_a_row,
+    measured_rates,
+    needs,
+    of_host,
+    wait,
+    without_waiting,
+    world,
+)
 from small_model import Block
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
+from megatron_eopt.orthogonalize.products import Fp32Precision
+from megatron_eopt.orthogonalize.timing import CANDIDATES
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import Shape, TpMode
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
@@ -27,10 +41,14 @@ TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 KERNEL_TESTS = [str(path) for path in (ROOT / "tests" / "orthogonalize").glob("test_*kernel*.py")]
 NATIVE_TESTS = [*KERNEL_TESTS, "tests/optimizers/test_graphs.py"]
 
+# both sides odd, tall, stacked, and of two sizes of real layers
+CHECKED: tuple[tuple[int, ...], ...] = ((33, 70), (4096, 14336), (2, 70, 33), (8, 768, 2048), (2048, 2048))
 STEPS, BAD, WATCHED = 10, 5, 4  # the step, from 1, with a NaN gradient, and that from which nothing may wait
 # How far a path may be from that on the CPU, of its length. Gradients that are off by 3e-7 part Muon's by 1e-6 and
 # SOAP's by 3e-4 (seen on a CPU); one sign of a zero that rounding decides is 4e-3.
 DIFFERENCE, OF_OTHERS = 1e-4, {"soap": 2e-2, "lion": 1e-2, "signum": 1e-2}
+# What lets a few steps of small matrices show what an optimizer does.
+SMALL = {"spectron": {"rank": 3}, "soap": {"precondition_frequency": 2}, "schedule_free_adamw": {"warmup_steps": 2}}
 METHODS = [{"moment2_method": method} for method in ("adamuon", "normuon", "namo")]
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")  # cudaMemcpyAsync is none
 
@@ -48,18 +66,32 @@ GROWTH = 1.1  # of temporaries, from five layers to ten
 
 
 def kernels(run: Run) -> None:
-    """The tests of kernels and graphs on the GPU, and those of the Triton kernel under compute-sanitizer."""
+    """Every kernel against torch, as at a start; the tests of kernels and graphs; the Triton kernel under memcheck."""
+    for dtype, precision in ((torch.float16, "ieee"), (torch.bfloat16, "ieee"), (torch.float32, "tf32")):
+        for name in CANDIDATES[1 : 2 if dtype == torch.float32 else None]:
+            label = f"{name} in {dtype}".replace("torch.", "")
+            if missing := KERNELS["triton"].missing(run.device):
+                run.judge(label, None, "right products", reason=missing)
+                continue
+            with run.check(label):
+                shapes = CHECKED[:1] if run.tiny else CHECKED
+                wrong = reason_against(name, shapes, [dtype], run.device, cast(Fp32Precision, precision), KERNELS)
+                run.judge(label, wrong is None, "right products", reason=wrong or "")
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *(["--collect-only"] if run.tiny else [])]
-    code, said = execute(run, "native", [*pytest, *NATIVE_TESTS])
-    run.judge("tests of kernels and graphs", code == 0, "all pass", reason=said.strip().rpartition("\n")[2])
-    checker = shutil.which("compute-sanitizer")
-    if checker is None or not run.on_gpu:
-        why = "there is no GPU, or no compute-sanitizer on the PATH"
-        run.judge("Triton kernel under memcheck", None, "no error", reason=why)
-        return
-    watched = [checker, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"]
-    code, said = execute(run, "memcheck", [*watched, *pytest, TRITON_TESTS])
-    run.judge("Triton kernel under memcheck", code == 0, "no error", reason=said.strip().rpartition("\n")[2])
+    with run.check("tests of kernels and graphs"):
+        needs("pytest", "hypothesis")
+        code, said = execute(run, "native", [*pytest, *NATIVE_TESTS])
+        run.judge("tests of kernels and graphs", code == 0, "all pass", reason=said.strip().rpartition("\n")[2])
+    with run.check("Triton kernel under memcheck"):
+        checker = shutil.which("compute-sanitizer")
+        if checker is None or not run.on_gpu:
+            why = "there is no GPU, or no compute-sanitizer on the PATH"
+            run.judge("Triton kernel under memcheck", None, "no error", reason=why)
+            return
+        needs("pytest", "hypothesis")
+        watched = [checker, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"]
+        code, said = execute(run, "memcheck", [*watched, *pytest, TRITON_TESTS])
+        run.judge("Triton kernel under memcheck", code == 0, "no error", reason=said.strip().rpartition("\n")[2])
 
 
 def optimizers(run: Run) -> None:
@@ -91,7 +123,7 @@ def trajectory(
     exact = {"fp32_matmul_prec": "highest"} if OPTIMIZERS[name].takes("fp32_matmul_prec") else {}
     before = [torch.randn(shape, generator=generator) for shape in shapes]
     parameters = [nn.Parameter(x.clone().to(device)) for x in before]
-    optimizer = import_module("tests.optimizers.family").build(name, parameters, **exact, **settings)
+    optimizer = OPTIMIZERS[name].cls(parameters, **{"lr": 0.01, **SMALL.get(name, {}), **exact, **settings})
     for step in range(1, STEPS + 1):
         gradients = [torch.randn(shape, generator=generator) for shape in shapes]
         gradients[0][1, 2] += torch.nan if step == BAD else 0

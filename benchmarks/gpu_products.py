@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import newton_schulz as bench
 import torch
-from gpu_verdicts import Run, draw, in_a_row
+from gpu_verdicts import Run, draw, in_a_row, needs
 from torch import Tensor
 
 from megatron_eopt.orthogonalize import timing
@@ -30,6 +30,9 @@ WORK = Work(schedule=NewtonSchulz().schedule, restarts=NewtonSchulz().restarts, 
 FP16_SHAPES: tuple[Shape, ...] = ((128, 128), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))
 ASPECT, SMALLEST = 3.5, 2048  # the shapes that the targets of Newton-Schulz are for: long over short side, short side
 DEFAULT_RATIO, FAST_RATIO, RATE, EXPERTS_RATIO = 1.8, 2.5, 0.8, 5.0
+
+TINY_SHAPES: dict[str, tuple[int, ...]] = {"aspect 3.5": (28, 8), "2 experts": (2, 8, 24)}
+SECONDS_OF_SHAPE = 60  # a shape is not begun in the last of a part
 
 SWEEP_ROWS, SWEEP_STACKS = (512, 768, 1024, 1408, 2048, 4096, 8192), (1, 8, 64)
 SWEEP_KINDS: dict[str, tuple[torch.dtype, "Fp32Precision", float]] = {
@@ -64,6 +67,13 @@ def fp16(run: Run) -> None:
                         run.figures[name] = {key: (found, bounds[key]) for key, found in errors.items()}
                         worst = max(errors, key=lambda key: errors[key] / bounds[key] if errors[key] < 1e9 else 1e9)
                         run.at_most(f"{name}: error on {worst}", errors[worst], bounds[worst])
+                name = f"{rows} x {cols}, {kernel}, bf16 taken over in place"
+                with run.check(name):
+                    errors = {key: taken_over(x, kernel) for key, (x, _) in samples.items()}
+                    run.figures[name] = errors
+                    # and half a unit in the last place of what comes out
+                    worst = max(errors, key=lambda key: errors[key] - bounds[key] if errors[key] < 1e9 else 1e9)
+                    run.at_most(f"{name}: error on {worst}", errors[worst], bounds[worst] + 2.0**-9)
 
 
 def spectra(rows: int, cols: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -95,6 +105,15 @@ def gram_form(x: Tensor, kernel: str, standard: bool = False) -> Tensor:
     return (iteration if standard else replace(iteration, dtype=torch.float16))(x)
 
 
+def taken_over(x: Tensor, kernel: str) -> float:
+    """The error against fp64 of a step's path: bf16, in whose memory the iteration works in fp16."""
+    x = x.to(torch.bfloat16)
+    expected = bench.exact(x, "quintic")
+    settings = NewtonSchulz(products=KERNELS[kernel].make("ieee"))
+    iteration = replace(settings.compile(x.shape, x.dtype, x.device, "gram"), dtype=torch.float16)
+    return error(iteration.run(x.clone(), own=True), expected)
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     """Relative, in Frobenius norm; not a number where an entry is none."""
     return (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
@@ -116,29 +135,44 @@ def fp16_sums(reduced: bool) -> Iterator[None]:
 
 
 def newton_schulz(run: Run) -> None:
-    """Newton-Schulz against emerging-optimizers and torch.optim.Muon, at the shapes of 8B, 70B and a MoE."""
-    setup = bench.Setup(run.device)
-    shapes = {**bench.GPU_SHAPES, "aspect 3.5": (7168, 2048)}
-    rate = bench.matmul_rate(setup)
+    """Newton-Schulz against emerging-optimizers, gram-newton-schulz and torch.optim.Muon, at shapes of real models."""
+    setup = bench.Setup(run.device, like_gpu=True)
+    rate = run.figures["matmul rate"] = bench.matmul_rate(setup)
     rows: list[bench.Row] = []
-    for name, shape in {"aspect 3.5": (28, 8), "2 experts": (2, 8, 24)}.items() if run.tiny else shapes.items():
+    for package in ("emerging_optimizers", "gram_newton_schulz"):
+        with run.check(package):
+            needs(package)
+    for name, shape in TINY_SHAPES.items() if run.tiny else bench.GPU_SHAPES.items():
+        if time.monotonic() > run.until - SECONDS_OF_SHAPE:
+            run.judge(name, None, "", reason="no time was left")
+            continue
         with run.check(name):
             found = bench.measure(setup, name, shape, rate, 1 if run.tiny else 5)
             rows += found
             run.figures[name] = [asdict(row) for row in found]
-            by_name = {row.contestant: row for row in found}
-            default, fast, peer = (by_name[key] for key in ("ours, default", "ours, fast", "emerging-optimizers"))
-            run.at_most(f"{name}: error, against the peer's", default.error, peer.error, of_gpu=True)
-            if len(shape) == 3:
-                run.at_least(f"{name}: times as fast as the peer's loop", default.ratio, EXPERTS_RATIO, of_gpu=True)
-            elif max(shape) == ASPECT * min(shape) and (run.tiny or min(shape) >= SMALLEST):
-                run.at_least(f"{name}: times as fast as the peer", default.ratio, DEFAULT_RATIO, of_gpu=True)
-                run.at_least(f"{name}: the same, preset fast", fast.ratio, FAST_RATIO, of_gpu=True)
-                share = share_of_rate(cast(Shape, shape), default.milliseconds / 1e3, rate)
-                run.at_least(f"{name}: share of the matmul rate", share, RATE, of_gpu=True)
-    run.figures["matmul rate"] = rate
-    if rows:
-        bench.draw(rows, run.out / "newton_schulz.png")
+            judge(run, name, shape, {row.contestant: row for row in found}, rate)
+    with run.check("a picture of the ratios"):
+        if rows:
+            bench.draw(rows, run.out / "newton_schulz.png")
+
+
+def judge(run: Run, name: str, shape: tuple[int, ...], rows: dict[str, bench.Row], rate: float) -> None:
+    """The verdicts of a shape, and the row of every contestant."""
+    for key, row in rows.items():
+        said = f"{row.precision}, {row.teraflops:.4g} TFLOP/s, {row.rate:.0%} of the matmul rate, error {row.error:.1e}"
+        run.tell(f"{name}: {key}", row.milliseconds, "ms", said)
+    default, fast = (rows[key] for key in ("ours, default", "ours, fast"))
+    if peer := rows.get("emerging-optimizers"):
+        run.at_most(f"{name}: error, against the peer's", default.error, peer.error, of_gpu=True)
+    if len(shape) == 3:
+        if peer:
+            run.at_least(f"{name}: times as fast as the peer's loop", default.ratio, EXPERTS_RATIO, of_gpu=True)
+    elif max(shape) == ASPECT * min(shape) and (run.tiny or min(shape) >= SMALLEST):
+        if peer:
+            run.at_least(f"{name}: times as fast as the peer", default.ratio, DEFAULT_RATIO, of_gpu=True)
+            run.at_least(f"{name}: the same, preset fast", fast.ratio, FAST_RATIO, of_gpu=True)
+        share = share_of_rate(cast(Shape, shape), default.milliseconds / 1e3, rate)
+        run.at_least(f"{name}: share of the matmul rate", share, RATE, of_gpu=True)
 
 
 def share_of_rate(shape: Shape, seconds: float, rate: float) -> float:
@@ -154,34 +188,46 @@ def sweep(run: Run) -> None:
         run.judge("sweep", None, "", reason=missing)
         return
     rows, stacks = ((64,), (2,)) if run.tiny else (SWEEP_ROWS, SWEEP_STACKS)
-    for kind, (dtype, precision, rate) in SWEEP_KINDS.items():
+    faster: dict[str, dict[str, dict[int, float]]] = {}
+    for number, (kind, (dtype, precision, rate)) in enumerate(SWEEP_KINDS.items()):
         found: dict[str, dict[str, float]] = {}
+        until = share_of_time(run, len(SWEEP_KINDS) - number)  # each kind compiles its tiles
         with run.check(kind):
-            for n, width in product(stacks, rows):
-                if n * 2 * width**3 < 0.2 * rate and time.monotonic() < run.until:
+            for n, width in product(stacks, sorted(rows, reverse=True)):
+                if n * 2 * width**3 < 0.2 * rate and time.monotonic() < until:
                     with suppress(torch.OutOfMemoryError):
                         x = torch.randn(n, width, width, device=run.device).to(dtype)
-                        found[f"{n} x {width}"] = with_all_tiles(x, precision, run.tiny)
+                        found[f"{n} x {width}"] = seconds = with_all_tiles(x, precision, run.tiny, until)
+                        of_stack = faster.setdefault(kind, {}).setdefault(f"{n} at once", {})
+                        of_stack[width] = seconds["cuBLAS"] / seconds["best"]
             run.figures[kind] = found
             for other, bound in (("cuBLAS", 1.0), ("best", LOST)):
                 ratios = {at: seconds["table"] / seconds[other] for at, seconds in found.items()}
-                at = max(ratios, key=lambda at: ratios[at])
-                run.at_most(f"{kind}, {at}: time with the table's tiles, over {other}", ratios[at], bound, of_gpu=True)
-    faster: dict[str, dict[str, dict[int, float]]] = {}
-    for kind, (at, seconds) in ((kind, each) for kind, found in run.figures.items() for each in found.items()):
-        of_stack = faster.setdefault(kind, {}).setdefault(f"{at.split()[0]} at once", {})
-        of_stack[int(at.split()[-1])] = seconds["cuBLAS"] / seconds["best"]
-    draw(faster, "rows", "times as fast as cuBLAS, best tiles", run.out / "sweep.png")
+                worst = max(ratios, key=lambda at: ratios[at], default=None)
+                name = f"{kind}, {worst}: time with the table's tiles, over {other}"
+                if worst is None:
+                    run.judge(name, None, "", reason="no time was left")
+                else:
+                    run.at_most(name, ratios[worst], bound, of_gpu=True)
+    with run.check("a picture of the sweep"):
+        if faster:
+            draw(faster, "rows", "times as fast as cuBLAS, best tiles", run.out / "sweep.png")
+
+
+def share_of_time(run: Run, parts: int) -> float:
+    """When the first of so many equal parts of the time that is left ends."""
+    now = time.monotonic()
+    return now + (run.until - now) / parts
 
 
 def write_kernel_times(run: Run) -> None:
     """Write the seconds by which a run would choose a kernel, for ``megatron-eopt plan --kernel-times``."""
     sizes = [(n, rows, int(rows * aspect)) for n, aspect, rows in product(SWEEP_STACKS, (1, ASPECT), SWEEP_ROWS)]
-    times = []
+    times, until = [], share_of_time(run, 2)
     for kind, (n, rows, cols) in product(timing.SAVED_DTYPES, [(1, 16, 24)] if run.tiny else sizes):
         dtype, precision, _ = SWEEP_KINDS[kind]
         # of larger stacks a run times a part, which is not what the file would say
-        if time.monotonic() < run.until and (n == 1 or n * rows * cols <= timing.MOST_ENTRIES):
+        if time.monotonic() < until and (n == 1 or n * rows * cols <= timing.MOST_ENTRIES):
             with suppress(torch.OutOfMemoryError):
                 shape = (n, rows, cols) if n > 1 else (rows, cols)
                 taken = timing.times([shape], [dtype], run.device, precision).sum(0).tolist()
@@ -192,8 +238,8 @@ def write_kernel_times(run: Run) -> None:
     (run.out / "kernel_times.json").write_text(json.dumps(table, indent=1))
 
 
-def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool) -> dict[str, float]:
-    """Seconds of ``X X^T`` by cuBLAS, with the tiles of the table, with all that the device can run, and the best."""
+def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool, until: float) -> dict[str, float]:
+    """Seconds of ``X X^T`` by cuBLAS, with the tiles of the table, with all that there is time for, and the best."""
     from megatron_eopt.orthogonalize.triton_kernel import Tiles, symmetric_product, tiles_for
 
     out, calls = torch.empty_like(x), 1 if tiny else 10
@@ -208,6 +254,8 @@ def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool) -> dict[st
     found = {"table": seconds(tiles_for(x.size(-1), x.dtype, precision))}
     depths = (16, 32) if x.dtype == torch.float32 else (32, 64)
     for width, depth, warps, stages in [(32, 16, 4, 3)] if tiny else product((64, 128), depths, (4, 8), (3, 4)):
+        if time.monotonic() > until:
+            break
         with suppress(Exception):  # more shared memory or registers than there are
             found[f"{width}/{depth}/{warps}/{stages}"] = seconds(Tiles(width, depth, warps=warps, stages=stages))
     return {"cuBLAS": cublas, "best": min(found.values()), **found}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_optimizers import muon_of
-from gpu_verdicts import Run, world
+from gpu_verdicts import Run, in_a_row, world
 from torch import Tensor
 
 from megatron_eopt.parallel import collectives
@@ -27,6 +28,8 @@ def nccl(run: Run) -> None:
                 with run.check(f"{name}: {collective}"):
                     x = torch.arange(8, device=run.device).float()
                     run.judge(f"{name}: {collective}", torch.equal(exchange(x).to(x), x), "what was sent")
+            if backend == BACKENDS[run.device.type][0]:
+                tell_times(run)
             groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
             shared: dict[str, Any] = {"pg_collection": groups, "data_parallel_group": dist.group.WORLD}
             both = [muon_of([(64, 32), (32, 64)], run.device, **settings) for settings in ({}, shared)]
@@ -34,6 +37,16 @@ def nccl(run: Run) -> None:
                 optimizer.step()
             same = all(map(torch.equal, *(optimizer.param_groups[0]["params"] for optimizer in both)))
             run.judge(f"{name}: step", same, "that without groups")
+
+
+def tell_times(run: Run) -> None:
+    """How long every collective takes with one rank, which sends nothing: what calls and copies cost."""
+    entries = 2**8 if run.tiny else 2**24
+    x = torch.ones(entries, device=run.device)
+    for name, exchange in exchanges().items():
+        if "of the CPU" not in name:
+            seconds = in_a_row(partial(exchange, x), 2 if run.tiny else 20, run.device)
+            run.tell(f"one rank: {name}", seconds * 1e3, "ms", f"{entries * 4 / 2**20:.4g} MiB in fp32")
 
 
 def exchanges() -> dict[str, Callable[[Tensor], Any]]:
@@ -82,7 +95,7 @@ def of_rank(rank: int, ranks: int, cases: list[Any], device: str) -> list[list[T
 
 def compare(case: Any, ranks: int, of_ranks: tuple[list[Tensor], ...], device: torch.device) -> None:
     """Raise an ``AssertionError`` unless each rank has its shards of what one process computes on the same device."""
-    buckets, assert_close = _tests("buckets"), _tests("test_schemes").assert_close
+    buckets = _tests("buckets")
     rectangles = buckets.rectangles_of(case, ranks)
     # TF32 on a GPU, and fp32 on a CPU: what the tests allow half precision
     allowed = replace(case, precision="medium") if device.type == "cuda" and case.precision == "high" else case
@@ -94,4 +107,4 @@ def compare(case: Any, ranks: int, of_ranks: tuple[list[Tensor], ...], device: t
                 own = buckets.part_of(x, rectangle).contiguous() if case.scheme == "blockwise" else x
                 whole = case.settings(own.to(device)).cpu() * buckets.scale(*own.shape)
                 expected = whole if case.scheme == "blockwise" else buckets.part_of(whole, rectangle)
-                assert_close(made[number], expected, allowed, whole.abs().max())
+                buckets.assert_close(made[number], expected, allowed, whole.abs().max())

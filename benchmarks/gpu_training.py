@@ -8,7 +8,7 @@ import demo
 import torch
 import torch.distributed.checkpoint as dcp
 from compare_figures import read_times
-from gpu_verdicts import Run, draw, execute
+from gpu_verdicts import Run, draw, execute, needs
 from torch import Tensor
 
 from megatron_eopt.checkpoints.contents import newest, read_contents
@@ -30,7 +30,8 @@ RUN = (
     "--lr-warmup-fraction 0.05 --weight-decay 0.1"
 )
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw"
+# measured in no step, as Adam
+MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw --optimizer-metrics-interval 0"
 STEPS = 250  # of Muon beside Adam
 
 
@@ -42,6 +43,7 @@ def resume(run: Run) -> None:
         said = f"{straight}, {resumed}"
         run.judge("FSDP2, resumed: losses", resumed == {k: straight[k] for k in (9, 10)}, "the same", reason=said)
     with run.check("Megatron, resumed"):
+        needs("megatron")
         folders = [run.work / name for name in ("straight", "resumed")]
         losses = megatron(run, "straight", f"{MUON} --save {folders[0]} --save-interval 3", 6)
         onwards = f"{MUON} --load {folders[0]} --ckpt-step 3 --save {folders[1]} --save-interval 6"
@@ -102,6 +104,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 def gpt(run: Run) -> None:
     """A GPT of 124M in Megatron with Muon and with Adam at one learning rate, not tuned; a picture of the losses."""
+    needs("megatron")
     losses, steps = {}, 4 if run.tiny else STEPS
     for name, flags in {"muon": MUON, "adam": "--optimizer adam"}.items():
         losses[name] = megatron(run, name, flags, steps)
@@ -110,4 +113,5 @@ def gpt(run: Run) -> None:
     ratio = demo.final_loss(losses["muon"]) / demo.final_loss(losses["adam"])
     run.at_most(f"124M: loss of Muon over Adam's, mean of the last {demo.LAST} steps", ratio, 1.0, of_gpu=True)
     title = "a GPT of 124M in Megatron-Core, bf16"
-    draw({title: losses}, "step", "training loss (nats per byte)", run.out / "gpt.png")
+    with run.check("a picture of the losses"):
+        draw({title: losses}, "step", "training loss (nats per byte)", run.out / "gpt.png")

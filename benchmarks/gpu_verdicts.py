@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,17 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "megatron-core", "emerging-optimizers", "transformer-engine", "apex")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "megatron-core",
+    "emerging-optimizers",
+    "gram-newton-schulz",
+    "transformer-engine",
+    "apex",
+)
+OWN_MODULES = ("megatron_eopt", "tests", *(path.stem for path in Path(__file__).parent.glob("*.py")))
 QUERIED = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
 
@@ -27,7 +38,7 @@ class Verdict:
     """What one check found: ``value`` is what was measured, ``bound`` what was expected, in words."""
 
     name: str
-    status: str  # passed, failed or skipped
+    status: str  # passed, failed, skipped, or measured, where there is no bound
     bound: str = ""
     value: float | str | None = None  # in words where it is no number: of JSON
     reason: str = ""
@@ -61,8 +72,16 @@ class Run:
         """Note a verdict; None for a check that is not made. What is on the disk stays known if the part is stopped."""
         status = "skipped" if passed is None else "passed" if passed else "failed"
         self.verdicts.append(Verdict(name=name, status=status, bound=bound, value=value, reason=reason))
+        self._write()
+
+    def _write(self) -> None:
         found = {"verdicts": [asdict(each) for each in self.verdicts], "figures": self.figures}
         (self.work / "part.json").write_text(json.dumps(found))
+
+    def tell(self, name: str, value: float, unit: str, reason: str = "") -> None:
+        """Note a figure that has no bound."""
+        self.verdicts.append(Verdict(name=name, status="measured", bound=unit, value=value, reason=reason))
+        self._write()
 
     def at_most(self, name: str, value: float, bound: float, unit: str = "", *, of_gpu: bool = False) -> None:
         """Note whether a figure is within its bound; one that only a GPU at full size can give is skipped elsewhere."""
@@ -78,9 +97,14 @@ class Run:
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """An error inside is the failure of this check, and not the end of the part."""
+        """An error inside is the failure of this check, and not the end of the part; a missing package skips it."""
         try:
             yield
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            skipped = missing not in ("", *OWN_MODULES)
+            reason = f"the package {missing} is not installed" if skipped else f"ModuleNotFoundError: {error}"
+            self.judge(name, None if skipped else False, "no error", reason=reason)
         except Exception as error:
             self.judge(name, False, "no error", reason=f"{type(error).__name__}: {error}"[:2000])
 
@@ -176,6 +200,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def needs(*packages: str) -> None:
+    """Raise a ``ModuleNotFoundError`` for a package that is not installed, without importing the others."""
+    for name in packages:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def _said_by(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
@@ -199,7 +230,8 @@ def execute(run: Run, name: str, command: Sequence[str], **environment: str) -> 
 
 def draw(panels: Mapping[str, Mapping[str, Mapping[int, float]]], x: str, y: str, picture: Path) -> None:
     """A panel for each title, with a line for each label, of what ``y`` is at each ``x``."""
-    figure, axes = bench.plt.subplots(1, len(panels), figsize=(5 + 3 * len(panels), 4.5), sharey=True, squeeze=False)
+    plt = bench.pyplot()
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 + 3 * len(panels), 4.5), sharey=True, squeeze=False)
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
         for label, points in lines.items():
             axis.plot(list(points), list(points.values()), marker=".", label=label)
@@ -208,4 +240,4 @@ def draw(panels: Mapping[str, Mapping[str, Mapping[int, float]]], x: str, y: str
         axis.legend()
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
-    bench.plt.close(figure)
+    plt.close(figure)

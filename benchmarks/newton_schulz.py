@@ -2,35 +2,33 @@
 
 On the CPU in fp32, and on a GPU, where there is one, at full size and in medium precision.
 
-Every contestant gets the same matrices, in turn, several times; the medians are compared. The table has, for each: how
-many times as fast as emerging-optimizers it is, the share of this machine's measured matmul rate that it reaches for
-the operations of its form, and its error against its own polynomial in fp64. The same goes to bench-out/ as JSON and as
-a picture.
+Every contestant gets the same matrices in fp32, in turn, several times; the medians are compared. The table has, for
+each: the precision of its products, how many times as fast as emerging-optimizers it is, what it computes per second
+for the operations of its form, also as a share of this machine's measured matmul rate, and its error against its own
+polynomial in fp64. The same goes to bench-out/ as JSON and as a picture. A peer that is not installed is left out.
 """
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import matplotlib
 import torch
-from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz as emerging
 from torch import Tensor
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.forms import PRESETS, gram_flops, restarts_for, standard_flops
 from megatron_eopt.orthogonalize.kernels import choose, made
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.products import Products
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 OUT = Path(__file__).resolve().parent.parent / "bench-out"
 
@@ -46,15 +44,18 @@ CPU_SHAPES = {
     "128 experts": (128, 96, 256),
 }
 
+EXPERT = (768, 2048)  # of Qwen3-30B-A3B
 GPU_SHAPES = {
-    "square": (4096, 4096),
     "Llama-3 8B gate, up, down": (14336, 4096),
-    "Llama-3 8B k, v": (1024, 4096),
+    "aspect 3.5": (7168, 2048),
+    **{f"{n} experts": (n, *EXPERT) for n in (128, 8, 64, 384)},
     "Llama-3 70B gate, up, down": (28672, 8192),
+    "square": (4096, 4096),
+    "Llama-3 8B k, v": (1024, 4096),
     "aspect 7": (28672, 4096),
     "Qwen3-30B-A3B q": (4096, 2048),
-    "128 experts": (128, 768, 2048),
 }
+SYRK_ROWS = 5000  # from which its kernel tunes few tiles: for smaller ones it compiles some 180 kernels a shape
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,12 @@ class Setup:
     """Where it runs, and how products of fp32 matrices are computed: in fp32 on the CPU, in half precision on a GPU."""
 
     device: torch.device
+    like_gpu: bool = False  # whether a CPU has the settings of a GPU, to try them
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is a GPU."""
-        return self.device.type == "cuda"
+        """Whether the settings are those of a GPU."""
+        return self.device.type == "cuda" or self.like_gpu
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -80,13 +82,22 @@ class Setup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What peers are given, and what the machine's rate is measured in."""
+        """What the machine's rate is measured in."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     def products(self, shape: tuple[int, ...]) -> Products:
         """What an optimizer would choose at start."""
         dtypes = (torch.float16, torch.bfloat16) if self.on_gpu else (torch.float32,)
         return made(choose([shape], dtypes, self.device).kernel, min(shape[-2:]))
+
+
+class Contestant(NamedTuple):
+    """What orthogonalizes a matrix or a stack in fp32."""
+
+    function: Callable[[Tensor], Tensor]
+    coefficients: str
+    extra: int  # restarts beyond the default; -1 for the standard form
+    precision: str  # of products
 
 
 @dataclass(frozen=True)
@@ -97,8 +108,10 @@ class Row:
     matrices: str
     shape: tuple[int, ...]
     contestant: str
+    precision: str
     milliseconds: float
-    ratio: float
+    ratio: float  # NaN without emerging-optimizers
+    teraflops: float
     rate: float
     error: float
 
@@ -115,25 +128,44 @@ def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: function(x) if x.ndim == 2 else torch.stack([function(matrix) for matrix in x])
 
 
-def contestants(setup: Setup, shape: tuple[int, ...]) -> dict[str, tuple[Callable[[Tensor], Tensor], str, int]]:
-    """Name -> function, its coefficient set, and restarts beyond the default (-1 for the standard form)."""
-    products = setup.products(shape)
+def contestants(setup: Setup, shape: tuple[int, ...]) -> dict[str, Contestant]:
+    """All by name, the peers that are installed first."""
+    products, medium = setup.products(shape), setup.precision == "medium"
+    found: dict[str, Contestant] = {}
+    with suppress(ImportError):
+        from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz as emerging
 
-    def ours(**settings: Any) -> Callable[[Tensor], Tensor]:
-        return lambda x: newton_schulz(x, **{"fp32_matmul_prec": setup.precision, "products": products, **settings})
+        def peer(x: Tensor, use_syrk: bool = False) -> Tensor:
+            with fp32_products(setup.precision, as_torch=True):  # by which it chooses its dtype
+                return emerging(x, 5, use_syrk=use_syrk)
 
-    def peer(x: Tensor) -> Tensor:
-        return emerging(x.to(setup.dtype), 5)
+        has = "bf16" if medium else "fp32"
+        found["emerging-optimizers"] = Contestant(each(peer), "quintic", -1, has)
+        if len(shape) == 3:
+            found["emerging-optimizers, its batch"] = Contestant(peer, "quintic", -1, has)
+        elif setup.on_gpu and min(shape) >= SYRK_ROWS:
+            found["emerging-optimizers, syrk"] = Contestant(lambda x: peer(x, use_syrk=True), "quintic", -1, has)
+    with suppress(ImportError):
+        from gram_newton_schulz import GramNewtonSchulz
 
+        settings: dict[str, Any] = {} if setup.device.type == "cuda" else {"ns_use_kernels": False}
+        settings |= {"gram_newton_schulz_reset_iterations": list(restarts_for("quintic", 5) or ())}
+        theirs = GramNewtonSchulz(ns_coefficients=[list(abc) for abc in get_coefficients("quintic", 5)], **settings)
+        found["gram-newton-schulz"] = Contestant(theirs, "quintic", 0, "fp16")
+    found["torch.optim.Muon"] = Contestant(each(torch_muon), "simple", -1, "bf16")
+
+    def ours(kind: str, extra: int, precision: MatmulPrecision = setup.precision, **settings: Any) -> Contestant:
+        settings = {"fp32_matmul_prec": precision, "products": products, **settings}
+        in_gram = "fp16" if extra >= 0 and setup.device.type == "cuda" else "bf16"
+        told = in_gram if precision == "medium" else "fp32"
+        return Contestant(lambda x: newton_schulz(x, **settings), kind, extra, told)
+
+    found["ours, standard"] = ours("quintic", -1, form="standard")
+    for preset, (kind, _, extra) in PRESETS.items():
+        found[f"ours, {preset}"] = ours(kind, extra, preset=preset)
     other: MatmulPrecision = "highest" if setup.on_gpu else "medium"
-    return {
-        "emerging-optimizers": (each(peer), "quintic", -1),
-        "emerging-optimizers, its batch": (peer, "quintic", -1),
-        "torch.optim.Muon (bf16)": (each(torch_muon), "simple", -1),
-        "ours, standard": (ours(form="standard"), "quintic", -1),
-        **{f"ours, {preset}": (ours(preset=preset), name, extra) for preset, (name, _, extra) in PRESETS.items()},
-        f"ours, {other}": (ours(fp32_matmul_prec=other, products=None), "quintic", 0 if setup.on_gpu else -1),
-    }
+    extra = 0 if other == "highest" else -1
+    return found | {f"ours, {other}": ours("quintic", extra, other, products=None)}
 
 
 def medians(functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
@@ -166,7 +198,7 @@ def flops(setup: Setup, shape: tuple[int, ...], coefficient_type: str, extra: in
 
 def matmul_rate(setup: Setup) -> float:
     """Operations per second of a product of two large matrices."""
-    rows = 8192 if setup.on_gpu else 2048
+    rows = 8192 if setup.device.type == "cuda" else 2048
     x = torch.randn(rows, rows, device=setup.device).to(setup.dtype)
     return 2 * rows**3 / medians({"x": lambda: x @ x}, 5, setup.device)["x"]
 
@@ -186,23 +218,32 @@ def measure(setup: Setup, name: str, shape: tuple[int, ...], rate: float, rounds
     """Every contestant on one shape."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(setup.device)
     everyone = contestants(setup, shape)
-    if len(shape) == 2:
-        del everyone["emerging-optimizers, its batch"]
-    calls = {key: lambda f=f: f(x) for key, (f, _, _) in everyone.items()}
-    seconds = medians(calls, rounds, setup.device)
-    references = {kind: exact(x, kind) for kind in {kind for _, kind, _ in everyone.values()}}
+    seconds = medians({key: partial(one.function, x) for key, one in everyone.items()}, rounds, setup.device)
+    references = {kind: exact(x, kind) for kind in {one.coefficients for one in everyone.values()}}
     rows = []
-    for key, (function, coefficient_type, extra) in everyone.items():
-        reference = references[coefficient_type]
-        error = torch.linalg.vector_norm(function(x).double() - reference) / torch.linalg.vector_norm(reference)
-        reached = flops(setup, shape, coefficient_type, extra) / seconds[key] / rate
-        ratio = seconds["emerging-optimizers"] / seconds[key]
-        rows.append(Row(setup.device.type, name, shape, key, seconds[key] * 1e3, ratio, reached, error.item()))
+    for key, one in everyone.items():
+        reference = references[one.coefficients]
+        error = torch.linalg.vector_norm(one.function(x).double() - reference) / torch.linalg.vector_norm(reference)
+        computed = flops(setup, shape, one.coefficients, one.extra) / seconds[key]
+        ratio, reached = seconds.get("emerging-optimizers", math.nan) / seconds[key], (computed / 1e12, computed / rate)
+        told = (setup.device.type, name, shape, key, one.precision, seconds[key] * 1e3, ratio)
+        rows.append(Row(*told, *reached, error.item()))
     return rows
+
+
+def pyplot() -> Any:
+    """What draws pictures, if it is installed."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # there may be no screen
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def draw(rows: list[Row], picture: Path) -> None:
     """Bars of the ratios, one group for each shape."""
+    plt = pyplot()
     names = list(dict.fromkeys(row.contestant for row in rows))
     groups = list(dict.fromkeys(row.matrices for row in rows))
     figure, axes = plt.subplots(figsize=(12, 6))
@@ -237,10 +278,11 @@ def run(setup: Setup, rounds: int) -> tuple[dict[str, Any], list[Row]]:
     rows = []
     for name, shape in setup.shapes.items():
         print(f"\n{name}: {' x '.join(map(str, shape))}")
-        print(f"  {'':32} {'ms':>8} {'times as fast':>14} {'of matmul rate':>15} {'error':>9}")
+        print(f"  {'':32} {'':4} {'ms':>8} {'times as fast':>14} {'TFLOP/s':>8} {'of matmul rate':>15} {'error':>9}")
         for row in measure(setup, name, shape, rate, rounds):
             rows.append(row)
-            print(f"  {row.contestant:32} {row.milliseconds:8.2f} {row.ratio:14.2f} {row.rate:15.0%} {row.error:9.1e}")
+            speed = f"{row.milliseconds:8.2f} {row.ratio:14.2f} {row.teraflops:8.2f} {row.rate:15.0%}"
+            print(f"  {row.contestant:32} {row.precision:4} {speed} {row.error:9.1e}")
     return machine, rows
 
 

@@ -15,11 +15,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # there may be no screen
-from matplotlib import pyplot as plt
-
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo-out"
 PREFIX = OUT / "stdlib"
@@ -239,6 +234,11 @@ def report_resume(straight: Losses, resumed: Losses) -> bool:
 
 def draw(losses: dict[str, Losses], picture: Path) -> None:
     """Draw the losses of the runs, given by name, over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # there may be no screen
+    from matplotlib import pyplot as plt
+
     styles = {
         "adam": {"color": "tab:gray", "linewidth": 1.2},
         "muon": {"color": "tab:orange", "linewidth": 2.5, "alpha": 0.6},

@@ -3,12 +3,16 @@
 import argparse
 import json
 import math
+import os
 import re
+import subprocess
 import sys
+import time
 from importlib import import_module
 from importlib.metadata import version
 from itertools import count, product
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +26,8 @@ import gpu_optimizers  # noqa: E402
 import gpu_predictions  # noqa: E402
 import gpu_products  # noqa: E402
 import gpu_training  # noqa: E402
+import gpu_verdicts  # noqa: E402
+import newton_schulz  # noqa: E402
 from compare_figures import between  # noqa: E402
 from gpu_verdicts import Rates, Run, Verdict, line  # noqa: E402
 
@@ -31,7 +37,7 @@ from megatron_eopt.orthogonalize import timing  # noqa: E402
 CPU = torch.device("cpu")
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
 # Verdicts that every part comes to, beside those that only a GPU can give; the others start processes.
-QUICK = {"fp16": 2, "newton-schulz": 0, "sweep": 0, "steps": 0, "nccl": 30, "memory": 0}
+QUICK = {"fp16": 3, "newton-schulz": 0, "steps": 0, "family": 0, "nccl": 30, "memory": 0, "sweep": 0}
 SLOW = ("kernels", "optimizers", "ranks")
 TRAINING = ("resume", "gpt")
 
@@ -59,7 +65,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["gtp"], "there is no part gtp: expected some of kernels, opt"),
+            (["gtp"], "there is no part gtp: expected some of fp16, kernels, opt"),
             (["--device", "cpu"], "add --tiny"),
             (["--device", "cuda"], "torch finds no GPU"),
         ],
@@ -78,10 +84,11 @@ class TestCommand:
         part = found["nccl"]
         assert part["machine"]["torch"] == version("torch")
         assert part["tiny"]
-        assert [Verdict(**each).status for each in part["verdicts"]] == ["passed"] * QUICK["nccl"]
+        states = [Verdict(**each).status for each in part["verdicts"]]
+        assert (states.count("passed"), states.count("measured"), len(states)) == (QUICK["nccl"], 8, QUICK["nccl"] + 8)
         said = capsys.readouterr().out
         assert re.search(r"^passed +groups made with no name: all_to_all .* what was sent$", said, re.MULTILINE)
-        assert f"{QUICK['nccl']} passed, 0 failed, 0 skipped" in said
+        assert f"{QUICK['nccl']} passed, 0 failed, 0 skipped, 8 measured" in said
 
     def test_a_part_that_takes_too_long_is_stopped_and_that_is_a_verdict(self, tmp_path):
         (found,) = gpu.run_apart("fp16", "cpu", True, tmp_path, 0.1)["verdicts"]
@@ -149,7 +156,98 @@ def test_a_part_runs_with_small_shapes(name, run, monkeypatch):
     states = [each.status for each in run.verdicts]
     assert "failed" not in states
     assert states.count("passed") == QUICK[name]
-    assert len(states) > QUICK[name] or name == "nccl"
+    assert len(states) > QUICK[name]
+
+
+def test_peers_get_what_they_take_on_a_gpu(monkeypatch):
+    """fp32, by whose precision emerging-optimizers chooses bf16, and its syrk for large matrices alone."""
+    utils = import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
+    monkeypatch.setattr(utils, "newton_schulz_step_tsyrk", lambda X, *abc, tp_group: steps.append(X.dtype) or X)
+    monkeypatch.setattr(newton_schulz, "SYRK_ROWS", 16)
+    theirs = ModuleType("gram_newton_schulz")
+    theirs.GramNewtonSchulz = lambda ns_coefficients, gram_newton_schulz_reset_iterations, ns_use_kernels: (
+        lambda x: torch.full_like(x, len(ns_coefficients) + gram_newton_schulz_reset_iterations[0])
+    )
+    monkeypatch.setitem(sys.modules, "gram_newton_schulz", theirs)
+    for shape in ((16, 24), (8, 24), (2, 8, 24)):
+        steps = []
+        everyone = newton_schulz.contestants(newton_schulz.Setup(CPU, like_gpu=True), shape)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        factors = {name: one.function(x) for name, one in everyone.items()}
+        assert {each.dtype for name, each in factors.items() if "torch" not in name} == {torch.float32}
+        assert steps == [torch.bfloat16] * 5 * (shape == (16, 24))
+        assert ("emerging-optimizers, syrk" in factors) == (shape == (16, 24))
+        assert everyone["emerging-optimizers"].precision == "bf16"
+        assert factors["gram-newton-schulz"].unique().tolist() == [8.0]
+        # its own polynomial, rounded to bf16
+        exact = newton_schulz.exact(x, "quintic")
+        assert 1e-4 < (factors["emerging-optimizers"] - exact).norm() / exact.norm() < 2e-2
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *further: None if name.split(".")[0] in %r else find(name, *further)
+sys.path.insert(0, "benchmarks")
+import gpu
+for name in sys.argv[1:]:
+    gpu.run_here(name, gpu.Run(device=gpu.torch.device("cpu"), tiny=True, out=gpu.Path(OUT), work=gpu.Path(OUT)))
+    gpu.Path(OUT, "part.json").rename(gpu.Path(OUT, f"{name}.json"))
+"""
+
+
+@pytest.mark.wide
+def test_a_part_that_lacks_a_package_says_so_and_does_the_rest(tmp_path):
+    """A machine with torch alone."""
+    packages = ("matplotlib", "emerging_optimizers", "pytest", "hypothesis", "megatron", "triton")
+    code = f"OUT = {str(tmp_path)!r}\n{WITHOUT % (packages,)}"
+    parts = [*QUICK, "kernels", "optimizers", "gpt"]
+    subprocess.run(
+        [sys.executable, "-c", code, *parts], cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    verdicts = {part: json.loads((tmp_path / f"{part}.json").read_text())["verdicts"] for part in parts}
+    assert not [each for found in verdicts.values() for each in found if each["status"] == "failed"]
+    said = {(part, each["reason"]) for part, found in verdicts.items() for each in found if each["status"] == "skipped"}
+    for part, package in {
+        "newton-schulz": "emerging_optimizers",
+        "family": "emerging_optimizers",
+        "kernels": "pytest",
+        "gpt": "megatron",
+    }.items():
+        assert (part, f"the package {package} is not installed") in said
+    assert [each["status"] for each in verdicts["nccl"]].count("passed") == QUICK["nccl"]
+    assert any("ours, default" in each["name"] for each in verdicts["newton-schulz"])
+    assert any(each["name"] == "soap: skipped steps" and each["status"] == "passed" for each in verdicts["optimizers"])
+
+
+def test_a_missing_package_skips_a_check_and_a_wrong_name_of_ours_fails_it(run):
+    with run.check("a"):
+        gpu_verdicts.needs("json", "no_such_package")
+    with run.check("b"):
+        import_module("megatron_eopt.no_such_module")
+    assert [(each.status, each.reason) for each in run.verdicts] == [
+        ("skipped", "the package no_such_package is not installed"),
+        ("failed", "ModuleNotFoundError: No module named 'megatron_eopt.no_such_module'"),
+    ]
+
+
+def test_make_gpu_with_a_python_of_the_callers_makes_no_environment():
+    """Without network there is none to be made."""
+    said = [
+        subprocess.run(["make", "-n", "gpu", *given], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for given in ([], ["PYTHON=python3"])
+    ]
+    assert "bootstrap" in said[0]
+    assert said[1].strip() == "python3 benchmarks/gpu.py"
+
+
+def test_a_sweep_for_which_no_time_is_left_says_so(run, monkeypatch):
+    run.until = time.monotonic() - 1
+    monkeypatch.setattr(gpu_products, "KERNELS", {"triton": SimpleNamespace(missing=lambda device: None)})
+    gpu.run_here("sweep", run)
+    assert {(each.status, each.reason) for each in run.verdicts} == {("skipped", "no time was left")}
 
 
 @pytest.mark.parametrize(
@@ -212,10 +310,8 @@ def test_what_the_parts_take_from_the_tests_is_there():
     assert len(gpu_optimizers.KERNEL_TESTS) >= 3
     assert all((ROOT / path).exists() for path in (gpu_optimizers.TRITON_TESTS, *gpu_optimizers.NATIVE_TESTS))
     for name, used in {
-        "distributed.buckets": "CASES own_parts executed plan_of rectangles_of matrices_of part_of scale",
-        "distributed.test_schemes": "assert_close",
+        "distributed.buckets": "CASES assert_close own_parts executed plan_of rectangles_of matrices_of part_of scale",
         "distributed.ranks": "run_ranks",
-        "optimizers.family": "build",
     }.items():
         module = import_module(f"tests.{name}")
         assert all(hasattr(module, each) for each in used.split())

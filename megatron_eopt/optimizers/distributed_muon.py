@@ -13,20 +13,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import check_rates
 from megatron_eopt.optimizers.parameters import names_of_last, parameter_names
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.traits import Traits
+from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
+from megatron_eopt.orthogonalize.kernels import KERNELS, made
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype, validate_matmul_precision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype, validate_matmul_precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from megatron_eopt.parallel.agreement import check_same
+from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_same
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import is_sharded
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, whole
 from megatron_eopt.parallel.scheduler import rounds
 
 logger = logging.getLogger(__name__)
@@ -71,6 +74,8 @@ class DistributedMuon(BaseOptimizer):
         fp32_matmul_prec: ``medium`` (or ``low``) iterates and sends in bf16; ``high`` iterates in TF32 and ``highest``
             in fp32, and both send in the dtype of the parameter.
         process_group: the data-parallel ranks; None for all ranks, or one process.
+        symmetric_products: the kernel of symmetric products, as in
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
         collective_state_dict: whether all ranks call :meth:`state_dict` together, which then collects the momenta.
             False if all ranks call :meth:`consolidate_state_dict`; None is the same, with a warning where there are
             several ranks.
@@ -84,6 +89,8 @@ class DistributedMuon(BaseOptimizer):
 
     [1] https://kellerjordan.github.io/posts/muon/, as in the speedruns of modded-nanogpt.
     """
+
+    traits = Traits(carried_settings=frozenset({KERNEL}))
 
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _consolidated: dict[str, Any] | None = None
@@ -100,9 +107,11 @@ class DistributedMuon(BaseOptimizer):
         fp32_matmul_prec: MatmulPrecision = "medium",
         process_group: ProcessGroup | None = None,
         collective_state_dict: bool | None = None,
+        symmetric_products: str | None = None,
     ) -> None:
         validate_matmul_precision(fp32_matmul_prec)
-        self.fp32_matmul_prec = fp32_matmul_prec
+        check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
+        self.fp32_matmul_prec, self.symmetric_products = fp32_matmul_prec, symmetric_products
         group = self.process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.compute_ranks: dict[Tensor, int] = {}
@@ -211,16 +220,27 @@ class DistributedMuon(BaseOptimizer):
         return ParamSpec(name, parameter.dtype, groups=groups)
 
     def prepare(self) -> Engine:
-        """Compare parameters and rounds between ranks; all call it together."""
-        if self._session.plans.engine is None and self.process_group is not None:
-            matrices, parameters = [], self._parameters()
+        """Compare parameters and rounds between ranks, and choose the kernel; all call it together."""
+        parameters = self._parameters()
+        if self._session.plans.engine is None and parameters:
+            matrices, groups = [], {} if self.process_group is None else {_LABEL: self.process_group}
             for name, p in zip(self._names(), parameters, strict=True):
                 shape = (len(p), p[:1].numel())
                 matrices.append(Matrix(name, shape, (whole(shape),) * self.ranks, _LABEL, p.itemsize))
-            plan = Plan(tuple(matrices), tuple(chain(*self.rounds)))
-            check_same(plan, {_LABEL: self.process_group}, parameters[0].device)
+            check_same(Plan(tuple(matrices), tuple(chain(*self.rounds))), groups, parameters[0].device)
+            products = self._kernel_products([each.shape for each in matrices])
+            kernel = agreed_kernel(products, self.symmetric_products, self.param_groups[0].get(KERNEL), groups)
+            for group in self.param_groups:
+                group[KERNEL] = kernel
         self.init_state()
         return super().prepare()
+
+    def _kernel_products(self, shapes: Sequence[Shape]) -> KernelProducts:
+        parameters, precision = self._parameters(), self.fp32_matmul_prec
+        standard = {product_dtype(p.dtype, precision): p.device for p in parameters}
+        dtypes = {x: None for dtype, device in standard.items() for x in (dtype, gram_dtype(dtype, device)) if x}
+        sizes = sorted({(min(shape), max(shape)) for shape in shapes if 0 not in shape})
+        return sizes, sorted(dtypes, key=str), parameters[0].device, "tf32" if precision == "high" else "ieee"
 
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
@@ -256,9 +276,10 @@ class DistributedMuon(BaseOptimizer):
         gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
         flag, steps = accepted[index : index + 1], group["ns_steps"]
         [update] = foreach.average([momentum], [gradient], group["momentum"], group["nesterov"], flag)
-        precision = self.fp32_matmul_prec
-        factor = newton_schulz(update.flatten(1), steps, _COEFFICIENTS, fp32_matmul_prec=precision, propagate_nan=True)
-        return factor.to(dtype)
+        update, precision = update.flatten(1), self.fp32_matmul_prec
+        products = made(group[KERNEL], min(update.shape), "tf32" if precision == "high" else "ieee")
+        settings: dict[str, Any] = {"fp32_matmul_prec": precision, "propagate_nan": True, "products": products}
+        return newton_schulz(update, steps, _COEFFICIENTS, **settings).to(dtype)
 
     def _exchange(self, bucket: Bucket, mine: Tensor) -> Callable[[], list[Tensor]]:
         """Start to exchange a round's tensors; calling the result waits."""

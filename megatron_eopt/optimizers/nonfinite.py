@@ -127,7 +127,8 @@ def to_host(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
     event.record(torch.cuda.current_stream(device))  # the device may be another than the current one
 
     def wait() -> Tensor:
-        event.synchronize()
+        if not event.query():
+            event.synchronize()
         return copy
 
     return wait

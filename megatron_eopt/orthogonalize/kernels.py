@@ -30,6 +30,9 @@ _TOLERANCES = {
 }
 _TF32_TOLERANCE = (2.0**-9, 2.0**-10)
 
+MOST_ENTRIES = 2**26  # of the factors of a check, but for square ones
+_KEPT = 128  # columns left out are a multiple of it: what is left ends inside a tile where the whole does
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -183,7 +186,7 @@ def check(
     tf32 = dtype == torch.float32 and fp32_precision == "tf32"
     relative, absolute = _TF32_TOLERANCE if tf32 else _TOLERANCES[dtype]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for shape in dict.fromkeys((*(min(2, n) for n in shape[:-2]), *shape[-2:]) for shape in shapes):
+    for shape in dict.fromkeys(map(_checked, shapes)):
         if 0 in shape:
             continue
         for name, multiply, matrices in _trials(shape, dtype, device):
@@ -202,12 +205,20 @@ def check(
     return None
 
 
+def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A stack of two, with as many columns as have room."""
+    stack, (short, long) = [min(2, n) for n in shape[:-2]], sorted(shape[-2:])
+    most = max(short, MOST_ENTRIES // max(1, short * math.prod(stack)))
+    long -= max(0, -(-(long - most) // _KEPT)) * _KEPT
+    return (*stack, short, long) if shape[-2] <= shape[-1] else (*stack, long, short)
+
+
 def _trials(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
     x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
     x = x.mT if x.size(-2) > x.size(-1) else x  # as the iterations take it: the short side first, without a copy
-    x = x / math.sqrt(x.size(-1))  # rows of norm 1: squares of 65504 columns would overflow fp16
+    x = x.div_(math.sqrt(x.size(-1)))  # rows of norm 1: squares of 65504 columns would overflow fp16
     a = (x @ x.mT).to(dtype).tril()
     a = a + a.tril(-1).mT
     # with a diagonal of ones, b = a / 2 + 1 / 4 is exact in every dtype: the two commute to the last bit

@@ -34,7 +34,8 @@ def times(
 ) -> Tensor:
     """Seconds of each candidate: (sizes x candidates), fp64, on CPU.
 
-    Those of one short side are added; 0 if not timed (fp64), infinity, with a warning, if a candidate cannot serve.
+    Those of one short side are added; 0 if not timed (fp64), infinity, with a warning, if a candidate cannot serve or
+    an error ends it: other ranks wait for this one's times.
     """
     found, told = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64), set()
     stacks = [] if torch.float64 in dtypes else stacks
@@ -42,7 +43,14 @@ def times(
         if "/" in name and dtype == torch.float32:
             continue
         reason = reason_against(name, [shape], [dtype], device, fp32_precision, KERNELS) if i else None
-        taken = torch.inf if reason else _time(name, shape, dtype, device, fp32_precision)
+        taken = torch.inf
+        if reason is None:
+            try:
+                taken = _time(name, shape, dtype, device, fp32_precision)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            torch.cuda.empty_cache()  # of what had no room
         found[min(shape[-2:]).bit_length() - 1, i] += taken
         if reason and reason not in told:
             told.add(reason)

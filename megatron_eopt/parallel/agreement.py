@@ -1,7 +1,8 @@
 """How ranks agree on groups, plans and rates."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
 from typing import Any
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_eopt.orthogonalize import timing
+from megatron_eopt.orthogonalize.kernels import Shapes, choose
+from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.timing import seconds
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
@@ -18,6 +22,7 @@ from megatron_eopt.parallel.plan import fingerprint, first_difference
 from megatron_eopt.parallel.records import Plan
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label
+KernelProducts = tuple[Shapes, Sequence[torch.dtype], torch.device, Fp32Precision]  # of a kernel that is chosen
 _SENT_BYTES = 2**22
 
 
@@ -56,6 +61,40 @@ def check_same(
         raise ValueError(
             f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
             f"share parameters need the same parameters in the same order, with the same settings"
+        )
+
+
+def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None, groups: Groups) -> str:
+    """The choice of a kernel, the same on the ranks of all groups.
+
+    ``kernel`` is that of the user, ``kept`` that of the checkpoint or the run. If neither is given, kernels are timed
+    on a GPU. Raises ``RuntimeError`` if the kernel cannot serve.
+    """
+    stacks, dtypes, device, precision = products
+    if kernel is None and kept is None and timing.is_timed(device):
+        kept = timing.fastest(-lowest_of_all(-timing.times(*products), groups))
+    agree = partial(lowest_of_all, groups=groups)
+    return choose(stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision, agree=agree).kernel
+
+
+def check_replicas(held: object, settings: Mapping[str, Any], device: torch.device) -> None:
+    """Refuse settings that differ between ranks with equal ``held``.
+
+    All ranks of the world call it. ``held`` tells what a rank has of the model, ``settings`` are by parameter;
+    ``ValueError`` on all names the first difference.
+    """
+    world: Any = dist.group.WORLD
+    own = [int.from_bytes(sha256(repr(x).encode()).digest()[:7]) for x in (held, settings)]
+    first: dict[int, tuple[int, int]] = {}
+    for rank, (of_held, of_settings) in enumerate(all_gather(torch.tensor(own, device=device), world).wait().tolist()):
+        other, known = first.setdefault(of_held, (rank, of_settings))
+        if known == of_settings:
+            continue
+        of_ranks: list[Any] = [None] * world.size()
+        dist.all_gather_object(of_ranks, settings, group=world)
+        raise ValueError(
+            f"the optimizer's settings differ between ranks {other} and {rank}, which hold the same parameters: "
+            f"{_first_setting(of_ranks[other], of_ranks[rank])}. Replicas need the same settings"
         )
 
 

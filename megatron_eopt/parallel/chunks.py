@@ -109,11 +109,16 @@ class Compiler:
         return [product_dtype(dtype, precision) for dtype in sorted(set(self.dtypes), key=str)]
 
     def stacks(self, plan: Plan) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
-        """Shapes, dtypes, device and fp32 precision of a kernel's products."""
+        """Shapes, dtypes, device and fp32 precision of a kernel's products.
+
+        Factors with more rows than columns are multiplied transposed, without a copy.
+        """
         stacks = set()
         for bucket in plan.buckets if self.iterations else ():
             matrix, (_, layout) = plan.matrices[bucket.matrices[0]], self.of_matrix[bucket.matrices[0]]
             shape = layout.rectangle.shape if bucket.scheme == "blockwise" else matrix.shape
+            if not bucket.scheme.startswith("gram"):  # only shards are multiplied as they are, others short side first
+                shape = (min(shape), max(shape))
             count = -(-len(bucket.matrices) // (matrix.ranks if bucket.compute_ranks else 1))
             stacks.add((count, *shape) if count > 1 else shape)
         products = self.product_dtypes() if self.iterations else []

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 
 import torch
@@ -13,10 +12,16 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
 from megatron_eopt.orthogonalize import timing
-from megatron_eopt.orthogonalize.kernels import choose, made
-from megatron_eopt.orthogonalize.products import Fp32Precision, Products
-from megatron_eopt.orthogonalize.timing import fastest, times
-from megatron_eopt.parallel.agreement import check_same, groups_by_label, lowest_of_all, measured_rates
+from megatron_eopt.orthogonalize.kernels import made
+from megatron_eopt.orthogonalize.products import Products
+from megatron_eopt.parallel.agreement import (
+    KernelProducts,
+    agreed_kernel,
+    check_replicas,
+    check_same,
+    groups_by_label,
+    measured_rates,
+)
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, chunk_seconds, largest_iteration
@@ -115,24 +120,23 @@ class Engine:
         """Agree with all ranks, together, on plan and kernel.
 
         Returns the choice of a kernel: ``kernel``, that of the user, else ``kept``, that of the checkpoint or the run;
-        None where nothing is orthogonalized. Kernels are timed on a GPU if one choice reaches the whole run (a single
-        process, or a group of all ranks): replicas that exchange nothing could each time another one as the fastest.
-        Raises ``ValueError`` if the plan or settings differ between ranks, ``RuntimeError`` if the kernel cannot serve.
+        None where nothing is orthogonalized. If neither is given, kernels are timed on a GPU, and all ranks of the
+        world agree, since replicas need not share a group. Raises ``ValueError`` if the plan or settings differ between
+        ranks, ``RuntimeError`` if the kernel cannot serve.
         """
         settings = {x: {p.name: p.settings for p in self._parameters if x in p.shared_by} for x in self.groups}
         check_same(self.plan, self.groups, self.device, settings)
         if not self.works:
             return None
-        run = dist.get_world_size() if dist.is_initialized() else 1
-        reached = max((group.size() for group in self.groups.values()), default=1) == run
-        if kernel is None and kept is None and reached and timing.is_timed(self.device):
-            kept = fastest(-lowest_of_all(-times(*self.stacks()), self.groups))
-        stacks, dtypes, device, precision = self.stacks()
-        agree = partial(lowest_of_all, groups=self.groups)
-        choice = choose(stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision, agree=agree)
-        self._products = lambda rows: made(choice.kernel, rows, precision)
+        groups = self.groups
+        if kernel is None and kept is None and timing.is_timed(self.device) and dist.group.WORLD is not None:
+            held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
+            check_replicas(held, {p.name: p.settings for p in self._parameters}, self.device)
+            groups = {"world": dist.group.WORLD}
+        choice, precision = agreed_kernel(self.stacks(), kernel, kept, groups), self.stacks()[-1]
+        self._products = lambda rows: made(choice, rows, precision)
         self._chunks.clear()
-        return choice.kernel
+        return choice
 
     def explain(self) -> str:
         """The plan as a table of its buckets' costs."""
@@ -165,7 +169,7 @@ class Engine:
         """The parameters of each chunk, as :meth:`run` starts them."""
         return [[i for of_slice in chunk.slices for i in of_slice.parameters] for chunk in self._chunks_of(indices)]
 
-    def stacks(self) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
+    def stacks(self) -> KernelProducts:
         """Shapes, dtypes, device and fp32 precision of a kernel's products."""
         return self._compiler.stacks(self.plan)
 

@@ -200,3 +200,12 @@ def executed(plan, shards, groups, iterations, scale=scale):
     scales = [1.0 if 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
     factors = engine.factors(range(len(shards)), shards)
     return [x.mul_(each) for x, each in zip(factors, scales, strict=True)]
+
+
+def assert_close(actual, expected, case, largest):
+    if case.dtype == torch.float32 and case.precision in ("high", "highest"):
+        # with polar_express the Gram form in fp32 is itself 1e-5 from the polynomial, on one rank as on several
+        bound = 3e-5 if case.coefficient_type == "polar_express" else 1e-5
+        assert (actual - expected).abs().max() <= bound * largest
+    else:
+        assert (actual - expected).float().norm() <= 2e-2 * expected.float().norm()

@@ -1,18 +1,24 @@
 """Ranks of a run have the same kernel of symmetric products, whatever each measures: timed by fake clocks."""
 
 import warnings
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.megatron.agreement import choose_kernels
 from megatron_eopt.optimizers.base import KERNEL
+from megatron_eopt.optimizers.distributed_muon import DistributedMuon
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from tests.distributed.ranks import run_ranks
-from tests.orthogonalize.test_timing import TILES, by_size, clocked
+from tests.orthogonalize.test_timing import TILES, by_size, clocked, no_memory
 
 
 def optimizer_of(*shapes, **settings):
@@ -52,11 +58,35 @@ def on_rank(rank, ranks):
     clocked(cost, (20,) if rank == 1 else ())
     shared = optimizer_of((20, 24), (40, 50), data_parallel_group=dist.group.WORLD)
     found["shared"] = kernel_of(shared)
+    clocked(lambda tiles, shape: no_memory((40, 50), tiles)(tiles, shape) if rank and not tiles else cost(tiles, shape))
+    found["no memory"] = kernel_of(optimizer_of((20, 24), (40, 50), data_parallel_group=dist.group.WORLD))
     clocked(cost)
     resumed = optimizer_of((20, 24), (40, 50), data_parallel_group=dist.group.WORLD)
     resumed.load_state_dict(shared.state_dict())
     found["resumed"] = kernel_of(resumed)
-    found["unshared"] = kernel_of(optimizer_of((20, 24)))
+    # replicas that exchange nothing: DDP, and HSDP, whose groups have one rank each here
+    found["replicas"] = kernel_of(optimizer_of((20, 24)))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(20, 24), mesh, [Replicate(), Shard(0)]))
+    found["hsdp"] = kernel_of(TensorParallelMuon([sharded]))
+    dealt = DistributedMuon([torch.nn.Parameter(torch.ones(20, 24)) for _ in range(3)], collective_state_dict=True)
+    found["dealt"] = kernel_of(dealt)
+    # one fails on one rank
+    clocked(cost, (20,) if rank == 1 else ())
+    found["a replica fails"] = kernel_of(optimizer_of((20, 24)))
+    clocked(cost)
+    # without clocks nothing is agreed: a rank may step alone
+    timing.is_timed = lambda device: False
+    found["alone"] = kernel_of(optimizer_of((20, 24))) if rank == 0 else "triton"
+    timing.is_timed = lambda device: True
+    # a replica with another momentum
+    try:
+        kernel_of(optimizer_of((20, 24), momentum=0.9 + rank / 100))
+        found["differing"] = None
+    except ValueError as error:
+        found["differing"] = str(error)
+    # stages of a pipeline hold other parameters, and may have other settings
+    found["pipeline"] = kernel_of(optimizer_of((20 + rank, 24), momentum=0.9 + rank / 100))
     return found
 
 
@@ -67,9 +97,31 @@ def test_all_ranks_of_a_run_choose_alike():
     for case, kernel in (("run", of_both), ("failing", none_for_20_rows), ("named", "torch")):
         assert first[case] == second[case] == [kernel] * 2, case
     assert (first["stage"], second["stage"]) == (["triton/64x64x8x4x3"], [])
-    for case, kernel in (("shared", none_for_20_rows), ("resumed", none_for_20_rows), ("unshared", "triton")):
-        # without a common group nothing is timed: replicas might choose another each
+    chosen = {
+        **dict.fromkeys(("shared", "resumed"), none_for_20_rows),
+        **dict.fromkeys(("replicas", "hsdp", "pipeline", "dealt"), of_both),
+        "no memory": of_both,  # torch has none on one rank
+        "a replica fails": "torch",
+        "alone": "triton",
+    }
+    for case, kernel in chosen.items():
         assert first[case] == second[case] == kernel, case
+    assert first["differing"] == second["differing"]
+    assert "differ between ranks 0 and 1, which hold the same parameters" in first["differing"]
+    assert "has momentum 0.9 in the one and 0.91 in the other" in first["differing"]
+
+
+@pytest.mark.parametrize(("mode", "stack"), [("gram", (24, 8)), ("duplicated", (8, 24)), ("distributed", (8, 24))])
+def test_factors_are_checked_as_the_step_has_them(mode, stack):
+    """Of tall matrices transposed where their shards are multiplied as they are, else contiguous."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        shard = torch.nn.Parameter(torch.ones(12, 8))
+        shard.tensor_model_parallel, shard.partition_dim = True, 0
+        groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
+        assert TensorParallelMuon([shard], pg_collection=groups, tp_mode=mode).proposed().stacks()[0] == [stack]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_process_of_its_own_times_what_its_plan_has(monkeypatch):

@@ -283,3 +283,11 @@ def test_a_load_hands_torch_no_state_that_stays_on_the_host():
         kept = {key for key, x in optimizer.state[p].items() if x.shape == p.shape}
         assert kept.isdisjoint(states[i]) if optimizer.on_host(p) else kept <= states[i].keys()
     assert {optimizer.on_host(p) for p in optimizer.param_groups[0]["params"]} == {True, False}
+
+
+def test_a_parameter_that_is_added_has_its_share_on_the_host():
+    optimizer, params = start("muon", offload_fraction=1.0)
+    assert all(map(optimizer.on_host, params))
+    later = torch.nn.Parameter(torch.randn(8, 4))
+    optimizer.add_param_group({"params": [later]})
+    assert optimizer.on_host(later)

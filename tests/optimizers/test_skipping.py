@@ -122,10 +122,13 @@ def test_a_copy_to_the_host_is_awaited_on_the_device_of_the_parameters(monkeypat
         def record(self, stream=None):
             log.append(("recorded on", stream))
 
+        def query(self):
+            return there
+
         def synchronize(self):
             log.append("awaited")
 
-    empty = torch.empty
+    empty, there = torch.empty, True
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kwargs: empty(*size, **kwargs))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
@@ -133,7 +136,11 @@ def test_a_copy_to_the_host_is_awaited_on_the_device_of_the_parameters(monkeypat
     nonfinite._device = torch.device("cuda:1")
     for _ in range(3):
         nonfinite._report()
-    assert log == [("recorded on", "the stream of cuda:1")] * 3 + ["awaited"]
+    recorded = ("recorded on", "the stream of cuda:1")
+    assert log == [recorded] * 3  # a copy that is there costs no call that waits
+    there = False
+    nonfinite._report()
+    assert log == [recorded] * 4 + ["awaited"]
 
 
 def said(caplog):

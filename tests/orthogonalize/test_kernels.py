@@ -90,6 +90,24 @@ def test_every_shape_is_checked():
     assert "(31, 8)" in check(WrongAbove30(), [(8, 30), (31, 8)], torch.float32, "cpu")
 
 
+def test_a_check_of_large_matrices_takes_few_columns():
+    """In fp32 the largest ones take several GiB, which a kernel need not have to be right."""
+    taken = []
+
+    class Recorder(Dense):
+        def gram(self, x, out=None):
+            taken.append((x.shape, x.is_contiguous()))
+            return super().gram(x, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_eopt.orthogonalize.kernels.MOST_ENTRIES", 2**14)
+        for shape in ((64, 1001), (5, 1001, 64), (8, 1001)):
+            assert check(Recorder(), [shape], torch.float16, "cpu") is None
+    # as many beyond a multiple of 128, by which tiles and alignments are told apart
+    expected = [((64, 233), True), ((2, 64, 105), False), ((8, 1001), True)]
+    assert [(tuple(shape), contiguous) for shape, contiguous in taken] == expected
+
+
 def test_a_check_leaves_no_traces():
     before = torch.get_rng_state(), torch.get_float32_matmul_precision()
     check(Dense(), SHAPES, torch.float32, "cpu")

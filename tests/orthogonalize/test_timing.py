@@ -107,6 +107,32 @@ def test_nothing_to_time():
     assert fastest(times([(20, 24)], [torch.float64, BF16], CPU)) is None
 
 
+def no_memory(at, tiles):
+    """Costs of kernels of which one has no memory for a shape."""
+
+    def cost(of, shape):
+        if of == tiles and shape == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return 1.0 if of else 2.0
+
+    return cost
+
+
+@pytest.mark.parametrize("tiles", [TILES[0], ()])
+def test_an_error_while_a_kernel_is_timed_is_an_answer(tiles, monkeypatch):
+    """The other ranks wait for this one's times. Of a stack of three the check takes two, and the clock takes all."""
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    clocked(no_memory((3, 40, 50), tiles))
+    with pytest.warns(UserWarning, match="is dropped: OutOfMemoryError: CUDA out of memory"):
+        found = times([(20, 24), (3, 40, 50)], [BF16], CPU)
+    assert (found[5] == torch.inf).tolist() == [each == tiles for each in [(), (), *TILES]]
+    assert found[4].isfinite().all()
+    assert freed
+    found[5] = torch.inf  # where no kernel can be timed, torch serves
+    assert fastest(found).endswith(", torch from 32")
+
+
 def test_the_slowest_rank_counts():
     clocked(lambda tiles, shape: {(): 3.0, TILES[0]: 1.0, TILES[1]: 2.0}.get(tiles, 9.0))
     first = times([(20, 24)], [BF16], CPU)

@@ -11,11 +11,12 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import on_one_rank
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut, cut_at
 from tests.distributed.buckets import (
     CASES,
     ONE_CUT,
     Case,
+    InFp16,
     assert_close,
     executed,
     matrices_of,
@@ -26,6 +27,7 @@ from tests.distributed.buckets import (
 )
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import message_of, part_of
+from tests.optimizers.field import drawn
 
 EACH = pytest.mark.parametrize(
     "index", range(len(CASES)), ids=lambda index: "-".join(str(x) for x in vars(CASES[index]).values())
@@ -169,6 +171,22 @@ def with_powers_of_two(rank, ranks):
 def test_a_power_of_two_changes_no_bit():
     for same in run_ranks(with_powers_of_two, 2):
         assert same == dict.fromkeys(ONE_CUT, True)
+
+
+def small_rows(rank, ranks):
+    """How far the factors of small rows beside large ones are off in fp16, relative to their norm."""
+    x = drawn((64, 1024))
+    x[32:] *= 1e-4
+    rectangles = cut(x.shape, 1, ranks)
+    expected = part_of(NewtonSchulz(fp32_matmul_prec="highest")(x.double()) * scale(64, 1024), rectangles[rank])[32:]
+    plan = Plan((Matrix("a", x.shape, rectangles),), (Bucket((0,), "gram_replicated"),))
+    shards = [part_of(x, rectangles[rank]).contiguous()]
+    (found,) = executed(plan, shards, {"tp": dist.group.WORLD}, InFp16(fp32_matmul_prec="highest"))
+    return ((found[32:] - expected).norm() / expected.norm()).item()
+
+
+def test_fp16_holds_small_rows_beside_large_ones():
+    assert max(run_ranks(small_rows, 2)) < 2e-3
 
 
 def refused(rank, ranks):

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.optimizers.muon import muon, scaled
 from megatron_eopt.orthogonalize import NewtonSchulz
 
@@ -71,3 +71,16 @@ def test_the_program_is_four_lines():
         "O of each whole logical matrix",
         "p -= lr * s O",
     ]
+
+
+def test_a_program_that_keeps_momenta_has_less_room_for_a_chunk():
+    """It holds them in fp32 until their factors are there."""
+
+    def chunks(cls, **settings):
+        matrices = [torch.nn.Parameter(torch.zeros(64, 64)) for _ in range(16)]
+        engine = cls(matrices, workspace=2**18, **settings).proposed()
+        return len(engine.order(range(16)))
+
+    muon, adamuon = chunks(TensorParallelMuon), chunks(TensorParallelAdaptiveMuon)
+    assert chunks(PolarGrad) > muon
+    assert chunks(TensorParallelAdaptiveMuon, moment2_method="namo") > muon == adamuon

@@ -290,8 +290,9 @@ class BaseOptimizer(Optimizer):
         of_others = group_settings.settings_below(BaseOptimizer) - self.users_settings
         try:
             check_distinct(type(self).__name__, self.param_groups)
-            self._check_settings(group)
-            self._check_ranges(group)  # of tensors, too
+            with group_settings.named(len(self.param_groups) - 1, self.param_groups):
+                self._check_settings(group)
+                self._check_ranges(group)  # of tensors, too
             self._check_group(group)
             group_settings.note_names(type(self).__name__, group.keys() - session.noted, known, of_others)
         except Exception:
@@ -462,8 +463,9 @@ class BaseOptimizer(Optimizer):
             return loss
         checked = _seen(self.param_groups)
         changed = checked != session.checked  # schedulers change settings between steps
-        for group in self.param_groups if changed else ():
-            self._check_settings(group)
+        for number, group in enumerate(self.param_groups if changed else ()):
+            with group_settings.named(number, self.param_groups):
+                self._check_settings(group)
         self._check_gradients(parameters)
         if parameters[0].grad is None and session.warns_without_gradients:
             session.warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)

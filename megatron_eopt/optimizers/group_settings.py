@@ -1,10 +1,11 @@
 """Settings of parameter groups: names, ranges and meaning."""
 
+import contextlib
 import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from numbers import Real
@@ -101,6 +102,17 @@ def rename(name: str, traits: Traits, group: dict[str, Any], known: Mapping[str,
     if other != group:
         group.clear()
         group.update(other)
+
+
+@contextlib.contextmanager
+def named(number: int, groups: Sequence[object]) -> Iterator[None]:
+    """Name the group in errors, where there are several."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if len(groups) == 1 or f"group {number}" in str(error):
+            raise
+        raise type(error)(f"group {number}: {error}") from error
 
 
 def own_settings(groups: Sequence[Mapping[str, Any]], names: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:

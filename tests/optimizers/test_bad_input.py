@@ -403,10 +403,10 @@ def test_a_setting_of_groups_that_is_set_as_an_attribute_is_named(name, caplog):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_error_of_one_of_several_groups_names_it(name):
     params = [torch.nn.Parameter(torch.randn(8, 4)) for _ in range(2)]
-    with pytest.raises(ValueError, match="group 1: .*lr must"):
+    with pytest.raises(ValueError, match=r"group 1: .*lr must"):
         build(name, [{"params": params[:1]}, {"params": params[1:], "lr": -1.0}])
     optimizer = build(name, [{"params": params[:1]}, {"params": params[1:]}])
     optimizer.param_groups[1]["lr"] = math.nan
     params[0].grad = torch.zeros_like(params[0])
-    with pytest.raises(ValueError, match="group 1: .*lr must"):
+    with pytest.raises(ValueError, match=r"group 1: .*lr must"):
         optimizer.step()

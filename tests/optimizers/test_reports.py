@@ -1,5 +1,7 @@
 """What Muon tells of its matrices and of a step's updates, group by group."""
 
+from dataclasses import replace
+
 import torch
 
 from megatron_eopt import TensorParallelMuon
@@ -24,6 +26,16 @@ def test_matrices_are_described_with_the_scale_of_their_group():
     optimizer, params = two_groups()
     described = optimizer.described_matrices()
     assert [(m.shape, m.scale) for p in params for m in described[p]] == [((8, 4), 8**0.5), ((4, 16), 0.5 * 16**0.5)]
+
+
+def test_matrices_are_described_with_the_scheme_of_their_own_bucket():
+    optimizer, params = two_groups()
+    engine = optimizer.prepare()
+    schemes = {0: "local", 1: "gram_split"}
+    buckets = tuple(replace(bucket, scheme=schemes[bucket.matrices[0]]) for bucket in engine.plan.buckets)
+    engine.plan = replace(engine.plan, buckets=buckets)
+    described = optimizer.described_matrices()
+    assert [m.scheme for p in params for m in described[p]] == ["local", "gram split"]
 
 
 def test_updates_are_shown_with_what_was_predicted_of_their_group():

@@ -1,4 +1,4 @@
-"""Every optimizer on CUDA tensors without numbers: from the second step on nothing is read back or copied from the host.
+"""Every optimizer on CUDA tensors without numbers: from step 2 on nothing is read back or copied from the host.
 
 What waits for a GPU is so found without one. Torch has no events, streams and pinned memory without a GPU: the counts
 of skipped steps, which are copied on the way, are tested in test_skipping.py.

@@ -23,7 +23,6 @@ def compiled(target, dtype, width, depth, warps, stages, precision, even, transp
     """Shared memory, machine code, registers and bytes spilled of the kernel for a GPU that need not be there."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
     from triton.compiler import ASTSource
 
     from megatron_eopt.orthogonalize.triton_kernel import _kernel

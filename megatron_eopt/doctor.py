@@ -258,8 +258,8 @@ def notes(facts: Facts) -> Iterator[str]:
     triton, numpy = (str(x) if x is not None else "" for x in (facts.triton, facts.numpy))
     if triton and releases.number(triton) < (3, 7) and releases.number(numpy) >= (2, 4):
         yield (
-            f"triton's interpreter (TRITON_INTERPRET=1, for tests without a GPU) does not run with numpy {numpy}: triton "
-            f"{triton} needs numpy below 2.4 for it, and none on a GPU"
+            f"triton's interpreter (TRITON_INTERPRET=1, for tests without a GPU) does not run with numpy {numpy}: "
+            f"triton {triton} needs numpy below 2.4 for it, and none on a GPU"
         )
     if facts.core is not None and releases.number(facts.core.version) > releases.number(RELEASES[0]):
         yield f"megatron-core {facts.core.version} is newer than {RELEASES[0]}, the latest that was tried"

@@ -14,6 +14,7 @@ from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import is_plain, plain
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.overrides import Entry, OverrideError
+from megatron_eopt.parallel.agreement import in_turns, lowest_of_all
 from megatron_eopt.parallel.collectives import lowest
 
 # Texts that are no choice are names and paths, which a node may have of its own, but for those of the data's order.
@@ -110,15 +111,20 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     The slowest rank counts, and a kernel that fails on one rank serves on none. Ranks without optimizers call it too: a
     checkpoint holds one choice, and replicas need not share a group.
     """
-    found = timing.times([], [], torch.device("cpu"))
     choosing = [
         each for each in optimizers if isinstance(each, BaseOptimizer) and KERNEL in each.traits.carried_settings
     ]
-    for each in choosing:
-        device = next(p for group in each.param_groups for p in group["params"]).device
-        if timing.is_timed(device) and each.symmetric_products is None and KERNEL not in each.param_groups[0]:
-            found = found.maximum(each.kernel_times())
-    choice = timing.fastest(-lowest(-found, dist.group.WORLD) if dist.group.WORLD else found)
+
+    def slowest() -> torch.Tensor:
+        found = timing.times([], [], torch.device("cpu"))
+        for each in choosing:
+            device = next(p for group in each.param_groups for p in group["params"]).device
+            if timing.is_timed(device) and each.symmetric_products is None and KERNEL not in each.param_groups[0]:
+                found = found.maximum(each.kernel_times())
+        return found
+
+    world = {"world": dist.group.WORLD} if dist.group.WORLD else {}
+    choice = timing.fastest(-lowest_of_all(-in_turns(slowest, world), world))
     for group in (group for each in choosing for group in each.param_groups if choice):
         group.setdefault(KERNEL, choice)
 

@@ -1,7 +1,6 @@
 """The command ``megatron-eopt doctor``: what is installed, and what works.
 
 :func:`collect` imports what is installed and survives what is broken. The reports are pure functions of :class:`Facts`.
-Exit status 0 without problems, 1 with.
 """
 
 import argparse
@@ -306,7 +305,7 @@ def _text(facts: Facts, found: list[Problem]) -> str:
         title = f"With megatron-core {facts.core.version}"
         sections[title] = [f"{row.works:3}  {row.feature}" + (f": {row.note}" if row.note else "") for row in rows]
     sections["Notes"] = list(notes(facts)) or ["none"]
-    sections["Problems"] = [f"{each.what}. What to do: {each.do}" for each in found] or ["none"]
+    sections["Problems"] = [f"{problem.what}. What to do: {problem.do}" for problem in found] or ["none"]
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 

@@ -342,6 +342,6 @@ def takes_matrices(name: str) -> bool:
 
 
 def traits_of(name: str) -> Traits:
-    """What a registered optimizer's class says; the defaults for unknown ones."""
+    """Traits of a registered optimizer; defaults for unknown classes."""
     cls = optimizer_class(name)
     return cls.traits if issubclass(cls, BaseOptimizer) else Traits()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eopt.cli import COMMANDS, main
+from tests.orthogonalize.test_newton_schulz import STEPS
 
 ROOT = Path(__file__).parent.parent
 SIZES = "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1792 --num-attention-heads 8 --num-query-groups 2 --swiglu"
@@ -57,6 +58,9 @@ def test_the_iteration_and_the_rates(capsys):
                          "--tflops 100 --bandwidth 50 --latency 5")  # fmt: skip
     assert "modelled at 100 TFLOP/s, 50 GB/s and 5 us a collective" in said
     assert "8 steps, Gram form with 2 restarts, 100% of a symmetric product computed" in said
+    for name, steps in STEPS.items():
+        said = shown(capsys, f"{SIZES} --muon-coefficient-type {name} --muon-num-ns-steps {steps}")
+        assert re.search(rf"\b{steps}\ssteps", said)
 
 
 TIMES = [

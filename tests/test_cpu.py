@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed import _coalescing_manager
 
 import megatron_eopt.cpu
 from tests.megatron.runs import ROOT, UPSTREAM, free_port, train
@@ -52,7 +53,7 @@ def test_undo_restores_every_attribute(cpu_run):
 
     owners = [torch, torch.Tensor, torch.nn.Module, torch.jit, torch.accelerator, torch.utils._device.DeviceContext]
     owners += [torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda.nvtx, dist]
-    owners += [dist.distributed_c10d, torch._dynamo.eval_frame, megatron.core.datasets.utils]
+    owners += [dist.distributed_c10d, dist.ProcessGroup, torch._dynamo.eval_frame, megatron.core.datasets.utils]
     owners += [megatron.core.tensor_parallel.random, megatron.training.initialize, megatron.training.training]
     before = [dict(vars(owner)) for owner in owners] + [dict(os.environ)]
     cpu_run.install()
@@ -257,6 +258,18 @@ def _two_ranks(rank, port, inherited):
         if async_op:
             work.wait()
         assert [s.tolist() for s in shards] == [[0, 0], [1, 1, 1]]
+
+    for async_op in (False, True):
+        gathered, shards = [torch.empty(2), torch.empty(4)], [torch.full((n,), float(rank)) for n in (1, 2)]
+        with _coalescing_manager(group, async_ops=async_op) as pending:
+            for whole, shard in zip(gathered, shards, strict=True):
+                dist.all_gather_into_tensor(whole, shard, group=group, async_op=async_op)
+        pending.wait()
+        assert [whole.tolist() for whole in gathered] == [[0, 1], [0, 0, 1, 1]]
+    # Not the one operation whose name gloo may free twice.
+    alone = dist.all_gather_into_tensor(gathered[0], shards[0], group=group, async_op=True)
+    alone.wait()
+    assert [[work._get_op_type() for work in works] for works in pending.works] == [2 * [alone._get_op_type()]]
 
     received, sizes = torch.empty(2), torch.tensor([1, 1])
     dist.all_to_all_single(received, torch.tensor([10.0 * rank, 10.0 * rank + 1]), sizes, sizes)

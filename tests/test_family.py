@@ -13,8 +13,11 @@ from megatron.training.arguments import add_megatron_arguments
 import megatron_eopt
 from megatron_eopt.family import CLASSES, LIKE_MUON, MUON, OPTIMIZERS
 from megatron_eopt.megatron.arguments import FLAGS, amend
+from megatron_eopt.megatron.support.rules import refuse_unsupported
+from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 from tests.optimizers.family import build
+from tests.orthogonalize.test_newton_schulz import STEPS
 
 rows = pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=lambda row: row.name)
 # What flags set that is not for a constructor: rates of groups, splits, presets, and the optimizer of the rest.
@@ -108,6 +111,17 @@ def test_weight_decay_that_is_not_decoupled_is_muons_alone(row):
             row.config_to_kwargs(coupled, MODEL, None)
 
 
+@pytest.mark.parametrize("name", LIKE_MUON)
+def test_beside_muon_weight_decay_that_is_not_decoupled_is_adams_alone(name):
+    def run(scalar):
+        coupled = SimpleNamespace(decoupled_weight_decay=False, muon_scalar_optimizer=scalar)
+        return Run(name, "0.19.2", coupled)
+
+    refuse_unsupported(run("adam"))
+    with pytest.raises(ValueError, match=r"lion and all optimizers but .* have decoupled weight decay only"):
+        refuse_unsupported(run("lion"))
+
+
 @rows
 @pytest.mark.parametrize("prefix", ["", "muon_", "own_"])
 def test_the_contracts_flag_of_weight_decay_is_honoured_or_refused(row, prefix):
@@ -162,6 +176,23 @@ def test_it_takes_vectors_where_the_row_says_so(row):
     else:
         with pytest.raises(ValueError, match="give it to another optimizer"):
             build(row.name, vector)
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [
+        ("coefficient_type", STEPS),
+        ("fp32_matmul_prec", "low medium high highest".split()),
+        ("scale_mode", "spectral unit_rms_norm shape_scaling".split()),
+        ("tp_mode", "blockwise duplicated distributed owner gram auto".split()),
+    ],
+)
+def test_flags_of_megatron_take_what_the_constructor_takes(setting, values):
+    parser = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    for value in values:
+        given = getattr(parser.parse_args([f"--muon-{setting}".replace("_", "-"), value]), f"muon_{setting}")
+        assert given == value
+        megatron_eopt.TensorParallelMuon(matrices(6, 4), **{setting: given}, num_ns_steps=STEPS.get(given, 5))
 
 
 def test_megatron_has_the_flags_that_the_table_says_are_its_own():

@@ -46,4 +46,4 @@ def check_name(name: object) -> str:
 def printable(text: str) -> str:
     """A line for a terminal, escaped and cut."""
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)

@@ -11,7 +11,7 @@ from megatron_eopt.checkpoints import states
 from megatron_eopt.checkpoints.bounds import printable
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor, newest, read_contents
 from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_pickles, check_structure
-from megatron_eopt.checkpoints.would_load import SIZES, parse_flags, would_load
+from megatron_eopt.checkpoints.would_load import SIZES, Flags, parse_flags, would_load
 from megatron_eopt.manifest import from_json, table
 
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
@@ -50,9 +50,7 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     return 1 if said["errors"] else 0
 
 
-def _report(
-    options: argparse.Namespace, run: tuple[dict[str, Any], list[str]] | None
-) -> tuple[dict[str, Any], list[str]]:
+def _report(options: argparse.Namespace, run: Flags | None) -> tuple[dict[str, Any], list[str]]:
     contents = read_contents(newest(options.folder))
     problems = [*check_structure(contents), *check_pickles(contents, {*options.trust_globals.split(",")})]
     data = None if options.no_data else check_data(contents)
@@ -90,13 +88,13 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
         "distributed_optimizer": states.distributed_format(contents),
         "optimizers": [
             {
-                "name": each.name,
-                "source": each.source,
-                "settings": _plain(each.block.get("settings") or {}),
-                "parameters": each.parameters,
-                "states": {state: _totals(tensors) for state, tensors in each.states.items()},
+                "name": optimizer.name,
+                "source": optimizer.source,
+                "settings": _plain(optimizer.block.get("settings") or {}),
+                "parameters": optimizer.parameters,
+                "states": {state: _totals(tensors) for state, tensors in optimizer.states.items()},
             }
-            for each in states.optimizer_states(contents)
+            for optimizer in states.optimizer_states(contents)
         ],
         "groups": {label: _plain(group) for label, group in states.groups(contents)},
         "data": data and {"archives": data.archives, "bytes": data.bytes, "sound": not data.problems},
@@ -131,11 +129,11 @@ def _lines(said: dict[str, Any]) -> Iterator[str]:
     yield f"model       {_total_text(said['model'])}"
     if said["distributed_optimizer"]:
         yield f"optimizer   Megatron's DistributedOptimizer, format {said['distributed_optimizer']}"
-    for each in said["optimizers"]:
-        yield f"optimizer   {each['name']} ({each['source']})"
-        if each["settings"]:
-            yield "  " + ", ".join(f"{name} {_value(value)}" for name, value in each["settings"].items())
-        for state, totals in each["states"].items():
+    for optimizer in said["optimizers"]:
+        yield f"optimizer   {optimizer['name']} ({optimizer['source']})"
+        if optimizer["settings"]:
+            yield "  " + ", ".join(f"{name} {_value(value)}" for name, value in optimizer["settings"].items())
+        for state, totals in optimizer["states"].items():
             yield f"  {state:<19} {_total_text(totals)}"
     if said["main_copies"]["tensors"]:
         yield f"  {states.MAIN:<19} {_total_text(said['main_copies'])}"

@@ -17,7 +17,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
@@ -109,8 +109,8 @@ class Contents:
     @property
     def iteration(self) -> int | None:
         """The iteration after which it was saved, if known."""
-        found = self.common.get("iteration")
-        return found if isinstance(found, int) else None
+        iteration = self.common.get("iteration")
+        return iteration if isinstance(iteration, int) else None
 
 
 def newest(folder: Path) -> Path:
@@ -118,8 +118,7 @@ def newest(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, or the folder that a run's --save named")
     tracker = folder / TRACKER
-    names = sorted(each.name for each in folder.iterdir() if each.is_dir())
-    saved = [name for name in names if re.fullmatch(r"release|iter_\d+", name)]
+    saved = sorted(x.name for x in folder.iterdir() if x.is_dir() and re.fullmatch(r"release|iter_\d+", x.name))
     there = f"there are {', '.join(saved)}" if saved else "there are no checkpoints"
     if not tracker.exists():
         if saved and not (folder / METADATA).exists():
@@ -145,17 +144,16 @@ def read_contents(folder: Path) -> Contents:
     """Read a checkpoint's metadata, or raise a :class:`CheckpointError`."""
     if fault := _fault(folder):
         raise CheckpointError(f"{folder} {fault}")
-    tensors, blobs, found = read_layout(folder)
-    key = COMMON_KEY
+    contents, key, release = read_layout(folder), COMMON_KEY, "0.19 or later"
     if (older := folder / COMMON_FILE).exists():
-        key, blobs[COMMON_FILE] = COMMON_FILE, Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
-    release = "0.18 or before" if key == COMMON_FILE else "0.19 or later"
-    common, of_common = _common(folder, blobs.get(key))
-    return Contents(folder, tensors, blobs, common, release, {METADATA: found, key: of_common})
+        key, release = COMMON_FILE, "0.18 or before"
+        contents.blobs[key] = Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
+    common, of_common = _common(folder, contents.blobs.get(key))
+    return replace(contents, common=common, release=release, faults=contents.faults | {key: of_common})
 
 
-def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk], set[str]]:
-    """Tensors, objects and faults of a ``.metadata`` file."""
+def read_layout(folder: Path) -> Contents:
+    """What ``.metadata`` says, without the common state."""
     tensors, blobs, found = {}, {}, set[str]()
     try:
         with bounds.open_file(folder / METADATA, bounds.METADATA_BYTES) as file:
@@ -165,14 +163,14 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
         stored = MetadataUnpickler(io.BytesIO(pickled)).load()
         if not isinstance(stored, Metadata) or not isinstance(stored.storage_data, dict):
             raise TypeError(f"it holds a {type(stored).__name__}")
-        for key, each in stored.state_dict_metadata.items():
+        for key, entry in stored.state_dict_metadata.items():
             if not isinstance(key, str):
                 raise TypeError(f"a key is a {type(key).__name__}")
-            if isinstance(each, TensorStorageMetadata):
-                chunks = tuple(_chunk(stored, key, chunk.offsets, chunk.sizes) for chunk in each.chunks)
-                if not isinstance(each.properties.dtype, torch.dtype):
+            if isinstance(entry, TensorStorageMetadata):
+                chunks = tuple(_chunk(stored, key, chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+                if not isinstance(entry.properties.dtype, torch.dtype):
                     raise TypeError(f"{key} has no dtype")
-                tensors[key] = StoredTensor(key, _extents(each.size), each.properties.dtype, chunks)
+                tensors[key] = StoredTensor(key, _extents(entry.size), entry.properties.dtype, chunks)
             else:
                 blobs[key] = _chunk(stored, key)
     except Exception as error:  # a damaged pickle raises anything
@@ -181,7 +179,7 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
             f"another kind{_named(found)}, and without it no data can be found: take another checkpoint, or a copy of "
             "this file"
         ) from error
-    return tensors, blobs, found
+    return Contents(folder, tensors, blobs, {}, "", {METADATA: found})
 
 
 @lru_cache(maxsize=4)  # a load needs it twice, and it takes most of the time
@@ -198,7 +196,7 @@ def is_legacy(folder: Path) -> bool:
 def _fault(folder: Path) -> str | None:
     if not folder.is_dir():
         return "is no folder"
-    names = sorted(each.name for each in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     if not names:
         return "is empty: a save that never wrote anything; take another checkpoint"
     if is_legacy(folder):
@@ -229,7 +227,7 @@ def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: 
 
 
 def _extents(numbers: Sequence[int]) -> tuple[int, ...]:
-    if len(numbers) > 64 or not all(type(each) is int and 0 <= each < 2**63 for each in numbers):
+    if len(numbers) > 64 or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise ValueError("it has sizes or offsets that no tensor or file can have")
     return tuple(numbers)
 
@@ -249,8 +247,8 @@ def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
         raise ValueError(f"it has values in values, more than {bounds.DEPTH} deep")
     if id(value) not in sizes:
         inner = vars(value) if isinstance(value, argparse.Namespace | Unknown) else value
-        each = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple | set) else ()
-        sizes[id(value)] = 1 + sum(_size(item, sizes, depth + 1) for item in each)
+        inside = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple | set) else ()
+        sizes[id(value)] = 1 + sum(_size(item, sizes, depth + 1) for item in inside)
     return sizes[id(value)]
 
 

@@ -117,11 +117,8 @@ def is_allowed(named: Global) -> bool:
 def faults(file: BinaryIO, extra_state: bool = False) -> set[str]:
     """What is wrong with pickles; an exception without any.
 
-    A fault that begins with :data:`NAMES` goes on with a name, and any other says what cannot be told.
-
-    Args:
-        file: a pickle, or what ``torch.save`` wrote, from its beginning.
-        extra_state: it is a module's extra state, which some modules unpickle once more.
+    A fault that begins with :data:`NAMES` goes on with a name, and any other says what cannot be told. ``file`` is a
+    pickle, or what ``torch.save`` wrote; ``extra_state``: of a module, and some modules unpickle theirs once more.
     """
     found, waiting = set[str](), [(file, extra_state, True, 0)]
     for file, extra_state, surely, level in waiting:  # grows in the loop

@@ -14,7 +14,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +37,7 @@ from megatron_eopt.checkpoints.contents import (
 )
 from megatron_eopt.checkpoints.pickles import NAMES, faults, open_archive
 
+_Box = list[tuple[int, int]]  # (start, stop) along each dimension
 BLOCK = 1 << 24  # bytes that a thread reads at a time, a multiple of every entry's size
 _DAMAGED = "copy the file again, or take another checkpoint"
 _UNKNOWN = "load a checkpoint only from where you would run a program"
@@ -113,16 +114,14 @@ def tiling_fault(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequ
     return _fault(tuple(shape), intervals, (), [PARTS + 100 * len(intervals)])
 
 
-def _fault(
-    shape: tuple[int, ...], boxes: list[list[tuple[int, int]]], at: tuple[int, ...], left: list[int]
-) -> str | None:
+def _fault(shape: tuple[int, ...], boxes: list[_Box], at: tuple[int, ...], left: list[int]) -> str | None:
     axis = len(at)
     if not boxes:
         return f"no chunk holds the entry at {[*at, *[0] * (len(shape) - axis)]}"
     if axis == len(shape):
         return None if len(boxes) == 1 else f"{len(boxes)} chunks hold the entry at {list(at)}"
     edges = sorted({0, shape[axis], *(edge for box in boxes for edge in box[axis])})
-    slabs: list[list[list[tuple[int, int]]]] = [[] for _ in pairwise(edges)]
+    slabs: list[list[_Box]] = [[] for _ in pairwise(edges)]
     for box in boxes:
         start, stop = (bisect.bisect_left(edges, edge) for edge in box[axis])
         left[0] -= stop - start
@@ -149,9 +148,9 @@ def check_data(contents: Contents) -> Data:
     """Read all archives but those in missing or truncated files."""
     folder = contents.folder
     lengths = {name: (folder / name).stat().st_size for name in _lengths(contents) if (folder / name).is_file()}
-    work = [each for each in contents.chunks() if lengths.get(each[1].file, -1) >= each[1].start + each[1].length]
+    work = [(key, x) for key, x in contents.chunks() if lengths.get(x.file, -1) >= x.start + x.length]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        looks = list(pool.map(lambda each: _look(contents, *each), work))
+        looks = list(pool.map(lambda item: _look(contents, *item), work))
     data = Data(len(work), sum(chunk.length for _, chunk in work), sum(not look.checked for look in looks))
     of_keys: dict[str, list[_Look]] = defaultdict(list)
     for (key, _), look in zip(work, looks, strict=True):
@@ -193,8 +192,8 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
             if folders := [entry.filename for entry in entries if entry.external_attr & _FOLDER]:
                 raise ValueError(f"{folders[0]} is marked as a folder, which torch would read as nothing")
             values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
-            for entry in [each for each in entries if each not in values]:
-                for _ in _blocks(archive, entry):
+            for entry in entries:
+                for _ in _blocks(archive, entry) if entry not in values else ():
                     pass  # zipfile compares the checksum
             if tensor is None:
                 return look
@@ -214,9 +213,9 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
 
 
 def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    (pickled,) = (each for each in archive.infolist() if each.filename.count("/") == 1 and "data.pkl" in each.filename)
-    if pickled.file_size > OBJECT_BYTES or (found := faults(io.BytesIO(archive.read(pickled)))):
-        raise ValueError(f"its pickle {min(found)}" if found else "its pickle is larger than a tensor's can be")
+    (pickled,) = (e for e in archive.infolist() if e.filename.count("/") == 1 and "data.pkl" in e.filename)
+    if pickled.file_size > OBJECT_BYTES or (wrong := faults(io.BytesIO(archive.read(pickled)))):
+        raise ValueError(f"its pickle {min(wrong)}" if wrong else "its pickle is larger than a tensor's can be")
     window.seek(0)
     with torch.serialization.skip_data():
         stored = torch.load(window, map_location="cpu", weights_only=True)
@@ -330,8 +329,8 @@ def _faults(contents: Contents) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.name == METADATA and path.parent != folder:
-            tensors, blobs, found = read_layout(path.parent)
-            yield from _faults(Contents(path.parent, tensors, blobs, {}, "", {name: found}))
+            inside = read_layout(path.parent)
+            yield from _faults(replace(inside, faults={name: inside.faults[METADATA]}))
         elif path.is_symlink() and path.is_dir():
             yield name, "is a link to a folder, in which nothing is looked at"
         elif name not in contents.faults and (path.suffix == ".pt" or path.name.endswith(METADATA)):

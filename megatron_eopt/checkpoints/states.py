@@ -66,7 +66,7 @@ def holding(state_dict: Any, key: str) -> Iterator[dict[Any, Any]]:
 
 def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
     """Our blocks, one for each optimizer of ours."""
-    return [each[BLOCK] for each in holding(state_dict, BLOCK)]
+    return [state[BLOCK] for state in holding(state_dict, BLOCK)]
 
 
 def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:
@@ -127,19 +127,19 @@ def _shaped_as_parameter() -> set[str]:
 def optimizer_states(contents: Contents) -> list[OptimizerState]:
     """Optimizers with state, by our blocks, else by state keys."""
     rest = state_keys(contents)
-    found = []
+    optimizers = []
     for block in blocks_of(contents.common.get("optimizer")):
         members = [name for group in block.get("groups") or () for name in group.get("names", ())]
         if not block.get("groups"):  # it lists state keys only
             states = frozenset(block.get("states", ()))
-            members = [parameter for parameter, own in rest.items() if _keys(own) == states]
-        own = {parameter: rest.pop(parameter, {}) for parameter in members}
+            members = [parameter for parameter, kept in rest.items() if _keys(kept) == states]
+        kept = {parameter: rest.pop(parameter, {}) for parameter in members}
         source = f"written down by megatron_eopt {block.get('package', '')}".rstrip()
-        found.append(OptimizerState(str(block.get("optimizer", "?")), source, own, block))
+        optimizers.append(OptimizerState(str(block.get("optimizer", "?")), source, kept, block))
     for keys in dict.fromkeys(map(_keys, rest.values())):
-        own = {parameter: states for parameter, states in rest.items() if _keys(states) == keys}
-        found.append(OptimizerState(_label(keys), "by its state keys", own))
-    return found
+        kept = {parameter: states for parameter, states in rest.items() if _keys(states) == keys}
+        optimizers.append(OptimizerState(_label(keys), "by its state keys", kept))
+    return optimizers
 
 
 def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[Problem]:
@@ -184,21 +184,21 @@ def _label(keys: frozenset[str]) -> str:
 
 
 def _incomplete(contents: Contents) -> Iterator[Problem]:
-    found = optimizer_states(contents)
-    inferred = [frozenset(each.states) for each in found if not each.block]
+    optimizers = optimizer_states(contents)
+    inferred = [frozenset(state.states) for state in optimizers if not state.block]
     # Adam's may be a subset of another's, such as SOAP's.
     complete = {_ADAM}
     if any("lion" in str(contents.args.get(name)) for name in ("optimizer", "muon_scalar_optimizer")):
         complete.add(_LION)
-    for each in found:
-        name, keys, partly = each.name, frozenset(each.states), each.block.get("partly") or {}
-        if each.block:
-            keys |= frozenset(each.block.get("states") or [])
+    for state in optimizers:
+        name, keys, partly = state.name, frozenset(state.states), state.block.get("partly") or {}
+        if state.block:
+            keys |= frozenset(state.block.get("states") or [])
         elif keys not in complete:
             keys = max((other for other in inferred if keys < other), key=len, default=keys)
             name = _label(keys)
         short: dict[frozenset[str], list[str]] = {}
-        for parameter, states in each.kept.items():
+        for parameter, states in state.kept.items():
             expected = frozenset(key for key in keys if parameter in partly.get(key, [parameter]))
             if missing := (expected - _keys(states)) | _skipped(states):
                 short.setdefault(missing, []).append(parameter)

@@ -32,7 +32,6 @@ _FLAGS = {name: kind for each in (_OF_MODEL, _OF_RUN) for kind, names in each.it
 # Those of optimizers but rates, which are the schedule's.
 _OF_OPTIMIZERS = tuple(flag for row in OPTIMIZERS.values() for flag in row.flags if not flag.field)
 _OF_LOADING = ("muon_momentum_from_adam", "muon_scalar_optimizer")
-_SPLIT_BY_DEFAULT = {"default", "all"}  # equal for optimizers whose state pairs rows with rows
 _SPELLED = {
     "add_bias_linear": "--disable-bias-linear",
     "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
@@ -64,12 +63,11 @@ _SCHEDULER = {"lr": "max_lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_st
 _ANEW = "or start the optimizer anew with --no-load-optim"
 
 
-def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What matters of a command line, and the other flags.
+Flags = tuple[dict[str, Any], list[str]]  # values by Megatron's arguments, and flags that are not compared
 
-    By the names of Megatron's arguments. A wrong value of a known flag is a ``ValueError``, and so is a misspelled
-    flag.
-    """
+
+def parse_flags(flags: Sequence[str]) -> Flags:
+    """Parse a command line; a ``ValueError`` is for its mistakes."""
     unset = argparse.SUPPRESS
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=unset, exit_on_error=False)
     for name, kind in _FLAGS.items():
@@ -165,8 +163,8 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
         if row is None or row.owns == "all":
             return
         for name in _changed((*row.state_depends_on, "muon_scalar_optimizer"), run, saved):
-            both = {run[name], saved[name]}
-            if not (name == "muon_split" and row.cls.traits.pairs_rows and both <= _SPLIT_BY_DEFAULT):
+            splits_all = {run[name], saved[name]} <= {"default", "all"}  # equal where state pairs rows with rows
+            if not (name == "muon_split" and row.cls.traits.pairs_rows and splits_all):
                 changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
                 yield _error(changed, f"give {_flag(name)} {saved[name]}")
     elif was == "adam" and wanted in OPTIMIZERS and OPTIMIZERS[wanted].takes_adams:

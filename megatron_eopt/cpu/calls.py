@@ -102,6 +102,10 @@ def _all_gather(real: Any, tensor_list: Any, tensor: torch.Tensor, group: Any = 
     return _Works(works) if async_op else None
 
 
+def _all_gather_coalesced(real: Any, self: Any, outputs: Any, inputs: Any, *options: Any) -> Any:
+    return _Works(self._allgather_base(output, x, *options) for output, x in zip(outputs, inputs, strict=True))
+
+
 def _all_to_all_single(real: Any, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     def listed(argument: Any) -> Any:
         return argument.tolist() if isinstance(argument, torch.Tensor) else argument
@@ -173,6 +177,10 @@ def redirections() -> list[Redirection]:
     barrier = around(lambda real, group=None, async_op=False, device_ids=None: real(group, async_op))
     group = "there is no nccl without GPUs; gloo takes its place, without nccl's options"
     unequal = "gloo refuses outputs of unequal sizes, nccl sends them as broadcasts"
+    # The threads of a ProcessGroupGloo move the name of what each has finished into one string without a lock, and two
+    # may free what was there. A std::string has memory to free from 16 characters on, and of the names of gloo's works
+    # only that of several gathers in one, "ALLGATHER_COALESCED", is as long.
+    twice = "two threads of gloo may free the name of such a collective twice, and the process aborts; each goes alone"
     meshes = "FSDP looks for parameters on the devices of its mesh, and they are on the host"
     sizes = "Megatron makes a list of the split sizes only where it fetches them from a GPU"
     found += [
@@ -183,6 +191,9 @@ def redirections() -> list[Redirection]:
         Redirection("torch.distributed.device_mesh:DeviceMesh", "__init__", around(_mesh), meshes),
         Redirection(dist, "all_to_all_single", around(_all_to_all_single), sizes),
     ]
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):  # newer and older releases
+        if hasattr(dist.ProcessGroup, name):
+            found.append(Redirection(dist.ProcessGroup, name, around(_all_gather_coalesced), twice))
     # Where all ranks are on this machine, gloo need not resolve its host name, which may not resolve at all.
     if os.environ.get("MASTER_ADDR", "127.0.0.1") in _LOOPBACK and "lo" in {name for _, name in socket.if_nameindex()}:
         reason = "all ranks are on this machine: gloo talks over the loopback and looks no host name up"

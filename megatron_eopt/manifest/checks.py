@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
 from megatron_eopt.manifest.families import (
+    Index,
+    Likes,
     ManifestRow,
     ParamPattern,
     by_index,
@@ -23,12 +25,12 @@ def problems(families: Sequence[ParamPattern], optimizer: str, for_matrices: boo
 
     ``families`` are of all ranks together, ``optimizer`` is the run's, of no use without matrices if ``for_matrices``.
     """
-    found = [*_without_optimizer(families), *_listed_twice(families), *_drifting_ties(families)]
-    return [*found, *_without_matrices(families, optimizer)] if for_matrices else found
+    wrong = [*_without_optimizer(families), *_listed_twice(families), *_drifting_ties(families)]
+    return [*wrong, *_without_matrices(families, optimizer)] if for_matrices else wrong
 
 
-def _without_optimizer(found: Sequence[ParamPattern]) -> Iterator[str]:
-    for family in found:
+def _without_optimizer(families: Sequence[ParamPattern]) -> Iterator[str]:
+    for family in families:
         row = family.like
         if row.optimizer is None and not row.excluded:
             yield (
@@ -43,9 +45,9 @@ def _without_optimizer(found: Sequence[ParamPattern]) -> Iterator[str]:
             )
 
 
-def _listed_twice(found: Sequence[ParamPattern]) -> Iterator[str]:
-    for group in by_pattern(found).values():
-        twice: dict[frozenset[ManifestRow], list[tuple[int, ...]]] = {}
+def _listed_twice(families: Sequence[ParamPattern]) -> Iterator[str]:
+    for group in by_pattern(families).values():
+        twice: dict[Likes, list[Index]] = {}
         for index, rows in by_index(group).items():
             if len(rows) > 1:
                 twice.setdefault(rows, []).append(index)
@@ -58,9 +60,9 @@ def _listed_twice(found: Sequence[ParamPattern]) -> Iterator[str]:
             )
 
 
-def _drifting_ties(found: Sequence[ParamPattern]) -> Iterator[str]:
-    groups = by_pattern(found)  # a partner that is not listed is another name of the same parameter
-    for family in found:
+def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:
+    groups = by_pattern(families)  # a partner that is not listed is another name of the same parameter
+    for family in families:
         row = family.like
         if row.tied_to is None:
             continue
@@ -75,11 +77,11 @@ def _drifting_ties(found: Sequence[ParamPattern]) -> Iterator[str]:
                 )
 
 
-def _without_matrices(found: Sequence[ParamPattern], optimizer: str) -> Iterator[str]:
-    if any(family.like.matrices for family in found if family.like.optimizer == optimizer):
+def _without_matrices(families: Sequence[ParamPattern], optimizer: str) -> Iterator[str]:
+    if any(family.like.matrices for family in families if family.like.optimizer == optimizer):
         return
     numbers: Counter[str] = Counter()
-    for family in found:
+    for family in families:
         numbers[family.like.optimizer or "no optimizer"] += family.count
     others = ", ".join(f"{name} has {number:,}" for name, number in sorted(numbers.items())) or "none is trainable"
     yield (
@@ -95,9 +97,9 @@ def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
     return [*_far_from_adam(families, scale_mode), *kept, *_decayed_vectors(families)]
 
 
-def _far_from_adam(found: Sequence[ParamPattern], scale_mode: str) -> Iterator[str]:
+def _far_from_adam(families: Sequence[ParamPattern], scale_mode: str) -> Iterator[str]:
     classes: dict[tuple[str, str, bool], list[ParamPattern]] = {}
-    for family in found:
+    for family in families:
         row, rms = family.like, family.like.update_rms
         if row.optimizer and row.matrices and rms is not None and not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
             mode = str(row.settings.get("scale_mode", scale_mode))
@@ -117,9 +119,9 @@ def _far_from_adam(found: Sequence[ParamPattern], scale_mode: str) -> Iterator[s
         )
 
 
-def _decayed_vectors(found: Sequence[ParamPattern]) -> Iterator[str]:
+def _decayed_vectors(families: Sequence[ParamPattern]) -> Iterator[str]:
     decays: dict[float, list[ParamPattern]] = {}
-    for family in found:
+    for family in families:
         row = family.like
         if row.optimizer is not None and len(row.shape) < 2 and row.weight_decay:
             decays.setdefault(row.weight_decay, []).append(family)
@@ -137,16 +139,15 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
     other updates), and reasons and sources of settings. A parameter of two optimizers is a ``ValueError``.
     """
     before, now = by_pattern(old), by_pattern(new)
-    nothing: frozenset[ManifestRow] = frozenset()
     lines = []
     for pattern in dict.fromkeys([*before, *now]):
         if before.get(pattern) == now.get(pattern):
             continue
-        was, comes = (by_index(each.get(pattern, ())) for each in (before, now))
-        known: dict[tuple[frozenset[ManifestRow], frozenset[ManifestRow]], str] = {}
-        changed: dict[str, list[tuple[int, ...]]] = {}
+        was, comes = (by_index(manifest.get(pattern, ())) for manifest in (before, now))
+        known: dict[tuple[Likes, Likes], str] = {}
+        changed: dict[str, list[Index]] = {}
         for index in sorted(was.keys() | comes.keys()):
-            pair = was.get(index, nothing), comes.get(index, nothing)
+            pair = was.get(index, frozenset()), comes.get(index, frozenset())
             if pair not in known:
                 known[pair] = "; ".join(_changes(_only(pair[0], index), _only(pair[1], index)))
             if known[pair]:
@@ -156,7 +157,7 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
     return lines
 
 
-def _only(rows: frozenset[ManifestRow], index: tuple[int, ...]) -> ManifestRow | None:
+def _only(rows: Likes, index: Index) -> ManifestRow | None:
     if len(rows) > 1:
         name = ParamPattern(next(iter(rows)), compressed([index])).label
         optimizers = " and ".join(sorted(_shown(row.optimizer) for row in rows))
@@ -185,7 +186,7 @@ def _compared(row: ManifestRow) -> dict[str, object]:
     return {
         "optimizer": row.optimizer,
         "matrices": row.sizes or None,
-        "orthogonalized": "blockwise" if any(each.scheme == "blockwise" for each in row.matrices) else "exactly",
+        "orthogonalized": "blockwise" if any(matrix.scheme == "blockwise" for matrix in row.matrices) else "exactly",
         "shape": row.shape,
         "dtype": row.dtype,
         "update RMS": row.update_rms,

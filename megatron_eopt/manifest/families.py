@@ -73,15 +73,15 @@ class ManifestRow:
     @property
     def sizes(self) -> str:
         """Logical matrices: ``q 64x64, k 32x64``, or ``8 q 16x64``."""
-        unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
-        named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
+        unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", matrix.name).strip(), matrix) for matrix in self.matrices)
+        named = (f"{name} {matrix.rows}x{matrix.cols}".strip() for name, matrix in unnumbered)
         return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
 
 
 def as_tuples(value: Any, what: str) -> Any:
     """Lists as nested tuples; ``TypeError`` for what JSON has not."""
     if isinstance(value, list | tuple):
-        return tuple(as_tuples(each, what) for each in value)
+        return tuple(as_tuples(item, what) for item in value)
     if isinstance(value, str | bool | int | float | None):
         return value
     raise TypeError(
@@ -130,20 +130,23 @@ class ParamPattern:
         return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"
 
 
+Likes = frozenset[ManifestRow]  # of one parameter: two where two optimizers have it
+
+
 def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
     """Rows as patterns; :func:`rows` is the inverse.
 
     Two rows of one name may differ, as those of two optimizers do. Two equal rows and a name with ``*`` are a
     ``ValueError``.
     """
-    found: dict[ManifestRow, set[Index]] = defaultdict(set)
+    indices_of: dict[ManifestRow, set[Index]] = defaultdict(set)
     for row in rows:
         pattern, index = split_name(row.name)
         like = replace(row, name=pattern)
-        if index in found[like]:
+        if index in indices_of[like]:
             raise _listed_twice(like, index)
-        found[like].add(index)
-    return in_order(ParamPattern(like, compressed(indices)) for like, indices in found.items())
+        indices_of[like].add(index)
+    return in_order(ParamPattern(like, compressed(indices)) for like, indices in indices_of.items())
 
 
 def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
@@ -161,9 +164,9 @@ def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None 
     """
     known: dict[ManifestRow, ManifestRow] = {}
     seen: set[frozenset[ParamPattern]] = set()
-    together: dict[tuple[str, Index], tuple[int, frozenset[ManifestRow]]] = {}
-    for rank, each in zip(count() if ranks is None else ranks, lists, strict=False):
-        for pattern, group in by_pattern(each).items():
+    together: dict[tuple[str, Index], tuple[int, Likes]] = {}
+    for rank, families in zip(count() if ranks is None else ranks, lists, strict=False):
+        for pattern, group in by_pattern(families).items():
             if (alike := frozenset(group)) in seen:
                 continue
             seen.add(alike)
@@ -173,38 +176,38 @@ def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None 
                 first, before = together.setdefault((pattern, index), (rank, likes))
                 if before != likes:
                     raise _disagreement(join_name(pattern, index), first, before, rank, likes)
-    found: dict[ManifestRow, list[Index]] = defaultdict(list)
+    indices_of: dict[ManifestRow, list[Index]] = defaultdict(list)
     for (_, index), (_, likes) in together.items():
         for like in likes:
-            found[like].append(index)
-    return in_order(ParamPattern(like, compressed(indices)) for like, indices in found.items())
+            indices_of[like].append(index)
+    return in_order(ParamPattern(like, compressed(indices)) for like, indices in indices_of.items())
 
 
-def by_pattern(found: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]]:
+def by_pattern(families: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]]:
     """Families by their pattern."""
     groups: dict[str, list[ParamPattern]] = {}
-    for family in found:
+    for family in families:
         groups.setdefault(family.pattern, []).append(family)
     return groups
 
 
-def by_index(group: Iterable[ParamPattern]) -> dict[Index, frozenset[ManifestRow]]:
+def by_index(group: Iterable[ParamPattern]) -> dict[Index, Likes]:
     """Rows of each parameter: two where two optimizers have it."""
-    found: dict[Index, frozenset[ManifestRow]] = {}
+    rows: dict[Index, Likes] = {}
     for family in group:
         alone = frozenset([family.like])
         for index in expanded(family.members):
-            before = found.setdefault(index, alone)
+            before = rows.setdefault(index, alone)
             if before is not alone:
                 if family.like in before:
                     raise _listed_twice(family.like, index)
-                found[index] = before | alone
-    return found
+                rows[index] = before | alone
+    return rows
 
 
-def in_order(found: Iterable[ParamPattern]) -> list[ParamPattern]:
+def in_order(families: Iterable[ParamPattern]) -> list[ParamPattern]:
     """Families in the order in which they are listed."""
-    return sorted(found, key=lambda family: (_by_numbers(family.pattern), family.members, repr(family.like)))
+    return sorted(families, key=lambda family: (_by_numbers(family.pattern), family.members, repr(family.like)))
 
 
 def split_name(name: str) -> tuple[str, Index]:
@@ -261,9 +264,7 @@ def _listed_twice(like: ManifestRow, index: Index) -> ValueError:
     )
 
 
-def _disagreement(
-    name: str, rank: int, likes: frozenset[ManifestRow], other: int, others: frozenset[ManifestRow]
-) -> ValueError:
+def _disagreement(name: str, rank: int, likes: Likes, other: int, others: Likes) -> ValueError:
     if len(likes) == len(others) == 1:
         (one,), (another,) = likes, others
         pair = [vars(row) | {f"the setting {key}": x for key, x in row.settings.items()} for row in (one, another)]

@@ -55,12 +55,12 @@ def from_json(manifest: Any) -> list[ParamPattern]:
         written = manifest.get("families")
         if number < 1 or not isinstance(written, list | tuple):
             raise ValueError(f"expected format {FORMAT} and a list of families")
-        found = [_family(each, index) for index, each in enumerate(written)]
-        if merged([found]) != found:
+        families = [_family(family, index) for index, family in enumerate(written)]
+        if merged([families]) != families:
             raise ValueError("its families are not in order, or one is there twice")
     except ValueError as error:
         raise ValueError(f"the manifest is damaged: {error}; take that of another checkpoint") from None
-    return found
+    return families
 
 
 def _family(written: Any, index: int) -> ParamPattern:

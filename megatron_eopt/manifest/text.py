@@ -70,10 +70,10 @@ def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
     ]
 
 
-def _totals(found: Sequence[ParamPattern]) -> Iterator[list[str]]:
-    optimizers = sorted({family.like.optimizer for family in found}, key=lambda name: (name is None, name or ""))
-    totals = {name or "none": [family for family in found if family.like.optimizer == name] for name in optimizers}
-    for name, those in (totals if len(totals) == 1 else totals | {"all": found}).items():
+def _totals(families: Sequence[ParamPattern]) -> Iterator[list[str]]:
+    optimizers = sorted({family.like.optimizer for family in families}, key=lambda name: (name is None, name or ""))
+    totals = {name or "none": [family for family in families if family.like.optimizer == name] for name in optimizers}
+    for name, those in (totals if len(totals) == 1 else totals | {"all": families}).items():
         yield [
             name,
             f"{sum(family.count for family in those):,}",

@@ -134,11 +134,11 @@ def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     """
     untagged: dict[str, tuple[Tensor, Split]] = {}
     for name, parameter in named_parameters:
-        found = {pattern: split for pattern, split in _by_name.items() if fnmatchcase(name, pattern)}
-        if len(set(found.values())) > 1:
-            raise ValueError(f"{name} is declared twice, differently: by {' and by '.join(map(repr, found))}")
-        if found and getattr(parameter, ATTRIBUTE, None) is None:
-            untagged[name] = parameter, next(iter(found.values()))
+        matching = {pattern: split for pattern, split in _by_name.items() if fnmatchcase(name, pattern)}
+        if len(set(matching.values())) > 1:
+            raise ValueError(f"{name} is declared twice, differently: by {' and by '.join(map(repr, matching))}")
+        if matching and getattr(parameter, ATTRIBUTE, None) is None:
+            untagged[name] = parameter, next(iter(matching.values()))
     for parameter, split in untagged.values():
         setattr(parameter, ATTRIBUTE, split)
     return list(untagged)
@@ -187,8 +187,8 @@ def split_of(
     declared = declared_split(parameter)
     if declared is not None or is_qkv_fn is None or not is_qkv_fn(parameter):
         return declared
-    own = getattr(parameter, "qkv_split_shapes", None)
-    return query_key_value(check_split_shapes(qkv_split_shapes if own is None else own, lengths))
+    of_parameter = getattr(parameter, "qkv_split_shapes", None)
+    return query_key_value(check_split_shapes(qkv_split_shapes if of_parameter is None else of_parameter, lengths))
 
 
 def check_split_shapes(shapes: Sequence[int] | None, lengths: Sequence[int] = (3, 4)) -> tuple[int, ...]:

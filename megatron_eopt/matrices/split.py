@@ -54,7 +54,7 @@ class Split:
             raise ValueError(f"unknown order {self.order!r} of rows: expected one of {', '.join(get_args(Order))}")
         if self.transposed and self.stacked is not None:
             raise ValueError("a stack of matrices cannot be declared as transposed: keep them apart")
-        names = [name for part in self.parts for name in ([each for each, _ in part.inside] or [part.name])]
+        names = [name for part in self.parts for name in ([inner for inner, _ in part.inside] or [part.name])]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two logical matrices of one parameter are called {twice[0]!r}")
@@ -94,14 +94,14 @@ class Split:
             return Pattern((rows,), (Block("", rows),), ((0, rows),))
         repeats, sizes = self._repeats(rows, shards)
         blocks: list[Block] = []
-        found: list[tuple[int, int, Run]] = []  # with its repeat and its part
+        starts: list[tuple[int, int, Run]] = []  # with its repeat and its part
         for number, (part, size) in enumerate(zip(self.parts, sizes, strict=True)):
-            own = _blocks(part, repeats * size)
-            edges = list(accumulate((block.rows for block in own), initial=0))
+            part_blocks = _blocks(part, repeats * size)
+            edges = list(accumulate((block.rows for block in part_blocks), initial=0))
             for start, end in pairwise(sorted({*edges, *range(0, repeats * size, size)})):
-                found.append((start // size, number, (len(blocks) + bisect_right(edges, start) - 1, end - start)))
-            blocks += own
-        runs = (run for _, _, run in sorted(found, key=lambda each: each[:2]))
+                starts.append((start // size, number, (len(blocks) + bisect_right(edges, start) - 1, end - start)))
+            blocks += part_blocks
+        runs = (run for _, _, run in sorted(starts, key=lambda start: start[:2]))
         return Pattern(sizes, tuple(blocks), tuple(runs))
 
     @lru_cache(maxsize=1024)  # noqa: B019
@@ -182,13 +182,13 @@ class Pattern:
 
     def between(self, top: int, bottom: int) -> list[Run]:
         """The runs of the fused rows ``top:bottom``."""
-        found, row = [], 0
+        places, row = [], 0
         for matrix, rows in self.runs:
             inside = min(row + rows, bottom) - max(row, top)
             if inside > 0:
-                found.append((matrix, inside))
+                places.append((matrix, inside))
             row += rows
-        return found
+        return places
 
 
 class LocalRows:
@@ -225,17 +225,17 @@ class LocalRows:
         if tuple(x.shape[:-1]) != self._shape:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} is split, whose rows have to be {self._shape}")
         flat, cols = x.flatten(0, -2), x.size(-1)
-        found: list[list[Tensor]] = [[] for _ in self._rows]
+        pieces: list[list[Tensor]] = [[] for _ in self._rows]
         for section, (repeats, runs) in zip(flat.split(self._of_section), self._sections, strict=True):
             lengths = [rows for _, rows in runs]
             if repeats == 1:
                 for (matrix, _), rectangle in zip(runs, section.split(lengths), strict=True):
-                    found[matrix].append(rectangle)
+                    pieces[matrix].append(rectangle)
             else:
                 several = section.view(repeats, sum(lengths), cols)
                 for (matrix, rows), rectangle in zip(runs, several.split(lengths, 1), strict=True):
-                    found[matrix].append(rectangle.reshape(repeats * rows, cols))
-        return [torch.cat(rectangles) if len(rectangles) > 1 else (rectangles or [flat[:0]])[0] for rectangles in found]
+                    pieces[matrix].append(rectangle.reshape(repeats * rows, cols))
+        return [torch.cat(some) if len(some) > 1 else (some or [flat[:0]])[0] for some in pieces]
 
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`; ``ValueError`` for other rows."""
@@ -246,9 +246,9 @@ class LocalRows:
     def _merged(self, matrices: Sequence[Tensor]) -> Tensor:
         if len(self._rows) == 1:
             return matrices[0] if len(self._shape) == 1 else matrices[0][None]
-        found = [matrix.size(0) for matrix in matrices]
-        if found != self._rows:
-            raise ValueError(f"{self._shape} rows are merged of matrices of {self._rows} rows, got {found}")
+        rows = [matrix.size(0) for matrix in matrices]
+        if rows != self._rows:
+            raise ValueError(f"{self._shape} rows are merged of matrices of {self._rows} rows, got {rows}")
         pairs = zip(matrices, self._of_matrix, strict=True)
         rectangles = [iter(matrix.split(of) if len(of) > 1 else (matrix,)) for matrix, of in pairs]
         sections = []
@@ -257,7 +257,7 @@ class LocalRows:
             if repeats == 1:
                 sections += of_runs
             else:
-                sections.append(torch.cat([each.unflatten(0, (repeats, -1)) for each in of_runs], 1).flatten(0, 1))
+                sections.append(torch.cat([matrix.unflatten(0, (repeats, -1)) for matrix in of_runs], 1).flatten(0, 1))
         flat = torch.cat(sections) if len(sections) > 1 else (sections or [matrices[0]])[0]
         return flat.view(*self._shape, flat.size(1))
 

@@ -20,6 +20,7 @@ from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, run_mark, sharding, torch_dist
 from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
+from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
@@ -37,16 +38,7 @@ _active: Redirections | None = None
 
 
 def activate() -> None:
-    """Let ``--optimizer NAME`` build our optimizers from here on.
-
-    Puts them in the registry behind ``megatron.core.optimizer.get_megatron_optimizer``, and in the command line of
-    ``megatron.training``. Runs with adam and sgd stay as they are. Call it before arguments are parsed, and before a
-    script imports names of Megatron-Core's module of emerging optimizers. Optimizers that a user has put into that
-    registry stay there, also under a name of ours, which is logged.
-
-    Raises:
-        ImportError: if the release of Megatron-Core is too old.
-    """
+    """As :func:`megatron_eopt.activate`, which explains it."""
     global _active
     if not activated():
         releases.check_supported()
@@ -131,10 +123,11 @@ def _of_core() -> list[Redirection]:
     later = "so does a config whose class a framework derives from Megatron's later"
     exact = partial(with_fields, default=arguments.DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
+    by_shard = around(lambda number, parameters: number(map(shard_of, parameters)))
     kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
-        Redirection(state_of_parameters, "get_optim_param_to_id_map", sharding.by_shard, shards),
+        Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", torch_dist.checked_load, refused),
         Redirection(dist_checkpointing, "save", torch_dist.checked_save, compared),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),

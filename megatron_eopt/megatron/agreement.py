@@ -39,9 +39,9 @@ def by_first_rank[T](value: T) -> dict[int, T]:
     Ranks of a pipeline stage mostly agree, so every rank sends a hash, and one per hash its value; all send values
     where most differ. ``value`` is plain data without sets: equal values have an equal ``repr``.
     """
-    own, ranks = hashlib.sha256(repr(value).encode()).digest(), dist.get_world_size()
+    digest, ranks = hashlib.sha256(repr(value).encode()).digest(), dist.get_world_size()
     hashes: list[Any] = [None] * ranks
-    dist.all_gather_object(hashes, own)
+    dist.all_gather_object(hashes, digest)
     first = {x: rank for rank, x in reversed(list(enumerate(hashes)))}
     if len(first) == 1:
         return {0: value}
@@ -49,12 +49,17 @@ def by_first_rank[T](value: T) -> dict[int, T]:
         everywhere: list[Any] = [None] * ranks
         dist.all_gather_object(everywhere, value)
         return {rank: everywhere[rank] for rank in sorted(first.values())}
-    found: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     for x, rank in sorted(first.items(), key=lambda pair: pair[1]):
-        sent = [value if x == own else None]
+        sent = [value if x == digest else None]
         dist.broadcast_object_list(sent, src=rank)
-        found[rank] = sent[0]
-    return found
+        values[rank] = sent[0]
+    return values
+
+
+def union(texts: Iterable[str]) -> list[str]:
+    """The distinct texts of all ranks together, sorted."""
+    return sorted(set().union(*distinct(sorted(set(texts)))))
 
 
 def refuse_different(settings: Mapping[str, Any]) -> None:
@@ -111,21 +116,21 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     The slowest rank counts, and a kernel that fails on one rank serves on none. Ranks without optimizers call it too: a
     checkpoint holds one choice, and replicas need not share a group.
     """
-    choosing = [
-        each for each in optimizers if isinstance(each, BaseOptimizer) and KERNEL in each.traits.carried_settings
-    ]
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, BaseOptimizer)]
+    choosing = [optimizer for optimizer in ours if KERNEL in optimizer.traits.carried_settings]
 
     def slowest() -> torch.Tensor:
-        found = timing.times([], [], torch.device("cpu"))
-        for each in choosing:
-            device = next(p for group in each.param_groups for p in group["params"]).device
-            if timing.is_timed(device) and each.symmetric_products is None and KERNEL not in each.param_groups[0]:
-                found = found.maximum(each.kernel_times())
-        return found
+        times = timing.times([], [], torch.device("cpu"))
+        for optimizer in choosing:
+            group = optimizer.param_groups[0]
+            device = next(p for group in optimizer.param_groups for p in group["params"]).device
+            if timing.is_timed(device) and optimizer.symmetric_products is None and KERNEL not in group:
+                times = times.maximum(optimizer.kernel_times())
+        return times
 
     world = {"world": dist.group.WORLD} if dist.group.WORLD else {}
     choice = timing.fastest(-lowest_of_all(-in_turns(slowest, world), world))
-    for group in (group for each in choosing for group in each.param_groups if choice):
+    for group in (group for optimizer in choosing for group in optimizer.param_groups if choice):
         group.setdefault(KERNEL, choice)
 
 
@@ -133,16 +138,16 @@ def of_command_line(args: Any) -> dict[str, Any]:
     """Numbers and choices of flags, and the data's file names."""
     from megatron.training import arguments
 
-    found = {}
+    flags = {}
     actions = arguments.add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
-    for dest, action in {each.dest: each for each in reversed(actions)}.items():  # the first of those that set the same
+    for dest, action in {x.dest: x for x in reversed(actions)}.items():  # the first of those that set the same
         is_text = action.nargs != 0 and action.choices is None and action.type in (None, str)
         value = getattr(args, dest, None)
         if dest in _DATA and dest.endswith("_path"):
             value = [basename(word) for word in value or ()]
         if dest != "local_rank" and (not is_text or dest in _DATA) and is_plain(value):
-            found[action.option_strings[0]] = value
-    return found
+            flags[action.option_strings[0]] = value
+    return flags
 
 
 def of_config(config: Any) -> dict[str, Any]:
@@ -153,15 +158,15 @@ def of_config(config: Any) -> dict[str, Any]:
 
 def of_entries(entries: Sequence[Entry]) -> dict[str, Any]:
     """The overrides of a run and their mistakes, by number."""
-    said = ((str(each.selector), plain(each.settings), each.mistakes) for each in entries)
-    return {"the number of overrides": len(entries)} | {f"override {n}": each for n, each in enumerate(said)}
+    said = ((str(entry.selector), plain(entry.settings), entry.mistakes) for entry in entries)
+    return {"the number of overrides": len(entries)} | {f"override {n}": entry for n, entry in enumerate(said)}
 
 
 def of_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
     """Settings that all torch optimizers of a class here share."""
     values: dict[str, list[Any]] = {}
-    for each in optimizers:
-        own = plain(each.defaults | (each.settings() if isinstance(each, BaseOptimizer) else {}))
-        for key in own.keys() - {"of_groups"}:
-            values.setdefault(f"{type(each).__name__} {key}", []).append(own[key])
-    return {name: alike[0] for name, alike in sorted(values.items()) if all(each == alike[0] for each in alike)}
+    for optimizer in optimizers:
+        settings = plain(optimizer.defaults | (optimizer.settings() if isinstance(optimizer, BaseOptimizer) else {}))
+        for key in settings.keys() - {"of_groups"}:
+            values.setdefault(f"{type(optimizer).__name__} {key}", []).append(settings[key])
+    return {name: alike[0] for name, alike in sorted(values.items()) if all(value == alike[0] for value in alike)}

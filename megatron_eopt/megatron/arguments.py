@@ -130,7 +130,7 @@ def tell_torchrun(error: str) -> bool:
 
 
 @around
-def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **named: Any) -> Any:
+def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Replaces ``validate_args``; Megatron's does not see three flags.
 
     - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
@@ -149,18 +149,15 @@ def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any
     fsdp = any(getattr(args, f"use_{kind}", False) for kind in ("torch_fsdp2", "megatron_fsdp"))
     changes = []
     if fsdp and name not in ("adam", "sgd") and not name.startswith("dist_"):  # which means the layer-wise optimizer
-
-        def print_named(print_args: Callable[..., Any], title: str, args: argparse.Namespace) -> None:
-            print_args(title, argparse.Namespace(**vars(args) | {"optimizer": name}))
-
+        named = around(lambda show, title, args: show(title, argparse.Namespace(**vars(args) | {"optimizer": name})))
         hidden["optimizer"] = "adam"
         reason = "the arguments that are printed name the optimizer of the run"
-        changes.append(Redirection(validate.__module__, "_print_args", around(print_named), reason))
+        changes.append(Redirection(validate.__module__, "_print_args", named, reason))
     given = {key: getattr(args, key) for key in hidden}
     vars(args).update(hidden)
     try:
         with Redirections(changes):
-            return validate(args, *rest, **named)
+            return validate(args, *rest, **kwargs)
     finally:
         vars(args).update(given)
 

@@ -9,7 +9,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, of_entries, on_all_ranks, refuse_different
-from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
+from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
@@ -49,9 +49,7 @@ class Assignment:
         return None if source.startswith(DEFAULT) else source
 
 
-def assign(
-    parameters: Sequence[ModelParameter], config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None
-) -> list[Assignment]:
+def assign(parameters: Sequence[ModelParameter], config: Any, config_overrides: Overrides | None) -> list[Assignment]:
     """Assign every parameter of this rank; all ranks together."""
     entries = on_all_ranks(lambda: all_entries(config, config_overrides))  # one may have no file to read
     refuse_different(of_entries(entries))
@@ -61,7 +59,7 @@ def assign(
 
 def matches(parameters: Sequence[ModelParameter], config: Any, entries: Sequence[Entry]) -> list[int]:
     """How many parameters of this rank each entry selects."""
-    return match_counts(entries, [each.info for each in parameters], config.optimizer.removeprefix("dist_"))
+    return match_counts(entries, [parameter.info for parameter in parameters], config.optimizer.removeprefix("dist_"))
 
 
 def assignments(
@@ -69,17 +67,17 @@ def assignments(
 ) -> list[Assignment]:
     """:func:`assign` on one rank; ``counts`` are matches on all ranks."""
     primary = config.optimizer.removeprefix("dist_")
-    resolved = resolve(entries, [each.info for each in parameters], primary, counts, known_names())
-    found, wrong = [], dict[str, str]()
+    resolved = resolve(entries, [parameter.info for parameter in parameters], primary, counts, known_names())
+    assigned, wrong = [], dict[str, str]()
     for parameter in parameters:
         own = resolved[parameter.name]
         if (mistake := _wrong_iteration(own, config)) is not None:
             wrong.setdefault(mistake, parameter.name)
         optimizer = None if own.settings.get("exclude") else own.settings.get("optimizer", primary)
-        found.append(Assignment(parameter, optimizer, own))
+        assigned.append(Assignment(parameter, optimizer, own))
     if wrong:
         raise OverrideError("\n".join(f"{name}: {mistake}" for mistake, name in wrong.items()))
-    return found
+    return assigned
 
 
 def _wrong_iteration(resolved: Resolved, config: Any) -> str | None:
@@ -96,8 +94,8 @@ class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
     def __init__(self, assigned: Sequence[Assignment], config: Any) -> None:
         alike: dict[tuple[tuple[str, Any], ...], set[int]] = {}
         for each in assigned:
-            if each.optimizer is not None and (own := group_settings(each, config)):
-                alike.setdefault(tuple(sorted(own.items())), set()).add(id(each.parameter.tensor))
+            if each.optimizer is not None and (group := group_settings(each, config)):
+                alike.setdefault(tuple(sorted(group.items())), set()).add(id(each.parameter.tensor))
         super().__init__()
         for number, (settings, ids) in enumerate(alike.items()):
             among = ParamPredicate(f"megatron_eopt {number}", lambda parameter, ids=ids: id(parameter) in ids)
@@ -169,8 +167,8 @@ def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Seque
     def error(name: str, settings: Mapping[str, Any]) -> str | None:
         try:
             create_emerging_optimizer(config, [{"params": [], **settings}], name, chunks, pg_collection)
-        except Exception as found:  # of whatever kind a user's optimizer raises
-            return str(found)
+        except Exception as failure:  # of whatever kind a user's optimizer raises
+            return str(failure)
         return None
 
     tried, mistakes = [], []
@@ -196,8 +194,8 @@ def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
     """Refuse settings that a built optimizer reads from no group."""
     optimizers = {id(each.model): each.optimizer for each in optimizer_parameters(optimizer)}
     for each in assigned:
-        found = optimizers.get(id(each.parameter.tensor))
-        if found is not None and (unread := sorted(_of_optimizer(each).keys() - settings_of_groups(found))):
+        updating = optimizers.get(id(each.parameter.tensor))
+        if updating is not None and (unread := sorted(_of_optimizer(each).keys() - settings_of_groups(updating))):
             raise OverrideError(
                 f"{each.resolved.sources[unread[0]]}: {unread[0]}: {each.optimizer} has one {unread[0]} for all its "
                 f"parameters, which is set for the run alone, for {each.name}"

@@ -1,6 +1,5 @@
 """Optimizers that evaluate and save an average of their path."""
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,34 +13,30 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_eopt.megatron.parameters import model_parameters, optimizers_of, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.redirect import around
 
 
-def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def averaged(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces ``evaluate``: the model is at the average meanwhile."""
-    parameters = inspect.signature(evaluate)
-
-    @functools.wraps(evaluate)
-    def evaluate_averaged(*args: Any, **kwargs: Any) -> Any:
-        model = parameters.bind(*args, **kwargs).arguments["model"]
-        chunks = model if isinstance(model, list) else [model]
-        before: list[tuple[Tensor, Tensor]] = []
-        try:
-            with torch.no_grad():
-                for wrapper in (each for optimizer in optimizers_of(chunks) for each in plain_wrappers(optimizer)):
-                    for own, parameter in _pairs(wrapper):
-                        average = wrapper.optimizer.exported(own)
-                        before.append((parameter, parameter.detach().clone()))
-                        parameter.copy_(average)
-            return evaluate(*args, **kwargs)
-        finally:
-            with torch.no_grad():
-                for parameter, trained_at in before:
-                    parameter.copy_(trained_at)
-            for module in (module for chunk in chunks for module in chunk.modules()):
-                if before and isinstance(module, FSDPModule):
-                    module.reshard()  # which may have kept the average, gathered, for the next step
-
-    return evaluate_averaged
+    model = inspect.signature(evaluate).bind(*args, **kwargs).arguments["model"]
+    chunks = model if isinstance(model, list) else [model]
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        with torch.no_grad():
+            for wrapper in (wrapper for optimizer in optimizers_of(chunks) for wrapper in plain_wrappers(optimizer)):
+                for own, parameter in _pairs(wrapper):
+                    average = wrapper.optimizer.exported(own)
+                    before.append((parameter, parameter.detach().clone()))
+                    parameter.copy_(average)
+        return evaluate(*args, **kwargs)
+    finally:
+        with torch.no_grad():
+            for parameter, trained_at in before:
+                parameter.copy_(trained_at)
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if before and isinstance(module, FSDPModule):
+                module.reshard()  # which may have kept the average, gathered, for the next step
 
 
 def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
@@ -73,5 +68,5 @@ def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
     """Trained and model parameters; none where they are the same."""
     if not isinstance(wrapper.optimizer, BaseOptimizer) or wrapper.optimizer.traits.live_key is None:
         return []
-    own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
-    return list(zip(own, model_parameters(wrapper), strict=True))
+    trained = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
+    return list(zip(trained, model_parameters(wrapper), strict=True))

@@ -1,6 +1,6 @@
 """Deal whole parameters to data-parallel ranks, by predicted time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.cost import Work
-from megatron_eopt.parallel.deal import Deal, Item, deal
+from megatron_eopt.parallel.deal import Item, deal
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.redirect import Redirection, Redirections, around
 
@@ -22,21 +22,27 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
     """Redirections that make Megatron's layer-wise optimizer deal by time."""
 
     @around
-    def shard_params(own: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
+    def shard_params(original: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
         if any(layouts):
-            own(self, optimizers, *layouts)
+            original(self, optimizers, *layouts)
             return
         groups = [group for each in optimizers for group in each.param_groups]
         whole = [list(group["params"]) for group in groups]
         items, works = items_of(optimizers)
-        own(self, optimizers, *layouts)
+        original(self, optimizers, *layouts)
         kept = {parameter for group in groups for parameter in group["params"]}
         for name, ranks in (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp")):
-            if by_size := getattr(self, name):
-                hands, found = redealt([p for params in whole for p in params], by_size, items, works, mode)
-                setattr(self, name, hands)
-                kept = kept.difference(*by_size).union(hands[getattr(self.pg_collection, ranks).rank()])
-                say(str(found))
+            if not (by_size := getattr(self, name)):
+                continue
+            rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
+            parameters = [parameter for params in whole for parameter in params if parameter in rank_of]
+            dealt = deal([items[p] for p in parameters], [rank_of[p] for p in parameters], len(by_size), works, mode)
+            hands: list[list[Tensor]] = [[] for _ in by_size]
+            for parameter, rank in zip(parameters, dealt.ranks, strict=True):
+                hands[rank].append(parameter)
+            setattr(self, name, hands)
+            kept = kept.difference(*by_size).union(hands[getattr(self.pg_collection, ranks).rank()])
+            say(str(dealt))
         for group, params in zip(groups, whole, strict=True):
             group["params"] = [parameter for parameter in params if parameter in kept]
 
@@ -54,8 +60,8 @@ def wrapped_in_fp32(
 ) -> None:
     """Wraps torch optimizers also in fp32 for Megatron's layer-wise one."""
     if not config.bf16:
-        each = zip(optimizers, init_state_fn_list, strict=True)
-        optimizers = [FP32Optimizer(o, config, init) if isinstance(o, Optimizer) else o for o, init in each]
+        pairs = zip(optimizers, init_state_fn_list, strict=True)
+        optimizers = [FP32Optimizer(o, config, init) if isinstance(o, Optimizer) else o for o, init in pairs]
     make(self, optimizers, config, *args, init_state_fn_list=init_state_fn_list, **kwargs)
 
 
@@ -69,28 +75,11 @@ def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[
     """Items to deal, of optimizers with all parameters, and iterations."""
     items: dict[Tensor, Item] = {}
     works: dict[str, Work] = {}
-    for each in (inner for outer in optimizers for inner in torch_optimizers(outer)):
-        parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+    for optimizer in (inner for outer in optimizers for inner in torch_optimizers(outer)):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
-        if isinstance(each, BaseOptimizer) and (engine := each.proposed()).works:
+        if isinstance(optimizer, BaseOptimizer) and (engine := optimizer.proposed()).works:
             flat, works = iter(engine.plan.matrices), works | engine.works  # as they are on all ranks, in any mode
-            matrices = [tuple(islice(flat, len(own))) for own in engine.matrices]
-        items |= {p: Item(own, p.numel()) for p, own in zip(parameters, matrices, strict=True)}
+            matrices = [tuple(islice(flat, len(parts))) for parts in engine.matrices]
+        items |= {p: Item(parts, p.numel()) for p, parts in zip(parameters, matrices, strict=True)}
     return items, works
-
-
-def redealt(
-    parameters: Sequence[Tensor],
-    by_size: Sequence[Sequence[Tensor]],
-    items: Mapping[Tensor, Item],
-    works: Mapping[str, Work],
-    mode: TpMode,
-) -> tuple[list[list[Tensor]], Deal]:
-    """Parameters of each data-parallel rank, dealt anew from ``by_size``."""
-    rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
-    dealt = [parameter for parameter in parameters if parameter in rank_of]
-    found = deal([items[p] for p in dealt], [rank_of[p] for p in dealt], len(by_size), works, mode)
-    hands: list[list[Tensor]] = [[] for _ in by_size]
-    for parameter, rank in zip(dealt, found.ranks, strict=True):
-        hands[rank].append(parameter)
-    return hands, found

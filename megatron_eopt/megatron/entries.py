@@ -13,10 +13,11 @@ from megatron_eopt.overrides import Entry, Known, Layer, OverrideError, Paramete
 from megatron_eopt.overrides.entries import entries_from_dict, make_entry, read_overrides
 from megatron_eopt.registry import takes_matrices
 
+Overrides = Mapping[Any, Mapping[str, Any]]  # selector, or Megatron's ``ParamKey`` -> settings
 DEFAULT = "default of"  # start of the source of a setting that nobody has requested
 
 
-def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
+def all_entries(config: Any, config_overrides: Overrides | None) -> list[Entry]:
     """Entries of all layers, each with its mistakes."""
     known, primary = known_names(), config.optimizer.removeprefix("dist_")
     without_decay = [name for name in registry.list_optimizers() if not registry.traits_of(name).decays_weights]
@@ -28,7 +29,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
     standard = get_standard_config_overrides(config)
     given = standard if config_overrides is None else config_overrides
     theirs = {key for key in given if isinstance(key, ParamKey) and (standard.get(key) == given[key] or _of_mup(key))}
-    own = {key: settings for key, settings in given.items() if key not in theirs}
+    users = {key: settings for key, settings in given.items() if key not in theirs}
     defaults = {key: settings for key, settings in given.items() if key in theirs}
     return [
         *_defaults(_routing(primary, config), primary, known),
@@ -36,7 +37,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
         *_mup_of_others(defaults, known),
         # the run's weight decay is for the rest
         *chain(*(_defaults({f"optimizer:{name}": {"weight_decay": 0.0}}, name, known) for name in without_decay)),
-        *entries_from_dict(own, Layer.PYTHON, "config_overrides", known, keep_mistakes=True),
+        *entries_from_dict(users, Layer.PYTHON, "config_overrides", known, keep_mistakes=True),
         *from_user,
         *_from_flags(primary, config, known),
     ]
@@ -47,7 +48,7 @@ def to_adam(name: str, takes: Callable[[Any], bool]) -> dict[ParamKey, dict[str,
     return {ParamKey(predicate=ParamPredicate(name=name, fn=takes)): {"optimizer": "adam"}}
 
 
-def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Known) -> list[Entry]:
+def _defaults(overrides: Overrides, whose: str, known: Known) -> list[Entry]:
     entries = entries_from_dict(overrides, Layer.DEFAULTS, known=known)
     return [replace(entry, source=f"{DEFAULT} {whose}") for entry in entries]
 
@@ -55,7 +56,7 @@ def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Kno
 def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
     default = registry.get_optimizer_entry(primary).default_param_overrides
     scalar = {"optimizer": getattr(config, "muon_scalar_optimizer", "adam")} if takes_matrices(primary) else {}
-    return {key: {**each, **(scalar if each.get("optimizer") == "adam" else {})} for key, each in default.items()}
+    return {key: {**x, **(scalar if x.get("optimizer") == "adam" else {})} for key, x in default.items()}
 
 
 def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
@@ -65,7 +66,7 @@ def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
         flag = f"--muon-{setting}".replace("_", "-")
         if not takes_matrices(primary):
             raise OverrideError(f"{flag} is for optimizers of matrices, and {primary} is for all: leave it away")
-        yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known, keep_mistakes=True)
+        yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known)
 
 
 def known_names() -> Known:
@@ -77,7 +78,7 @@ def _of_mup(key: Any) -> bool:
     return isinstance(key, ParamKey) and getattr(key.with_name_predicate, "name", "").startswith("mup_")
 
 
-def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> Iterator[Entry]:
+def _mup_of_others(defaults: Overrides, known: Known) -> Iterator[Entry]:
     for key, settings in defaults.items():
         rates = {name: settings[name] for name in ("max_lr", "min_lr") if name in settings}
         if rates and _of_mup(key):

@@ -46,7 +46,9 @@ class OptimizerOfRun:
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
-        self.config = offloading(without_sharing(with_preset(config), self.facts))
+        adjusted = without_sharing(with_preset(config), self.facts)
+        fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
+        self.config = with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
         self.model_chunks, self.groups = model_chunks, pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
@@ -128,29 +130,29 @@ class OptimizerOfRun:
         remember(self.optimizer, self.model_chunks)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
-        for each in torch_optimizers(self.optimizer):
-            if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
-                vars(each)["pg_collection"] = self.groups
+        for optimizer in torch_optimizers(self.optimizer):
+            if isinstance(optimizer, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
+                vars(optimizer)["pg_collection"] = self.groups
 
     def prepare(self) -> None:
         """Let every optimizer agree on its plan with other ranks."""
 
         def take_over() -> None:
-            for each in torch_optimizers(self.optimizer):
-                if isinstance(each, BaseOptimizer) and "tp_mode" in each.settings():
-                    each.tp_mode = self.tp_mode
+            for optimizer in torch_optimizers(self.optimizer):
+                if isinstance(optimizer, BaseOptimizer) and "tp_mode" in optimizer.settings():
+                    optimizer.tp_mode = self.tp_mode
 
         if self.tp_mode_source == "checkpoint":
             agreement.on_all_ranks(take_over)
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
         ours = [x for x in here if isinstance(x, BaseOptimizer)]
         for key, value in ((KERNEL, self.decided.kernel), (RATES, self.decided.rates)):
-            for each in ours if value is not None else ():
-                for group in each.param_groups if key in each.traits.carried_settings else ():
+            for optimizer in ours if value is not None else ():
+                for group in optimizer.param_groups if key in optimizer.traits.carried_settings else ():
                     group.setdefault(key, value)
         agreement.choose_kernels(here)
         self.phase("kernels")
-        agreement.on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
+        agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
 
     def build_manifest(self) -> None:
         """Record which optimizer updates every parameter, as built."""
@@ -163,8 +165,8 @@ class OptimizerOfRun:
             return
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
         keep_apart(self.model_chunks, differ)
-        for number, each in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
-            SavedState(each, self if number == 0 else None, differ, self.facts.layer_wise)
+        for number, wrapper in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
+            SavedState(wrapper, self if number == 0 else None, differ, self.facts.layer_wise)
 
     def adopt_tp_mode(self, tp_mode: TpMode) -> None:
         """Keep a checkpoint's ``tp_mode`` if the run names none."""
@@ -219,12 +221,6 @@ def without_sharing(config: Any, run: Run) -> Any:
     return with_fields(config, soap_share_over_dp=False)
 
 
-def offloading(config: Any) -> Any:
-    """The config with ``offload_fraction`` instead of Megatron's flag."""
-    fraction = config.optimizer_offload_fraction if on(config, "optimizer_cpu_offload") else 0.0
-    return with_fields(config, offload_fraction=fraction, optimizer_cpu_offload=False)
-
-
 @around
 def wrap_emerging_builder(
     build: Callable[..., Any], config: Any, model_chunks: Any, config_overrides: Any = None, *args: Any, **kwargs: Any
@@ -236,8 +232,8 @@ def wrap_emerging_builder(
     agreement.refuse_different(agreement.of_config(config))
     run = OptimizerOfRun(config, model_chunks, groups, kwargs.get("layer_wise_distributed_optimizer", False))
     if run.facts.megatron_fsdp:
-        return run.built_by(lambda config, own: fsdp.build(config, model_chunks, own, groups), config_overrides)
-    return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)
+        return run.built_by(lambda config, given: fsdp.build(config, model_chunks, given, groups), config_overrides)
+    return run.built_by(lambda config, given: build(config, model_chunks, given, *args, **kwargs), config_overrides)
 
 
 @around

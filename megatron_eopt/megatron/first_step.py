@@ -28,9 +28,9 @@ def check_steps(
     next step counts. ``compare`` is called before every step, ``look`` before the first.
     """
     step, proven, looked = optimizer.step, False, False
-    counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
-    for each in counting:  # a rank may have nothing of any gradient, and the count below tells what is missing
-        each._session.warns_without_gradients = False
+    counting = [inner for inner in torch_optimizers(optimizer) if isinstance(inner, BaseOptimizer)]
+    for inner in counting:  # a rank may have nothing of any gradient, and the count below tells what is missing
+        inner._session.warns_without_gradients = False
 
     @functools.wraps(step)
     def checked_step(*args: Any, **kwargs: Any) -> Any:
@@ -40,12 +40,12 @@ def check_steps(
         if not looked:
             looked = True
             look()
-        before = sum(each.matrices_updated for each in counting)
+        before = sum(inner.matrices_updated for inner in counting)
         result = step(*args, **kwargs)
         if not proven and result[0]:
-            updated = sum(each.matrices_updated for each in counting) - before
-            at_rest = any(group["lr"] == 0 for each in counting for group in each.param_groups)
-            if updated != expected and not at_rest and not any(each.skipped_steps() for each in counting):
+            updated = sum(inner.matrices_updated for inner in counting) - before
+            at_rest = any(group["lr"] == 0 for inner in counting for group in inner.param_groups)
+            if updated != expected and not at_rest and not any(inner.skipped_steps() for inner in counting):
                 raise RuntimeError(
                     f"{updated} matrices were updated in the first step on rank {dist.get_rank()}, and the manifest "
                     f"has {expected}: some parameters got no gradient. Freeze what is not trained before Megatron "

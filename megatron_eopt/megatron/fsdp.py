@@ -4,7 +4,7 @@ Its parameters are DTensors that cut flat buffers at any row. Megatron builds on
 weights back into the model and gathers them once a step: :class:`Joined` makes several optimizers one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.entries import Overrides
 from megatron_eopt.registry import create_emerging_optimizer
 
 
@@ -59,9 +60,7 @@ def mark_shards(model_chunks: Sequence[Any]) -> None:
             parameter.expert_tp = True
 
 
-def build(
-    config: Any, model_chunks: Sequence[Any], overrides: Mapping[Any, Mapping[str, Any]], groups: Any
-) -> ChainedOptimizer:
+def build(config: Any, model_chunks: Sequence[Any], overrides: Overrides, groups: Any) -> ChainedOptimizer:
     """Build Megatron's distributed optimizer around those that overrides name."""
     core = releases.core_optimizer()
     of_names: dict[str, list[dict[str, Any]]] = {config.optimizer: []}
@@ -73,9 +72,9 @@ def build(
             made.append(create_emerging_optimizer(config, of_name, name, model_chunks, groups))
             continue
         other = with_fields(config, optimizer=name, use_distributed_optimizer=False)
-        own = {"model_chunks": model_chunks, "param_groups": of_name, "pg_collection": groups}
+        arguments = {"model_chunks": model_chunks, "param_groups": of_name, "pg_collection": groups}
         build_other = core._get_megatron_optimizer_based_on_param_groups
-        made.append(build_other(config=other, **own, skip_megatron_wrapping=True))
+        made.append(build_other(config=other, **arguments, skip_megatron_wrapping=True))
 
     def init_state(joined: Joined, config: Any = None) -> None:
         for optimizer, (_, init) in zip(joined.chained_optimizers, made, strict=True):

@@ -45,23 +45,23 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     splits_qkv = getattr(config, "muon_split_qkv", False)
     # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone
     rounds = getattr(config, "optimizer_momentum_dtype", "fp32") == "bf16"
-    found = []
+    tags = []
     for each in assigned:
         if each.has_matrix_optimizer:
-            split, qkv = _split(each, of_run), _qkv_shapes(each.parameter) if splits_qkv else None
+            split, qkv = split_of(each, of_run), _qkv_shapes(each.parameter) if splits_qkv else None
             own = fused(each.parameter) if rounds else None
             rows = own.matrices if own is not None and own.matrices.order == "per_shard" else None
-            found.append(Matrices(each.parameter, split, qkv, rows))
-    return found
+            tags.append(Matrices(each.parameter, split, qkv, rows))
+    return tags
 
 
-def tag(found: Iterable[Matrices]) -> None:
+def tag(tags: Iterable[Matrices]) -> None:
     """Put on parameters what optimizers read, instead of earlier tags.
 
     Megatron marks a projection (``is_qkv``) if a shard is a whole number of query groups. Here the global matrix
     decides, and the config of its attention, which need not be the model's (an encoder beside the language model).
     """
-    for each in found:
+    for each in tags:
         tensor = each.parameter.tensor
         if each.qkv_shapes is not None:
             tensor.is_qkv, tensor.qkv_split_shapes = True, each.qkv_shapes  # type: ignore[attr-defined]
@@ -94,25 +94,8 @@ def is_declared(parameter: ModelParameter) -> bool:
     return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
 
 
-def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
-    """The declared split of a parameter, else that of ``name``."""
-    if is_declared(parameter):
-        if is_transposed(parameter.tensor):
-            raise ValueError(f"{parameter.name} is declared as transposed, but Megatron's weights are (out, in)")
-        return declared_split(parameter.tensor)
-    if (found := fused(parameter)) is None:
-        return None
-    split = {"none": WHOLE, "per_head": found.per_head or found.matrices, "all": found.matrices}.get(name)
-    if split is None and not found.known:  # "default", and Megatron has none
-        raise ValueError(
-            f"{parameter.name} is fused of {found.what}, and nothing says how it is to be orthogonalized: declare "
-            f"that as these (--muon-split all, or an override with split: all) or as one matrix (split: none), or "
-            f"give it to Adam (optimizer: adam)"
-        )
-    return split
-
-
-def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
+def split_of(assigned: Assignment, of_run: SplitName) -> Split | None:
+    """The declared split of a parameter, else that of its setting."""
     own, parameter = assigned.settings.get("split"), assigned.parameter
     name: SplitName = own or of_run
     if is_declared(parameter):
@@ -121,16 +104,27 @@ def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
                 f"{parameter.name}: split {own} by {assigned.resolved.sources['split']} would have no effect, since "
                 f"its matrices are declared: remove one of the two"
             )
-    elif assigned.optimizer is not None and traits_of(assigned.optimizer).pairs_rows:
-        found = fused(parameter)
-        if name == "none" and found and found.matrices.order == "per_shard":
+        if is_transposed(parameter.tensor):
+            raise ValueError(f"{parameter.name} is declared as transposed, but Megatron's weights are (out, in)")
+        return declared_split(parameter.tensor)
+    if (made_of := fused(parameter)) is None:
+        return None
+    if assigned.optimizer is not None and traits_of(assigned.optimizer).pairs_rows:
+        if name == "none" and made_of.matrices.order == "per_shard":
             raise OverrideError(
-                f"{parameter.name} holds {found.what} in an order that follows the tensor-parallel ranks, and what "
+                f"{parameter.name} holds {made_of.what} in an order that follows the tensor-parallel ranks, and what "
                 f"{assigned.optimizer} keeps of its rows would be of no other size: let it be split (split: all), or "
                 f"give it to another optimizer"
             )
         name = "all" if name == "default" else name
-    return split_of(parameter, name)
+    split = {"none": WHOLE, "per_head": made_of.per_head or made_of.matrices, "all": made_of.matrices}.get(name)
+    if split is None and not made_of.known:  # "default", and Megatron has none
+        raise ValueError(
+            f"{parameter.name} is fused of {made_of.what}, and nothing says how it is to be orthogonalized: declare "
+            f"that as these (--muon-split all, or an override with split: all) or as one matrix (split: none), or "
+            f"give it to Adam (optimizer: adam)"
+        )
+    return split
 
 
 def _qkv_shapes(parameter: ModelParameter) -> list[int] | None:

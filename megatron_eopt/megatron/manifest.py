@@ -64,15 +64,15 @@ def build_manifest(
     return everywhere, sum(len(each.matrices) for each in found)
 
 
-def _report(found: list[ParamPattern], config: Any) -> None:
+def _report(families: list[ParamPattern], config: Any) -> None:
     form, file = getattr(config, "optimizer_manifest", "short"), getattr(config, "optimizer_manifest_file", None)
     if form != "none":
-        listed = manifest.table(found, full=form == "full")
+        listed = manifest.table(families, full=form == "full")
         print(f"megatron_eopt: the optimizer of every trainable parameter\n{listed}", flush=True)
-    for each in manifest.warnings(found, config.muon_scale_mode):
-        print(f"megatron_eopt: warning: {each}", flush=True)
+    for warning in manifest.warnings(families, config.muon_scale_mode):
+        print(f"megatron_eopt: warning: {warning}", flush=True)
     if file is not None:
-        manifest.write_json(found, file)
+        manifest.write_json(families, file)
 
 
 def rows_here(
@@ -141,21 +141,21 @@ def _reason(assigned: Assignment) -> str:
 
 def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
     prefix = "expt_" if is_expert(parameter) else ""
-    found = []
+    cuts = []
     if isinstance(parameter, DTensor) and tells_its_chunk(parameter):  # Megatron-FSDP's, over all axes
         mesh = parameter.device_mesh
         along = zip(parameter.placements, mesh.mesh_dim_names or (), mesh.shape, strict=True)
-        found = [("columns" if p.dim else "rows", name) for p, name, size in along if size > 1 and isinstance(p, Shard)]
-        return ", ".join(f"{what} over {name}" for what, name in found) or "whole"
+        cuts = [("columns" if p.dim else "rows", name) for p, name, size in along if size > 1 and isinstance(p, Shard)]
+        return ", ".join(f"{what} over {name}" for what, name in cuts) or "whole"
     if is_sharded(parameter):
         dim = parameter.partition_dim - parameter.ndim  # type: ignore[attr-defined]
-        found.append(("columns" if dim == -1 and parameter.ndim > 1 else "rows", f"{prefix}tp"))
+        cuts.append(("columns" if dim == -1 and parameter.ndim > 1 else "rows", f"{prefix}tp"))
     if is_cut_again(parameter):
-        found.append(("rows", f"{prefix}gtp_remat"))
+        cuts.append(("rows", f"{prefix}gtp_remat"))
     if isinstance(parameter, DTensor):  # torch FSDP2's
-        found.append(("rows", "dp_cp"))
-    cuts = [f"{what} over {name} {sizes[name]}" for what, name in found if sizes.get(name, 1) > 1]
-    return ", ".join(cuts) or "whole"
+        cuts.append(("rows", "dp_cp"))
+    listed = [f"{what} over {name} {sizes[name]}" for what, name in cuts if sizes.get(name, 1) > 1]
+    return ", ".join(listed) or "whole"
 
 
 def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str | None) -> int:

@@ -48,17 +48,17 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
 
 def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
     """This rank's part of squared gradient norms, by optimizers' ``id``."""
-    found: dict[int, float] = {}
-    for each in wrappers(optimizer):  # one that holds several, as under Megatron-FSDP, has one norm for all
-        if len(inner := list(torch_optimizers(each))) != 1:
+    norms: dict[int, float] = {}
+    for wrapper in wrappers(optimizer):  # one that holds several, as under Megatron-FSDP, has one norm for all
+        if len(inner := list(torch_optimizers(wrapper))) != 1:
             return {}
-        group = None if layer_wise else each.get_grad_stats_parallel_group()
+        group = None if layer_wise else wrapper.get_grad_stats_parallel_group()
         ranks = dist.get_world_size() if group is None else group.size()  # those outside of the group have the same
-        gradients = releases.gradients_for_norm(each)
+        gradients = releases.gradients_for_norm(wrapper)
         shards = [x.device_mesh.size() if isinstance(x, DTensor) else 1 for x in gradients]
         squares = sum(n * square for n, square in zip(shards, squared_norms(gradients), strict=True))
-        found[id(inner[0])] = squares * ranks / dist.get_world_size()
-    return found
+        norms[id(inner[0])] = squares * ranks / dist.get_world_size()
+    return norms
 
 
 def report(metrics: Metrics, iteration: int) -> None:

@@ -58,10 +58,10 @@ def frozen_names(model_chunks: Sequence[Any]) -> list[str]:
 
 def mark(parameters: Sequence[ModelParameter]) -> None:
     """Mark parameters with name, declared matrices, and form of checkpoints."""
-    tag_declared((each.name, each.tensor) for each in parameters)
-    for each in parameters:
-        setattr(each.tensor, NAME, each.name)
-        setattr(each.tensor, SAVED_BY_LAYOUT, hasattr(each.tensor, "is_torch_fsdp2_param"))
+    tag_declared((parameter.name, parameter.tensor) for parameter in parameters)
+    for parameter in parameters:
+        setattr(parameter.tensor, NAME, parameter.name)
+        setattr(parameter.tensor, SAVED_BY_LAYOUT, hasattr(parameter.tensor, "is_torch_fsdp2_param"))
 
 
 def wrappers(optimizer: Any) -> Iterator[Any]:
@@ -69,23 +69,23 @@ def wrappers(optimizer: Any) -> Iterator[Any]:
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
-    for each in chained or ():
-        yield from wrappers(each)
+    for link in chained or ():
+        yield from wrappers(link)
 
 
 def plain_wrappers(optimizer: Any) -> list[Any]:
     """The :func:`wrappers` of a torch optimizer of whole parameters."""
     kinds = ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
-    return [each for each in wrappers(optimizer) if type(each).__name__ in kinds and each.optimizer is not None]
+    return [x for x in wrappers(optimizer) if type(x).__name__ in kinds and x.optimizer is not None]
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
     """The torch optimizers inside Megatron's wrappers, in their order."""
-    for each in wrappers(optimizer):
-        if isinstance(each, Optimizer):
-            yield each
-        elif getattr(each, "optimizer", None) is not None:
-            yield from torch_optimizers(each.optimizer)
+    for wrapper in wrappers(optimizer):
+        if isinstance(wrapper, Optimizer):
+            yield wrapper
+        elif getattr(wrapper, "optimizer", None) is not None:
+            yield from torch_optimizers(wrapper.optimizer)
 
 
 def optimizer_parameters(megatron: Any) -> Iterator[OptimizerParameter]:
@@ -109,8 +109,8 @@ def model_parameters(wrapper: Any) -> list[Tensor]:
     groups = (getattr(wrapper, name, []) for name in ("fp32_from_float16_groups", "float16_groups"))
     mains, models = ([parameter for group in each for parameter in group] for each in groups)
     of_main = {id(main): model for main, model in zip(mains, models, strict=True)}
-    own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
-    return [of_main.get(id(parameter), parameter) for parameter in own]
+    parameters = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
+    return [of_main.get(id(parameter), parameter) for parameter in parameters]
 
 
 def shard_of(parameter: Tensor) -> Tensor:
@@ -126,8 +126,8 @@ def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
 
 def optimizers_of(model_chunks: Sequence[nn.Module]) -> list[Any]:
     """The optimizers that this package has built for these chunks."""
-    found = dict.fromkeys(getattr(chunk, _OPTIMIZER)() for chunk in model_chunks if hasattr(chunk, _OPTIMIZER))
-    return [each for each in found if each is not None]  # the others are gone
+    optimizers = dict.fromkeys(getattr(chunk, _OPTIMIZER)() for chunk in model_chunks if hasattr(chunk, _OPTIMIZER))
+    return [optimizer for optimizer in optimizers if optimizer is not None]  # the others are gone
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
@@ -146,17 +146,17 @@ def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
 
 def _ahead(chunk: nn.Module) -> dict[str, int]:
     """Offsets of numbers in names, by path (``*``: any number)."""
-    found = {}
+    offsets = {}
     for path, module in chunk.named_modules():
         layer = getattr(module, "layer_number", None)
         parent, _, last = path.rpartition(".")
         if isinstance(layer, int) and parent.rpartition(".")[2] == "layers" and last.isdecimal():
-            found[path] = layer - 1 - int(last)
+            offsets[path] = layer - 1 - int(last)
         experts = getattr(module, "num_local_experts", None)
         group = getattr(module, "ep_group", None)
         if isinstance(experts, int) and group is not None:
-            found[f"{path}.local_experts.*"] = found[f"{path}.linear_fc*.weight*"] = group.rank() * experts
-    return found
+            offsets[f"{path}.local_experts.*"] = offsets[f"{path}.linear_fc*.weight*"] = group.rank() * experts
+    return offsets
 
 
 def _global_name(path: str, last: str, ahead: dict[str, int]) -> str:

@@ -137,8 +137,8 @@ def training_writers() -> tuple[Any, Any]:
 
 def gradients_for_norm(optimizer: Any) -> list[Any]:
     """This rank's gradients in the norm of Megatron's optimizer."""
-    own = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
-    return list(own())
+    gradients = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
+    return list(gradients())
 
 
 def mark_row_parallel(model_chunks: Iterable[Module]) -> None:

@@ -30,19 +30,19 @@ def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -
 
 
 def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
-    with_parameters = [each for each in alike if any(group["params"] for group in each.param_groups)]
-    parameters = [p for each in with_parameters for group in each.param_groups for p in group["params"]]
+    with_parameters = [optimizer for optimizer in alike if any(group["params"] for group in optimizer.param_groups)]
+    parameters = [p for optimizer in with_parameters for group in optimizer.param_groups for p in group["params"]]
     elements = sum(local(p).numel() for p in parameters)
-    modes = {each.tp_mode for each in with_parameters if isinstance(each, TensorParallelMuon | Spectron)}
+    modes = {optimizer.tp_mode for optimizer in with_parameters if isinstance(optimizer, TensorParallelMuon | Spectron)}
     text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
     text += "".join(f", tp_mode {mode} ({source})" for mode in modes)
-    if muons := [each for each in with_parameters if isinstance(each, TensorParallelMuon)]:
-        if offloaded := sum(sum(each.prepare().offloaded()) for each in muons):
+    if muons := [optimizer for optimizer in with_parameters if isinstance(optimizer, TensorParallelMuon)]:
+        if offloaded := sum(sum(optimizer.prepare().offloaded()) for optimizer in muons):
             text += f", {offloaded / 2**20:,.3g} MiB of their state in host memory"
         return f"{text}, {_orthogonalized(muons)}"
-    if factored := [each for each in with_parameters if isinstance(each, Spectron)]:
-        count = sum(each.matrices_per_step for each in factored)
-        ranks = sorted({group["rank"] for each in factored for group in each.param_groups if group["params"]})
+    if factored := [optimizer for optimizer in with_parameters if isinstance(optimizer, Spectron)]:
+        count = sum(optimizer.matrices_per_step for optimizer in factored)
+        ranks = sorted({group["rank"] for optimizer in factored for group in optimizer.param_groups if group["params"]})
         listed = " or ".join(map(str, ranks))
         # for those who did not ask for low rank
         return f"{text}, {count} matrices, each the product of two factors of rank {listed} from the first step on"

@@ -13,9 +13,8 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
-from megatron_eopt.optimizers.muon_checks import refuse_blockwise
+from megatron_eopt.optimizers.muon_arguments import Execution, refuse_blockwise, spelled_out
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
-from megatron_eopt.optimizers.relatives import Execution, spelled_out
 from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -66,16 +65,16 @@ def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
 def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
     """``rsqrt(max(v, eps))`` of rows or columns, keeping ``||O||``; one reduction."""
     steps: dict[int, Tensor] = {}
-    each = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
-    means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
+    measured = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
+    means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in measured]
     # a short dimension that is cut needs its means reduced; one that is whole, the norms of O and U
     crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
     here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
 
-    def follow(some: list[int], found: Sequence[Statistics]) -> list[Tensor]:
+    def follow(some: list[int], statistics: Sequence[Statistics]) -> list[Tensor]:
         """Norms of rows or columns of ``O`` and ``U``, unscaled."""
         of_some = [moments[i] for i in some]
-        along = [squares for each in found for squares in each.values()]
+        along = [squares for of_matrix in statistics for squares in of_matrix.values()]
         new = torch._foreach_clamp_min(average(of_some, along), [moment.eps for moment in of_some])
         torch._foreach_rsqrt_(new)
         steps.update(zip(some, new, strict=True))
@@ -109,12 +108,12 @@ def _tall(shape: Shape) -> bool:
 
 def _means_cross(matrix: Matrix) -> bool:
     short = int(_tall(matrix.shape))
-    return any(each.shape[1 - short] and each.shape[short] != matrix.shape[short] for each in matrix.rectangles)
+    return any(r.shape[1 - short] and r.shape[short] != matrix.shape[short] for r in matrix.rectangles)
 
 
 def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> tuple[Tensor, ...]:
     several = [zip(matrices, xs, strict=True) for xs in shards]
-    wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for each in several for matrix, x in each]
+    wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for pairs in several for matrix, x in pairs]
     return norms_of(engine.statistics(wanted)).chunk(len(shards))
 
 
@@ -152,7 +151,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
 
-    @spelled_out(Execution)
+    @spelled_out(Execution, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -224,10 +223,10 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name, method = type(self).__name__, self.moment2_method
-        for own in ("orthogonalize", "scaled_orthogonalize_fn"):
-            if self._of_user(own):
+        for method_name in ("orthogonalize", "scaled_orthogonalize_fn"):
+            if self._of_user(method_name):
                 raise TypeError(
-                    f"{name} has an {own} of its own, which makes scaled updates; the second moment needs the "
+                    f"{name} has an {method_name} of its own, which makes scaled updates; the second moment needs the "
                     f"orthogonal factors of all matrices together, before they are scaled: set orthogonalize_fn, "
                     f"override program, or take TensorParallelMuon"
                 )

@@ -122,7 +122,7 @@ class BaseOptimizer(Optimizer):
         built = bool(vars(self).get("param_groups"))
         if name not in self.traits.planned_by or not built:
             if built:
-                group_settings.check_attribute(type(self), name, vars(self), self.defaults)
+                group_settings.check_attribute(type(self), name, value, vars(self), self.defaults)
             super().__setattr__(name, value)
             return
         before, groups = dict(vars(self)), self.param_groups
@@ -250,12 +250,12 @@ class BaseOptimizer(Optimizer):
 
     def group_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the group of a parameter."""
-        found = self._session.group_of.get(parameter)
+        known = self._session.group_of.get(parameter)
         # a load makes other groups, and Megatron replaces parameters by its fp32 copies
-        if found is None or not any(found is group for group in self.param_groups):
+        if known is None or not any(known is group for group in self.param_groups):
             self._session.group_of = {p: group for group in self.param_groups for p in group["params"]}
-            found = self._session.group_of[parameter]
-        return found
+            known = self._session.group_of[parameter]
+        return known
 
     @property
     def matrices_per_step(self) -> int:
@@ -379,12 +379,12 @@ class BaseOptimizer(Optimizer):
         described = [replace(self._described(name, p), settings=settings[p]) for name, p in named]
         known = self.param_groups[0].get(RATES)
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
-        own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
+        used = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if self.offload_fraction]
         state = max(of_entries, default=0)
         workspace = Workspace(bytes=self.workspace, kept=4 * self.traits.keeps_momenta + state, state=state)
-        return Engine(described, device, self.tp_mode, own, workspace)
+        return Engine(described, device, self.tp_mode, used, workspace)
 
     def kernel_times(self) -> Tensor:
         """Times that choose the kernel: see :func:`.timing.times`."""
@@ -528,7 +528,7 @@ def _seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
 
 
 def _frozen(value: object) -> object:
-    """A copy of nested lists, whose other entries are compared as in :func:`_seen`."""
+    """A copy of nested lists, to compare them entry by entry."""
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))
     return (type(value), value) if isinstance(value, int | float) else (id(value), value)

@@ -133,8 +133,8 @@ class DistributedMuon(BaseOptimizer):
         super().add_param_group(param_group)
         parameters, added = self._parameters(), self.param_groups[-1]["params"]
         self.rounds.append(deal([(p.shape, p.dtype) for p in added], self.loads, len(parameters) - len(added)))
-        for each in self.rounds[-1]:
-            self.compute_ranks |= zip([parameters[i] for i in each.matrices], each.compute_ranks, strict=True)
+        for bucket in self.rounds[-1]:
+            self.compute_ranks |= zip([parameters[i] for i in bucket.matrices], bucket.compute_ranks, strict=True)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum on the compute rank; nothing elsewhere."""
@@ -151,14 +151,14 @@ class DistributedMuon(BaseOptimizer):
         collected = super().state_dict()
         kept = to in (None, self.rank)
         parameters = self._parameters()
-        for each in chain(*self.rounds):
-            of_round, own = [parameters[i] for i in each.matrices], self._own(each)
-            momentum = torch.empty_like(of_round[0]) if own is None else self.state[of_round[own]][MOMENTUM_BUFFER]
-            momenta = self._exchange(each, momentum)()
+        for bucket in chain(*self.rounds):
+            of_round, mine = [parameters[i] for i in bucket.matrices], self._own(bucket)
+            momentum = torch.empty_like(of_round[0]) if mine is None else self.state[of_round[mine]][MOMENTUM_BUFFER]
+            momenta = self._exchange(bucket, momentum)()
             if kept:
-                for index, momentum in zip(each.matrices, momenta, strict=True):
-                    own = collected["state"].get(index, {})
-                    collected["state"][index] = {**own, MOMENTUM_BUFFER: momentum.cpu()}
+                for index, momentum in zip(bucket.matrices, momenta, strict=True):
+                    further = collected["state"].get(index, {})
+                    collected["state"][index] = {**further, MOMENTUM_BUFFER: momentum.cpu()}
         self._consolidated = collected if kept else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,16 +187,16 @@ class DistributedMuon(BaseOptimizer):
         state = state_dict["state"]
         saved_as = [index for group in state_dict["param_groups"] for index in group["params"]]
         named = zip(self._parameters(), saved_as, parameter_names(self.param_groups), strict=False)
-        own = [(index, name) for p, index, name in named if self.compute_ranks.get(p) == self.rank]
-        missing = [name for index, name in own if not state.get(index)]
+        mine = [(index, name) for p, index, name in named if self.compute_ranks.get(p) == self.rank]
+        missing = [name for index, name in mine if not state.get(index)]
         if any(state.values()) and missing:
             raise ValueError(
                 f"the state has no momentum of {', '.join(missing)}, which rank {self.rank} computes: it is a part of "
                 f"another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
             )
         # of matrices of other ranks what users keep beside the momentum
-        others = {index: {key: x for key, x in each.items() if key != MOMENTUM_BUFFER} for index, each in state.items()}
-        kept = {index: state[index] for index, _ in own if index in state}
+        others = {i: {key: x for key, x in of_p.items() if key != MOMENTUM_BUFFER} for i, of_p in state.items()}
+        kept = {index: state[index] for index, _ in mine if index in state}
         super().load_state_dict({**state_dict, "state": others | kept})
         self._consolidated = None
 
@@ -247,18 +247,18 @@ class DistributedMuon(BaseOptimizer):
         self._consolidated = None
         parameters, flags = self._parameters(), accepted.unbind()
         pairs = zip(self.param_groups, self.rounds, strict=True)
-        waiting = (self._round(each, group, parameters, flags) for group, dealt in pairs for each in dealt)
+        waiting = (self._round(bucket, group, parameters, flags) for group, dealt in pairs for bucket in dealt)
         for _ in rounds(waiting):
             pass
 
     def _round(
-        self, each: Bucket, group: dict[str, Any], parameters: Sequence[Tensor], flags: Sequence[Tensor]
+        self, bucket: Bucket, group: dict[str, Any], parameters: Sequence[Tensor], flags: Sequence[Tensor]
     ) -> Generator[None, None, None]:
-        matrices, accepted = [parameters[i] for i in each.matrices], torch.stack([flags[i] for i in each.matrices])
+        matrices, accepted = [parameters[i] for i in bucket.matrices], torch.stack([flags[i] for i in bucket.matrices])
         if self.ranks == 1 and matrices[0].grad is None:
             return  # with others, who wait for it, the round is made, and its result is left out
         # M <- M + (1 - momentum) (g - M), and its factor O, of the matrix that this rank computes
-        received = self._exchange(each, self._factor(each, matrices, accepted, group))
+        received = self._exchange(bucket, self._factor(bucket, matrices, accepted, group))
         yield
         updates = [factor.to(W.dtype).view_as(W) for W, factor in zip(matrices, received(), strict=True)]
         # W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O
@@ -266,35 +266,35 @@ class DistributedMuon(BaseOptimizer):
         scale = muon_scale_factor(len(matrices[0]), matrices[0][:1].numel(), "shape_scaling")
         foreach.subtract(matrices, updates, group["lr"] * scale, accepted)
 
-    def _factor(self, each: Bucket, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> Tensor:
+    def _factor(self, bucket: Bucket, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> Tensor:
         dtype = product_dtype(parameters[0].dtype, self.fp32_matmul_prec)
-        own = self._own(each)
-        if own is None:
+        index = self._own(bucket)
+        if index is None:
             return parameters[0].new_empty(parameters[0].flatten(1).shape, dtype=dtype)
-        parameter = parameters[own]
+        parameter = parameters[index]
         momentum = self._states.of(parameter)[MOMENTUM_BUFFER]
         gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
-        flag, steps = accepted[own : own + 1], group["ns_steps"]
+        flag, steps = accepted[index : index + 1], group["ns_steps"]
         [update] = foreach.average([momentum], [gradient], group["momentum"], group["nesterov"], flag)
         update, precision = update.flatten(1), self.fp32_matmul_prec
         products = made(group[KERNEL], min(update.shape), "tf32" if precision == "high" else "ieee")
         settings: dict[str, Any] = {"fp32_matmul_prec": precision, "propagate_nan": True, "products": products}
         return newton_schulz(update, steps, _COEFFICIENTS, **settings).to(dtype)
 
-    def _exchange(self, each: Bucket, own: Tensor) -> Callable[[], list[Tensor]]:
+    def _exchange(self, bucket: Bucket, mine: Tensor) -> Callable[[], list[Tensor]]:
         """Start to exchange a round's tensors; calling the result waits."""
         group = self.process_group
         if group is None or self.ranks == 1:
-            return lambda: [own]
-        if len(each.compute_ranks) == self.ranks:
-            gathered = all_gather(own, group)
+            return lambda: [mine]
+        if len(bucket.compute_ranks) == self.ranks:
+            gathered = all_gather(mine, group)
             return lambda: list(gathered.wait())
-        buffers = [own if rank == self.rank else torch.empty_like(own) for rank in each.compute_ranks]
-        sent = [broadcast(x, rank, group) for x, rank in zip(buffers, each.compute_ranks, strict=True)]
+        buffers = [mine if rank == self.rank else torch.empty_like(mine) for rank in bucket.compute_ranks]
+        sent = [broadcast(x, rank, group) for x, rank in zip(buffers, bucket.compute_ranks, strict=True)]
         return lambda: [one.wait() for one in sent]
 
-    def _own(self, each: Bucket) -> int | None:
-        return each.compute_ranks.index(self.rank) if self.rank in each.compute_ranks else None
+    def _own(self, bucket: Bucket) -> int | None:
+        return bucket.compute_ranks.index(self.rank) if self.rank in bucket.compute_ranks else None
 
 
 def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], first: int = 0) -> list[Bucket]:
@@ -305,10 +305,10 @@ def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], fir
     of the first parameter.
     """
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
-    for index, each in enumerate(shapes, first):
-        alike.setdefault(each, []).append(index)
+    for index, shape_and_dtype in enumerate(shapes, first):
+        alike.setdefault(shape_and_dtype, []).append(index)
     dealt = []
-    for (shape, dtype), indices in sorted(alike.items(), key=lambda each: each[0][0].numel(), reverse=True):
+    for (shape, dtype), indices in sorted(alike.items(), key=lambda item: item[0][0].numel(), reverse=True):
         for some in batched(indices, len(loads)) if shape.numel() else ():
             least = sorted(range(len(loads)), key=loads.__getitem__)[: len(some)]
             for rank in least:

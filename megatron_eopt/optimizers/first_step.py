@@ -26,14 +26,14 @@ def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], paramete
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.grad is None:
             continue
-        known = [each for of_one in _stepped_by.get(parameter, ()) if (each := of_one()) is not None]
+        known = [other for of_one in _stepped_by.get(parameter, ()) if (other := of_one()) is not None]
         if optimizer not in known:
             before.update(known)
-            _stepped_by[parameter] = [ref(each) for each in (*known, optimizer)]
+            _stepped_by[parameter] = [ref(other) for other in (*known, optimizer)]
         elif known[-1] is not optimizer:  # after a run, its optimizer may stay alive while another trains on
             since[name] = known[-1]
     if since:
-        kinds = " and ".join(dict.fromkeys(type(each).__name__ for each in (optimizer, *since.values())))
+        kinds = " and ".join(dict.fromkeys(type(other).__name__ for other in (optimizer, *since.values())))
         logger.warning(
             f"{listed(since)}: stepped in turn by two optimizers ({kinds}); give each parameter to one of them"
         )
@@ -57,8 +57,8 @@ def warned_of_unmarked(
     tp: ProcessGroup,
 ) -> bool:
     """Warn of a ``partition_dim`` without ``tensor_model_parallel``."""
-    each = zip(names, parameters, matrices, strict=True)
-    claiming = [(name, p) for name, p, own in each if own and p.ndim > 1 and getattr(p, "partition_dim", -1) >= 0]
+    several = zip(names, parameters, matrices, strict=True)
+    claiming = [(name, p) for name, p, of_p in several if of_p and p.ndim > 1 and getattr(p, "partition_dim", -1) >= 0]
     unmarked = [name for name, p in claiming if not is_sharded(p) and not hasattr(p, "tensor_model_parallel")]
     if unmarked and tp.rank() == 0:
         logger.warning(

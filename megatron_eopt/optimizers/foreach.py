@@ -30,8 +30,8 @@ def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
         flags = _column(accepted, some, new[some[0]])
         otherwise = old if isinstance(old, float) else stacked(old, some)
         stack = torch.where(flags, stacked(new, some), otherwise)
-        for i, each in zip(some, stack.unbind(), strict=True):
-            result[i] = each
+        for i, x in zip(some, stack.unbind(), strict=True):
+            result[i] = x
     return result
 
 
@@ -53,13 +53,13 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
 def scale_each(tensors: Tensors, factors: Tensors) -> None:
     """Multiply each tensor in place by its own factor."""
     for some in alike(tensors, factors):
-        first, each = tensors[some[0]], stacked(factors, some)
-        each = each.to(torch.promote_types(first.dtype, torch.float32))
-        each = each.view(-1, *[1] * first.ndim) if each.ndim == 1 else each
+        first, factor = tensors[some[0]], stacked(factors, some)
+        factor = factor.to(torch.promote_types(first.dtype, torch.float32))
+        factor = factor.view(-1, *[1] * first.ndim) if factor.ndim == 1 else factor
         if len(some) == 1:
-            first.mul_(each[0])  # without a copy, of what may be large
+            first.mul_(factor[0])  # without a copy, of what may be large
         else:
-            torch._foreach_copy_([tensors[i] for i in some], (stacked(tensors, some) * each).unbind())
+            torch._foreach_copy_([tensors[i] for i in some], (stacked(tensors, some) * factor).unbind())
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
@@ -110,8 +110,8 @@ def stacked(tensors: Tensors, some: Sequence[int] | None = None) -> Tensor:
 
 
 def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
-    each = x.unbind()
-    chosen = x if len(some) == len(x) else torch.stack([each[i] for i in some])
+    entries = x.unbind()
+    chosen = x if len(some) == len(x) else torch.stack([entries[i] for i in some])
     return chosen.view(-1, *[1] * like.ndim)
 
 
@@ -135,8 +135,8 @@ def active(
 def alike(*lists: Tensors) -> Iterator[list[int]]:
     """Indices of equal tensors, :data:`MOST_BYTES` at a time."""
     kinds: dict[tuple[object, ...], list[int]] = {}
-    for i, each in enumerate(zip(*lists, strict=True)):
-        kinds.setdefault(tuple((x.shape, x.dtype) for x in each), []).append(i)
+    for i, tensors in enumerate(zip(*lists, strict=True)):
+        kinds.setdefault(tuple((x.shape, x.dtype) for x in tensors), []).append(i)
     for indices in kinds.values():
         most = max(1, MOST_BYTES // max(1, lists[0][indices[0]].nbytes))
         yield from (indices[start : start + most] for start in range(0, len(indices), most))

@@ -60,9 +60,9 @@ class UpdateSettings:
         """These settings, with what a group says itself."""
         iteration = self.newton_schulz
         steps, coefficients = group.get(STEPS, iteration.steps), group.get(COEFFICIENTS, iteration.coefficient_type)
-        own = replace(iteration, steps=steps, coefficient_type=coefficients)
+        newton_schulz = replace(iteration, steps=steps, coefficient_type=coefficients)
         mode, factor = group.get(SCALE_MODE, self.scale_mode), group.get(EXTRA_SCALE, self.extra_scale_factor)
-        return UpdateSettings(own, mode, factor)
+        return UpdateSettings(newton_schulz, mode, factor)
 
     def scale(self, rows: int, cols: int) -> float:
         """Factor of a (rows x cols) matrix's orthogonal factor."""
@@ -74,7 +74,7 @@ class UpdateSettings:
 
 
 def renamed(name: str, traits: Traits, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under the names of ``traits``; ``known`` completes the weight decay."""
+    """Settings under the names of ``traits``, decay completed by ``known``."""
     group = dict(given)
     of_momentum = traits.momentum_key, "momentum", "momentum_beta"
     of_nesterov = traits.nesterov_key, "nesterov", "use_nesterov"
@@ -104,7 +104,7 @@ def rename(name: str, traits: Traits, group: dict[str, Any], known: Mapping[str,
 
 
 def own_settings(groups: Sequence[Mapping[str, Any]], names: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Each group's own settings of ``names``, pairs of a key and its name in the result."""
+    """Each group's own settings, under pairs of keys and new names."""
     return [{name: group[key] for key, name in names if key in group} for group in groups]
 
 
@@ -143,13 +143,17 @@ def check_flag(name: str, key: str, value: object) -> None:
 def arguments_of(cls: type) -> dict[str, Any]:
     """Argument -> annotation, of this package's constructors of a class."""
     classes = [vars(c) for c in reversed(cls.__mro__) if c.__module__.startswith(f"{OURS}.") and "__init__" in vars(c)]
-    named = [each for own in classes for each in list(inspect.signature(own["__init__"]).parameters.values())[1:]]
-    return {each.name: each.annotation for each in named if each.kind is not each.VAR_KEYWORD}
+    arguments = [
+        p for cls_vars in classes for p in list(inspect.signature(cls_vars["__init__"]).parameters.values())[1:]
+    ]
+    return {p.name: p.annotation for p in arguments if p.kind is not p.VAR_KEYWORD}
 
 
-def check_attribute(cls: type, name: str, attributes: Collection[str], defaults: Collection[str]) -> None:
-    """Refuse to set what only the constructor takes; warn of what only groups have."""
-    if name not in arguments_of(cls):
+def check_attribute(
+    cls: type, name: str, value: object, attributes: Mapping[str, object], defaults: Collection[str]
+) -> None:
+    """Refuse attributes of the constructor; warn of those of groups."""
+    if name not in arguments_of(cls) or (name in attributes and attributes[name] is value):
         return
     in_groups = f"set it in each group, optimizer.param_groups[i][{name!r}]"
     if name in attributes:
@@ -171,7 +175,7 @@ def note_names(name: str, given: Iterable[object], known: Collection[str], of_ot
             f"{name}: a group has use_muon, which chooses no optimizer here: write Muon(matrices, rest), with the "
             f"parameters of use_muon=True and with all others"
         )
-    for key in (each for each in given if isinstance(each, str) and each not in known):
+    for key in (key for key in given if isinstance(key, str) and key not in known):
         meant = ELSEWHERE.get(key) or did_you_mean(key, known)
         misspelt = difflib.get_close_matches(key, known, cutoff=MISSPELT)
         if misspelt or key in of_others:
@@ -215,20 +219,20 @@ def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> N
     """Refuse settings that are no numbers or one-entry tensors."""
     for key in keys:
         value = group[key]
-        for each in (value if isinstance(value, list | tuple) else ()) if key == "betas" else (value,):
+        for number in (value if isinstance(value, list | tuple) else ()) if key == "betas" else (value,):
             # numbers of numpy's have no dimensions
-            if not isinstance(each, NUMBER) and getattr(each, "ndim", None) != 0:
-                raise TypeError(f"{name}: {key} must be a number, or a tensor of one entry, got {each!r}")
-            if isinstance(each, Tensor) and each.numel() != 1:
+            if not isinstance(number, NUMBER) and getattr(number, "ndim", None) != 0:
+                raise TypeError(f"{name}: {key} must be a number, or a tensor of one entry, got {number!r}")
+            if isinstance(number, Tensor) and number.numel() != 1:
                 raise ValueError(
                     f"{name}: {key} must be a number, or a tensor of one entry, got a tensor of shape "
-                    f"{tuple(each.shape)}"
+                    f"{tuple(number.shape)}"
                 )
 
 
 def without_dimensions(value: Any) -> Any:
     """A tensor of one entry without dimensions; waits for nothing."""
-    if isinstance(value, list | tuple) and any(hasattr(each, "ndim") for each in value):
+    if isinstance(value, list | tuple) and any(hasattr(x, "ndim") for x in value):
         return type(value)(map(without_dimensions, value))
     if isinstance(value, Tensor):
         return value.reshape(()) if value.ndim else value
@@ -237,7 +241,7 @@ def without_dimensions(value: Any) -> Any:
 
 def without_tensors(value: Any) -> Any:
     """Replace tensors, unread, by 0.5, which is in every range."""
-    if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+    if isinstance(value, list | tuple) and any(isinstance(x, Tensor) for x in value):
         return type(value)(map(without_tensors, value))
     return 0.5 if isinstance(value, Tensor) else value
 
@@ -256,12 +260,12 @@ def by_parameter(
     Those of its group under ``keys`` win over those ``of_all``. What users added, ``users``, may differ between ranks,
     and the plan has the coefficients.
     """
-    found: dict[Tensor, dict[str, Any]] = {}
+    settings_of: dict[Tensor, dict[str, Any]] = {}
     for group in groups:
         settings = {**of_all, **{key: group[key] for key in sorted(keys) if key in group}}
         compared = plain({key: x for key, x in settings.items() if key != "coefficients" and key not in users})
-        found |= dict.fromkeys(group["params"], compared)
-    return found
+        settings_of |= dict.fromkeys(group["params"], compared)
+    return settings_of
 
 
 def is_plain(value: Any) -> bool:
@@ -308,20 +312,21 @@ def also_called[**P](**spellings: str | tuple[str, dict[Any, Any]]) -> Callable[
 
         @functools.wraps(init)
         def accepting(*args: P.args, **kwargs: P.kwargs) -> None:
-            found = {other: kwargs.pop(other) for other in spellings.keys() & kwargs.keys()}
-            given = signature.bind_partial(*args, **kwargs).arguments if found else {}
-            for other, value in found.items():
+            renamed_arguments = {other: kwargs.pop(other) for other in spellings.keys() & kwargs.keys()}
+            given = signature.bind_partial(*args, **kwargs).arguments if renamed_arguments else {}
+            for other, value in renamed_arguments.items():
                 spelling = spellings[other]
                 name, values = (spelling, None) if isinstance(spelling, str) else spelling
                 if values is not None and value not in values:
                     raise ValueError(f"{other} must be one of {', '.join(map(str, values))}, got {value!r}")
                 here = value if values is None else values[value]
-                if given.setdefault(name, here) != here:
+                if name not in given:
+                    given[name] = kwargs[name] = here
+                elif given[name] != here:
                     raise ValueError(
                         f"{other}={value!r} is another name for {name}={here!r}, but {name}={given[name]!r} was given "
                         f"too: leave one of them away"
                     )
-                kwargs.setdefault(name, here)
             init(*args, **kwargs)
 
         accepting.other_names = frozenset(spellings)  # type: ignore[attr-defined]

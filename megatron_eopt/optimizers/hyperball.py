@@ -13,8 +13,8 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.muon import Chunk, momentum
+from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.relatives import Transport, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.forms import nonzero
@@ -68,7 +68,7 @@ class MuonHyperball(TensorParallelMuon):
 
     _radii_of: object = None  # the engine of the last step: another one may be of further matrices
 
-    @spelled_out(Transport)
+    @spelled_out(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -138,11 +138,12 @@ def rotate(chunk: Chunk, engine: Engine, factors: Tensors) -> None:
     several = list(zip(engine.flat(chunk.indices), shards, factors, strict=True))
     wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True, inner=factor) for matrix, x, factor in several]
     wanted += [StatisticsRequest(matrix=matrix, x=factor, squared_norm=True) for matrix, _, factor in several]
-    found = engine.statistics(wanted)
-    squares, inner = norms_of(found), torch.stack([each["inner_product"] for each in found[: len(several)]])
-    radii = [torch.stack([radius for each in batch.further for radius in each]) for batch in chunk.batches]
+    measured = engine.statistics(wanted)
+    inner = torch.stack([of_matrix["inner_product"] for of_matrix in measured[: len(several)]])
+    squares = norms_of(measured)
+    radii = [torch.stack([radius for norms in batch.further for radius in norms]) for batch in chunk.batches]
     lengths = torch.cat([of_batch * batch.lr for of_batch, batch in zip(radii, chunk.batches, strict=True)])
-    flags = [batch.flag(n) for batch in chunk.batches for n, each in enumerate(batch.further) for _ in each]
+    flags = [batch.flag(n) for batch in chunk.batches for n, norms in enumerate(batch.further) for _ in norms]
     if masks := [flag for flag in flags if isinstance(flag, Tensor)]:  # all of them, or none
         lengths = lengths * torch.stack(masks)
     move(shards, factors, on_spheres(squares, inner, torch.cat(radii), lengths))
@@ -169,9 +170,9 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
 def move(shards: Tensors, factors: Tensors, coefficients: Tensor) -> None:
     """Apply ``W <- (W - a O) b`` in place, rounded once."""
     pieces: list[tuple[Tensor, ...]] = []  # of few enough rows that a copy is bounded
-    for x, factor, each in zip(shards, factors, coefficients.unbind(), strict=True):
+    for x, factor, of_matrix in zip(shards, factors, coefficients.unbind(), strict=True):
         height = max(1, foreach.MOST_BYTES // 4 // max(1, x.shape[1]))
-        pieces += zip(x.split(height), factor.split(height), repeat(each), strict=False)
+        pieces += zip(x.split(height), factor.split(height), repeat(of_matrix), strict=False)
     for some in foreach.alike(*zip(*pieces, strict=True)):
         xs, of_some, of_each = map(list, zip(*(pieces[i] for i in some), strict=True))
         before, after = torch.stack(xs), torch.stack(of_some)

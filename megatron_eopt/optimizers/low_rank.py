@@ -80,7 +80,7 @@ def factor_of_pair(matrix: Layout, i: int, name: str, end: str, rank: int, dtype
 def _side(layout: Layout, dim: int, rank: int) -> Layout:
     shape = layout.shape[dim], rank
     edges = ((x.left, x.right) if dim else (x.top, x.bottom) for x in layout.rectangles)
-    rectangles = tuple(Rectangle(*each, 0, rank) for each in edges)
+    rectangles = tuple(Rectangle(*edge, 0, rank) for edge in edges)
     if set(rectangles) == {whole(shape)}:  # each rank treats as its own what it has whole
         return on_one_rank(shape)
     return replace(layout, shape=shape, rectangles=rectangles)
@@ -161,8 +161,8 @@ def chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Factored]) 
     nbytes: Counter[object] = Counter()
     for unit in units:
         of_unit = {p: known[p] for p in unit}
-        alike = tuple((p.dtype, own.factors[0].matrix.label) for p, own in of_unit.items())
-        nbytes[alike] += sum(own.nbytes * len(own.factors[::2]) for own in of_unit.values())
+        alike = tuple((p.dtype, w.factors[0].matrix.label) for p, w in of_unit.items())
+        nbytes[alike] += sum(w.nbytes * len(w.factors[::2]) for w in of_unit.values())
         chunks.setdefault((alike, nbytes[alike] // foreach.MOST_BYTES), {}).update(of_unit)
     return chunks.values()
 
@@ -171,10 +171,10 @@ def stacks(
     factored: Mapping[Tensor, Factored], group: Mapping[str, Any], flags: Mapping[Tensor, Tensor], tensors: Tensors
 ) -> Iterator[FactorStack]:
     """First and second factors of equal pairs, of bounded size."""
-    factors = [(p, i, each) for p, own in factored.items() for i, each in enumerate(own.factors, own.first)]
+    factors = [(p, i, factor) for p, w in factored.items() for i, factor in enumerate(w.factors, w.first)]
     alike: dict[tuple[int, ...], list[Any]] = {}
     for number, pair in enumerate(batched(factors, 2)):
-        alike.setdefault(tuple(id(each.matrix) for *_, each in pair), []).append((number, pair))
+        alike.setdefault(tuple(id(factor.matrix) for *_, factor in pair), []).append((number, pair))
     for equal in alike.values():
         nbytes = max(1, *(factored[p].nbytes for p, *_ in equal[0][1]))
         for some in batched(equal, max(1, foreach.MOST_BYTES // nbytes)):
@@ -184,7 +184,7 @@ def stacks(
             for side in both:
                 of_side, indices, (first, *_) = zip(*side, strict=True)
                 label, transposed = first.layout.label, first.transposed
-                values, momenta, us = map(list, zip(*(tensors(p, each) for p, _, each in side), strict=True))
+                values, momenta, us = map(list, zip(*(tensors(p, factor) for p, _, factor in side), strict=True))
                 yield FactorStack(numbers, of_side, indices, label, transposed, accepted, group, values, momenta, us)
 
 
@@ -202,8 +202,8 @@ def project(
     for rectangle, factor, turn in zip(rectangles, factors, turns, strict=True):
         W, layout, (_, r) = rectangle, factor.matrix, factor.layout.shape
         if layout.group is not None and layout.sharded:
-            W, own = rectangle.new_zeros(layout.shape), layout.rectangle
-            W[own.top : own.bottom, own.left : own.right] = rectangle
+            W, shard = rectangle.new_zeros(layout.shape), layout.rectangle
+            W[shard.top : shard.bottom, shard.left : shard.right] = rectangle
             W = all_reduce(W, layout.group).wait()
         if layout.rank == turn % layout.ranks:
             A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
@@ -212,12 +212,12 @@ def project(
             packed.append(torch.cat([A.reshape(-1), B.reshape(-1), error[None]]))
         else:
             packed.append(W.new_empty(sum(layout.shape) * r + 1))
-    found = []
+    projected = []
     for both, factor, turn in zip(packed, factors, turns, strict=True):
-        layout, own, (_, r) = factor.matrix, factor.matrix.rectangle, factor.layout.shape
+        layout, shard, (_, r) = factor.matrix, factor.matrix.rectangle, factor.layout.shape
         if layout.group is not None:
             both = broadcast(both, turn % layout.ranks, layout.group).wait()
         A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
-        found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right], error))
-    errors = torch.cat([error for *_, error in found]).tolist()
-    return [(A, B, error) for (A, B, _), error in zip(found, errors, strict=True)]
+        projected.append((A.view(-1, r)[shard.top : shard.bottom], B.view(-1, r)[shard.left : shard.right], error))
+    errors = torch.cat([error for *_, error in projected]).tolist()
+    return [(A, B, error) for (A, B, _), error in zip(projected, errors, strict=True)]

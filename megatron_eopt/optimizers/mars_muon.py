@@ -12,8 +12,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
-from megatron_eopt.optimizers.muon_checks import refuse_blockwise
-from megatron_eopt.optimizers.relatives import Transport, spelled_out
+from megatron_eopt.optimizers.muon_arguments import Transport, refuse_blockwise, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -65,7 +64,7 @@ class MarsMuon(TensorParallelMuon):
     [1] Yuan et al., MARS: Unleashing the Power of Variance Reduction for Training Large Models, arXiv 2411.10438.
     """
 
-    @spelled_out(Transport)
+    @spelled_out(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,

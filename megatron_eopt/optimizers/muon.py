@@ -38,7 +38,7 @@ class Batch:
 
     @property
     def changed(self) -> list[list[Tensor]]:
-        """What a step writes to: weights, momenta, and each kind of further state."""
+        """Weights, momenta and each kind of further state, which steps change."""
         return [self.weights, self.momenta, *map(list, zip(*self.further, strict=True))]
 
     def flag(self, index: int) -> Tensor | bool:
@@ -88,14 +88,14 @@ def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> list[Tensor]
     for batch in chunk.batches:
         momenta, gradients = batch.momenta, batch.gradients
         if batch.rounded is not None:
-            momenta, gradients = ([x.float() for x in each] for each in (momenta, gradients))
+            momenta, gradients = ([x.float() for x in tensors] for tensors in (momenta, gradients))
         if batch.decays and batch.decay_method == "l2":
             gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
-        found = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
+        u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
         if batch.rounded is not None:
             store(batch.momenta, momenta, batch.rounded, batch.settings[MOMENTUM_STEPS])
-            found = [x.to(weight.dtype) for x, weight in zip(found, batch.weights, strict=True)]
-        updates += found
+            u = [x.to(weight.dtype) for x, weight in zip(u, batch.weights, strict=True)]
+        updates += u
     return updates
 
 
@@ -103,7 +103,7 @@ def scaled(factors: list[Tensor], scales: Sequence[float]) -> list[Tensor]:
     """``s O`` of each logical matrix, in place."""
     for scale in dict.fromkeys(scales):  # one for each shape
         if scale != 1:
-            foreach.scale([x for x, own in zip(factors, scales, strict=True) if own == scale], scale)
+            foreach.scale([x for x, s in zip(factors, scales, strict=True) if s == scale], scale)
     return factors
 
 
@@ -120,25 +120,25 @@ def subtract(chunk: Chunk, engine: Engine, updates: Sequence[Tensor]) -> None:
 
 def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
     """Batches of some or all parameters, gradients cast for averaging."""
-    found, wanted = list(batches), None if parameters is None else set(parameters)
+    taken, wanted = list(batches), None if parameters is None else set(parameters)
     if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
-        found = [_subset(b, at) for b in batches if (at := [n for n, i in enumerate(b.indices) if i in wanted])]
-    for number, batch in enumerate(found):
+        taken = [_subset(b, at) for b in batches if (at := [n for n, i in enumerate(b.indices) if i in wanted])]
+    for number, batch in enumerate(taken):
         kept = zip(batch.momenta, batch.weights, strict=True)
         dtypes = [m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype) for m, w in kept]
         pairs = list(zip(batch.gradients, dtypes, strict=True))
         if any(g.dtype != dtype for g, dtype in pairs):
-            found[number] = replace(batch, gradients=[g.to(dtype) for g, dtype in pairs])
-    return found
+            taken[number] = replace(batch, gradients=[g.to(dtype) for g, dtype in pairs])
+    return taken
 
 
 def _subset(batch: Batch, at: Sequence[int]) -> Batch:
     lists = ("indices", "parameters", "weights", "momenta", "gradients", "further", "rounded")
-    own = {name: of_all for name in lists if (of_all := getattr(batch, name)) is not None}
-    changed: dict[str, Any] = {name: [of_all[n] for n in at] for name, of_all in own.items()}
+    in_use = {name: of_all for name in lists if (of_all := getattr(batch, name)) is not None}
+    changed: dict[str, Any] = {name: [of_all[n] for n in at] for name, of_all in in_use.items()}
     if batch.accepted is not None:
-        each = batch.accepted.unbind()
-        changed["accepted"] = torch.stack([each[n] for n in at])
+        flags = batch.accepted.unbind()
+        changed["accepted"] = torch.stack([flags[n] for n in at])
     return replace(batch, **changed)
 
 

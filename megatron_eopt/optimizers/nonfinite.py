@@ -47,9 +47,9 @@ class NonFinite:
     @cached_property
     def of_updates(self) -> "NonFinite":
         """The same for updates by functions of the user's."""
-        found = NonFinite(self._names, self._device)
-        found._looked_at, found._advice = "updates by your own orthogonalize", "what it cannot take, such as zeros"
-        return found
+        updates = NonFinite(self._names, self._device)
+        updates._looked_at, updates._advice = "updates by your own orthogonalize", "what it cannot take, such as zeros"
+        return updates
 
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Which parameters have a finite gradient on all ranks.
@@ -88,7 +88,7 @@ class NonFinite:
         return torch.stack(norms).mul_(0) == 0  # what is not finite gives NaN
 
     def _counted_before(self) -> Tensor | None:
-        """The counts of :data:`_DELAY` steps ago, which are on the host by now."""
+        """The counts of :data:`_DELAY` steps ago, on the host by now."""
         self._pending.append(to_host(self._counts, self._device))
         return self._pending.popleft()() if len(self._pending) > _DELAY else None
 
@@ -147,7 +147,8 @@ def check_gradients(
             continue
         # torch leaves those of norms under sequence parallelism as Partial: each rank has its own summand
         summand = isinstance(gradient, DTensor) and any(
-            each.is_partial() and gradient.device_mesh.size(i) > 1 for i, each in enumerate(gradient.placements)
+            placement.is_partial() and gradient.device_mesh.size(i) > 1
+            for i, placement in enumerate(gradient.placements)
         )
         if not strange and not (placements and (summand or local(gradient).shape != local(parameter).shape)):
             continue

@@ -45,7 +45,7 @@ class Streamed:
             homes |= {i: [x for x in state if x.shape == w.shape] for i, w, state in there}
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []
-        sizes = [sum(map(_room, each)) for each in self._waiting]
+        sizes = [sum(map(_room, tensors)) for tensors in self._waiting]
         of_slots = [max(sizes[number::2], default=0) for number in range(2)]
         self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in of_slots]
         self.held = sum(of_slots)
@@ -69,8 +69,8 @@ class Streamed:
             return [self._here.get(id(x), x) for x in tensors]
 
         # a momentum stands in for a gradient that is missing
-        found = ((each, here(each.momenta), here(each.gradients), list(map(here, each.further))) for each in batches)
-        return [replace(each, momenta=m, gradients=g, further=further) for each, m, g, further in found]
+        moved = ((b, here(b.momenta), here(b.gradients), list(map(here, b.further))) for b in batches)
+        return [replace(batch, momenta=m, gradients=g, further=further) for batch, m, g, further in moved]
 
     def around(self, chunk: Chunk, engine: Engine, program: Callable[[Chunk, Engine], Program]) -> Program:
         """Wrap a program with its chunk's state on the device."""

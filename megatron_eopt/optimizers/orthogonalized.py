@@ -246,10 +246,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             return self._orthogonalize_matrix(grad)
         if grad.ndim > 2 and split.stacked is None:  # which no split of rows knows
             rows = [block.rows for block in split.pattern(grad.shape[0]).blocks]
-            return torch.cat([self._orthogonalize_matrix(each) for each in grad.split(rows)])
+            return torch.cat([self._orthogonalize_matrix(matrix) for matrix in grad.split(rows)])
         layout = on_one_rank((grad.shape[-2], grad.shape[-1]))
         matrices = local_rows(layout.transposed if split.transposed else layout, split)
-        return matrices.merge([self._orthogonalize_matrix(each) for each in matrices.split(grad)])
+        return matrices.merge([self._orthogonalize_matrix(matrix) for matrix in matrices.split(grad)])
 
     def _orthogonalize_matrix(self, matrix: Tensor) -> Tensor:
         # the scale of a matrix without entries may divide by zero
@@ -345,7 +345,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
             if any(isinstance(p, DTensor) for p in chosen):
-                weights, momenta, gradients = (list(map(local, each)) for each in (chosen, momenta, gradients))
+                weights, momenta, gradients = (list(map(local, tensors)) for tensors in (chosen, momenta, gradients))
             batches.append(
                 Batch(
                     indices=indices,

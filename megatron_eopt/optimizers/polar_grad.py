@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
-from megatron_eopt.optimizers.relatives import Transport, spelled_out
+from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
@@ -47,7 +47,7 @@ class PolarGrad(TensorParallelMuon):
         TensorParallelMuon.traits, size_rule="the nuclear norm of the momentum", measures=True, keeps_momenta=True
     )
 
-    @spelled_out(Transport)
+    @spelled_out(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -68,8 +68,8 @@ class PolarGrad(TensorParallelMuon):
         decay(chunk)
         M = engine.split(chunk.indices, momentum(chunk))
         U = yield from engine.orthogonalize(chunk.indices, list(M))
-        each = zip(engine.flat(chunk.indices), M, U, strict=True)
-        wanted = [StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in each]
-        norms = [found["inner_product"] for found in engine.statistics(wanted)]  # <M, U>
+        triples = zip(engine.flat(chunk.indices), M, U, strict=True)
+        wanted = [StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in triples]
+        norms = [of_matrix["inner_product"] for of_matrix in engine.statistics(wanted)]  # <M, U>
         foreach.scale_each(U, norms)
         subtract(chunk, engine, U)

@@ -1,4 +1,4 @@
-"""What Muon and its relatives tell of their matrices and updates."""
+"""Reports of Muon and its relatives: matrices and updates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count, islice

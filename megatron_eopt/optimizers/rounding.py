@@ -63,7 +63,7 @@ def store(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: 
 
 def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tensor]:
     """Round shards in fp32 to bf16, by :class:`Numbered` places."""
-    found = [torch.empty_like(x, dtype=torch.bfloat16) for x in shards]
+    rounded = [torch.empty_like(x, dtype=torch.bfloat16) for x in shards]
     for some in foreach.alike(shards):
         rows, columns = shards[some[0]].shape
         place = torch.stack([places[i] for i in some])
@@ -77,8 +77,8 @@ def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tenso
             noise = mixed(down[:, first:end, None] + across[:, None])
             x = torch.stack([shards[i][first:end] for i in some])
             pieces = between(x, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
-            torch._foreach_copy_([found[i][first:end] for i in some], list(pieces.unbind()))
-    return found
+            torch._foreach_copy_([rounded[i][first:end] for i in some], list(pieces.unbind()))
+    return rounded
 
 
 def between(x: Tensor, noise: Tensor) -> Tensor:

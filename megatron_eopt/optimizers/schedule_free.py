@@ -162,7 +162,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     @torch.no_grad()
     def average(self, parameter: Tensor) -> Tensor:
         """A copy of ``x``, in the parameter's dtype and layout."""
-        if KEPT in (own := self.state.get(parameter, {})) or SCHEDULE not in own:
+        if KEPT in (state := self.state.get(parameter, {})) or SCHEDULE not in state:
             return parameter.detach().clone()
         state = self._begun_state(parameter)
         if X in state:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
-from megatron_eopt.optimizers.relatives import Transport, spelled_out
+from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.traits import PLANNED_IN_GROUPS
 
@@ -60,7 +60,7 @@ class Scion(TensorParallelMuon):
     )
 
     @also_called(spectral_radius=RADIUS)
-    @spelled_out(Transport)
+    @spelled_out(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,

@@ -214,7 +214,7 @@ class SOAP(BaseOptimizer):
         layout, name = super().layout(parameter), "expt_dp" if is_expert(parameter) else "dp_cp"
         if not self.share_over_dp or isinstance(parameter, DTensor):
             return layout
-        group, joint = (getattr(self.pg_collection, each, None) for each in (name, f"tp_{name}"))
+        group, joint = (getattr(self.pg_collection, group_name, None) for group_name in (name, f"tp_{name}"))
         return layout if group is None else shared_out(layout, group, joint, name)
 
     def split_of(self, parameter: Tensor) -> Split:
@@ -263,8 +263,8 @@ class SOAP(BaseOptimizer):
         self._based = None
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        found = super()._described(name, parameter)
-        return replace(found, layout=self.layout(parameter), split=self.split_of(parameter))
+        spec = super()._described(name, parameter)
+        return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
 
     def _planned(self, parameter: Tensor) -> list[Planned]:
         """Plan matrices; a new group changes no other's compute ranks."""
@@ -272,10 +272,10 @@ class SOAP(BaseOptimizer):
             planned: dict[Tensor, list[Planned]] = {}
             loads: dict[str, list[int]] = {}
             for group in self.param_groups:
-                for each in group["params"]:
-                    pairs = zip(self.key_ends(each), self.matrix_layouts(each), strict=True)
-                    planned[each] = [Planned(*pair, group["max_dim"] if each.ndim > 1 else -1) for pair in pairs]
-                plans = (planned[each] for each in group["params"] if not isinstance(each, DTensor))
+                for p in group["params"]:
+                    pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
+                    planned[p] = [Planned(*pair, group["max_dim"] if p.ndim > 1 else -1) for pair in pairs]
+                plans = (planned[p] for p in group["params"] if not isinstance(p, DTensor))
                 dealt = (plan for of_one in plans for plan in of_one if plan.gathered)
                 for plan in sorted(dealt, key=lambda plan: -plan.cost):
                     load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
@@ -320,12 +320,12 @@ class SOAP(BaseOptimizer):
 
 def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[bool]]:
     """Which parameters have bases, and which can make them now."""
-    found = []  # a basis of nothing would turn to that of the gradients to come only step by step
+    has_entries = []  # a basis of nothing would turn to that of the gradients to come only step by step
     for p in parameters:
         shards = zip(p.plans, engine.split([p.index], [p.gradient]), strict=True)
-        found.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())
-    some = torch.stack(engine.sums(found, [p.label for p in parameters])) > 0
-    steps = torch.stack([p.state.get(STEPS, torch.zeros_like(found[0])) for p in parameters])
+        has_entries.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())
+    some = torch.stack(engine.sums(has_entries, [p.label for p in parameters])) > 0
+    steps = torch.stack([p.state.get(STEPS, torch.zeros_like(has_entries[0])) for p in parameters])
     accepted = torch.stack([p.accepted for p in parameters])
     return torch.stack([steps > 0, accepted & some]).tolist()
 
@@ -345,13 +345,13 @@ def first_moment(equal: EqualMatrices) -> list[Tensor]:
 def updated(equal: EqualMatrices, gradient: Tensor, momentum: Tensor, squares: Tensor) -> list[Tensor]:
     """Update factors and bases; returns updates and second moments."""
     update: Tensor | None = squares if equal.moves else None
-    if own := equal.members[equal.own]:
-        sides = [[[p.state[key] for key in p.plans[i].sides[dim]] for p, i in own] for dim in (0, 1)]
+    if mine := equal.members[equal.own]:
+        sides = [[[p.state[key] for key in p.plans[i].sides[dim]] for p, i in mine] for dim in (0, 1)]
         kept = [[list(of_all) for of_all in zip(*of_side, strict=True)] for of_side in sides]
         stacks = [[stacked(of_all) for of_all in of_side] for of_side in kept]
-        left, right = (Side(*each) if each else None for each in stacks)
+        left, right = (Side(*stack) if stack else None for stack in stacks)
         accepted = equal.accepted[equal.own]
-        steps = torch.stack([p.state[STEPS] for p, _ in own]).view(accepted.shape)
+        steps = torch.stack([p.state[STEPS] for p, _ in mine]).view(accepted.shape)
         matrices = Preconditioned(gradient, momentum, squares, steps, accepted, (left, right))
         with fp32_products(equal.settings["fp32_matmul_prec"]):
             update = update_of(matrices, equal.settings, equal.first)

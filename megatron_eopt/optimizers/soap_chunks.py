@@ -56,7 +56,7 @@ class ParameterStep:
     def kinds(self) -> tuple[Hashable, ...]:
         """What equal logical matrices have in common, for each."""
         ours = id(self.settings), self.first, self.parameter.dtype, min(self.parameter.ndim, 2)
-        return tuple((*ours, *map(bool, each.sides), each.layout.shape, each.layout.rectangles) for each in self.plans)
+        return tuple((*ours, *map(bool, plan.sides), plan.layout.shape, plan.layout.rectangles) for plan in self.plans)
 
     @property
     def gradient(self) -> Tensor:
@@ -75,13 +75,13 @@ Chunk = list[tuple[ParameterStep, int]]  # logical matrices, by index, that are 
 
 def chunks_of(parameters: Sequence[ParameterStep], most_bytes: int) -> Iterator[list[Chunk]]:
     """Chunks of bounded size, listed by ranks and dtype."""
-    found: dict[tuple[str, str], dict[tuple[Hashable, ...], list[ParameterStep]]] = {}
+    by_label: dict[tuple[str, str], dict[tuple[Hashable, ...], list[ParameterStep]]] = {}
     for p in parameters:
-        found.setdefault((p.label, str(p.parameter.dtype)), {}).setdefault(p.kinds, []).append(p)
-    for _, alike in sorted(found.items()):
+        by_label.setdefault((p.label, str(p.parameter.dtype)), {}).setdefault(p.kinds, []).append(p)
+    for _, alike in sorted(by_label.items()):
         chunks: list[Chunk] = [[]]
         loads: Counter[int | None] = Counter()
-        for p, i, plan in ((each, *of_one) for each in chain(*alike.values()) for of_one in enumerate(each.plans)):
+        for p, i, plan in ((step, *of_one) for step in chain(*alike.values()) for of_one in enumerate(step.plans)):
             # gradient and moments come together; a factor may be larger
             most = max([3 * math.prod(plan.layout.shape), *(n**2 for n in compress(plan.layout.shape, plan.sides))])
             size = most * p.state[EXP_AVG].element_size()
@@ -113,21 +113,21 @@ class EqualMatrices:
 def split(chunk: Chunk, engine: Engine) -> list[EqualMatrices]:
     """Stack a chunk's equal matrices with their local shards."""
     kinds: dict[Hashable, Chunk] = {}
-    for p, i in sorted(chunk, key=lambda each: each[0].plans[each[1]].compute_rank or 0):
+    for p, i in sorted(chunk, key=lambda member: member[0].plans[member[1]].compute_rank or 0):
         kinds.setdefault(p.kinds[i], []).append((p, i))
     shards = {p: [engine.split([p.index], [x]) for x in (*p.written, p.gradient)] for p in dict(chunk)}
-    found = []
+    equal = []
     for members in kinds.values():
         (p, i), ranks = members[0], [q.plans[j].compute_rank for q, j in members]
         plan, rank = p.plans[i], p.plans[i].layout.rank
         moves = not (p.first and plan.cost and p.settings["basis_of"] == "previous")
-        numbers = [] if ranks[0] is None else [ranks.count(each) for each in range(plan.layout.ranks)]
+        numbers = [] if ranks[0] is None else [ranks.count(compute_rank) for compute_rank in range(plan.layout.ranks)]
         own = slice(sum(numbers[:rank]), sum(numbers[: rank + 1]) if numbers else None)
         spread = Spread(engine.matrices[p.index][i], numbers) if plan.gathered else None
         tensors = [[shards[q][n][j] for q, j in members] for n in range(4)]
         accepted = torch.stack([q.accepted for q, _ in members]).view(-1, *[1] * tensors[0][0].ndim)
-        found.append(EqualMatrices(members, p.settings, p.first, moves, own, spread, accepted, *tensors))
-    return found
+        equal.append(EqualMatrices(members, p.settings, p.first, moves, own, spread, accepted, *tensors))
+    return equal
 
 
 def merge(matrices: Sequence[EqualMatrices], engine: Engine) -> None:
@@ -139,7 +139,7 @@ def merge(matrices: Sequence[EqualMatrices], engine: Engine) -> None:
     for p, of_matrices in written.items():
         for n, x in enumerate(p.written):
             new = {i: of_one[n] for i, of_one in of_matrices.items()}
-            memory = {each.untyped_storage().data_ptr() for each in new.values() if each.numel()}
+            memory = {x.untyped_storage().data_ptr() for x in new.values() if x.numel()}
             if memory - {x.untyped_storage().data_ptr()}:
                 if len(new) < len(p.plans):  # other chunks have the rest
                     new = dict(enumerate(engine.split([p.index], [x]))) | new

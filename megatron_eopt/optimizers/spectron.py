@@ -92,10 +92,10 @@ def step_of_factors(factors: Sequence[FactorStack], engine: Engine, power_steps:
     indices = sorted(momenta)
     directions = dict(zip(indices, engine.factors(indices, [momenta[i] for i in indices]), strict=True))  # orth(mA)
     summed = partial(engine.sums, labels=[some.label for some in factors])
-    found = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
-    norms = summed([(u * image).sum(-1) for u, _, image in found])  # sA, sB
+    vectors = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
+    norms = summed([(u * image).sum(-1) for u, _, image in vectors])  # sA, sB
     bounds = [sA + sB + 1 for sA, sB in batched(norms, 2) for _ in "AB"]  # lr' = lr / (sA + sB + 1)
-    for some, (u, _, _), bound in zip(factors, found, bounds, strict=True):
+    for some, (u, _, _), bound in zip(factors, vectors, bounds, strict=True):
         torch._foreach_copy_(some.us, foreach.masked(u.unbind(), some.us, some.accepted))
         updates = [some.upright(directions.pop(i)) for i in some.indices]
         foreach.subtract(some.values, updates, some.settings["lr"] / bound, some.accepted)  # A -= lr' orth(mA)
@@ -213,14 +213,17 @@ class Spectron(BaseOptimizer):
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
         coefficients, precision = list(map(list, self.newton_schulz.schedule)), self.newton_schulz.fp32_matmul_prec
-        own = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
-        return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | own
+        further = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
+        return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | further
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Also those of the iteration; ``pairs`` is no setting."""
-        own = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
+        further = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
         iteration = self.newton_schulz
-        return own | {group_settings.STEPS: iteration.steps, group_settings.COEFFICIENTS: iteration.coefficient_type}
+        return further | {
+            group_settings.STEPS: iteration.steps,
+            group_settings.COEFFICIENTS: iteration.coefficient_type,
+        }
 
     @property
     def projection_errors(self) -> dict[str, float]:
@@ -248,12 +251,12 @@ class Spectron(BaseOptimizer):
         engine, factored = (self._factors, self._factored) if settled else self._proposed_factors()
         schemes = {i: b.scheme.replace("_", " ") for b in engine.plan.buckets for i in b.matrices}
         described = {}
-        for parameter, own in factored.items():
+        for parameter, w in factored.items():
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            cut = {each.number: schemes[i] for i, each in enumerate(own.factors, own.first) if schemes[i] != "local"}
+            cut = {factor.number: schemes[i] for i, factor in enumerate(w.factors, w.first) if schemes[i] != "local"}
             described[parameter] = [
                 DescribedMatrix(name, A.matrix.shape, cut.get(A.number, "local"), 1.0, None)
-                for name, A in zip(names, own.factors[::2], strict=True)
+                for name, A in zip(names, w.factors[::2], strict=True)
             ]
         return described
 
@@ -272,7 +275,7 @@ class Spectron(BaseOptimizer):
             factors, self._factored = self._proposed_factors()
             kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             self._factors, self._prepared = factors, engine
-            self._done |= {p for p, own in self._factored.items() if not own.factors[0].in_state}
+            self._done |= {p for p, w in self._factored.items() if not w.factors[0].in_state}
             for group in self.param_groups:
                 group[KERNEL] = kernel
         return engine
@@ -300,25 +303,27 @@ class Spectron(BaseOptimizer):
             iteration = self._iteration(self.group_of(parameter))
             matrices = [known.setdefault(x, x) for x in self.matrix_layouts(parameter)]
             factors = self._factors_of(parameter, matrices)
-            nbytes = factors[0].dtype.itemsize * max(each.numel for x in matrices for each in x.rectangles)
+            nbytes = factors[0].dtype.itemsize * max(rectangle.numel for x in matrices for rectangle in x.rectangles)
             factored[parameter] = Factored(index, len(described), factors, nbytes)
-            described += [ParamSpec(name + each.name, each.dtype, each.layout, WHOLE, iteration) for each in factors]
+            described += [
+                ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration) for factor in factors
+            ]
         return Engine(described, self._parameters()[0].device, self.tp_mode), factored
 
     def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout]) -> list[Factor]:
         group, names = self.group_of(parameter), self.split_of(parameter).names(self.layout(parameter).shape[0])
         dtype, kind = torch.promote_types(parameter.dtype, torch.float32), KINDS[group["pairs"]]
-        each = enumerate(zip(matrices, names, self.key_ends(parameter), strict=True))
-        return [x for i, (matrix, *name) in each for x in kind.factors(matrix, i, *name, group["rank"], dtype)]
+        numbered = enumerate(zip(matrices, names, self.key_ends(parameter), strict=True))
+        return [x for i, (matrix, *name) in numbered for x in kind.factors(matrix, i, *name, group["rank"], dtype)]
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale rows of the first factors."""
         self.prepare()
         super().scale_rows(parameters, factors)
         for parameter, factor in zip(parameters, factors, strict=True):
-            own, of_entries = self._factored[parameter], factor[:, None].expand(local(parameter).shape)
-            of_matrices = self.engine.split([own.index], [of_entries])
-            for A in (each for each in own.factors[::2] if each.in_state):
+            w, of_entries = self._factored[parameter], factor[:, None].expand(local(parameter).shape)
+            of_matrices = self.engine.split([w.index], [of_entries])
+            for A in (factor for factor in w.factors[::2] if factor.in_state):
                 scale_rows(self._tensors(parameter, A)[0], of_matrices[A.number][:, 0])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
@@ -330,11 +335,11 @@ class Spectron(BaseOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; projected weights keep its factors."""
-        for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
+        for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             for key in ("rank", "pairs"):
-                if saved.get(key, own[key]) != own[key]:
+                if saved.get(key, group[key]) != group[key]:
                     raise ValueError(
-                        f"{type(self).__name__}: group {number} has {key}={own[key]}, but the state was saved with "
+                        f"{type(self).__name__}: group {number} has {key}={group[key]}, but the state was saved with "
                         f"{saved[key]}: build the optimizer as it was"
                     )
         super().load_state_dict(state_dict)
@@ -391,12 +396,12 @@ class Spectron(BaseOptimizer):
     def _programs(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[Program]:
         for group in self.param_groups:
             kind = KINDS[group["pairs"]]
-            units = (each for each in batched(group["params"], kind.unit) if not active.isdisjoint(each))
+            units = (unit for unit in batched(group["params"], kind.unit) if not active.isdisjoint(unit))
             for factored in low_rank.chunks(filter(self._done.issuperset, units), self._factored):
                 factors = list(low_rank.stacks(factored, group, flags, self._tensors))
                 # a factor that is a parameter is a matrix of its own
-                self.newton_schulz_calls += sum(len(own.factors[::2]) for own in factored.values())
-                yield kind.program(list(factored), [own.index for own in factored.values()], factors, self.engine)
+                self.newton_schulz_calls += sum(len(w.factors[::2]) for w in factored.values())
+                yield kind.program(list(factored), [w.index for w in factored.values()], factors, self.engine)
 
     def _tensors(self, parameter: Tensor, factor: Factor) -> list[Tensor]:
         state = self._states.of(parameter, factor.kept[-1].key)
@@ -413,13 +418,13 @@ class Spectron(BaseOptimizer):
         new = {p: self._factored[p] for p, done, begins in read if begins and not done}
         if not new:
             return
-        pairs = [(p, *pair) for p, own in new.items() for pair in batched(own.factors, 2)]
+        pairs = [(p, *pair) for p, w in new.items() for pair in batched(w.factors, 2)]
         shards = (x.to(w.factors[0].dtype) for p, w in new.items() for x in self.engine.split([w.index], [local(p)]))
         turns = [new[p].first // 2 + A.number for p, A, _ in pairs]
-        found = low_rank.project(shards, [A for _, A, _ in pairs], turns)
+        projected = low_rank.project(shards, [A for _, A, _ in pairs], turns)
         names = dict(zip(self._parameters(), self._names(), strict=True))
         largest: dict[str, float] = {}
-        for (p, *_), (_, _, error) in zip(pairs, found, strict=True):
+        for (p, *_), (_, _, error) in zip(pairs, projected, strict=True):
             if isnan(error):
                 raise ValueError(
                     f"{type(self).__name__} cannot take factors from {names[p]}: a matrix of it is zero, and factors "
@@ -434,7 +439,7 @@ class Spectron(BaseOptimizer):
                 f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
             )
         self._session.changing = True
-        for (p, *pair), (*of_pair, _) in zip(pairs, found, strict=True):
+        for (p, *pair), (*of_pair, _) in zip(pairs, projected, strict=True):
             for factor, rows in zip(pair, of_pair, strict=True):
                 value, _, u = self._tensors(p, factor)
                 value.copy_(rows)

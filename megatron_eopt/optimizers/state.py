@@ -35,7 +35,7 @@ SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of a parameter, which starts with zeros or ``start``.
+    """One state tensor of a parameter: zeros, or ``start``, at first.
 
     Without ``dims`` it has the shape and layout of the parameter. Otherwise a dimension is ``rows`` or ``columns``, as
     long as those of the logical matrix and cut alike, or a number that every rank has whole; ``()`` is a scalar. Along
@@ -79,18 +79,18 @@ def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     if tensor.dims is None:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     shape, own_shape, placements = _expected(parameter, tensor, layouts)
-    own = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
+    shard = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
     if tensor.start is not None:
         layout = layouts(parameter)[tensor.matrix]
         side = layout if tensor.dims == ("rows",) else layout.transposed
-        own.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
+        shard.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
     if not isinstance(parameter, DTensor) or placements is None:
-        return own
+        return shard
     if max(tensor.dims.count(side) for side in SIDES) > 1:
         raise ValueError(f"a state tensor of a DTensor has rows and columns once each at most, got dims {tensor.dims}")
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        own, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        shard, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
@@ -105,7 +105,7 @@ def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
 
 
 def bytes_of_entry(parameter: Tensor, tensors: Iterable[StateTensor]) -> int:
-    """Bytes of state in a parameter's shape, for each of its entries."""
+    """Bytes of parameter-shaped state for each entry."""
     return sum((tensor.dtype or parameter.dtype).itemsize for tensor in tensors if tensor.dims is None)
 
 
@@ -145,14 +145,14 @@ class States:
         return state
 
     def initial(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
-        """A state tensor before the first step, where it is kept."""
+        """A state tensor before the first step, on its device."""
         if not self.is_on_host(parameter, tensor):
             return initial(parameter, tensor, self.layouts)
         pinned = parameter.device.type == "cuda"
         return torch.zeros(parameter.shape, dtype=tensor.dtype or parameter.dtype, device="cpu", pin_memory=pinned)
 
     def to_load(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> list[tuple[Tensor, Any]]:
-        """Parameters and their saved states; those that had made no step keep theirs."""
+        """Saved states of parameters, but of those without a step."""
         return [
             (p, state)
             for p, number in numbered
@@ -177,12 +177,12 @@ class States:
             elif tensor.rank is not None and tensor.is_elsewhere(self.layouts(parameter)):  # once all had it
                 state[tensor.key] = self.initial(parameter, tensor)
             elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
-                own = saved[tensor.key].detach().clone()
-                state[tensor.key] = own.to(local(parameter).device, tensor.dtype)
+                x = saved[tensor.key].detach().clone()
+                state[tensor.key] = x.to(local(parameter).device, tensor.dtype)
 
 
 def name_in_states(cls: type) -> str:
-    """A class's name in states; users' subclasses have that of their base."""
+    """A class's name in states; users' subclasses use their base's."""
     ours = f"{__name__.partition('.')[0]}."
     return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(ours))
 
@@ -225,7 +225,7 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
 def check_loaded(
     name: str, states: Iterable[tuple[Tensor, Mapping[str, Tensor]]], described: Described, layouts: Layouts
 ) -> set[str]:
-    """Refuse states of parameters that lack a tensor, or have one of another shape; return what is converted."""
+    """Refuse states with missing or misshapen tensors; returns conversions."""
     converted: set[str] = set()
     for parameter, state in states:
         for tensor in described(parameter):
@@ -243,7 +243,7 @@ def check_loaded(
 def check_kept_state(
     name: str, attribute: str, kept: Mapping[Tensor, Mapping[str, Tensor]], described: Described, layouts: Layouts
 ) -> None:
-    """Refuse a new value of an attribute with which the state would be that of other logical matrices."""
+    """Refuse an attribute's new value that does not fit the state."""
     for parameter, state in kept.items():
         try:
             for tensor in described(parameter) if state else ():
@@ -262,7 +262,7 @@ def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> State
     if not _is_cut_like(parameter, tensor):
         return own_shape, None, None
     sides = SIDES[::-1] if is_transposed(parameter) else SIDES
-    placements = tuple(_placement(each, tensor.dims, sides) for each in parameter.placements)
+    placements = tuple(_placement(placement, tensor.dims, sides) for placement in parameter.placements)
     return tensor.global_shape(layouts(parameter)), own_shape, placements
 
 

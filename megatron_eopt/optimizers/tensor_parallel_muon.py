@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.group_settings import (
     own_settings,
 )
 from megatron_eopt.optimizers.muon import Batch, Chunk, chosen, muon, scaled
-from megatron_eopt.optimizers.muon_checks import (
+from megatron_eopt.optimizers.muon_arguments import (
     check_graphs,
     check_kept,
     check_kernel_and_rates,
@@ -191,8 +191,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         decoupled = weight_decay_method != "l2" and use_decoupled_weight_decay
         decay = {"weight_decay": weight_decay, DECOUPLED: decoupled, METHOD: weight_decay_method}
         split: dict[str, Any] = {"split_qkv": split_qkv, "is_qkv_fn": is_qkv_fn, "qkv_split_shapes": qkv_split_shapes}
-        own: dict[str, Any] = {"fp32_matmul_prec": fp32_matmul_prec, **decay, **split, **self._further_settings()}
-        super().__init__(params, lr, momentum, nesterov, **own)
+        settings: dict[str, Any] = {"fp32_matmul_prec": fp32_matmul_prec, **decay, **split, **self._further_settings()}
+        super().__init__(params, lr, momentum, nesterov, **settings)
         if cuda_graphs:
             parameters = self._parameters()
             layouts = list(map(self.layout, parameters))
@@ -304,9 +304,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine, group = self.prepare(), dict(group_settings)
         index = next((i for i, parameter in enumerate(self._parameters()) if parameter is p), None)
         if index is not None:
-            own = self.group_of(p)
-            group = {**own, **group}
-            known = grad.dtype == p.dtype and self.update_settings(group) == self.update_settings(own)
+            known_group = self.group_of(p)
+            group = {**known_group, **group}
+            known = grad.dtype == p.dtype and self.update_settings(group) == self.update_settings(known_group)
         else:
             self._check_parameter(p, "p")
             check_shards(self, p, "p")
@@ -375,20 +375,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return super().proposed()
 
     def prepare(self) -> Engine:
-        """Also ask for scales, which a function of the user's may get wrong."""
+        """Also find scales, which a user's function may get wrong."""
         engine, plans = super().prepare(), self._session.plans
         if plans.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
-            plans.scales = engine, [scales_of(self._scale(self.group_of(p)), own) for p, own in matrices]
+            plans.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
         return engine
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """A group's iteration and scale; a ``ValueError`` for impossible ones."""
         for key, names in DECIDED_BY.items():
-            own = self._of_user(*names) if key in group else []
-            if own:
+            user = self._of_user(*names) if key in group else []
+            if user:
                 raise ValueError(
-                    f"{key} has no effect here, got {group[key]!r}: {own[0]} of your own decides; take the setting away"
+                    f"{key} has no effect here, got {group[key]!r}: {user[0]} of your own decides; take the setting "
+                    f"away"
                 )
             if self.traits.size_rule is not None and key in group and "scale_factor_fn" in names:
                 raise ValueError(
@@ -399,8 +400,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients decide."""
-        own = self._of_user(*OF_MATRICES, "scale_factor_fn")
-        return None if self.traits.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
+        users = self._of_user(*OF_MATRICES, "scale_factor_fn")
+        return None if self.traits.measures or users else self.update_settings(group or {}).predicted_rms(rows, cols)
 
     def explain(self) -> str:
         """The plan of a step, a table; all ranks ask."""
@@ -419,7 +420,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """The logical matrices of each parameter, by the plan."""
         engine, parameters = self.prepare() if settled else self.proposed(), self._parameters()
         groups = list(map(self.group_of, parameters))
-        scales = [scales_of(self._scale(group), own) for group, own in zip(groups, engine.matrices, strict=True)]
+        scales = [
+            scales_of(self._scale(group), matrices) for group, matrices in zip(groups, engine.matrices, strict=True)
+        ]
         return dict(zip(parameters, reports.described(engine, groups, scales, self.predicted_rms), strict=True))
 
     def settings(self) -> dict[str, Any]:
@@ -427,9 +430,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         keys = (self.traits.nesterov_key, DECOUPLED, METHOD)
         decay = ({key: group[key] for key in keys if group[key] != self.defaults[key]} for group in self.param_groups)
         planned = own_settings(self.param_groups, self.traits.planned_in_groups)
-        own = dict(enumerate(said | more for said, more in zip(planned, decay, strict=True)))
+        of_groups = dict(enumerate(said | more for said, more in zip(planned, decay, strict=True)))
         return super().settings() | {
-            "coefficients": [list(each) for each in self.newton_schulz.schedule],
+            "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
             **{key: x for key, x in self.settings_of_groups().items() if key in (SCALE_MODE, EXTRA_SCALE)},
             METHOD: decay_method(type(self).__name__, self.defaults),
@@ -437,7 +440,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             "tp_mode": self.tp_mode,
             **({} if self.momentum_dtype is None else {"momentum_dtype": "bf16"}),
             **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
-            **({"of_groups": {number: each for number, each in own.items() if each}} if any(own.values()) else {}),
+            **(
+                {"of_groups": {number: settings for number, settings in of_groups.items() if settings}}
+                if any(of_groups.values())
+                else {}
+            ),
         }
 
     def settings_of_groups(self) -> dict[str, Any]:
@@ -494,9 +501,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
         super()._check_group(group)
-        own = self._check_update_settings(group, len(self.param_groups) - 1).newton_schulz
-        if own != self.newton_schulz:
-            note_short_schedule(own)
+        newton_schulz = self._check_update_settings(group, len(self.param_groups) - 1).newton_schulz
+        if newton_schulz != self.newton_schulz:
+            note_short_schedule(newton_schulz)
         users = self._of_user(*OF_PARAMETERS)
         if users and (self.offload_fraction or self.cuda_graphs):
             raise ValueError(
@@ -526,10 +533,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
         # a scheduler may set it in any step; a group that is to be loaded is not one of these yet
-        for number, each in enumerate(
+        for number, own_group in enumerate(
             self.param_groups if group["weight_decay"] and not self.traits.decays_weights else ()
         ):
-            if each is group:
+            if own_group is group:
                 raise ValueError(
                     f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "
                     f"{self.traits.instead_of_decay}; set the weight_decay of its matrices to 0"

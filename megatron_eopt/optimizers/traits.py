@@ -11,7 +11,7 @@ PLANNED_IN_GROUPS = tuple((key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE
 
 @dataclass(frozen=True)
 class Traits:
-    """What a class of optimizers says of itself; a subclass replaces some.
+    """What a class of optimizers says of itself.
 
     Attributes:
         carried_settings: settings of a group that the optimizer itself makes, and with which a resumed run has to go

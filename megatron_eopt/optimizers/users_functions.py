@@ -46,8 +46,8 @@ def factors_by_user(
     function: Callable[[Tensor], Tensor], engine: Engine, index: int, shards: Sequence[Tensor]
 ) -> list[Tensor]:
     """Orthogonal factors by a user's ``orthogonalize_fn`` of whole matrices."""
-    each = zip(shards, engine.matrices[index], strict=True)
-    return [of_whole(function, "orthogonalize_fn", x, m, engine.groups.get(m.group)).clone() for x, m in each]
+    pairs = zip(shards, engine.matrices[index], strict=True)
+    return [of_whole(function, "orthogonalize_fn", x, m, engine.groups.get(m.group)).clone() for x, m in pairs]
 
 
 def scaled_by_user(
@@ -67,14 +67,14 @@ def scaled_by_user(
 
 
 def scales_of(scale: Callable[[int, int], float] | None, matrices: Sequence[Matrix]) -> list[float]:
-    """The scale of each matrix, perhaps by a user's function; 1 without one."""
+    """The scale of each matrix, 1 without a function of it."""
     # that of a matrix without entries may divide by zero
-    found = [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
-    for x, matrix in zip(found, matrices, strict=True):
+    scales = [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
+    for x, matrix in zip(scales, matrices, strict=True):
         if not isinstance(x, Real | Tensor) or not -inf < x < inf:
             rows, cols = matrix.shape
             raise ValueError(f"scale_factor_fn of {rows} rows and {cols} columns must return a number, got {x!r}")
-    return list(map(float, found))
+    return list(map(float, scales))
 
 
 def takes_shards(function: Callable[..., Tensor]) -> bool:

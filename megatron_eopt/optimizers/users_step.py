@@ -76,14 +76,18 @@ def _updates(
     changing: Callable[[bool], None],
 ) -> Iterator[Tensor]:
     taken = list(inspect.signature(orthogonalize).parameters.values())
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
-    by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in taken)
+    by_name = {
+        argument.name
+        for argument in taken[2:]
+        if argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
+    }
     of_parameters = iter(momenta)
     for batch, copy in zip(batches, copies, strict=True):
         settings = {key: value for key, value in batch.settings.items() if takes_all or key in by_name}
         decayed = batch.decays and batch.decay_method != "l2"
-        each = zip(batch.indices, batch.parameters, batch.weights, copy.weights, strict=True)
-        for index, p, weight, after_decay in each:
+        several = zip(batch.indices, batch.parameters, batch.weights, copy.weights, strict=True)
+        for index, p, weight, after_decay in several:
             momentum = next(of_parameters)
             if not momentum.numel() and not waited_for(index):
                 yield momentum

@@ -120,10 +120,15 @@ class Muon(Optimizer):
         taken = {**inspect.signature(Muon).parameters, **inspect.signature(HeavyBallMuon).parameters}
         known = [name for name in taken if name not in ("muon_settings", "params", STEPS)]
         check_named(type(self).__name__, muon_settings, known)
-        own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "num_ns_steps": ns_steps}
+        settings: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "num_ns_steps": ns_steps,
+        }
         as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
         exact = {"fp32_matmul_prec": "highest", "tp_mode": "auto"}
-        muon = HeavyBallMuon(listed(muon_params), **own, **{**as_in_the_original, **exact, **muon_settings})
+        muon = HeavyBallMuon(listed(muon_params), **settings, **{**as_in_the_original, **exact, **muon_settings})
         # fused=False would also turn off what torch takes by itself
         adam: dict[str, Any] = {"betas": adam_betas, "eps": adam_eps, "fused": adam_fused or None}
         self._join(muon, adam_params, {"lr": lr if adam_lr is None else adam_lr, **adam})
@@ -146,9 +151,9 @@ class Muon(Optimizer):
                 f"{cls.__name__}.around takes an optimizer of matrices of this package, such as Scion, got "
                 f"{type(matrices).__name__}"
             )
-        found = cls.__new__(cls)
-        found._join(matrices, adam_params, adam_settings)
-        return found
+        made = cls.__new__(cls)
+        made._join(matrices, adam_params, adam_settings)
+        return made
 
     def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self.matrices = matrices
@@ -156,7 +161,7 @@ class Muon(Optimizer):
             raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
         self.initial_lr = float(matrices.param_groups[0]["lr"])
         given = listed(adam_params)
-        defaults = {key: each.default for key, each in inspect.signature(AdamW).parameters.items()}
+        defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
         for group in given if given and isinstance(given[0], dict) else [{}]:
             check_adam_settings(f"AdamW in {self._called}", {**defaults, **adam_settings, **group})
         adamw = AdamW(given, **adam_settings) if given else None
@@ -164,8 +169,10 @@ class Muon(Optimizer):
         for index, group in enumerate(self._adam_groups):
             check_distinct(f"AdamW in {self._called}", self._adam_groups[: index + 1])
             group.setdefault(INITIAL_LR, float(group["lr"]))  # a tensor may be changed in place
-        each = ((number, plain(group)) for number, group in enumerate(self._adam_groups))
-        matrices._session.beside = {f"AdamW's {key} of group {n}": x for n, group in each for key, x in group.items()}
+        numbered = ((number, plain(group)) for number, group in enumerate(self._adam_groups))
+        matrices._session.beside = {
+            f"AdamW's {key} of group {n}": x for n, group in numbered for key, x in group.items()
+        }
         self._adam_rates = [group["lr"] for group in self._adam_groups]
         super().__init__(matrices.param_groups, matrices.defaults)
         self.param_groups, self.state = matrices.param_groups, matrices.state  # the same objects
@@ -180,9 +187,9 @@ class Muon(Optimizer):
     @property
     def param_groups(self) -> list[Group]:
         """Groups of the matrices; for torch's GradScaler also AdamW's."""
-        own: list[Group] = self.__dict__["param_groups"]
+        groups: list[Group] = self.__dict__["param_groups"]
         # it unscales what it finds here and asks nothing else before, so it is told by the function's name
-        return [*own, *self._adam_groups] if sys._getframe(1).f_code.co_name == "_unscale_grads_" else own
+        return [*groups, *self._adam_groups] if sys._getframe(1).f_code.co_name == "_unscale_grads_" else groups
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:
@@ -203,7 +210,7 @@ class Muon(Optimizer):
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else listed(params)
         of_adamw = {p for group in self._adam_groups for p in group["params"]}
-        if any((each[1] if isinstance(each, tuple) else each) in of_adamw for each in params):
+        if any((item[1] if isinstance(item, tuple) else item) in of_adamw for item in params):
             raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
         if self.param_groups is self.matrices.param_groups:  # else torch's constructor hands on what is there
             self.matrices.add_param_group({**param_group, "params": params})
@@ -367,20 +374,20 @@ class Muon(Optimizer):
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
-        own, found = self._adam_names(), [list(group["params"]) for group in saved]
-        if list(map(set, found)) == list(map(set, own)):
-            return [{**group, "params": names} for group, names in zip(saved, own, strict=True)]
-        named = all(any(not str(name).isdigit() for of_group in each for name in of_group) for each in (own, found))
-        if named or list(map(len, found)) != list(map(len, own)):
+        known, of_saved = self._adam_names(), [list(group["params"]) for group in saved]
+        if list(map(set, of_saved)) == list(map(set, known)):
+            return [{**group, "params": names} for group, names in zip(saved, known, strict=True)]
+        named = all(any(not str(name).isdigit() for group in groups for name in group) for groups in (known, of_saved))
+        if named or list(map(len, of_saved)) != list(map(len, known)):
             raise ValueError(
-                f"AdamW in {self._called} has groups of the parameters {own}, but the state was saved with {found}: "
-                f"build the optimizer for the model as it was"
+                f"AdamW in {self._called} has groups of the parameters {known}, but the state was saved with "
+                f"{of_saved}: build the optimizer for the model as it was"
             )
         return list(saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"matrices": self.matrices, "adamw": self.adamw, "initial_lr": self.initial_lr}
-        return {**super().__getstate__(), **own}
+        kept = {"matrices": self.matrices, "adamw": self.adamw, "initial_lr": self.initial_lr}
+        return {**super().__getstate__(), **kept}
 
 
 class HeavyBallMuon(TensorParallelMuon):

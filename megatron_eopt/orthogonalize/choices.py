@@ -24,8 +24,8 @@ def check_count(what: str, value: object, least: int = 1, most: int | None = Non
 def check_arguments(made_by: Callable[..., Any], given: Iterable[str]) -> None:
     """Raise ``TypeError`` for an argument that ``made_by`` does not take."""
     taken = inspect.signature(made_by).parameters.values()
-    if all(each.kind is not each.VAR_KEYWORD for each in taken):
-        check_named(made_by.__name__, sorted(given), [each.name for each in taken])
+    if all(argument.kind is not argument.VAR_KEYWORD for argument in taken):
+        check_named(made_by.__name__, sorted(given), [argument.name for argument in taken])
 
 
 def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -38,17 +38,17 @@ def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None
 
 def close(name: str, known: Iterable[str]) -> list[str]:
     """At most three similar known names, nearest first, ignoring case."""
-    by_case, wanted = {each.lower(): each for each in known}, name.lower()
-    found = difflib.get_close_matches(wanted, by_case)
+    by_case, wanted = {known_name.lower(): known_name for known_name in known}, name.lower()
+    alike = difflib.get_close_matches(wanted, by_case)
     # of those that are equally near the first by the alphabet: difflib takes the last
-    found.sort(key=lambda each: (-difflib.SequenceMatcher(None, each, wanted).ratio(), each))
-    return [by_case[each] for each in found]
+    alike.sort(key=lambda known_name: (-difflib.SequenceMatcher(None, known_name, wanted).ratio(), known_name))
+    return [by_case[known_name] for known_name in alike]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``, did you mean 'NAME'?`` if a name is near."""
-    found = close(name, known)
-    return f", did you mean {found[0]!r}?" if found else ""
+    alike = close(name, known)
+    return f", did you mean {alike[0]!r}?" if alike else ""
 
 
 def near_or_all(name: object, known: Iterable[str]) -> str:

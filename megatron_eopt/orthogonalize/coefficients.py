@@ -154,17 +154,17 @@ def _set(coefficient_type: CoefficientType) -> tuple[Coefficients, ...]:
         validate_coefficient_type(coefficient_type)
         return _SETS[coefficient_type]
     try:
-        found = tuple((float(a), float(b), float(c)) for a, b, c in coefficient_type)
+        rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficient_type)
     except (TypeError, ValueError):
-        found = ()
-    if not found:
+        rows = ()
+    if not rows:
         raise ValueError(
             f"a coefficient set is a non-empty list of (a, b, c), such as [{_SIMPLE}], or the name of one, "
             f"got {coefficient_type!r}"
         )
-    if not all(any(row) and all(map(math.isfinite, row)) for row in found):
+    if not all(any(row) and all(map(math.isfinite, row)) for row in rows):
         raise ValueError(f"each (a, b, c) of a coefficient set is finite and not zero, got {coefficient_type!r}")
-    return found
+    return rows
 
 
 def _value[T: (float, Tensor)](coefficients: Coefficients, x: T) -> T:

@@ -123,7 +123,7 @@ class Iteration:
         norms: list[Tensor] = []
         factor = self.run(x, watch, norms)
         trace, squares = figures[0]
-        sizes = [each.double().reshape(trace.shape) for each in norms]
+        sizes = [norm.double().reshape(trace.shape) for norm in norms]
         norm = sizes[-1] * (sizes[0] if len(sizes) > 1 else trace.sqrt())
         return factor, Health(
             norm=norm,

@@ -51,8 +51,8 @@ def power_iterations(
         vs = [v / nonzero(_norm(v)).to(v.dtype) for v in products]
         images = [_times(W, v) for W, v in zip(matrices, vs, strict=True)]
         norms = [squared.sqrt() for squared in summed([_norm(x).square() for x in images])]
-        found = zip(us, images, norms, strict=True)
-        us = [torch.where(norm == 0, u.to(x.dtype), x / nonzero(norm).to(x.dtype)) for u, x, norm in found]
+        several = zip(us, images, norms, strict=True)
+        us = [torch.where(norm == 0, u.to(x.dtype), x / nonzero(norm).to(x.dtype)) for u, x, norm in several]
     return list(zip(us, vs, images, strict=True))
 
 

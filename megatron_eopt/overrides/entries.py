@@ -53,19 +53,8 @@ def refuse_mistakes(entries: Iterable[Entry]) -> None:
         raise OverrideError("\n".join(mistakes))
 
 
-def make_entry(
-    selector: object,
-    settings: Mapping[str, Any],
-    layer: Layer = Layer.PYTHON,
-    source: str = "overrides",
-    known: Known | None = None,
-    *,
-    keep_mistakes: bool = False,
-) -> Entry:
-    """One checked entry; mistakes are an :class:`OverrideError`.
-
-    With ``keep_mistakes`` they stay on the entry, for :func:`resolve` to report.
-    """
+def make_entry(selector: object, settings: Mapping[str, Any], layer: Layer, source: str, known: Known) -> Entry:
+    """One checked entry, with its mistakes."""
     parsed, mistakes, values = UNREADABLE, list[str](), dict[str, Any]()
     try:
         parsed = Selector.parse(selector)
@@ -76,12 +65,9 @@ def make_entry(
     elif not settings:
         mistakes.append(NO_SETTINGS)
     else:
-        values, wrong = checked(settings, known or Known.registered(), parsed.optimizer)
+        values, wrong = checked(settings, known, parsed.optimizer)
         mistakes += map(str, wrong)
-    entry = Entry(parsed, values, layer, source, tuple(f"{source}: {mistake}" for mistake in mistakes))
-    if not keep_mistakes:
-        refuse_mistakes([entry])
-    return entry
+    return Entry(parsed, values, layer, source, tuple(f"{source}: {mistake}" for mistake in mistakes))
 
 
 def entries_from_dict(
@@ -95,7 +81,7 @@ def entries_from_dict(
     """Entries from ``{selector: settings}``.
 
     A selector may be a ``ParamKey``, and a setting Megatron's ``max_lr``. An :class:`OverrideError` has a line for each
-    mistake; ``keep_mistakes`` is as in :func:`make_entry`.
+    mistake; with ``keep_mistakes`` they stay on the entries, for :func:`resolve` to report.
     """
     known = known or Known.registered()
     entries = []
@@ -107,7 +93,7 @@ def entries_from_dict(
             name = name if isinstance(selector, str) else f"'{Selector.parse(selector)}'"
         own_source = f"{source}[{name}]"
         both = isinstance(settings, Mapping) and {"lr", "max_lr"} <= settings.keys()
-        made = make_entry(selector, _renamed(settings), layer, own_source, known, keep_mistakes=True)
+        made = make_entry(selector, _renamed(settings), layer, own_source, known)
         twice = (f"{own_source}: lr: max_lr is the same: keep one of the two",) * both
         entries.append(replace(made, mistakes=twice + made.mistakes))
     if not keep_mistakes:
@@ -179,7 +165,7 @@ def read_overrides(
     """Entries of a file of YAML or JSON.
 
     An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``; with ``keep_mistakes``
-    they stay on the entries as in :func:`make_entry`, unless the file as a whole cannot be read.
+    they stay on the entries, for :func:`resolve` to report, unless the file as a whole cannot be read.
     """
     entries, mistakes, known = list[Entry](), list[str](), known or Known.registered()
 

@@ -82,8 +82,8 @@ def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
         taken = list(inspect.signature(optimizer_cls).parameters.values())
     except (TypeError, ValueError):  # a stand-in, or a class that is not Python's
         taken = []
-    named = [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    own = {each.name: None if each.default is each.empty else each.default for each in named}
+    named = [argument for argument in taken if argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)]
+    own = {argument.name: None if argument.default is argument.empty else argument.default for argument in named}
     needed = {"lr": 1e-3} if "lr" in own else {}
     own = {key: default for key, default in own.items() if key not in _COMMON}
     try:

@@ -104,9 +104,7 @@ def resolve(
     return resolved
 
 
-def match_counts(
-    entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None = None
-) -> list[int]:
+def match_counts(entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None) -> list[int]:
     """Parameters that each entry selects; summed over ranks for :func:`resolve`."""
     entries = list(entries)
     infos = _with_optimizers(entries, parameters, optimizer, defaultdict(set))
@@ -117,12 +115,12 @@ def _with_optimizers(
     entries: Sequence[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None, mistakes: _Mistakes
 ) -> list[ParameterInfo]:
     routing = [entry for entry in entries if _ROUTING & entry.settings.keys() and not _misrouted(entry)]
-    found = []
+    infos = []
     for info in parameters:
-        won = {key: _winner(key, each, info, mistakes) for key, each in _claims(routing, info).items()}
+        won = {key: _winner(key, claims, info, mistakes) for key, claims in _claims(routing, info).items()}
         own = won["optimizer"].value if "optimizer" in won else optimizer
-        found.append(replace(info, optimizer=None if "exclude" in won and won["exclude"].value else own))
-    return found
+        infos.append(replace(info, optimizer=None if "exclude" in won and won["exclude"].value else own))
+    return infos
 
 
 def _misrouted(entry: Entry) -> list[str]:

@@ -148,11 +148,11 @@ class Selector:
     @property
     def optimizer(self) -> str | None:
         """The optimizer whose parameters it takes; None: any."""
-        return next((each.text for each in self.conditions if each.kind == Kind.OPTIMIZER), None)
+        return next((condition.text for condition in self.conditions if condition.kind == Kind.OPTIMIZER), None)
 
     def matches(self, info: ParameterInfo) -> bool:
         """Whether it takes a parameter."""
-        return (any if self.any_of else all)(each.matches(info) for each in self.conditions)
+        return (any if self.any_of else all)(condition.matches(info) for condition in self.conditions)
 
     def specificity(self, info: ParameterInfo) -> Specificity:
         """How specific it is for a parameter that it takes.
@@ -161,9 +161,9 @@ class Selector:
         holds.
         """
         if self.any_of:
-            ranks = [max(each.rank(info) for each in self.conditions if each.matches(info))]
+            ranks = [max(condition.rank(info) for condition in self.conditions if condition.matches(info))]
         else:
-            ranks = [each.rank(info) for each in self.conditions]
+            ranks = [condition.rank(info) for condition in self.conditions]
         return tuple(sorted((rank for rank in ranks if rank[0] != Kind.EVERYTHING), reverse=True))
 
     @classmethod

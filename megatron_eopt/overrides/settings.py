@@ -51,13 +51,13 @@ def _number(where: str = "", inside: Callable[[float], bool] = math.isfinite, wh
     return Check(expected, convert)
 
 
-def _numbers(count: int, each: Check, expected: str) -> Check:
+def _numbers(count: int, check: Check, expected: str) -> Check:
 
     def convert(raw: Any, known: Known) -> Any:
         if not isinstance(raw, list | tuple) or len(raw) != count:
             return None
         try:
-            return tuple(each(value, known) for value in raw)
+            return tuple(check(value, known) for value in raw)
         except ValueError:
             return None
 
@@ -149,15 +149,12 @@ def check_of(key: str, optimizer: str | None, known: Known) -> Check:
 
 
 def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Any:
-    """The checked value of a setting; without ``optimizer``, of any.
-
-    A :class:`SettingError` is for a key that the optimizer has not, and for a value out of range, with what is near.
-    """
+    """The checked value, or a :class:`SettingError`; None is any optimizer."""
     if not isinstance(key, str) or not (key in SETTINGS or known.having(key)) or foreign([key], optimizer, known):
         raise refusal(str(key), optimizer, known)
     optimizers = [optimizer] if optimizer in known.optimizers else known.having(key)
     wrong = []
-    for check in dict.fromkeys(check_of(key, each, known) for each in optimizers or [None]):
+    for check in dict.fromkeys(check_of(key, name, known) for name in optimizers or [None]):
         try:
             return check(raw, known)
         except ValueError as error:
@@ -181,35 +178,35 @@ def refusal(key: str, optimizer: str | None, known: Known) -> SettingError:
         return SettingError(key, f"{listing(fixed, 'and')} {what}")
     others = known.having(key)
     if own is not None:
-        has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(own)]
+        has = [*(setting for setting in SETTINGS if setting in OF_ALL), *sorted(own)]
         near = close(key, has)
         if key not in SETTINGS and not others:
             hint = f", did you mean {near[0]!r}?" if near else f": {optimizer} has {listing(has, 'and')}"
             return SettingError(key, f"unknown setting{hint}")
         hint = f": it is a setting of {listing(others, 'and')}" if others else ""
         return SettingError(key, f"{optimizer} has no {key}{hint}{f'; did you mean its {near[0]!r}?' if near else ''}")
-    found = close(key, {*SETTINGS, *(each for has in known.optimizers.values() for each in has)})
-    if not found:
+    near = close(key, {*SETTINGS, *(setting for has in known.optimizers.values() for setting in has)})
+    if not near:
         expected = f"{listing(SETTINGS)}, or another of the optimizer of the parameter"
         return SettingError(key, f"unknown setting: expected {expected}")
-    if found[0] in OF_ALL:
-        found = found[:1]
-    of = [repr(each) if each in OF_ALL else f"{each!r} of {listing(known.having(each), 'and')}" for each in found]
+    if near[0] in OF_ALL:
+        near = near[:1]
+    of = [repr(x) if x in OF_ALL else f"{x!r} of {listing(known.having(x), 'and')}" for x in near]
     return SettingError(key, f"unknown setting, did you mean {'; or '.join(of)}?")
 
 
 def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
     """Errors of values that do not go together."""
-    found = []
+    wrong = []
     if (low := settings.get("min_lr")) is not None and (high := settings.get("lr")) is not None and low > high:
-        found.append(SettingError("min_lr", f"{low:g} is above lr, which is {high:g}"))
+        wrong.append(SettingError("min_lr", f"{low:g} is above lr, which is {high:g}"))
     steps, coefficients = settings.get("num_ns_steps"), settings.get("coefficient_type")
     if steps is not None and coefficients is not None:
         try:
             get_coefficients(coefficients, steps)
         except ValueError as error:
-            found.append(SettingError("num_ns_steps", str(error)))
-    return found
+            wrong.append(SettingError("num_ns_steps", str(error)))
+    return wrong
 
 
 def checked(raw: Mapping[Any, Any], known: Known, optimizer: str | None) -> tuple[dict[str, Any], list[SettingError]]:

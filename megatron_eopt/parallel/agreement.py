@@ -30,8 +30,8 @@ _SENT_BYTES = 2**22
 def groups_by_label(shared_by: Iterable[tuple[str, Groups]]) -> dict[str, ProcessGroup]:
     """The groups that share parameters, by label, sorted."""
     groups: dict[str, ProcessGroup] = {}
-    for name, own in shared_by:
-        for label, group in own.items():
+    for name, of_parameter in shared_by:
+        for label, group in of_parameter.items():
             if groups.setdefault(label, group) is not group:
                 raise ValueError(
                     f"{name} lies on another group of ranks than parameters before it, but both are called "
@@ -50,15 +50,15 @@ def check_same(
     for label, group in groups.items():
         of_group = {} if settings is None else settings[label]
         hashed = sha256((fingerprint(plan, label) + repr(of_group)).encode()).digest()
-        own = torch.tensor(list(hashed), dtype=torch.int32, device=device)
-        least, most = lowest(own, group), -lowest(-own, group)
+        digest = torch.tensor(list(hashed), dtype=torch.int32, device=device)
+        least, most = lowest(digest, group), -lowest(-digest, group)
         if torch.equal(least, most):
             continue
         of_ranks: list[Any] = [None] * group.size()
         dist.all_gather_object(of_ranks, (plan, of_group), group=group)
         (first, of_first), *_ = of_ranks
-        told = (_first_setting(of_first, own) or first_difference(first, other, label) for other, own in of_ranks)
-        rank, difference = next((rank, each) for rank, each in enumerate(told) if each is not None)
+        told = (_first_setting(of_first, of_other) or first_difference(first, x, label) for x, of_other in of_ranks)
+        rank, difference = next((rank, text) for rank, text in enumerate(told) if text is not None)
         raise ValueError(
             f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
             f"share parameters need the same parameters in the same order, with the same settings"

@@ -48,8 +48,8 @@ class ParamSpec:
         if self.iteration is not None:
             iteration, itemsize = self.iteration.name, self.iteration.sent_dtype(self.dtype).itemsize
         names = [f"{self.name}[{part}]" if part else self.name for part in self.split.names(self.layout.shape[0])]
-        each = zip(names, split_layout(self.layout, self.split), strict=True)
-        return [(Matrix(name, x.shape, x.rectangles, x.label, itemsize, iteration), x) for name, x in each]
+        named = zip(names, split_layout(self.layout, self.split), strict=True)
+        return [(Matrix(name, x.shape, x.rectangles, x.label, itemsize, iteration), x) for name, x in named]
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class Compiler:
     def work(self, name: str, matrices: Sequence[Matrix]) -> Work:
         """What costs are predicted with, equal on all ranks."""
         iteration, share = self.iterations[name], 0.5
-        own = [i for i, matrix in enumerate(matrices) if matrix.iteration == name]
+        matching = [i for i, matrix in enumerate(matrices) if matrix.iteration == name]
         if self.device.type == "cpu":
-            short = max((min(matrices[i].shape) for i in own), default=0)
+            short = max((min(matrices[i].shape) for i in matching), default=0)
             share = default_products(self.device, torch.float32).share(short)
-        itemsize = max(product_dtype(self._dtype(i), iteration.fp32_matmul_prec).itemsize for i in own)
+        itemsize = max(product_dtype(self._dtype(i), iteration.fp32_matmul_prec).itemsize for i in matching)
         return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
 
     def product_dtypes(self) -> list[torch.dtype]:
@@ -122,9 +122,9 @@ class Compiler:
             count = -(-len(bucket.matrices) // (matrix.ranks if bucket.compute_ranks else 1))
             stacks.add((count, *shape) if count > 1 else shape)
         products = self.product_dtypes() if self.iterations else []
-        dtypes = dict.fromkeys(dtype for each in products for dtype in (each, gram_dtype(each, self.device)) if dtype)
-        high = any(each.fp32_matmul_prec == "high" for each in self.iterations.values())
-        return sorted(each for each in stacks if 0 not in each), list(dtypes), self.device, "tf32" if high else "ieee"
+        dtypes = dict.fromkeys(dtype for x in products for dtype in (x, gram_dtype(x, self.device)) if dtype)
+        high = any(iteration.fp32_matmul_prec == "high" for iteration in self.iterations.values())
+        return sorted(x for x in stacks if 0 not in x), list(dtypes), self.device, "tf32" if high else "ieee"
 
     def chunks(self, plan: Plan, parameters: Sequence[int], products: Callable[[int], Products | None]) -> list[Chunk]:
         """A plan's chunks with these parameters; ``products`` go by rows."""
@@ -134,7 +134,7 @@ class Compiler:
         for bucket in part.buckets:
             of_chunks.setdefault(bucket.chunk, []).append(bucket)
         needed = chunk_bytes(plan, self.workspace)  # of all parameters: the same whichever have gradients
-        found = []
+        compiled = []
         for number, buckets in of_chunks.items():
             jobs, stacked = list[Job](), list[list[int]]()
             for bucket in buckets:
@@ -151,19 +151,19 @@ class Compiler:
                 group = self.groups.get(matrix.group)
                 jobs.append(Job(bucket, matrix, group, iteration, shapes, dtype, runs, self.first))
                 stacked.append(of_bucket)
-            found.append(Chunk(jobs, self._slices(plan, stacked), needed[number]))
-        return found
+            compiled.append(Chunk(jobs, self._slices(plan, stacked), needed[number]))
+        return compiled
 
     def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]]) -> list[ParamSlice]:
         """A chunk's parameters, as many at once as hooks take."""
         slices, some, held = [], dict[int, list[int]](), dict[str, Counter[int]]()  # entries of ranks, by their group
         for m in sorted(chain(*stacked)):
             i, matrix = self.of_matrix[m][0], plan.matrices[m]
-            held.setdefault(matrix.group, Counter()).update(own := dict(matrix.held))
+            held.setdefault(matrix.group, Counter()).update(counted := dict(matrix.held))
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
             if some and i not in some and most * OF_ENTRY > self.workspace.part:
                 slices.append(self._slice(some, stacked))
-                some, held = {}, {matrix.group: Counter(own)}
+                some, held = {}, {matrix.group: Counter(counted)}
             some.setdefault(i, []).append(m)
         return [*slices, self._slice(some, stacked)]
 
@@ -171,10 +171,10 @@ class Compiler:
         at, buckets = {m: at for at, m in enumerate(chain(*matrices.values()))}, []
         for bucket, of_bucket in enumerate(stacked):
             if rows := [row for row, m in enumerate(of_bucket) if m in at]:
-                own = [of_bucket[row] for row in rows]
-                in_own, dtypes = [at[m] for m in own], [self._dtype(m) for m in own]
+                here = [of_bucket[row] for row in rows]
+                in_own, dtypes = [at[m] for m in here], [self._dtype(m) for m in here]
                 widest = reduce(torch.promote_types, dtypes)
-                buckets.append(BucketSlice(bucket, rows, in_own, self._shapes(own), dtypes, widest))
+                buckets.append(BucketSlice(bucket, rows, in_own, self._shapes(here), dtypes, widest))
         return ParamSlice(tuple(matrices), buckets)
 
     def _shapes(self, matrices: Sequence[int]) -> Shapes:

@@ -162,26 +162,26 @@ Partition = tuple[tuple[int, ...], ...]  # global ranks of each of several group
 _groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKeyDictionary()
 
 
-def joint_group(partition: Partition, own: tuple[int, ...]) -> ProcessGroup:
+def joint_group(partition: Partition, ranks: tuple[int, ...]) -> ProcessGroup:
     """The group of ranks ``own``, one part of a partition.
 
     All ranks of the partition make it at the first call; ``ValueError`` where other ranks would have to join.
     """
     world = dist.group.WORLD
     assert world is not None, "a DTensor has a process group"
-    if len(own) == world.size():
+    if len(ranks) == world.size():
         return world
     if sum(map(len, partition)) == world.size():
         wanted, local = partition, False
     elif getattr(world, "bound_device_id", None) is None:
-        wanted, local = (own,), True
+        wanted, local = (ranks,), True
     else:
         raise ValueError(
-            f"ranks {own} need a group, but only some of the {world.size()} ranks ask for it, and all have to take "
+            f"ranks {ranks} need a group, but only some of the {world.size()} ranks ask for it, and all have to take "
             f"part where init_process_group was given a device_id: leave that out"
         )
     known = _groups.setdefault(world, {})
     if wanted not in known:
         made = [dist.new_group(ranks, use_local_synchronization=local) for ranks in map(list, wanted)]
-        known[wanted] = made[wanted.index(own)]  # type: ignore[assignment]
+        known[wanted] = made[wanted.index(ranks)]  # type: ignore[assignment]
     return known[wanted]

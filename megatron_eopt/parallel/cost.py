@@ -110,7 +110,7 @@ def whole_flops(shape: Shape, work: Work) -> float:
 def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
     """Bytes of the largest iteration of a matrix."""
     kinds = {(matrix.shape, work_of(matrix, work)) for matrix in matrices}
-    return max((iteration_bytes(min(s), max(s), each.restarts, each.itemsize) for s, each in kinds), default=0)
+    return max((iteration_bytes(min(s), max(s), work.restarts, work.itemsize) for s, work in kinds), default=0)
 
 
 def cube_flops(shape: Shape, work: Work) -> float:
@@ -192,7 +192,7 @@ def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
             for rank, held in plan.matrices[i].held:
                 if rank // ranks == compute_rank // ranks:
                     sent[rank] += -held if rank == compute_rank else held
-    return [each * matrix.itemsize for each in sent]
+    return [entries * matrix.itemsize for entries in sent]
 
 
 def rank_cost(plan: Plan, bucket: Bucket, rank: int, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
@@ -201,7 +201,7 @@ def rank_cost(plan: Plan, bucket: Bucket, rank: int, work: Works, rates: Rates =
 
 
 def _cost(flops: float, traffic: Mapping[str, tuple[int, int]], rates: Rates) -> Cost:
-    calls, sent = sum(each[0] for each in traffic.values()), sum(each[1] for each in traffic.values())
+    calls, sent = sum(of_group[0] for of_group in traffic.values()), sum(of_group[1] for of_group in traffic.values())
     return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
 
 

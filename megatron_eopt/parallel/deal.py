@@ -108,25 +108,25 @@ def deal(
         pairs = list(zip(items, by_size, strict=True))
         filled = [sum(item.entries for item, r in pairs if r == rank) for rank in range(ranks)]
         buckets = [(range(len(items)), MOST_ENTRIES * max(filled))]
-    found = list(by_size)
+    rank_of = list(by_size)
     hands: list[Hand] = [(0,) * len(kinds)] * ranks
     for indices, room in buckets:
         order = sorted(indices, key=lambda i: -times.alone(of_kind[i]))
         dealt = _dealt([(of_kind[i], items[i].entries) for i in order], hands, room, times)
         for i, rank in zip(order, dealt or [by_size[i] for i in order], strict=True):
-            found[i], hands[rank] = rank, _with(hands[rank], of_kind[i])
+            rank_of[i], hands[rank] = rank, _with(hands[rank], of_kind[i])
     before: list[Hand] = [(0,) * len(kinds)] * ranks
     for kind, rank in zip(of_kind, by_size, strict=True):
         before[rank] = _with(before[rank], kind)
     seconds, replaced = tuple(map(times.of, hands)), tuple(map(times.of, before))
     if max(seconds) < max(replaced):
-        return Deal(tuple(found), seconds, replaced)
+        return Deal(tuple(rank_of), seconds, replaced)
     return Deal(tuple(by_size), replaced, replaced)
 
 
 def _dealt(items: Sequence[tuple[int, int]], hands: Sequence[Hand], room: float, times: Times) -> list[int] | None:
     """The rank of each (kind, entries), if they fit."""
-    hands, filled, found = list(hands), [0] * len(hands), []
+    hands, filled, ranks = list(hands), [0] * len(hands), []
     for kind, entries in items:
         alike: dict[tuple[Hand, int], int] = {}  # the first of the ranks that have the same
         for rank, state in enumerate(zip(hands, filled, strict=True)):
@@ -136,8 +136,8 @@ def _dealt(items: Sequence[tuple[int, int]], hands: Sequence[Hand], room: float,
             return None
         _, _, rank = min((times.of(_with(hand, kind)), held, rank) for (hand, held), rank in alike.items())
         hands[rank], filled[rank] = _with(hands[rank], kind), filled[rank] + entries
-        found.append(rank)
-    return found
+        ranks.append(rank)
+    return ranks
 
 
 def _with(hand: Hand, kind: int) -> Hand:
@@ -146,8 +146,8 @@ def _with(hand: Hand, kind: int) -> Hand:
 
 def to_and_fro(entries: Sequence[int], ranks: int) -> list[int]:
     """Megatron's layer-wise deal: the smallest first, to and fro."""
-    found = [0] * len(entries)
+    rank_of = [0] * len(entries)
     for number, index in enumerate(sorted(range(len(entries)), key=lambda index: entries[index])):
         turn, rank = divmod(number, ranks)
-        found[index] = ranks - 1 - rank if turn % 2 else rank
-    return found
+        rank_of[index] = ranks - 1 - rank if turn % 2 else rank
+    return rank_of

@@ -35,11 +35,11 @@ def layout_of_dtensor(x: DTensor) -> Layout:
     holds several rectangles, and if the group cannot be made.
     """
     mesh, placements = x.device_mesh, x.placements
-    found = f"a DTensor of shape {tuple(x.shape)} with placements {placements} on a mesh {tuple(mesh.shape)}"
+    described = f"a DTensor of shape {tuple(x.shape)} with placements {placements} on a mesh {tuple(mesh.shape)}"
     if mesh.get_coordinate() is None:
-        raise ValueError(f"{found} that this rank is no part of: give each rank its own parameters only")
+        raise ValueError(f"{described} that this rank is no part of: give each rank its own parameters only")
     if not all(isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements):
-        raise ValueError(f"{found}: only Replicate and Shard can be laid out, redistribute it to those first")
+        raise ValueError(f"{described}: only Replicate and Shard can be laid out, redistribute it to those first")
     shape, cuts = (x.shape[0], prod(x.shape[1:])), _cuts(x)
     if not cuts:
         return on_one_rank(shape)
@@ -50,16 +50,17 @@ def layout_of_dtensor(x: DTensor) -> Layout:
     dims, rectangles = list(cuts), _rectangles(tuple(x.shape), tuple(cuts.values()))
     if rectangles is None:
         raise ValueError(
-            f"{found}: a rank holds several separate parts of the matrix {shape}; use an order of shards that leaves "
-            f"each rank one rectangle, such as Shard(0) for FSDP over Shard(0) or Shard(1) for tensor parallelism"
+            f"{described}: a rank holds several separate parts of the matrix {shape}; use an order of shards that "
+            f"leaves each rank one rectangle, such as Shard(0) for FSDP over Shard(0) or Shard(1) for tensor "
+            f"parallelism"
         )
-    group, own, label = _group(mesh, dims)
-    held = dict(zip(own, rectangles, strict=True))
+    group, ranks, label = _group(mesh, dims)
+    held = dict(zip(ranks, rectangles, strict=True))
     layout = Layout(shape, tuple(held[rank] for rank in dist.get_process_group_ranks(group)), group, label)
     with torch.no_grad():
         local = x.to_local().shape
     if local.numel() != layout.rectangle.numel:
-        raise ValueError(f"{found}: this rank holds {tuple(local)}, but by its placements {layout.rectangle}")
+        raise ValueError(f"{described}: this rank holds {tuple(local)}, but by its placements {layout.rectangle}")
     return layout
 
 
@@ -73,13 +74,13 @@ def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layou
     (chunk,) = x.__create_chunk_list__()
     ranges = [range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
     rows, columns = ranges[0], _flattened(ranges[1:], x.shape[1:])
-    own = (rows.start, rows.stop, *(columns or (-1, -1)))
-    told = all_gather(torch.tensor(own, device=x.device), group).wait()
-    rectangles = tuple(Rectangle(*each) for each in told.view(-1, 4).tolist())
-    if min(each.left for each in rectangles) < 0 or sum(each.numel for each in rectangles) != prod(shape):
-        found = ", ".join(f"{each.shape}" for each in rectangles)
+    edges_here = (rows.start, rows.stop, *(columns or (-1, -1)))
+    told = all_gather(torch.tensor(edges_here, device=x.device), group).wait()
+    rectangles = tuple(Rectangle(*edges) for edges in told.view(-1, 4).tolist())
+    if min(r.left for r in rectangles) < 0 or sum(r.numel for r in rectangles) != prod(shape):
+        shapes = ", ".join(f"{r.shape}" for r in rectangles)
         raise ValueError(
-            f"a DTensor of shape {tuple(x.shape)} is cut into chunks {found}, which do not make up the matrix {shape}"
+            f"a DTensor of shape {tuple(x.shape)} is cut into chunks {shapes}, which do not make up the matrix {shape}"
         )
     # of tensor parallelism, which cuts first: each has its part of every matrix
     shards = len(x) // len(getattr(x, "orig_param", x))
@@ -102,15 +103,15 @@ def lies_alike(x: DTensor, layout: Layout) -> bool:
     held = dict(zip(_partition(x.device_mesh, list(cuts))[1], rectangles, strict=True))
     pairs = zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True)
     # where nothing is held, the place of it says nothing
-    own = ((held[rank], rectangle) for rank, rectangle in pairs)
-    return all(a == b or (a.shape == b.shape and not b.numel) for a, b in own)
+    compared = ((held[rank], rectangle) for rank, rectangle in pairs)
+    return all(a == b or (a.shape == b.shape and not b.numel) for a, b in compared)
 
 
 def _cuts(x: DTensor) -> dict[int, Cut]:
     return {
-        i: (each.dim, ranks, getattr(each, "split_factor", 1))  # type: ignore[attr-defined]
-        for i, (each, ranks) in enumerate(zip(x.placements, x.device_mesh.shape, strict=True))
-        if not isinstance(each, Replicate) and ranks > 1
+        i: (placement.dim, ranks, getattr(placement, "split_factor", 1))  # type: ignore[attr-defined]
+        for i, (placement, ranks) in enumerate(zip(x.placements, x.device_mesh.shape, strict=True))
+        if not isinstance(placement, Replicate) and ranks > 1
     }
 
 
@@ -162,10 +163,10 @@ def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[in
 
 def _group(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[ProcessGroup, tuple[int, ...], str]:
     """Group, its ranks in the mesh's order, and label."""
-    partition, own = _partition(mesh, dims)
-    group = mesh.get_group(dims[0]) if len(dims) == 1 else joint_group(partition, own)
+    partition, ranks = _partition(mesh, dims)
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else joint_group(partition, ranks)
     names = mesh.mesh_dim_names or [f"mesh{dim}" for dim in range(mesh.ndim)]
-    return group, own, ",".join(f"{names[dim]}={mesh.size(dim)}" for dim in dims)
+    return group, ranks, ",".join(f"{names[dim]}={mesh.size(dim)}" for dim in dims)
 
 
 def _partition(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[Partition, tuple[int, ...]]:

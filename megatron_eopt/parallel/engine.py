@@ -109,8 +109,8 @@ class Engine:
         self.rates = rates or measured_rates(self.groups, device, self._compiler.product_dtypes()[0])
         self.plan = Plan(tuple(planned), ())
         if iterated:
-            own = [i for i, _ in of_matrix]
-            self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=own)
+            indices = [i for i, _ in of_matrix]
+            self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=indices)
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
         self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
         self._room = workspace.for_chunks(largest_iteration(planned if self.works else (), self.works))
@@ -148,10 +148,10 @@ class Engine:
         """Bytes in this rank's host memory, for each chunk."""
         of_matrix = self._compiler.of_matrix
         chunk_of = {of_matrix[m][0]: bucket.chunk for bucket in self.plan.buckets for m in bucket.matrices}
-        found = [0] * (1 + max(chunk_of.values(), default=0))
+        bytes_of = [0] * (1 + max(chunk_of.values(), default=0))
         for i, chunk in chunk_of.items():
-            found[chunk] += self._parameters[i].offloaded
-        return found
+            bytes_of[chunk] += self._parameters[i].offloaded
+        return bytes_of
 
     def shares(self, index: int) -> bool:
         """Whether other ranks wait for this one's shard."""
@@ -167,7 +167,7 @@ class Engine:
 
     def order(self, indices: Sequence[int]) -> list[list[int]]:
         """The parameters of each chunk, as :meth:`run` starts them."""
-        return [[i for each in chunk.slices for i in each.parameters] for chunk in self._chunks_of(indices)]
+        return [[i for of_slice in chunk.slices for i in of_slice.parameters] for chunk in self._chunks_of(indices)]
 
     def stacks(self) -> KernelProducts:
         """Shapes, dtypes, device and fp32 precision of a kernel's products."""
@@ -201,8 +201,8 @@ class Engine:
         """The inverse of :meth:`split`."""
         if self._plain.issuperset(indices):
             return list(shards)
-        each = iter(shards)
-        return [self._rows[i].merge(list(islice(each, len(self.matrices[i])))) for i in indices]
+        remaining = iter(shards)
+        return [self._rows[i].merge(list(islice(remaining, len(self.matrices[i])))) for i in indices]
 
     def orthogonalize(
         self, indices: Sequence[int], shards: list[Tensor]
@@ -230,7 +230,7 @@ class Engine:
         while waiting or started:
             if len(at_work) < IN_FLIGHT:
                 if waiting and not (started and started[-1].stacks):
-                    needed = waiting[0].bytes + sum(each.chunk.bytes for each in started)
+                    needed = waiting[0].bytes + sum(other.chunk.bytes for other in started)
                     if not started or needed <= self._room:
                         started.append(StartedChunk(waiting.popleft(), program))
                 if started and started[-1].stacks:
@@ -242,7 +242,7 @@ class Engine:
                 except StopIteration as done:
                     chunk.factors[number] = done.value
                     at_work.remove(bucket)
-            for chunk in [each for each in started if len(each.factors) == len(each.chunk.jobs)]:
+            for chunk in [x for x in started if len(x.factors) == len(x.chunk.jobs)]:
                 chunk.finish()
                 started.remove(chunk)
 
@@ -255,8 +255,8 @@ class Engine:
 
         def program(some: Sequence[int]) -> Program:
             numbers = [number for i in some for number in at[i]]
-            found = yield from self.orthogonalize(some, [shards[number] for number in numbers])
-            for number, factor in zip(numbers, found, strict=True):
+            factors = yield from self.orthogonalize(some, [shards[number] for number in numbers])
+            for number, factor in zip(numbers, factors, strict=True):
                 shards[number] = factor
 
         self.run(indices, program)
@@ -268,12 +268,12 @@ class Engine:
         for label in sorted({one.matrix.group for one in wanted}):
             indices = [i for i, one in enumerate(wanted) if one.matrix.group == label]
             pending.append((indices, reduce_statistics([wanted[i] for i in indices], self.groups.get(label))))
-        found = {i: each for indices, sums in pending for i, each in zip(indices, sums.wait(), strict=True)}
-        return [found[i] for i in range(len(wanted))]
+        statistics = {i: x for indices, sums in pending for i, x in zip(indices, sums.wait(), strict=True)}
+        return [statistics[i] for i in range(len(wanted))]
 
     def sums(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
         """Sums of tensors over groups; without a label they stay."""
-        found = list(tensors)
+        summed = list(tensors)
         kinds = sorted({(label, str(x.dtype)) for x, label in zip(tensors, labels, strict=True) if label})
         pending = []
         for kind in kinds:
@@ -282,8 +282,8 @@ class Engine:
             pending.append((indices, all_reduce(several, self.groups[kind[0]])))
         for indices, sums in pending:
             for i, part in zip(indices, sums.wait().split([tensors[i].numel() for i in indices]), strict=True):
-                found[i] = part.view(tensors[i].shape)
-        return found
+                summed[i] = part.view(tensors[i].shape)
+        return summed
 
     def gather_whole(
         self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
@@ -310,18 +310,18 @@ class Engine:
         of_all: Callable[..., Callable[[], list[Tensor]]],
     ) -> Generator[None, None, list[list[Tensor]]]:
         kinds = list(zip(stacks, spread, strict=True))
-        sent = [(x, each) for some, each in kinds if each is not None for x in some]
+        sent = [(x, move) for some, move in kinds if move is not None for x in some]
         if not sent:
             return [list(some) for some in stacks]
-        tensors, matrices = [x for x, _ in sent], [each.matrix for _, each in sent]
-        numbers, group = [each.numbers for _, each in sent], self.groups[matrices[0].group]
+        tensors, matrices = [x for x, _ in sent], [move.matrix for _, move in sent]
+        numbers, group = [move.numbers for _, move in sent], self.groups[matrices[0].group]
         wait = of_one(tensors, matrices, numbers, group) if numbers[0] else of_all(tensors, matrices, group)
         yield
         arrived = iter(wait())
-        return [list(some) if each is None else [next(arrived) for _ in some] for some, each in kinds]
+        return [list(some) if move is None else [next(arrived) for _ in some] for some, move in kinds]
 
 
 def _own_shards(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
-    return lambda: [cut_out(x, each.rectangles[group.rank()]) for x, each in zip(stacks, matrices, strict=True)]
+    return lambda: [cut_out(x, matrix.rectangles[group.rank()]) for x, matrix in zip(stacks, matrices, strict=True)]

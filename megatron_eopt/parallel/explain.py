@@ -43,12 +43,12 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
     modelled = f"{flops:.3g} TFLOP/s, {sent:.3g} GB/s and {latency:.3g} us a collective"
     lines += ["", f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped."]
     lines.append(_memory(plan, work, workspace))
-    for name, each in works.items():
-        steps = f"{numbers[name]}: {name}" if numbers else f"{len(each.schedule)} steps"
+    for name, one in works.items():
+        steps = f"{numbers[name]}: {name}" if numbers else f"{len(one.schedule)} steps"
         form = "standard form only"
-        if each.restarts is not None:
-            form = f"Gram form with {len(each.restarts)} restart{'' if len(each.restarts) == 1 else 's'}"
-        (_, first), *later = each.shares
+        if one.restarts is not None:
+            form = f"Gram form with {len(one.restarts)} restart{'' if len(one.restarts) == 1 else 's'}"
+        (_, first), *later = one.shares
         of_larger = ",\n" * bool(later) + ", ".join(f"{part:.0%} from {rows}" for rows, part in later)
         lines.append(f"{steps}, {form}, {first:.0%} of a symmetric product computed{of_larger}.")
     return "\n".join([*lines, "blockwise is an approximation."])
@@ -71,7 +71,7 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
 
 def explain_offloaded(state: Sequence[int], seconds: Sequence[float]) -> str:
     """State in host memory, by bytes and seconds of chunks."""
-    copied, mib = [each / HOST_BYTES * 1e3 for each in state], 2**20
+    copied, mib = [nbytes / HOST_BYTES * 1e3 for nbytes in state], 2**20
     waits = copied[0] + sum(max(0.0, there - 1e3 * work) for there, work in zip(copied[1:], seconds, strict=False))
     there = (max(state[::2]) + max(state[1::2], default=0)) / mib  # in two slots, which take turns
     return (

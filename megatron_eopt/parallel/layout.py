@@ -53,7 +53,7 @@ class Layout:
     @property
     def transposed(self) -> "Layout":
         """The layout of the transposed matrix."""
-        turned = tuple(Rectangle(each.left, each.right, each.top, each.bottom) for each in self.rectangles)
+        turned = tuple(Rectangle(r.left, r.right, r.top, r.bottom) for r in self.rectangles)
         return replace(self, shape=self.shape[::-1], rectangles=turned)
 
     @property
@@ -76,8 +76,8 @@ def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None =
         return layout
     if layout.group is None:
         return Layout(layout.shape, (whole(layout.shape),) * group.size(), group, label)
-    own, copies = dist.get_rank(), dist.get_process_group_ranks(group)
-    ranks = [copy + rank - own for copy in copies for rank in dist.get_process_group_ranks(layout.group)]
+    this_rank, copies = dist.get_rank(), dist.get_process_group_ranks(group)
+    ranks = [copy + rank - this_rank for copy in copies for rank in dist.get_process_group_ranks(layout.group)]
     if joint is None or dist.get_process_group_ranks(joint) != ranks:
         return layout
     shards = layout.shards or (layout.ranks if layout.dim == 0 else 1)
@@ -131,8 +131,8 @@ def layout_of(
     dim: int = 0 if tp is None else parameter.partition_dim - ahead  # type: ignore[attr-defined]
     if dim not in (0, 1):
         kind = f"a stack of matrices is {ahead} or {ahead + 1}" if ahead else "a matrix is 0 or 1"
-        found = f"{dim + ahead} on a parameter of shape {tuple(parameter.shape)}"
-        raise ValueError(f"partition_dim of {kind}, got {found}")
+        given = f"{dim + ahead} on a parameter of shape {tuple(parameter.shape)}"
+        raise ValueError(f"partition_dim of {kind}, got {given}")
     if gtp is not None:
         return _cut_again(parameter, dim, tp, gtp, prefix)
     return cut_over((rows, cols), None if tp is None else dim, tp, f"{prefix}tp")
@@ -164,16 +164,16 @@ def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
     """Tensor-parallel shards, each cut like ``layout``; all ranks call together."""
     if tp is None or tp.size() == 1:
         return layout
-    (rows, cols), found = layout.shape, replace(cut_over(layout.shape, dim, tp), shards=tp.size() if dim == 0 else 1)
+    (rows, cols), cut = layout.shape, replace(cut_over(layout.shape, dim, tp), shards=tp.size() if dim == 0 else 1)
     if layout.group is None:
-        return found
+        return cut
     steps = [(i * rows, 0) if dim == 0 else (0, i * cols) for i in range(tp.size())]
     grid = [
         tuple(Rectangle(r.top + down, r.bottom + down, r.left + right, r.right + right) for r in layout.rectangles)
         for down, right in steps
     ]
     group, rectangles = _over_both(tp, layout.group, grid)
-    return replace(found, rectangles=rectangles, group=group, label=f"tp x {layout.label}")
+    return replace(cut, rectangles=rectangles, group=group, label=f"tp x {layout.label}")
 
 
 def _over_both(
@@ -181,9 +181,9 @@ def _over_both(
 ) -> tuple[ProcessGroup, tuple[Rectangle, ...]]:
     """The group of two axes, and its ranks' shards."""
     # Megatron numbers the ranks of a grid: a step along one axis is as far from every rank
-    own, columns = dist.get_rank(), dist.get_process_group_ranks(other)
+    this_rank, columns = dist.get_rank(), dist.get_process_group_ranks(other)
     held = {
-        first + second - own: rectangle
+        first + second - this_rank: rectangle
         for first, row in zip(dist.get_process_group_ranks(tp), grid, strict=True)
         for second, rectangle in zip(columns, row, strict=True)
     }
@@ -205,7 +205,7 @@ def split_layout(layout: Layout, split: Split) -> list[Layout]:
     layouts = []
     for i, block in enumerate(pattern.blocks):
         pairs = zip(held, layout.rectangles, strict=True)
-        rectangles = tuple(Rectangle(*rows[i], each.left, each.right) for rows, each in pairs)
+        rectangles = tuple(Rectangle(*rows[i], rectangle.left, rectangle.right) for rows, rectangle in pairs)
         layouts.append(replace(matrix, shape=(block.rows, layout.shape[1]), rectangles=rectangles))
     return layouts * (split.stacked or 1)
 

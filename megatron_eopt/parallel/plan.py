@@ -100,8 +100,8 @@ def make_plan(
     kinds = [(draft.matrices[alike[kind][0]], tuple(alike[kind])) for kind in sorted(alike)]
     of_groups = []
     for group, ranks in sorted({(m.group, m.ranks) for m, _ in kinds}):
-        own = [indices for m, indices in kinds if (m.group, m.ranks) == (group, ranks)]
-        options = [_options(draft, indices, mode, work, group in share_groups) for indices in own]
+        of_this_group = [indices for m, indices in kinds if (m.group, m.ranks) == (group, ranks)]
+        options = [_options(draft, indices, mode, work, group in share_groups) for indices in of_this_group]
         of_groups.append(_best(draft, options, work, rates))
 
     def order(bucket: Bucket) -> tuple[int, bool, float]:
@@ -111,7 +111,7 @@ def make_plan(
     numbers = range(len(draft.matrices)) if parameters is None else parameters
     chunk_of = _chunks(draft, list(chain(*of_groups)), order, work, workspace, numbers)
     if chunk_of:
-        of_groups = [_with_compute_ranks(draft, list(_cut(each, chunk_of)), work) for each in of_groups]
+        of_groups = [_with_compute_ranks(draft, list(_cut(bucket, chunk_of)), work) for bucket in of_groups]
     parts = chain(*(_in_parts(bucket, draft.matrices[bucket.matrices[0]].ranks) for bucket in chain(*of_groups)))
     return replace(draft, buckets=tuple(sorted(parts, key=order)))
 
@@ -239,16 +239,16 @@ def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> t
     held = {i: plan.matrices[i].held for i in bucket.matrices}
     if not plan.matrices[bucket.matrices[0]].uneven or len(set(held.values())) == 1:
         return compute_ranks
-    room, found = Counter(compute_ranks), dict[int, int]()
+    room, rank_of = Counter(compute_ranks), dict[int, int]()
     # in an order that does not depend on that of the parameters, but for matrices that lie alike
-    pairs = sorted((-entries, rank, own, i) for i, own in held.items() for rank, entries in own)
+    pairs = sorted((-entries, rank, of_ranks, i) for i, of_ranks in held.items() for rank, entries in of_ranks)
     for _, rank, _, index in pairs:
-        if index not in found and room[rank]:
-            found[index] = rank
+        if index not in rank_of and room[rank]:
+            rank_of[index] = rank
             room[rank] -= 1
-    left = sorted(held.keys() - found.keys(), key=lambda index: (held[index], index))
-    found |= zip(left, sorted(room.elements()), strict=True)
-    return tuple(found[i] for i in bucket.matrices)
+    left = sorted(held.keys() - rank_of.keys(), key=lambda index: (held[index], index))
+    rank_of |= zip(left, sorted(room.elements()), strict=True)
+    return tuple(rank_of[i] for i in bucket.matrices)
 
 
 def _check(matrices: Sequence[Matrix]) -> None:
@@ -311,8 +311,8 @@ def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str |
 
 
 def _of_group(plan: Plan, label: str | None) -> tuple[list[Matrix], list[Bucket]]:
-    buckets = [each for each in plan.buckets if label in (None, plan.matrices[each.matrices[0]].group)]
-    return [each for each in plan.matrices if label in (None, each.group)], buckets
+    buckets = [bucket for bucket in plan.buckets if label in (None, plan.matrices[bucket.matrices[0]].group)]
+    return [matrix for matrix in plan.matrices if label in (None, matrix.group)], buckets
 
 
 def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
@@ -320,7 +320,7 @@ def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
     for matrix in matrices:
         for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
             yield f"{matrix.name!r} has the {what}", getattr(matrix, what)
-    ranks = [(bucket, *each) for bucket in buckets for each in zip_longest(bucket.matrices, bucket.compute_ranks)]
+    ranks = [(bucket, *pair) for bucket in buckets for pair in zip_longest(bucket.matrices, bucket.compute_ranks)]
     decided = {plan.matrices[i].name: (bucket.scheme, compute_rank) for bucket, i, compute_rank in ranks}
     for matrix in matrices:
         scheme, compute_rank = decided.get(matrix.name, (None, None))  # of a plan that orthogonalizes nothing

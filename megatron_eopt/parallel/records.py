@@ -45,7 +45,7 @@ def cut(shape: Shape, dim: int, ranks: int) -> tuple[Rectangle, ...]:
 def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
     """Shards between ``edges`` along ``dim``; equal edges make empty ones."""
     cuts = pairwise(edges)
-    return tuple(Rectangle(*each, 0, shape[1]) if dim == 0 else Rectangle(0, shape[0], *each) for each in cuts)
+    return tuple(Rectangle(*cut, 0, shape[1]) if dim == 0 else Rectangle(0, shape[0], *cut) for cut in cuts)
 
 
 def cut_twice(
@@ -64,7 +64,7 @@ def cut_twice(
 
     def cut_rows(shard: Rectangle) -> tuple[Rectangle, ...]:
         edges = [min(shard.top + rank * rows, shard.bottom) for rank in range(again + 1)]
-        return tuple(Rectangle(*each, shard.left, shard.right) for each in pairwise(edges))
+        return tuple(Rectangle(*edge, shard.left, shard.right) for edge in pairwise(edges))
 
     return shape, tuple(map(cut_rows, cut(shape, dim, ranks)))
 

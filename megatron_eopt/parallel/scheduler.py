@@ -51,15 +51,15 @@ class StartedChunk:
         self.factors: dict[int, Factors] = {}
         self.stacks: dict[int, Tensor] = {}
         self._programs: list[Program] = []
-        for each in chunk.slices:
-            running = program(each.parameters)
+        for part in chunk.slices:
+            running = program(part.parameters)
             self._programs.append(running)
             shards = next(running)
             if not self.stacks:
                 stacks = [_room(shards[0], job.shapes, job.dtype) for job in chunk.jobs]
                 self.stacks = {n: stack for n, (stack, _) in enumerate(stacks)}
                 rows = [rows_of_stack for _, rows_of_stack in stacks]
-            places = [(rows[b.bucket][row], i) for b in each.buckets for row, i in zip(b.rows, b.at, strict=True)]
+            places = [(rows[b.bucket][row], i) for b in part.buckets for row, i in zip(b.rows, b.at, strict=True)]
             torch._foreach_copy_([row for row, _ in places], [shards[i] for _, i in places])
             shards.clear()
 
@@ -71,12 +71,12 @@ class StartedChunk:
 
     def finish(self) -> None:
         """Resume each program with factors in its updates' dtypes."""
-        for number, (each, running) in enumerate(zip(self.chunk.slices, self._programs, strict=True), 1):
-            found: dict[int, Tensor] = {}
-            for own in each.buckets:
-                found |= zip(own.at, _taken(self.factors[own.bucket], own), strict=True)
-            factors = [found[i] for i in range(len(found))]
-            del found
+        for number, (part, running) in enumerate(zip(self.chunk.slices, self._programs, strict=True), 1):
+            by_position: dict[int, Tensor] = {}
+            for bucket in part.buckets:
+                by_position |= zip(bucket.at, _taken(self.factors[bucket.bucket], bucket), strict=True)
+            factors = [by_position[i] for i in range(len(by_position))]
+            del by_position
             if number == len(self.chunk.slices):
                 self.factors.clear()
             resume(running, factors)
@@ -91,15 +91,15 @@ def resume(program: Program, factors: list[Tensor]) -> None:
     raise AssertionError("a program orthogonalizes once")
 
 
-def _taken(factors: Factors, own: BucketSlice) -> list[Tensor]:
+def _taken(factors: Factors, bucket: BucketSlice) -> list[Tensor]:
     """A slice's factors, contiguous, in memory of their own."""
-    of_rows = factors if len(own.rows) == len(factors) else [factors[i] for i in own.rows]
-    out, results = _room(factors[0], own.shapes, own.widest)
+    of_rows = factors if len(bucket.rows) == len(factors) else [factors[i] for i in bucket.rows]
+    out, results = _room(factors[0], bucket.shapes, bucket.widest)
     if isinstance(of_rows, Tensor):
         out.copy_(of_rows)
     else:
         torch._foreach_copy_(results, of_rows)
-    return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(results, own.dtypes, strict=True)]
+    return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(results, bucket.dtypes, strict=True)]
 
 
 def _room(like: Tensor, shapes: Shapes, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:

@@ -38,7 +38,7 @@ without entries; ``squared_norm`` and ``inner_product`` as numbers in fp64."""
 
 def norms_of(statistics: Sequence[Statistics]) -> Tensor:
     """The squared norms of several matrices, (n,)."""
-    return torch.stack([each["squared_norm"] for each in statistics]) if statistics else torch.empty(0)
+    return torch.stack([of_matrix["squared_norm"] for of_matrix in statistics]) if statistics else torch.empty(0)
 
 
 # statistic, whether it is summed over ranks, its matrices; this rank's sums (matrices, sums), their first index and
@@ -62,13 +62,13 @@ def reduce_statistics(wanted: Sequence[StatisticsRequest], group: ProcessGroup |
 
     def finish() -> list[Statistics]:
         reduced = iter(() if pending is None else pending.wait().split([part.numel() for part in crossing]))
-        found: list[Statistics] = [{} for _ in wanted]
+        statistics: list[Statistics] = [{} for _ in wanted]
         for name, crosses, indices, x, start, length, count in sums:
             x = next(reduced).view(-1, length).narrow(1, start, x.shape[1]) if crosses else x
             x = x[:, 0] if count is None else (x / max(count, 1)).float()
             for i, statistic in zip(indices, x.unbind(), strict=True):
-                found[i][name] = statistic
-        return found
+                statistics[i][name] = statistic
+        return statistics
 
     return Pending(None, finish)
 
@@ -81,17 +81,17 @@ def _partial_sums(wanted: Sequence[StatisticsRequest], rank: int) -> list[_Sums]
     sums: list[_Sums] = []
     xs = [one.x for one in wanted]
     for (shape, rectangles, _), indices in layouts.items():
-        own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
-        cut = any(each != shape for each in shapes)
+        rectangle, shapes = rectangles[rank], [r.shape for r in rectangles]
+        cut = any(other != shape for other in shapes)
         matrix = wanted[indices[0]].matrix
-        if cut and sum(rectangle.numel for rectangle in rectangles[matrix.copy_of(0)]) != math.prod(shape):
+        if cut and sum(r.numel for r in rectangles[matrix.copy_of(0)]) != math.prod(shape):
             raise ValueError(f"the shards of {matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
         counts = matrix.copy_of(rank).start == 0  # else another rank has the same
-        for name, dim, start in (("row_squares", 0, own.top), ("column_squares", 1, own.left)):
+        for name, dim, start in (("row_squares", 0, rectangle.top), ("column_squares", 1, rectangle.left)):
             if some := [i for i in indices if getattr(wanted[i], name)]:
                 along = [xs[i].mT if dim else xs[i] for i in some]
                 x = _row_sums(lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square(), along)
-                crosses = any(each[dim] and each[1 - dim] != shape[1 - dim] for each in shapes)
+                crosses = any(other[dim] and other[1 - dim] != shape[1 - dim] for other in shapes)
                 x = x if counts or not crosses else torch.zeros_like(x)
                 sums.append((name, crosses, some, x, start, shape[dim], shape[1 - dim]))
         if some := [i for i in indices if wanted[i].squared_norm]:
@@ -108,8 +108,8 @@ def _partial_sums(wanted: Sequence[StatisticsRequest], rank: int) -> list[_Sums]
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Squared norms, (n,) in fp64; a GPU makes no copies."""
     pieces = [x.split(max(1, MOST_BYTES // 8 // max(1, x.shape[1:].numel()))) for x in tensors]
-    found = iter(torch._foreach_norm([x for each in pieces for x in each], 2, torch.float64))
-    norms = [torch.stack([next(found) for _ in each]).norm() if len(each) > 1 else next(found) for each in pieces]
+    of_pieces = iter(torch._foreach_norm([x for xs in pieces for x in xs], 2, torch.float64))
+    norms = [torch.stack([next(of_pieces) for _ in xs]).norm() if len(xs) > 1 else next(of_pieces) for xs in pieces]
     return torch.stack(norms).square()
 
 
@@ -117,8 +117,8 @@ def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:
     """Sums over rows, (shards, rows), of shards of one shape."""
     rows, cols = shards[0][0].shape
     height = max(1, MOST_BYTES // 8 // max(1, cols))
-    found = []
+    of_rows = []
     for some in batched(zip(*shards, strict=True), max(1, height // max(1, rows))):
         pieces = [zip(*(x.split(height) for x in xs), strict=True) for xs in zip(*some, strict=True)]
-        found.append(torch.cat([sums(*map(torch.stack, piece)) for piece in zip(*pieces, strict=True)], 1))
-    return torch.cat(found)
+        of_rows.append(torch.cat([sums(*map(torch.stack, piece)) for piece in zip(*pieces, strict=True)], 1))
+    return torch.cat(of_rows)

@@ -91,19 +91,19 @@ class Watched:
         """Effective ranks, their shares and residuals: (3 x nonzero matrices)."""
         if not self._grams:
             return torch.empty(3, 0, dtype=torch.float64)
-        found = torch.stack([torch.cat(each) for each in zip(*self._grams, strict=True)]).cpu()
-        return found[:, found.isfinite().all(0)]
+        figures = torch.stack([torch.cat(stacks) for stacks in zip(*self._grams, strict=True)]).cpu()
+        return figures[:, figures.isfinite().all(0)]
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase; waits for the device."""
-        found = dict.fromkeys(PHASES, 0.0)
+        seconds = dict.fromkeys(PHASES, 0.0)
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
         for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if name:
-                found[name] += start.elapsed_time(end) / 1e3 if on_gpu else end - start
-        return found
+                seconds[name] += start.elapsed_time(end) / 1e3 if on_gpu else end - start
+        return seconds
 
     def sizes(self) -> tuple[float, int, float | None]:
         """Of this rank's updates: square sum, entries, predicted square sum."""

@@ -47,18 +47,18 @@ def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
     Shards, buffers, whole matrices and factors, without the iteration. The schemes show when each is freed.
     """
     item, (rows, cols) = matrix.itemsize, matrix.shape
-    own, on_rank = most * item, -(-count // matrix.ranks) * rows * cols * item
+    largest, on_rank = most * item, -(-count // matrix.ranks) * rows * cols * item
     if scheme in ("local", "blockwise"):
-        return 2 * own
+        return 2 * largest
     if scheme == "owner":
-        return own + on_rank * matrix.copies  # of which all go out
+        return largest + on_rank * matrix.copies  # of which all go out
     if scheme == "duplicated":
-        return matrix.ranks * own + max(own, count * rows * cols * item)
+        return matrix.ranks * largest + max(largest, count * rows * cols * item)
     if scheme == "share":
-        return max(own + on_rank, (matrix.ranks + 1) * on_rank)
+        return max(largest + on_rank, (matrix.ranks + 1) * on_rank)
     cut = cut_dimension(matrix.shape, matrix.rectangles) or 0
     # in fp32: shards that are scaled or normalized, their successors, and Gram matrices, sent and received
-    return own + 3 * max(most, count) * 4 + count * 4 * matrix.shape[1 - cut] ** 2 * 4
+    return largest + 3 * max(most, count) * 4 + count * 4 * matrix.shape[1 - cut] ** 2 * 4
 
 
 def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, largest: int) -> dict[int, int]:
@@ -78,10 +78,10 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
 
     def needed(some: Sequence[int], held: Mapping[int, int]) -> int:
         counts, of_buckets = Counter(held), dict[int, dict[int, int]]()
-        counts.update(like[i] for each in some for i in matrices_of[each])
+        counts.update(like[i] for p in some for i in matrices_of[p])
         for i, count in counts.items():
             of_buckets.setdefault(bucket_of[i], {})[i] = count
-        return sum(_needed(plan, plan.buckets[number], each, workspace) for number, each in of_buckets.items())
+        return sum(_needed(plan, plan.buckets[n], of_bucket, workspace) for n, of_bucket in of_buckets.items())
 
     room, of_all = workspace.for_chunks(largest), needed(list(matrices_of), {})
     most = min(room // IN_FLIGHT, of_all // OFFLOADED_CHUNKS) if workspace.state else room // IN_FLIGHT
@@ -92,8 +92,8 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
         ranks = plan.matrices[bucket.matrices[0]].ranks if bucket.compute_ranks else 1
         waiting = list(dict.fromkeys(parameters[i] for i in bucket.matrices if parameters[i] not in chunk_of))
         while waiting:
-            each = sum(bucket_of[i] == number for i in matrices_of[waiting[0]])
-            some = waiting[: -(-ranks // each)]
+            of_parameter = sum(bucket_of[i] == number for i in matrices_of[waiting[0]])
+            some = waiting[: -(-ranks // of_parameter)]
             if needed(some, {}) > room:
                 some = some[:1]
             if held and needed(some, held) > most:

@@ -133,8 +133,8 @@ def _warn_of_fields(config: OptimizerConfig) -> None:
     used = _OWN_FIELDS.get(config.name, set()) | signature(OWN[config.name]).parameters.keys() | {"name", "options"}
     if config.name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
-    without = [x for x, default in vars(OptimizerConfig()).items() if getattr(config, x) not in (default, [])]
-    if without := [x for x in without if x not in used]:
+    changed = [x for x, default in vars(OptimizerConfig()).items() if getattr(config, x) not in (default, [])]
+    if without := [x for x in changed if x not in used]:
         _log(f"fields of the config have no effect on {config.name}: {', '.join(without)}", logging.WARNING)
 
 
@@ -154,18 +154,14 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
 
 def register_builders() -> None:
     """Register the builders of the table's optimizers and torch's AdamW."""
-    _register("adamw", build_adamw)
-    for row in OPTIMIZERS.values():
-        if row.plain:
-            _register(row.name, partial(build_of_row, row))
+    for name in OWN:
+        register_optimizer(name)(partial(_build, name))
 
 
-def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimizer]) -> None:
-
-    @register_optimizer(name)
-    def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
-        filled = [{**group, "params": list(group["params"])} for group in groups]
-        return build([group for group in filled if group["params"]], config_of(config, name))
+def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
+    copies = ({**group, "params": list(group["params"])} for group in groups)
+    filled, settings = [group for group in copies if group["params"]], config_of(config, name)
+    return build_adamw(filled, settings) if name == "adamw" else build_of_row(OPTIMIZERS[name], filled, settings)
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
@@ -201,11 +197,8 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
         )
     matrices = factors + matrices
     reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
-    why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-    _log(
-        f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {_counted(rest, 'parameters')}"
-        + (f" ({why})" if why else "")
-    )
+    why = f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})" if reasons else ""
+    _log(f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {_counted(rest, 'parameters')}{why}")
     if not isinstance(config.fused, bool):
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
@@ -246,19 +239,20 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
 
 def _fused(groups: Sequence[Group], config: OptimizerConfig) -> bool | None:
     """Whether to use torch's fused kernel; logs why not."""
+    if not config.fused:
+        return None
     parameters = [p for group in groups for p in group["params"]]
-    devices = {parameter.device.type for parameter in parameters} - set(_get_fused_kernels_supported_devices())
-    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
-    reason = None
+    devices = {p.device.type for p in parameters} - set(_get_fused_kernels_supported_devices())
     if devices:
         reason = f"torch has no fused kernel for {', '.join(sorted(devices))}"
-    elif not all(parameter.is_floating_point() for parameter in parameters):
+    elif not all(p.is_floating_point() for p in parameters):
         reason = "some parameters are not of floating point"
-    elif len(meshes) > 1:
+    elif len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1:
         reason = "parameters are on several device meshes, or some on none"
-    if config.fused and reason:
-        _log(f"AdamW is not fused: {reason}")
-    return True if config.fused and not reason else None
+    else:
+        return True
+    _log(f"AdamW is not fused: {reason}")
+    return None
 
 
 def _log(message: str, level: int = logging.INFO) -> None:

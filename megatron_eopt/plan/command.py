@@ -81,13 +81,12 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
     rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
     parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
-    settings = {"split_gate_up": options.split_gate_up, "itemsize": itemsize}
-    model = _model(options)
+    model, mode = _model(options), options.muon_tp_mode
     if parallel.pipeline > model.num_layers:
         raise ValueError(f"--pipeline-model-parallel-size {parallel.pipeline} is more than {model.num_layers} layers")
-    matrices, deals = dealt_matrices(model, parallel, work, options.muon_tp_mode, rates, **settings)
+    matrices, deals = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
-    plan = make_plan(matrices, options.muon_tp_mode, work, rates, workspace=workspace)
+    plan = make_plan(matrices, mode, work, rates, workspace=workspace)
     if options.kernel_times is not None:  # not for the plan: a run makes it before its ranks agree on times
         times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
         work = replace(work, share=shares(times))

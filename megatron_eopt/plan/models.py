@@ -70,13 +70,11 @@ def dealt_matrices(
     rates: Rates = DEFAULT_RATES,
     *,
     split_gate_up: bool = False,
-    itemsize: int = 2,
 ) -> tuple[list[Matrix], list[Deal]]:
     """Logical matrices of the longest stage's busiest rank, and deals.
 
     Embeddings and the output layer are not Muon's. With several data-parallel ranks there is a deal of dense parameters
-    and one of experts. Sizes that do not divide over the ranks are a ``ValueError``. ``itemsize``: bytes of an
-    exchanged entry, 2 where products have 16 bits, else 4.
+    and one of experts. Sizes that do not divide over the ranks are a ``ValueError``.
     """
     dense: list[Matrices] = []
     experts: list[Matrices] = []
@@ -99,7 +97,7 @@ def dealt_matrices(
     own: list[Matrix] = []
     deals = []
     for parameters, data in ((dense, parallel.data), (experts, ranks)):
-        matrices = [tuple(replace(matrix, itemsize=itemsize) for matrix in each) for each in parameters]
+        matrices = [tuple(replace(matrix, itemsize=work.itemsize) for matrix in each) for each in parameters]
         items = [Item(each, sum(matrix.rectangles[0].numel for matrix in each)) for each in matrices]
         found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates)
         busiest = found.seconds.index(max(found.seconds))

@@ -11,6 +11,7 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at, whole
+from tests.distributed.shards import part_of
 
 OWNED = ("owner", "gram_split", "share")
 ONE_CUT = ("duplicated", "distributed", "owner", "gram_replicated", "gram_split")
@@ -159,10 +160,6 @@ def matrices_of(case):
 
 def scale(rows, cols):
     return rows / cols + 0.25
-
-
-def part_of(x, rectangle):
-    return x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
 
 
 def own_parts(case, ranks, rank):

@@ -1,7 +1,5 @@
 """AdaMuon, NorMuon and NAMO at TP=k take the steps of one rank, with one all-reduce for each group of ranks."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,9 @@ import torch.distributed as dist
 from megatron_eopt import TensorParallelAdaptiveMuon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_tp_invariance import sharded
+from tests.distributed.shards import cut, groups_of, placed, shard, sharded
+from tests.distributed.test_tp_invariance import SHAPES
+from tests.optimizers.field import assert_close
 
 STEPS = 5
 VARIANTS = {
@@ -21,7 +21,6 @@ VARIANTS = {
 MODES = ("duplicated", "owner", "auto")
 FURTHER_MODES = ("distributed", "gram")
 
-SHAPES = {"tall": (96, 36), "wide": (36, 96), "square": (48, 48)}
 CASES = {
     **{f"{kind} dim {dim}": (shape, sharded(dim)) for kind, shape in SHAPES.items() for dim in (0, 1)},
     "fused qkv": ((6 * 16, 48), sharded(0, qkv_split_shapes=[8, 4, 4])),
@@ -35,24 +34,13 @@ CASES = {
 }
 
 
-def cut(x, attributes, rank, world_size):
-    """This rank's part of a global matrix."""
-    if world_size == 1 or "partition_dim" not in attributes:
-        return x.clone()
-    return x.chunk(world_size, attributes["partition_dim"])[rank].contiguous()
-
-
 def trained(rank, world_size, variant, tp_mode, **settings):
     """Some steps of one optimizer of all cases; it, its parameters, and the collectives of the last step."""
     generator = torch.Generator().manual_seed(0)
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if world_size > 1 else None
-    parameters = {}
-    for name, (shape, attributes) in CASES.items():
-        whole = torch.randn(shape, generator=generator)
-        parameters[name] = torch.nn.Parameter(cut(whole, attributes, rank, world_size))
-        for key, value in attributes.items():
-            if groups is not None or key == "qkv_split_shapes":
-                setattr(parameters[name], key, value)
+    parameters = {
+        name: placed(torch.randn(shape, generator=generator), attributes, rank, world_size)
+        for name, (shape, attributes) in CASES.items()
+    }
     several = list(parameters.items())
     optimizer = TensorParallelAdaptiveMuon(
         [{"params": several[:4], "weight_decay": 0.1}, {"params": several[4:], "beta2": 0.8, "lr": 0.6}],
@@ -61,7 +49,7 @@ def trained(rank, world_size, variant, tp_mode, **settings):
         split_qkv=True,
         is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
         fp32_matmul_prec="highest",
-        pg_collection=groups,
+        pg_collection=groups_of(world_size),
         tp_mode=tp_mode,
         **VARIANTS[variant],
         **settings,
@@ -95,13 +83,10 @@ def on_ranks(rank, world_size, tp_modes):
 
 def bad_gradients(rank, world_size):
     """What becomes of the second moments where one rank has a gradient that is not finite."""
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
     kept = {}
     for variant, settings in VARIANTS.items():
-        parameters = [torch.nn.Parameter(torch.eye(12, 4)) for _ in range(2)]
-        for parameter in parameters:
-            parameter.tensor_model_parallel, parameter.partition_dim = True, 0
-        optimizer = TensorParallelAdaptiveMuon(parameters, pg_collection=groups, tp_mode="auto", **settings)
+        parameters = [shard(torch.eye(12, 4)) for _ in range(2)]
+        optimizer = TensorParallelAdaptiveMuon(parameters, pg_collection=groups_of(), tp_mode="auto", **settings)
         before = []
         for step in range(2):
             for parameter in parameters:
@@ -131,13 +116,6 @@ def on_all(rank, world_size, tp_modes):
     return on_ranks(rank, world_size, tp_modes), *further
 
 
-def assert_close(actual, expected, what, tolerance=1e-5):
-    assert actual.shape == expected.shape, what
-    if actual.numel():
-        error = (actual - expected).abs().max()
-        assert error <= tolerance * expected.abs().max(), (what, float(error))
-
-
 def check(results, tp_modes):
     world_size = len(results)
     # where partial Gram matrices are summed, factors are rounded otherwise, by up to 6e-5 (tests/optimizers/field.py),
@@ -153,7 +131,7 @@ def check(results, tp_modes):
                     actual, kept, rectangles = found[name]
                     what = variant, tp_mode, rank, name
                     assert parameters[name].shape == shape
-                    assert_close(actual, cut(parameters[name].detach(), attributes, rank, world_size), what, tolerance)
+                    assert_close(actual, cut(parameters[name].detach(), attributes, rank, world_size), tolerance, what)
                     whole = moments(optimizer, parameters[name])
                     if variant.startswith("adamuon"):
                         expected = [cut(whole[0], attributes, rank, world_size)]
@@ -189,7 +167,7 @@ def test_ranks_take_the_steps_of_one(world_size):
         _, parameters, _ = trained(0, 1, variant, "duplicated")
         for found in shared:
             for name, p in parameters.items():
-                assert_close(found[variant][name], p.detach(), (variant, name))
+                assert_close(found[variant][name], p.detach(), what=(variant, name))
 
 
 @pytest.mark.full

@@ -9,11 +9,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # importing i
 
 from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.collectives import counters
+from tests.distributed import shards
 from tests.distributed.ranks import run_ranks
 
 
 def counted():
-    found = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
+    found = shards.counted()
     counters.reset()
     return found
 

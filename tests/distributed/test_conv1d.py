@@ -10,12 +10,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatron_eopt import TensorParallelAdaptiveMuon
 from megatron_eopt.plain import build_optimizer
 from tests.contracts.test_hugging_face import OPTIONS, alike, config, trained
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import whole
 
 pytestmark = pytest.mark.wide
 
@@ -38,8 +38,7 @@ def train(name, shard):
         state = get_optimizer_state_dict(model, optimizer, options=WHOLE_STATE)
         set_optimizer_state_dict(model, optimizer, state, options=WHOLE_STATE)
     trained(model, optimizer, 1)
-    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
-    return [p.detach().clone() for p in whole]
+    return list(map(whole, model.parameters()))
 
 
 def under_fsdp2(rank, world_size):

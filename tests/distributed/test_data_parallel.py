@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import whole
+from tests.optimizers.field import assert_close
 
 STEPS = 3
 MODES = ("auto", "owner", "gram", "duplicated", "distributed")
@@ -44,13 +46,12 @@ def train(network, **settings):
             p.grad = gradient
         counters.reset()
         optimizer.step()
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in network.parameters()]
-    return [p.detach().clone() for p in whole]
+    return list(map(whole, network.parameters()))
 
 
 def assert_same(actual, expected, message):
     for a, b in zip(actual, expected, strict=True):
-        assert (a - b).abs().max() <= 1e-5 * STEPS * b.abs().max(), message
+        assert_close(a, b, 1e-5 * STEPS, message)
 
 
 def under_ddp(rank, world_size):

@@ -22,6 +22,7 @@ from megatron_eopt.parallel.dtensor import _rectangles, layout_of_dtensor
 from megatron_eopt.parallel.layout import on_one_rank
 from megatron_eopt.parallel.records import Rectangle, cut_at
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import part_of
 
 SHAPES = [(7, 5), (8, 6), (3, 4), (1, 9)]
 
@@ -41,7 +42,7 @@ def check(x, full=None):
     layout = layout_of_dtensor(x)
     local, rectangle = x.to_local().detach(), layout.rectangle
     assert layout.shape == tuple(full.shape)
-    assert torch.equal(local, full[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right])
+    assert torch.equal(local, part_of(full, rectangle))
     assert sum(rectangle.numel for rectangle in layout.rectangles) == full.numel()
     if layout.group is None:
         assert layout == on_one_rank(layout.shape)
@@ -53,15 +54,6 @@ def check(x, full=None):
         (rank, rectangle, layout.rectangles, layout.label) for rank, rectangle in enumerate(layout.rectangles)
     ]
     return layout
-
-
-def agrees_with_torch(x, layout):
-    """Compare the shards with torch's own helper, at the coordinates of every rank of the group."""
-    mesh = x.device_mesh
-    for rank, rectangle in zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True):
-        coordinates = (mesh.mesh == rank).nonzero()[0].tolist()
-        size, offset = _compute_local_shape_and_global_offset(tuple(x.shape), mesh.shape, coordinates, x.placements)
-        assert rectangle == Rectangle(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
 
 
 def linears():
@@ -84,7 +76,6 @@ def one_dimension(rank, ranks):
     for shape, dim in product(SHAPES, (0, 1)):
         x = spread(matrix(shape), mesh, [Shard(dim)])
         layout = check(x)
-        agrees_with_torch(x, layout)
         assert layout.label == f"fsdp={ranks}"
         size = -(-shape[dim] // ranks)
         assert layout.rectangles == cut_at(shape, dim, [min(i * size, shape[dim]) for i in range(ranks + 1)])
@@ -104,7 +95,6 @@ def two_dimensions(rank):
                 continue
             x = spread(matrix(shape), mesh, placements)
             layout = check(x)
-            agrees_with_torch(x, layout)
             assert layout.group is dist.group.WORLD
             assert layout.label == "dp=2,tp=2"
         # HSDP: the group is that of the dimension that cuts
@@ -162,9 +152,7 @@ def more_dimensions_of_a_tensor(rank):
         x = spread(stacked, mesh, placements)
         layout = layout_of_dtensor(x)
         assert layout.shape == (4, 18)
-        rectangle = layout.rectangle
-        expected = stacked.flatten(1)[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
-        assert torch.equal(x.to_local().flatten(1), expected)
+        assert torch.equal(x.to_local().flatten(1), part_of(stacked.flatten(1), layout.rectangle))
     x = spread(stacked, mesh, (Shard(0), Shard(2)))
     with pytest.raises(ValueError, match="several separate parts of the matrix"):
         layout_of_dtensor(x)
@@ -277,7 +265,7 @@ def test_pieces_are_those_of_torchs_placements(cuts, shape):
             shape, [ranks for _, ranks, _ in cuts], list(coordinates), placements
         )
         found = Rectangle(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
-        whole = whole and torch.equal(matrix(shape)[found.top : found.bottom, found.left : found.right], local)
+        whole = whole and torch.equal(part_of(matrix(shape), found), local)
         expected.append(found)
     assert _rectangles(shape, cuts) == (tuple(expected) if whole else None)
 

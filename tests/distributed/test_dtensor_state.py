@@ -8,13 +8,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import marked, message_of, whole
+from tests.optimizers import field
+from tests.plain.made import assert_same
 
 STEPS = 5
 FULL = StateDictOptions(full_state_dict=True)
@@ -37,6 +40,17 @@ PAIRS = {
     "down": ((7, 3), Replicate()),
     "up_transposed": ((3, 9), Shard(1)),
     "other": ((6, 3), Shard(0)),
+}
+
+
+# How a parameter lies on meshes of two dimensions.
+MESHES = {
+    "hsdp": lambda placement: [Replicate(), placement],
+    # as FSDP2 over tensor parallelism cuts rows: both dimensions of the mesh cut the same dimension
+    "over tp": lambda placement: [
+        _StridedShard(placement.dim, split_factor=2) if isinstance(placement, Shard) else placement,
+        placement,
+    ],
 }
 
 
@@ -64,8 +78,7 @@ class Model(nn.Module):
         optimizer.zero_grad()
 
     def whole(self):
-        full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in self.named_parameters()}
-        return {name: p.detach().clone() for name, p in full.items()}
+        return {name: whole(p) for name, p in self.named_parameters()}
 
 
 SPLIT = {"split_qkv": True, "is_qkv_fn": lambda p: hasattr(p, "qkv_split_shapes"), "fp32_matmul_prec": "highest"}
@@ -131,15 +144,7 @@ def on_four(rank, world_size, folder):
         check_parts(optimizer)
         save(model, optimizer, folder / name / "4")
         saved[name] = full_state(model, optimizer), model.whole()
-    meshes = {
-        "hsdp": lambda placement: [Replicate(), placement],
-        # as FSDP2 over tensor parallelism cuts rows: both dimensions of the mesh cut the same dimension
-        "over tp": lambda placement: [
-            _StridedShard(placement.dim, split_factor=2) if isinstance(placement, Shard) else placement,
-            placement,
-        ],
-    }
-    for mesh, along in meshes.items():
+    for mesh, along in MESHES.items():
         for name, build in OPTIMIZERS.items():
             model, optimizer = trained(build, square, along)
             check_parts(optimizer)
@@ -149,16 +154,13 @@ def on_four(rank, world_size, folder):
 
 def refused(line, square):
     def parameter(mesh, placements, shape=(16, 8), **attributes):
-        made = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements, src_data_rank=None))
-        for key, value in attributes.items():
-            setattr(made, key, value)
-        return made
+        return marked(distribute_tensor(torch.ones(shape), mesh, placements, src_data_rank=None), **attributes)
 
     fused = parameter(line, [Shard(0)], qkv_split_shapes=QKV)
     both = parameter(square, [Shard(0), Shard(1)])
     short = parameter(line, [Shard(0)], (3, 16))
-    whole = nn.Parameter(torch.ones(16, 8))
-    plain, cut = (Spectron([("weight", p)], rank=2) for p in (whole, parameter(line, [Shard(0)])))
+    same = nn.Parameter(torch.ones(16, 8))
+    plain, cut = (Spectron([("weight", p)], rank=2) for p in (same, parameter(line, [Shard(0)])))
     plain.init_state()
     cut.init_state()
     # namo keeps one number for each logical matrix, however its rows lie
@@ -170,19 +172,11 @@ def refused(line, square):
             lambda: TensorParallelAdaptiveMuon([("fused", fused)], moment2_method="normuon", **SPLIT),
             lambda: Spectron([("both", both)], rank=2),
             lambda: TensorParallelAdaptiveMuon([("both", both)], moment2_method="normuon"),
-            lambda: Spectron([factor_pairs([(("short", short), ("whole", whole))])]),
+            lambda: Spectron([factor_pairs([(("short", short), ("whole", same))])]),
             lambda: cut.load_state_dict(plain.state_dict()),
             lambda: plain.load_state_dict(cut.state_dict()),
         )
     ]
-
-
-def message_of(call):
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "not refused"
 
 
 def on_two(rank, world_size, folder):
@@ -206,21 +200,11 @@ def on_two(rank, world_size, folder):
         model.train_by(optimizer, range(2, 4))
         save(model, optimizer, folder / name / "2")
         saved[name] = full_state(model, optimizer), model.whole()
-        whole = get_optimizer_state_dict(model, optimizer, options=FULL)
+        gathered = get_optimizer_state_dict(model, optimizer, options=FULL)
         again = build(model)
-        set_optimizer_state_dict(model, again, whole, options=FULL)
-        assert_equal(full_state(model, again), saved[name][0])
+        set_optimizer_state_dict(model, again, gathered, options=FULL)
+        assert_same(full_state(model, again), saved[name][0])
     return straight, loaded, saved, fresh
-
-
-def assert_equal(found, expected):
-    """Compare values of parameters, or of their states, bit for bit."""
-    assert found.keys() == expected.keys()
-    for key, value in found.items():
-        if isinstance(value, dict):
-            assert_equal(value, expected[key])
-        else:
-            assert torch.equal(value, expected[key]), key
 
 
 def assert_close(found, expected, what):
@@ -230,9 +214,7 @@ def assert_close(found, expected, what):
         if isinstance(value, dict):
             assert_close(value, expected[key], (*what, key))
         else:
-            assert value.shape == expected[key].shape, (*what, key)
-            error = (value - expected[key]).abs().max()
-            assert error <= 1e-5 * expected[key].abs().max(), (*what, key, float(error))
+            field.assert_close(value, expected[key], what=(*what, key))
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +233,7 @@ def test_ranks_train_to_the_parameters_and_the_state_of_one_process(ran, name):
         for found, wanted in zip(straight[name], expected, strict=True):
             assert_close(found, wanted, (name, rank))
     for rank, (_, on_meshes, _) in enumerate(four):
-        for mesh in ("hsdp", "over tp"):
+        for mesh in MESHES:
             for found, wanted in zip(on_meshes[mesh, name], expected, strict=True):
                 assert_close(found, wanted, (mesh, name, rank))
 
@@ -260,13 +242,11 @@ def test_ranks_train_to_the_parameters_and_the_state_of_one_process(ran, name):
 def test_what_four_ranks_saved_goes_on_with_two_ranks_and_then_one(ran, name):
     four, two, folder = ran
     for _, loaded, _, _ in two:
-        for found, saved in zip(loaded[name], four[0][0][name], strict=True):
-            assert_equal(found, saved)
+        assert_same(loaded[name], four[0][0][name])
     model = Model()
     optimizer = OPTIMIZERS[name](model)
     load(model, optimizer, folder / name / "2")
-    for found, saved in zip((full_state(model, optimizer), model.whole()), two[0][2][name], strict=True):
-        assert_equal(found, saved)
+    assert_same((full_state(model, optimizer), model.whole()), two[0][2][name])
     model.train_by(optimizer, range(4, STEPS))
     assert_close(model.whole(), trained(OPTIMIZERS[name])[0].whole(), (name,))
 
@@ -276,11 +256,11 @@ def test_the_state_that_torch_makes_by_a_step_is_that_of_the_start(ran, name):
     _, two, _ = ran
     for _, _, _, fresh in two:
         state, parameters, expected = fresh[name]
-        assert_equal(parameters, Model().whole())
+        assert_same(parameters, Model().whole())
         for key in PAIRS if name == "spectron" else ():  # whose power iteration goes on at any rate
             assert state[key].pop("u").isfinite().all()
             expected[key].pop("u")
-        assert_equal(state, expected)
+        assert_same(state, expected)
 
 
 def test_what_cannot_be_saved_is_refused_on_every_rank(ran):

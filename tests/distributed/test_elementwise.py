@@ -1,23 +1,20 @@
 """A gradient that is not finite on one rank leaves a parameter as it is on all ranks that have a part of it."""
 
 import logging
-from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from megatron_eopt.optimizers.parameters import local
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import groups_of, shard
 from tests.optimizers.family import ELEMENTWISE, OPTIMIZERS, build
-
-
-def numbers(seed):
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+from tests.optimizers.field import drawn
 
 
 def poisoned(seed):
-    gradient = numbers(seed)
+    gradient = drawn((6, 4), seed)
     gradient[0, 0] = torch.nan
     return gradient
 
@@ -28,26 +25,23 @@ def unmoved(optimizer, parameter, gradients):
     for gradient in gradients:
         parameter.grad = gradient
         optimizer.step()
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        kept.append(local.detach().clone())
+        kept.append(local(parameter).detach().clone())
     return torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
 
 
 def steps(rank, ranks):
     logging.disable()  # of the skipped steps
     mesh = init_device_mesh("cpu", (ranks,))
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     found = {}
     for name in OPTIMIZERS:
-        parameter = torch.nn.Parameter(distribute_tensor(numbers(0), mesh, [Shard(0)]))
-        gradients = [distribute_tensor(g, mesh, [Shard(0)]) for g in (numbers(1), poisoned(2), numbers(3))]
+        parameter = torch.nn.Parameter(distribute_tensor(drawn((6, 4)), mesh, [Shard(0)]))
+        gradients = [distribute_tensor(g, mesh, [Shard(0)]) for g in (drawn((6, 4), 1), poisoned(2), drawn((6, 4), 3))]
         found[name, "FSDP2"] = unmoved(build(name, [parameter]), parameter, gradients)
     for name in ELEMENTWISE:
         own = slice(3 * rank, 3 * rank + 3)
-        parameter = torch.nn.Parameter(numbers(0)[own])
-        parameter.tensor_model_parallel, parameter.partition_dim = True, 0
-        gradients = [g[own] for g in (numbers(1), poisoned(2), numbers(3))]
-        found[name, "TP"] = unmoved(build(name, [parameter], pg_collection=groups), parameter, gradients)
+        parameter = shard(drawn((6, 4))[own])
+        gradients = [g[own] for g in (drawn((6, 4), 1), poisoned(2), drawn((6, 4), 3))]
+        found[name, "TP"] = unmoved(build(name, [parameter], pg_collection=groups_of()), parameter, gradients)
     return found
 
 

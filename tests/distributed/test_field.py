@@ -1,7 +1,7 @@
-"""Scion, PolarGrad, MuonHyperball and Signum on two ranks take the steps of one."""
+"""Scion, PolarGrad, MuonHyperball, MARS-Muon and Signum on two ranks take the steps of one."""
 
 import copy
-from types import SimpleNamespace
+from math import prod
 
 import pytest
 import torch
@@ -11,18 +11,21 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_eopt.optimizers.hyperball import MuonHyperball
 from megatron_eopt.optimizers.lion import Signum
+from megatron_eopt.optimizers.mars_muon import MarsMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, reduce_statistics
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_adaptive_invariance import cut
-from tests.distributed.test_statistics import layouts, matrix_of, part_of
-from tests.distributed.test_tp_invariance import SHAPES, sharded
+from tests.distributed.shards import cut, groups_of, message_of, part_of, placed, shard, sharded
+from tests.distributed.test_statistics import layouts, matrix_of
+from tests.distributed.test_tp_invariance import SHAPES
+from tests.optimizers.field import assert_close, drawn
 
 STEPS = 4
-KINDS = {"scion": Scion, "polar_grad": PolarGrad, "hyperball": MuonHyperball}
+TOLERANCE = 1e-11  # what the iteration makes of rounding, 493 * 2^-53, and an ample margin for other orders of sums
+KINDS = {"scion": Scion, "polar_grad": PolarGrad, "hyperball": MuonHyperball, "mars": MarsMuon}
 MODES = ("duplicated", "owner", "auto", "distributed", "gram")
 CASES = {
     **{f"{kind} dim {dim}": (shape, sharded(dim)) for kind, shape in SHAPES.items() for dim in (0, 1)},
@@ -38,16 +41,13 @@ PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
 
 def trained(rank, world_size, kind, steps=range(STEPS), state=None, start=None, **settings):
     """Some steps of one optimizer of all cases; it, its parameters by name, and the collectives of the last step."""
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if world_size > 1 else None
-    parameters = {}
-    for index, (name, (shape, attributes)) in enumerate(CASES.items()):
-        # in fp64, where the iteration does not multiply rounding to what could be taken for an error
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        p = torch.nn.Parameter(cut(whole, attributes, rank, world_size) if start is None else start[name].clone())
-        for key, value in attributes.items():
-            if groups is not None or key == "qkv_split_shapes":
-                setattr(p, key, value)
-        parameters[name] = p
+    # in fp64, where the iteration does not multiply rounding to what could be taken for an error
+    parameters = {
+        name: placed(drawn(shape, index, torch.float64), attributes, rank, world_size)
+        for index, (name, (shape, attributes)) in enumerate(CASES.items())
+    }
+    for name, value in (start or {}).items():
+        parameters[name].data.copy_(value)
     several = list(parameters.values())
     opt = KINDS[kind](
         [{"params": several[:3], "momentum": 0.5}, {"params": several[3:], "lr": 0.02}],
@@ -55,15 +55,16 @@ def trained(rank, world_size, kind, steps=range(STEPS), state=None, start=None, 
         momentum=0.8,
         split_qkv=True,
         is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
-        pg_collection=groups,
+        pg_collection=groups_of(world_size),
         **settings,
     )
     if state is not None:
         opt.load_state_dict(copy.deepcopy(state))
     for step in steps:
         for index, (name, (shape, attributes)) in enumerate(CASES.items()):
-            generator = torch.Generator().manual_seed(1000 * step + index)
-            gradient = torch.randn(shape, generator=generator, dtype=torch.float64) * (name != "zero")
+            # MARS-Muon clips by norms of matrices: some, none, and some whose shards have norms below 1
+            size = (1.0, 1e-4, 1.2 / prod(shape) ** 0.5)[index % 3] * (name != "zero")
+            gradient = drawn(shape, 1000 * step + index, torch.float64) * size
             parameters[name].grad = cut(gradient, attributes, rank, world_size)
         counters.reset()
         opt.step()
@@ -105,24 +106,20 @@ def of_dtensors(rank, world_size):
 
 
 def dtensor_case():
-    generator = torch.Generator().manual_seed(0)
-    p, *gradients = (torch.randn(11, 7, generator=generator, dtype=torch.float64) for _ in range(STEPS))
+    p, *gradients = drawn((STEPS, 11, 7), dtype=torch.float64)
     return torch.nn.Parameter(p), gradients
 
 
 def left_out(rank, world_size):
     """What stays bit for bit where one rank has a gradient that is not finite, or none has one."""
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
     results = {}
     for kind, cls in KINDS.items():
-        parameters = [torch.nn.Parameter(torch.eye(12, 4) + rank) for _ in range(2)]
-        for p in parameters:
-            p.tensor_model_parallel, p.partition_dim = True, 0
-        opt = cls(parameters, lr=0.05, pg_collection=groups, tp_mode="auto")
+        parameters = [shard(torch.eye(12, 4) + rank) for _ in range(2)]
+        opt = cls(parameters, lr=0.05, pg_collection=groups_of(), tp_mode="auto")
         same = []
         for step in range(4):
             for p in parameters:
-                p.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+                p.grad = drawn((12, 4), 10 * step + rank)
             if step == 1:
                 parameters[0].data.mul_(1.5)  # off the sphere, if it is on one
             if step in (1, 2) and rank == step - 1:
@@ -138,21 +135,15 @@ def left_out(rank, world_size):
 
 def refused(rank, world_size):
     """What is said of blockwise shards, and of a matrix that is zero on both ranks."""
-    messages = {}
-    for groups in (None, SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)):
-        for kind, cls in KINDS.items():
-            p = torch.nn.Parameter(torch.eye(6, 4))
-            p.tensor_model_parallel, p.partition_dim = True, 0
-            try:
-                cls([p], pg_collection=groups, tp_mode="blockwise")
-            except ValueError as error:
-                messages[kind, groups is None] = str(error)
-    p = torch.nn.Parameter(torch.zeros(6, 4))
-    p.tensor_model_parallel, p.partition_dim = True, 0
-    half = torch.nn.Parameter(torch.full((6, 4), float(rank)))  # zero on one rank alone
-    half.tensor_model_parallel, half.partition_dim = True, 0
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
-    opt = MuonHyperball([half, p], lr=0.05, pg_collection=groups)
+    messages = {
+        (kind, groups is None): message_of(
+            lambda cls=cls, groups=groups: cls([shard(torch.eye(6, 4))], pg_collection=groups, tp_mode="blockwise")
+        )
+        for kind, cls in KINDS.items()
+        for groups in (None, groups_of())
+    }
+    p, half = shard(torch.zeros(6, 4)), shard(torch.full((6, 4), float(rank)))  # zero on one rank alone
+    opt = MuonHyperball([half, p], lr=0.05, pg_collection=groups_of())
     half.grad, p.grad = torch.ones(6, 4), torch.ones(6, 4)
     with pytest.raises(ValueError, match=r"parameter 1 of group 0, of shape \(6, 4\) is 0: initialize it"):
         opt.step()
@@ -196,14 +187,6 @@ def results():
     return run_ranks(on_all, 2)
 
 
-def assert_close(actual, expected, what):
-    assert actual.shape == expected.shape, what
-    if actual.numel():
-        error = (actual - expected).abs().max()
-        # what the iteration makes of rounding, 493 * 2^-53, with an ample margin for other orders of summation
-        assert error <= 1e-11 * expected.abs().max(), (what, float(error))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_take_the_steps_of_one(results, kind):
     _, alone, _ = trained(0, 1, kind)
@@ -211,8 +194,8 @@ def test_ranks_take_the_steps_of_one(results, kind):
         for name, (_, attributes) in CASES.items():
             expected = cut(alone[name].detach(), attributes, rank, 2)
             for mode in MODES:
-                assert_close(in_modes[kind, mode][0][name], expected, (mode, rank, name))
-            assert_close(in_modes[kind, "shared out"][name], alone[name].detach(), (rank, name))
+                assert_close(in_modes[kind, mode][0][name], expected, TOLERANCE, (mode, rank, name))
+            assert_close(in_modes[kind, "shared out"][name], alone[name].detach(), TOLERANCE, (rank, name))
             assert torch.equal(in_modes[kind, "resumed"][name], in_modes[kind, "duplicated"][0][name])
         # parameters are gathered, so what is summed are statistics: of the groups tp and expt_tp
         sums = 0 if kind == "scion" else 2
@@ -228,7 +211,7 @@ def test_dtensors_take_the_steps_of_one_rank(results, kind):
         opt.step()
     for _, of_placements, *_ in results:
         for name in PLACEMENTS:
-            assert_close(of_placements[kind, name], p.detach(), (kind, name))
+            assert_close(of_placements[kind, name], p.detach(), TOLERANCE, (kind, name))
 
 
 def test_a_step_that_is_left_out_is_left_out_on_all_ranks(results):
@@ -240,7 +223,7 @@ def test_a_step_that_is_left_out_is_left_out_on_all_ranks(results):
 
 def test_blockwise_is_for_scion_alone(results):
     for *_, messages in results:
-        assert messages.keys() == {(kind, alone) for kind in ("polar_grad", "hyperball") for alone in (True, False)}
+        assert [messages.pop(("scion", alone)) for alone in (True, False)] == [None, None]
         for (kind, _), message in messages.items():
             assert message.startswith(
                 f"{KINDS[kind].__name__}: with tp_mode blockwise the norms would be those of shards"

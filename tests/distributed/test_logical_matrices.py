@@ -1,14 +1,13 @@
 """Fused parameters of every kind: the update at TP=k is that of their matrices, stored separately on one rank."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import groups_of, marked, sharded
 from tests.matrices.models import kinds
+from tests.optimizers.field import assert_close
 
 KINDS = kinds()
 COLS = 24
@@ -31,18 +30,15 @@ def stepped(made, parameters, gradients):
 
 
 def on_ranks(rank, world_size):
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
     results = {}
     for mode in MODES:
         parameters, gradients = [], []
         for kind in KINDS.values():
-            shard, gradient = (kind.store(kind.whole(COLS, seed), world_size)[rank] for seed in (0, 1))
-            p = torch.nn.Parameter(shard.contiguous())
-            p.tensor_model_parallel, p.partition_dim = True, kind.dim + (kind.split.stacked is not None)
-            p.logical_matrices = kind.split
-            parameters.append(p)
+            own, gradient = (kind.store(kind.whole(COLS, seed), world_size)[rank] for seed in (0, 1))
+            dim = kind.dim + (kind.split.stacked is not None)
+            parameters.append(marked(own.contiguous(), **sharded(dim, logical_matrices=kind.split)))
             gradients.append(gradient)
-        made = optimizer(list(zip(KINDS, parameters, strict=True)), mode, groups)
+        made = optimizer(list(zip(KINDS, parameters, strict=True)), mode, groups_of())
         results[mode] = dict(zip(KINDS, stepped(made, parameters, gradients), strict=True))
     return results
 
@@ -57,5 +53,5 @@ def test_a_split_update_is_that_of_matrices_stored_apart(ranks):
     results = run_ranks(on_ranks, ranks)
     for mode in MODES:
         for name, kind in KINDS.items():
-            for result, shard in zip(results, expected(kind, mode, ranks), strict=True):
-                assert (result[mode][name] - shard).abs().max() <= 1e-5 * shard.abs().max(), (mode, name)
+            for result, own in zip(results, expected(kind, mode, ranks), strict=True):
+                assert_close(result[mode][name], own, what=(mode, name))

@@ -1,16 +1,12 @@
 """State in host memory changes no bit of a step over two ranks, whatever the scheme."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.mars_muon import MarsMuon
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_workspace import CASES as OF_WORKSPACE
-from tests.distributed.test_workspace import OPTIMIZERS, parameters_of, stepped
+from tests.distributed.test_workspace import OPTIMIZERS, stepped
 
 KINDS = OPTIMIZERS | {"mars": MarsMuon}
 CASES = [*OF_WORKSPACE, ("mars", "owner")]
@@ -51,18 +47,3 @@ def test_ranks_step_as_with_all_state_on_the_device(found, case):
     one, other = (of_rank[*case, FRACTIONS[case[0]]][1] for of_rank in found)
     assert one == other
     assert all(one) == (FRACTIONS[case[0]] == 1)
-
-
-def test_a_fraction_that_some_ranks_lack_is_refused_on_all():
-    for said in run_ranks(disagreeing, 2, (0.0, 1.0)):
-        assert "the optimizer's plan differs between ranks 0 and 1 of group 'tp'" in said
-
-
-def disagreeing(rank, ranks, fractions):
-    parameters = [parameter for _, parameter, _ in parameters_of(rank, ranks)]
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
-    try:
-        TensorParallelMuon(parameters, pg_collection=groups, offload_fraction=fractions[rank]).prepare()
-    except ValueError as error:
-        return str(error)
-    return ""

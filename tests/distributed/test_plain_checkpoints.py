@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.family import OPTIMIZERS
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import whole
 from tests.distributed.test_plain import Model, optimizer_of, sharded
 from tests.plain.made import assert_same
 
@@ -37,23 +38,17 @@ def step(model, optimizer, number):
     optimizer.zero_grad()
 
 
-def whole(x):
-    """What a state holds, of DTensors all entries."""
-    if isinstance(x, dict):
-        return {key: whole(value) for key, value in x.items()}
-    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
-
-
 def states_of(model, optimizer):
     """The states of both, by names."""
     names = {p: name for name, p in model.named_parameters()}
-    found = {names[p]: whole(of_one) for p, of_one in optimizer.state.items()}
-    found = {name: {k: x for k, x in of_one.items() if not k.startswith("adamw.")} for name, of_one in found.items()}
-    return found | {names[p]: whole(of_one) for p, of_one in optimizer.adamw.state.items()}
+    both = [*optimizer.state.items(), *optimizer.adamw.state.items()]
+    return {
+        names[p]: {key: whole(x) for key, x in of_one.items() if not key.startswith("adamw.")} for p, of_one in both
+    }
 
 
 def parameters_of(model):
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return {name: whole(p) for name, p in model.named_parameters()}
 
 
 def made(ranks, name):

@@ -9,7 +9,8 @@ from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.cost import Rates, bucket_traffic
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_tp_invariance import sharded
+from tests.distributed.shards import counted, cut, grid, placed, sharded
+from tests.optimizers.field import assert_close
 
 STEPS = 3
 CASES = {
@@ -29,19 +30,13 @@ MODES = ("owner", "auto", "distributed")
 SLOW, FAR = Rates(flops=1e6), Rates(flops=1e15, bytes=1e15, latency=1.0)
 
 
-def cut(x, attributes, part):
-    return x.clone() if part is None or not attributes else x.chunk(2, attributes["partition_dim"])[part].contiguous()
-
-
-def trained(kind, part=None, groups=None, **settings):
+def trained(kind, part=0, parts=1, groups=None, **settings):
     """The optimizer after some steps, its parameters, and what the last step exchanged."""
     generator = torch.Generator().manual_seed(0)
-    parameters = {}
-    for name, (shape, attributes) in CASES.items():
-        parameters[name] = torch.nn.Parameter(cut(torch.randn(shape, generator=generator), attributes, part))
-        for key, value in attributes.items():
-            if part is not None or key == "qkv_split_shapes":
-                setattr(parameters[name], key, value)
+    parameters = {
+        name: placed(torch.randn(shape, generator=generator), attributes, part, parts)
+        for name, (shape, attributes) in CASES.items()
+    }
     cls, of_kind = KINDS[kind]
     optimizer = cls(
         parameters.items(),
@@ -55,10 +50,10 @@ def trained(kind, part=None, groups=None, **settings):
     )
     for _ in range(STEPS):
         for name, (shape, attributes) in CASES.items():
-            parameters[name].grad = cut(torch.randn(shape, generator=generator), attributes, part)
+            parameters[name].grad = cut(torch.randn(shape, generator=generator), attributes, part, parts)
         counters.reset()
         optimizer.step()
-    return optimizer, parameters, {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
+    return optimizer, parameters, counted()
 
 
 def expected_of(engine):
@@ -72,24 +67,23 @@ def expected_of(engine):
 
 
 def on_a_grid(rank, world_size):
-    made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    groups = SimpleNamespace(tp=made[rank // 2], expt_tp=None, tp_dp_cp=dist.group.WORLD)
-    replicas = {"data_parallel_group": made[2 + rank % 2]}
+    tp, dp = grid(rank)
+    groups, replicas = SimpleNamespace(tp=tp, expt_tp=None, tp_dp_cp=dist.group.WORLD), {"data_parallel_group": dp}
     found, exchanged, labels, owned = {}, {}, {}, 0
     for kind in KINDS:
         for mode in MODES if kind == "muon" else MODES[:1]:
-            optimizer, parameters, counted = trained(kind, rank % 2, groups, tp_mode=mode, **replicas)
+            optimizer, parameters, sent = trained(kind, rank % 2, 2, groups, tp_mode=mode, **replicas)
             found[kind, mode] = [p.detach() for p in parameters.values()]
             if kind == "muon":
-                counted.pop("agree")
-                exchanged[mode] = counted, expected_of(optimizer.prepare())
+                sent.pop("agree")
+                exchanged[mode] = sent, expected_of(optimizer.prepare())
             if (kind, mode) == ("muon", "owner"):
                 plan = optimizer.prepare().plan
                 owned = sum(
                     b.compute_ranks.count(rank) for b in plan.buckets if plan.matrices[b.matrices[0]].ranks == 4
                 )
     for name, rates in (("operations", SLOW), ("calls", FAR)):
-        optimizer = trained("muon", rank % 2, groups, tp_mode="auto", plan_rates=rates, **replicas)[0]
+        optimizer = trained("muon", rank % 2, 2, groups, tp_mode="auto", plan_rates=rates, **replicas)[0]
         labels[name] = sorted(optimizer.prepare().groups)
     return found, exchanged, labels, owned
 
@@ -101,11 +95,10 @@ def test_shards_are_shared_over_data_parallel_ranks():
         for (kind, mode), parameters in found.items():
             for number, (name, (_, attributes)) in enumerate(CASES.items()):
                 p, whole = parameters[number], expected[kind][number]
-                error = (p - cut(whole, attributes, rank % 2)).abs().max()
-                assert error <= 1e-5 * STEPS * whole.abs().max(), (kind, mode, name)
+                assert_close(p, cut(whole, attributes, rank % 2, 2), 1e-5 * STEPS, (kind, mode, name))
                 assert torch.equal(p, ranks[rank % 2][0][kind, mode][number])  # as on the other replica
-        for mode, (counted, predicted) in exchanged.items():
-            assert counted == predicted, mode
+        for mode, (sent, predicted) in exchanged.items():
+            assert sent == predicted, mode
         # auto shares where it is faster, and stays within tensor parallelism where it is not
         assert labels == {"operations": ["dp", "tp x dp"], "calls": ["dp", "tp"]}
     # fifteen matrices that are cut, of which within tensor parallelism each rank would compute seven or eight

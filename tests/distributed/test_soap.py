@@ -11,12 +11,10 @@ from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_tp_invariance import sharded
+from tests.distributed.shards import cut, grid, groups_of, message_of, placed, shard, sharded
+from tests.optimizers.field import assert_close
 
 STEPS = 7
-TOLERANCE = 1e-5
-"""Of the largest entry."""
-
 MAX_DIM = 48
 CASES = {
     "in fp64": ((24, 8), sharded(0)),
@@ -48,37 +46,19 @@ VARIANTS = [
 ]
 
 
-def cut(x, attributes, rank, world_size):
-    """This rank's part of a global tensor."""
-    if world_size == 1 or "partition_dim" not in attributes:
-        return x.clone()
-    if attributes.get("logical_matrices") == GATE_UP:
-        return torch.cat([half.chunk(world_size)[rank] for half in x.chunk(2)])
-    return x.chunk(world_size, attributes["partition_dim"])[rank].contiguous()
-
-
-def drawn(name, generator, rank, world_size):
-    """This rank's part of random entries, the same for every number of ranks."""
-    shape, attributes = CASES[name]
-    x = cut(torch.randn(shape, generator=generator), attributes, rank, world_size)
-    return x.double() if name == "in fp64" else x
+def drawn(seed):
+    """Random entries of every whole parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    xs = {name: torch.randn(shape, generator=generator) for name, (shape, _) in CASES.items()}
+    return {name: x.double() if name == "in fp64" else x for name, x in xs.items()}
 
 
 def made(rank, world_size):
-    generator = torch.Generator().manual_seed(0)
-    parameters = {}
-    for name, (_, attributes) in CASES.items():
-        parameters[name] = torch.nn.Parameter(drawn(name, generator, rank, world_size))
-        for key, value in attributes.items():
-            if world_size > 1 or key in ("qkv_split_shapes", "logical_matrices"):
-                setattr(parameters[name], key, value)
-    return parameters
+    return {name: placed(x, CASES[name][1], rank, world_size) for name, x in drawn(0).items()}
 
 
 def built(parameters, world_size, groups=None, **settings):
     several = list(parameters.items())
-    if groups is None and world_size > 1:
-        groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
     return SOAP(
         [{"params": several[:7], "weight_decay": 0.2}, {"params": several[7:], "lr": 0.1, "precondition_frequency": 3}],
         lr=0.05,
@@ -86,15 +66,14 @@ def built(parameters, world_size, groups=None, **settings):
         max_dim=MAX_DIM,
         split_qkv=True,
         is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
-        pg_collection=groups,
+        pg_collection=groups or groups_of(world_size),
         **settings,
     )
 
 
 def set_gradients(parameters, rank, world_size, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    for name, p in parameters.items():
-        p.grad = drawn(name, generator, rank, world_size)
+    for name, x in drawn(100 + step).items():
+        parameters[name].grad = cut(x, CASES[name][1], rank, world_size)
 
 
 def trained(rank, world_size, settings, numbers=range(STEPS), bad=None):
@@ -147,14 +126,13 @@ MODEL = [((16, 12), 0)] * 8 + [((8, 24), 1)] * 4
 
 def dealt(rank, world_size, groups=None, **settings):
     """What a rank keeps of the sides of equal matrices, and what it sends in a step."""
-    groups = groups or SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for shape, dim in MODEL:
-        parameters.append(torch.nn.Parameter(torch.randn(shape, generator=generator).chunk(world_size, dim)[rank]))
-        parameters[-1].grad = torch.randn(shape, generator=generator).chunk(world_size, dim)[rank].contiguous()
-        parameters[-1].tensor_model_parallel, parameters[-1].partition_dim = True, dim
-    optimizer = SOAP(parameters[:8], pg_collection=groups, **settings)
+        x, gradient = torch.randn(2, *shape, generator=generator).chunk(world_size, dim + 1)[rank]
+        parameters.append(shard(x.clone(), dim))
+        parameters[-1].grad = gradient.contiguous()
+    optimizer = SOAP(parameters[:8], pg_collection=groups or groups_of(), **settings)
     optimizer.init_state()
     first = [optimizer.state[p]["L"].numel() for p in parameters[:8]]
     optimizer.add_param_group({"params": parameters[8:]})
@@ -179,10 +157,7 @@ def refusals(optimizer, parameters):
         assert all(torch.equal(x, state["state"][index][key]) for key, x in optimizer.state[p].items())
     for each in emptied["state"].values():
         each["L"] = torch.empty(0, 0)
-    try:
-        optimizer.load_state_dict(emptied)
-    except ValueError as error:
-        return str(error)
+    return message_of(lambda: optimizer.load_state_dict(emptied))
 
 
 def without_gradients(rank, world_size, names):
@@ -203,33 +178,20 @@ def without_gradients(rank, world_size, names):
 
 def no_group():
     """What is said of shards that no group completes; a vector needs none."""
-    p, bias = torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(4))
-    for each in (p, bias):
-        each.tensor_model_parallel, each.partition_dim = True, 0
-    optimizer = SOAP([bias])
-    try:
-        optimizer.add_param_group({"params": [p]})
-    except ValueError as error:
-        return str(error)
-
-
-def assert_close(actual, expected, what):
-    assert actual.shape == expected.shape, what
-    if actual.numel():
-        error = (actual.double() - expected.double()).abs().max()
-        assert error <= TOLERANCE * expected.abs().max(), (what, float(error / expected.abs().max()))
+    optimizer = SOAP([shard(torch.ones(4))])
+    return message_of(lambda: optimizer.add_param_group({"params": [shard(torch.ones(4, 3))]}))
 
 
 def assert_equals(found, expected, rank, world_size, what):
     """Parameters and state of a rank are its parts of those of one rank."""
     for name, (_, attributes) in CASES.items():
         (p, state), (whole, of_whole) = found[name], expected[name]
-        assert_close(p, cut(whole, attributes, rank, world_size), (what, rank, name))
+        assert_close(p, cut(whole, attributes, rank, world_size), what=(what, rank, name))
         assert set(state) == set(of_whole)
         for key, value in of_whole.items():
             value = cut(value, attributes, rank, world_size) if key.startswith("exp_avg") else value
             if state[key].numel() or key[0] not in "LRQ":
-                assert_close(state[key], value, (what, rank, name, key))
+                assert_close(state[key], value, what=(what, rank, name, key))
 
 
 def assert_kept_by_one_or_all(ranks):
@@ -297,15 +259,9 @@ def test_four_ranks_step_as_one_and_share_factors_and_work():
         assert "ranks had dealt matrices otherwise: group parameters as before" in said
 
 
-def grid(rank):
-    """Megatron's groups for TP=2 and DP=2 over four ranks."""
-    made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    tp, dp = made[rank // 2], made[2 + rank % 2]
-    return SimpleNamespace(tp=tp, expt_tp=tp, dp_cp=dp, expt_dp=dp, tp_dp_cp=dist.group.WORLD)
-
-
 def on_a_grid(rank, world_size):
-    groups = grid(rank)
+    tp, dp = grid(rank)
+    groups = SimpleNamespace(tp=tp, expt_tp=tp, dp_cp=dp, expt_dp=dp, tp_dp_cp=dist.group.WORLD)
     found = []
     for settings in VARIANTS:
         parameters = made(rank % 2, 2)

@@ -16,10 +16,10 @@ from megatron_eopt.matrices import GATE_UP, heads
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import message_of, whole
+from tests.optimizers.field import assert_close
 
 STEPS = 7
-TOLERANCE = 1e-5
-"""Of the largest entry."""
 
 # The first gradient spans the sides that have a factor, of at most `max_dim`. Of what it does not span, rounding makes
 # the basis, and products are rounded as their operands lie in memory.
@@ -45,18 +45,13 @@ def placements_of(kind, name):
     return [each if isinstance(each, Replicate) or each.dim < short else Replicate() for each in kind]
 
 
-def wholes():
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def gradients(step):
-    generator = torch.Generator().manual_seed(100 + step)
+def drawn(seed):
+    generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def made(spread):
-    parameters = {name: torch.nn.Parameter(spread(name, x)) for name, x in wholes().items()}
+    parameters = {name: torch.nn.Parameter(spread(name, x)) for name, x in drawn(0).items()}
     for name, split in SPLITS.items():
         parameters[name].logical_matrices = split
     return parameters, SOAP(list(parameters.items()), **SETTINGS)
@@ -64,20 +59,16 @@ def made(spread):
 
 def steps(optimizer, parameters, spread, numbers, bad=None):
     for step in numbers:
-        for name, x in gradients(step).items():
+        for name, x in drawn(100 + step).items():
             parameters[name].grad = spread(name, x)
         if step == bad:
             parameters["uneven"].grad.to_local().fill_(torch.nan)
         optimizer.step()
 
 
-def full(x):
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
-
-
 def result(optimizer, parameters):
     return {
-        name: (full(p), {key: full(value) for key, value in optimizer.state[p].items()})
+        name: (whole(p), {key: whole(value) for key, value in optimizer.state[p].items()})
         for name, p in parameters.items()
     }
 
@@ -119,10 +110,8 @@ def refused(mesh):
     said = []
     for each in (partial, stack, vector):
         optimizer = SOAP([x])
-        try:
-            optimizer.add_param_group({"params": [each]})
-        except ValueError as error:
-            said.append((len(optimizer.param_groups), str(error)))
+        message = message_of(lambda each=each, optimizer=optimizer: optimizer.add_param_group({"params": [each]}))
+        said.append((len(optimizer.param_groups), message))
     return said
 
 
@@ -138,14 +127,14 @@ class Model(torch.nn.Module):
 
 def goes_on(mesh, spread):
     """Whether an optimizer's state dict goes on bit for bit in a new optimizer."""
-    straight, whole = made(spread)
-    steps(whole, straight, spread, range(6))
+    straight, optimizer = made(spread)
+    steps(optimizer, straight, spread, range(6))
     parameters, first = made(spread)
     steps(first, parameters, spread, range(3))
     second = SOAP(list(parameters.items()), **SETTINGS)
     second.load_state_dict(first.state_dict())
     steps(second, parameters, spread, range(3, 6))
-    return all(torch.equal(full(p), full(straight[name])) for name, p in parameters.items())
+    return all(torch.equal(whole(p), whole(straight[name])) for name, p in parameters.items())
 
 
 def losses(model, optimizer, numbers, rank=0, world_size=1):
@@ -192,21 +181,15 @@ def on_one(name, x):
     return x
 
 
-def assert_close(actual, expected, what):
-    assert actual.shape == expected.shape, what
-    error = (actual.double() - expected.double()).abs().max()
-    assert error <= TOLERANCE * expected.abs().max(), (what, float(error / expected.abs().max()))
-
-
 def assert_equal_one(found, numbers, leave_out=()):
     parameters, optimizer = made(on_one)
     steps(optimizer, parameters, on_one, numbers)
-    for name, (whole, state) in result(optimizer, parameters).items():
+    for name, (expected, state) in result(optimizer, parameters).items():
         if name not in leave_out:
-            assert_close(found[name][0], whole, name)
+            assert_close(found[name][0], expected, what=name)
             assert list(found[name][1]) == list(state)
             for key, value in state.items():
-                assert_close(found[name][1][key], value, (name, key))
+                assert_close(found[name][1][key], value, what=(name, key))
 
 
 def assert_same_to_the_bit(of_ranks):
@@ -244,8 +227,8 @@ def test_ranks_step_as_one(tmp_path):
         for place in range(3):
             assert_same_to_the_bit([found[0][place][0] for found in of_ranks])
     model = Model()
-    whole = torch.tensor(losses(model, SOAP(model.parameters(), **SETTINGS), range(8)))
-    assert whole[-1] < whole[0]
+    alone = torch.tensor(losses(model, SOAP(model.parameters(), **SETTINGS), range(8)))
+    assert alone[-1] < alone[0]
     of_mean = [[each[3] for each in of_two], [each[1] for each in of_four], [loaded(0, 1, tmp_path)]]
-    for found, expected in zip(of_mean, (whole, whole[4:], whole[4:]), strict=True):
+    for found, expected in zip(of_mean, (alone, alone[4:], alone[4:]), strict=True):
         torch.testing.assert_close(torch.tensor(found).mean(0), expected, rtol=1e-4, atol=0)

@@ -1,16 +1,14 @@
 """Spectron at TP=k takes the steps of one rank, and the factors that ranks hold in common are the same to the bit."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_tp_invariance import sharded
+from tests.distributed.shards import cut, groups_of, message_of, placed, shard, sharded
+from tests.optimizers.field import assert_close, drawn
 
 STEPS = 4
 RANK = 4
@@ -47,26 +45,11 @@ PAIRS = {
 }
 
 
-def cut(x, attributes, rank, world_size):
-    """This rank's part of a global matrix."""
-    if world_size == 1 or "partition_dim" not in attributes:
-        return x.clone()
-    return x.chunk(world_size, attributes["partition_dim"])[rank].contiguous()
-
-
-def groups_of(world_size):
-    return SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if world_size > 1 else None
-
-
 def made(rank, world_size, cases, generator):
-    parameters = {}
-    for name, (shape, attributes) in cases.items():
-        whole = torch.randn(shape, generator=generator)
-        parameters[name] = torch.nn.Parameter(cut(whole, attributes, rank, world_size))
-        for key, value in attributes.items():
-            if world_size > 1 or key in ("qkv_split_shapes", "logical_matrices"):
-                setattr(parameters[name], key, value)
-    return parameters
+    return {
+        name: placed(torch.randn(shape, generator=generator), attributes, rank, world_size)
+        for name, (shape, attributes) in cases.items()
+    }
 
 
 def built(parameters, pairs, world_size, **settings):
@@ -140,30 +123,16 @@ def resumed(rank, world_size):
 
 def refused(rank):
     """What a weight of which one rank alone has bad entries does, and a factor that is cut along its rank."""
-    p, q, r = (torch.nn.Parameter(torch.ones(shape)) for shape in ((8, 6), (8, 2), (9, 4)))
-    p.tensor_model_parallel, p.partition_dim = True, 0
-    q.tensor_model_parallel, q.partition_dim = True, 1
+    p, q, r = shard(torch.ones(8, 6)), shard(torch.ones(8, 2), 1), torch.nn.Parameter(torch.ones(9, 4))
     if rank == 1:
         p.data[0, 0] = torch.nan
     p.grad = torch.ones(8, 6)
-    messages = []
-    for call in (
-        lambda: Spectron([p], rank=2, pg_collection=groups_of(2)).step(),
+    calls = (
+        lambda: Spectron([p], rank=2, pg_collection=groups_of()).step(),
         lambda: Spectron([p], rank=2),
-        lambda: Spectron([factor_pairs([(q, r)])], pg_collection=groups_of(2)),
-    ):
-        try:
-            call()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
-
-
-def assert_close(actual, expected, what):
-    assert actual.shape == expected.shape, what
-    if actual.numel():
-        error = (actual - expected).abs().max()
-        assert error <= TOLERANCE * expected.abs().max(), (what, float(error / expected.abs().max()))
+        lambda: Spectron([factor_pairs([(q, r)])], pg_collection=groups_of()),
+    )
+    return list(map(message_of, calls))
 
 
 @pytest.fixture(scope="module")
@@ -180,17 +149,19 @@ def test_two_ranks_step_as_one(two_ranks):
             parameters, calls, errors = found[tp_mode]
             for name, (_, attributes) in {**CASES, **PAIRS}.items():
                 expected = cut(alone[name].detach(), attributes, rank, 2)
-                assert_close(parameters[name][0], expected, (tp_mode, rank, name))
+                assert_close(parameters[name][0], expected, TOLERANCE, (tp_mode, rank, name))
             for name in ("tall along rows", "wide along columns", "expert"):
                 for key, value in of_one.state[alone[name]].items():
                     dim = {"A": 0, "B": 1}.get(key.rpartition("_")[2])
                     parts = value.chunk(2) if dim == CASES[name][1]["partition_dim"] else (value, value)
-                    assert_close(parameters[name][1][key], parts[rank], (tp_mode, rank, name, key))
+                    assert_close(parameters[name][1][key], parts[rank], TOLERANCE, (tp_mode, rank, name, key))
             if tp_mode == "duplicated":
                 assert calls["all_reduce"] == CALLS
             assert list(errors) == list(CASES)
         for name, (_, attributes) in {**CASES, **PAIRS}.items():
-            assert_close(found["bad"][name], cut(without_bad[name].detach(), attributes, rank, 2), (rank, name))
+            assert_close(
+                found["bad"][name], cut(without_bad[name].detach(), attributes, rank, 2), TOLERANCE, (rank, name)
+            )
         assert same
         assert "cannot take factors from parameter 0 of group 0" in messages[0]
         assert "marked as sharded, but no process group completes it" in messages[1]
@@ -217,7 +188,7 @@ def test_four_ranks_step_as_one():
     kept = {name: case for name, case in {**CASES, **PAIRS}.items() if name != "few rows"}
     for rank, found in enumerate(run_ranks(on_four, 4)):
         for name, (_, attributes) in kept.items():
-            assert_close(found[name], cut(alone[name].detach(), attributes, rank, 4), (rank, name))
+            assert_close(found[name], cut(alone[name].detach(), attributes, rank, 4), TOLERANCE, (rank, name))
 
 
 def on_four(rank, world_size):
@@ -232,24 +203,17 @@ def on_four(rank, world_size):
 
 def gate_and_up(rank, world_size):
     """A SwiGLU's first layer, of which each shard has an equal part of gate and up."""
-    generator = torch.Generator().manual_seed(0)
-    gate, up, of_gate, of_up = (torch.randn(16, 12, generator=generator) for _ in range(4))
-
-    def joined(*parts):
-        return torch.cat([part.chunk(world_size)[rank] for part in parts])
-
-    p = torch.nn.Parameter(joined(gate, up))
-    p.logical_matrices = GATE_UP
-    if world_size > 1:
-        p.tensor_model_parallel, p.partition_dim = True, 0
+    x, gradient = drawn((2, 32, 12))
+    attributes = sharded(0, logical_matrices=GATE_UP)
+    p = placed(x, attributes, rank, world_size)
     optimizer = Spectron([p], lr=0.05, rank=3, fp32_matmul_prec="highest", pg_collection=groups_of(world_size))
     for _ in range(STEPS):
-        p.grad = joined(of_gate, of_up)
+        p.grad = cut(gradient, attributes, rank, world_size)
         optimizer.step()
     return p.detach()
 
 
 def test_gate_and_up_have_factors_of_their_own(two_ranks):
-    gate, up = gate_and_up(0, 1).chunk(2)
+    alone = gate_and_up(0, 1)
     for rank, (*_, found) in enumerate(two_ranks):
-        assert_close(found, torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]), rank)
+        assert_close(found, cut(alone, sharded(0, logical_matrices=GATE_UP), rank, 2), TOLERANCE, rank)

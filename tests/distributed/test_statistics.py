@@ -13,6 +13,8 @@ from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.records import Matrix, Rectangle, cut_at, whole
 from megatron_eopt.parallel.statistics import StatisticsRequest, reduce_statistics
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import part_of
+from tests.optimizers.field import drawn
 
 ROWS, COLS = 14, 22
 
@@ -46,16 +48,8 @@ CHOICES = [
 ]
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 def matrix_of(index, factor=1.0, dtype=torch.float32):
-    return (torch.randn(ROWS, COLS, generator=seeded(index)) * factor + 0.1 * factor).to(dtype)
-
-
-def part_of(x, rectangle):
-    return x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
+    return (drawn((ROWS, COLS), index) * factor + 0.1 * factor).to(dtype)
 
 
 def check(found, x, rectangle, choice):
@@ -155,7 +149,7 @@ def test_copies_in_fp64_are_made_a_piece_at_a_time(tmp_path, monkeypatch):
     most = 2**14
     monkeypatch.setattr(statistics_module, "MOST_BYTES", most)
     shapes = [(150, 100)] * 2 + [(100, 150)] + [(16, 20)] * 9  # in fp64 some 7 times as much, and in all 1.4 times
-    xs, ys = ([torch.randn(shape, generator=generator) for shape in shapes] for generator in map(seeded, (0, 1)))
+    xs, ys = ([drawn(shape, 2 * i + n) for i, shape in enumerate(shapes)] for n in range(2))
     wanted = [
         StatisticsRequest(
             matrix=Matrix("a", x.shape, (whole(x.shape),)),

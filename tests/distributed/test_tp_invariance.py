@@ -1,17 +1,18 @@
 """The update at TP=k is the update at TP=1."""
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.orthogonalize.kernels import KERNELS, Kernel
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import cut, gathered, groups_of, marked, message_of, placed, shard, sharded
+from tests.optimizers.field import assert_close, drawn
+from tests.optimizers.on_gpu import masking
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto")
 
@@ -25,10 +26,6 @@ class Case:
     attributes: dict = field(default_factory=dict)
     split: tuple[int, ...] | None = None
     settings: dict = field(default_factory=dict)
-
-
-def sharded(dim, **more):
-    return {"tensor_model_parallel": True, "partition_dim": dim, **more}
 
 
 SHAPES = {"tall": (96, 36), "wide": (36, 96), "square": (48, 48)}
@@ -51,17 +48,14 @@ CASES = [
 
 def whole(case):
     """A global parameter with its gradient."""
-    generator = torch.Generator().manual_seed(len(case.name))
-    p, g = (torch.randn(case.shape, generator=generator) for _ in range(2))
+    p, g = drawn((2, *case.shape), len(case.name))
     if case.name == "rank 2":
         g = g[:, :2] @ g[:2, :]
     return p, g * {"zero": 0.0, "tiny": 1e-12}.get(case.name, 1.0)
 
 
 def updated(case, p, g, groups, tp_mode, precision):
-    p = torch.nn.Parameter(p.clone())
-    for name, value in case.attributes.items():
-        setattr(p, name, value)
+    p = marked(p.clone(), **case.attributes)
     optimizer = TensorParallelMuon(
         [p],
         lr=0.1,
@@ -80,26 +74,19 @@ def updated(case, p, g, groups, tp_mode, precision):
 
 
 def on_ranks(rank, world_size, precision):
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
     results = {}
     for case in CASES:
-        dim = case.attributes.get("partition_dim")
         is_cut = case.attributes.get("tensor_model_parallel") or case.attributes.get("expert_tp")
+        dim = case.attributes["partition_dim"] if is_cut else None
         for tp_mode in EXACT:
-            p, g = whole(case)
-            if is_cut and p.size(dim) % world_size:
+            if is_cut and case.shape[dim] % world_size:
                 continue
-            if is_cut:
-                p, g = (x.chunk(world_size, dim)[rank].contiguous() for x in (p, g))
+            p, g = (cut(x, case.attributes, rank, world_size) for x in whole(case))
             counters.reset()
-            shard = updated(case, p, g, groups, tp_mode, precision)
+            result = updated(case, p, g, groups_of(), tp_mode, precision)
             del counters.calls["agree"]  # on the plan at start, and on who has a gradient
             calls = dict(counters.calls)
-            if is_cut:
-                shards = [torch.empty_like(shard) for _ in range(world_size)]
-                dist.all_gather(shards, shard)
-                shard = torch.cat(shards, dim)
-            results[case.name, tp_mode] = (shard, calls)
+            results[case.name, tp_mode] = gathered(result, dim), calls
     return results
 
 
@@ -117,7 +104,7 @@ def test_update_equals_that_of_one_rank(results, case, tp_mode):
         return
     for result in results:
         actual = result[case.name, tp_mode][0]
-        assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert_close(actual, expected)
         assert torch.equal(actual, results[0][case.name, tp_mode][0])
         if tp_mode == "duplicated":  # the same products on the same numbers
             assert torch.equal(actual, expected)
@@ -151,29 +138,8 @@ def test_medium_precision_is_as_exact():
             assert (actual - expected[name]).norm() <= 2e-2 * expected[name].norm(), name
 
 
-def blockwise_on_ranks(rank, world_size):
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
-    case = CASES[0]
-    p, g = (x.chunk(world_size, 0)[rank].contiguous() for x in whole(case))
-    counters.reset()
-    shard = updated(case, p, g, groups, "blockwise", "highest")
-    assert set(counters.calls) == {"agree"}  # on the plan, at start
-    return shard, updated(Case("shard", case.shape), p, g, None, "duplicated", "highest")
-
-
-def test_blockwise_takes_each_shard_for_a_matrix():
-    for shard, expected in run_ranks(blockwise_on_ranks, 2):
-        assert torch.equal(shard, expected)
-
-
 def without_groups(rank, world_size, tp_mode):
-    p = torch.nn.Parameter(torch.ones(4, 4))
-    p.tensor_model_parallel, p.partition_dim = True, 0
-    try:
-        TensorParallelMuon([p], tp_mode=tp_mode)
-    except ValueError as error:
-        return str(error)
-    return None
+    return message_of(lambda: TensorParallelMuon([shard(torch.ones(4, 4))], tp_mode=tp_mode))
 
 
 def test_shards_without_a_group_are_refused():
@@ -188,39 +154,24 @@ TOGETHER = [(24, 60, 0), (60, 24, 1), (48, 48, 1), (24, 60, None)] * 5 + [(24, 6
 
 def together(rank, world_size, tp_mode, precision="highest"):
     """Three steps of one optimizer; the global parameters."""
-    ranked = world_size > 1
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if ranked else None
     generator = torch.Generator().manual_seed(0)
-    parameters = []
-    for rows, cols, dim in TOGETHER:
-        matrix = torch.randn(rows, cols, generator=generator)
-        cut = ranked and dim is not None
-        parameter = torch.nn.Parameter(matrix.chunk(world_size, dim)[rank].contiguous() if cut else matrix)
-        parameter.tensor_model_parallel, parameter.partition_dim = dim is not None, -1 if dim is None else dim
-        parameters.append(parameter)
+    lying = [((rows, cols), {} if dim is None else sharded(dim)) for rows, cols, dim in TOGETHER]
+    parameters = [placed(torch.randn(s, generator=generator), each, rank, world_size) for s, each in lying]
     optimizer = TensorParallelMuon(
         [{"params": parameters[:7], "weight_decay": 0.3}, {"params": parameters[7:], "lr": 0.2}],
         lr=0.1,
         fp32_matmul_prec=precision,
-        pg_collection=groups,
+        pg_collection=groups_of(world_size),
         tp_mode=tp_mode,
     )
     for step in range(3):
-        for index, (parameter, (rows, cols, dim)) in enumerate(zip(parameters, TOGETHER, strict=True)):
-            gradient = torch.randn(rows, cols, generator=generator)
-            cut = ranked and dim is not None
-            parameter.grad = gradient.chunk(world_size, dim)[rank].contiguous() if cut else gradient
+        for index, (parameter, (shape, attributes)) in enumerate(zip(parameters, lying, strict=True)):
+            parameter.grad = cut(torch.randn(shape, generator=generator), attributes, rank, world_size)
             if (step, index) == (1, 3):  # replicated: no other rank waits for it
                 parameter.grad = None
         optimizer.step()
-    results = []
-    for parameter, (_, _, dim) in zip(parameters, TOGETHER, strict=True):
-        parts = [parameter.detach()]
-        if ranked and dim is not None:
-            parts = [torch.empty_like(parameter) for _ in range(world_size)]
-            dist.all_gather(parts, parameter.detach())
-        results.append(torch.cat(parts, dim or 0))
-    return results
+    dims = [dim if world_size > 1 else None for *_, dim in TOGETHER]
+    return [gathered(parameter.detach(), dim) for parameter, dim in zip(parameters, dims, strict=True)]
 
 
 def together_in_all_modes(rank, world_size):
@@ -234,16 +185,13 @@ def test_an_optimizer_of_many_matrices_takes_the_steps_of_one_rank(world_size):
         for tp_mode, parameters in result.items():
             for actual, wanted in zip(parameters, expected, strict=True):
                 # three updates of 0.1 and 0.2, each off by at most 1e-5 of the largest entry
-                assert (actual - wanted).abs().max() <= 3e-5 * wanted.abs().max(), tp_mode
+                assert_close(actual, wanted, 3e-5, tp_mode)
 
 
 def bad_gradients(rank, world_size):
     """What each rank sees of a gradient that is not finite, or not there, on rank 0 alone."""
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
-    parameters = [torch.nn.Parameter(torch.eye(6)) for _ in range(2)]
-    for parameter in parameters:
-        parameter.tensor_model_parallel, parameter.partition_dim = True, 0
-    optimizer = TensorParallelMuon([("a", parameters[0]), ("b", parameters[1])], pg_collection=groups, tp_mode="auto")
+    parameters = [shard(torch.eye(6)) for _ in range(2)]
+    optimizer = TensorParallelMuon(list(zip("ab", parameters, strict=True)), pg_collection=groups_of(), tp_mode="auto")
     for parameter in parameters:
         parameter.grad = torch.ones(6, 6) + torch.eye(6)
     if rank == 0:
@@ -271,15 +219,13 @@ def test_a_bad_gradient_on_one_rank_is_left_out_on_all_and_a_missing_one_is_an_e
 
 def missing_as_on_a_gpu(rank, world_size):
     """A step in which rank 0 has no gradient of ``a``, and neither has ``b`` on any: masked, and read later."""
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
-    parameters = [torch.nn.Parameter(torch.eye(6)) for _ in range(3)]
+    parameters = [shard(torch.eye(6)) for _ in range(3)]
     for parameter in parameters:
-        parameter.tensor_model_parallel, parameter.partition_dim = True, 0
         parameter.grad = torch.ones(6, 6) + torch.eye(6)
-    optimizer = TensorParallelMuon(list(zip("abc", parameters, strict=True)), pg_collection=groups, tp_mode="owner")
+    named = list(zip("abc", parameters, strict=True))
+    optimizer = TensorParallelMuon(named, pg_collection=groups_of(), tp_mode="owner")
     optimizer.step()
-    in_a_step, optimizer._session.nonfinite._report = optimizer._batches, lambda: None
-    optimizer._batches = lambda accepted: in_a_step(accepted, masked=True)
+    masking(optimizer)._session.nonfinite._report = lambda: None
     parameters[0].grad = None if rank == 0 else parameters[0].grad
     parameters[1].grad = None
     before = [x.detach().clone() for p in parameters for x in (p, optimizer.state[p]["momentum_buffer"])]
@@ -293,16 +239,11 @@ def test_on_a_gpu_ranks_without_a_gradient_make_the_step_with_the_others():
 
 
 def different_plans(rank, world_size):
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
-    parameters = [torch.nn.Parameter(torch.ones(4, 4 + 2 * (rank == 1 and name == "b"))) for name in "ab"]
+    parameters = [shard(torch.ones(4, 4 + 2 * (rank == 1 and name == "b"))) for name in "ab"]
     for parameter in parameters:
-        parameter.tensor_model_parallel, parameter.partition_dim = True, 0
         parameter.grad = torch.ones_like(parameter)
-    optimizer = TensorParallelMuon(list(zip("ab", parameters, strict=True)), pg_collection=groups, tp_mode="owner")
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error), torch.equal(parameters[0], torch.ones(4, 4))
+    optimizer = TensorParallelMuon(list(zip("ab", parameters, strict=True)), pg_collection=groups_of(), tp_mode="owner")
+    return message_of(optimizer.step), torch.equal(parameters[0], torch.ones(4, 4))
 
 
 def test_ranks_with_different_parameters_end_at_start_with_the_first_one_that_differs():
@@ -315,9 +256,8 @@ def a_kernel_that_fails(rank, world_size):
     """A kernel of symmetric products that cannot be made on rank 1."""
     if rank == 1:
         KERNELS["blocked"] = Kernel(lambda precision: 1 / 0)
-    groups, parameter = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None), torch.nn.Parameter(torch.ones(4, 6))
-    parameter.tensor_model_parallel, parameter.partition_dim = True, 1
-    optimizer = TensorParallelMuon([parameter], pg_collection=groups, symmetric_products="blocked")
+    matrix = shard(torch.ones(4, 6), 1)
+    optimizer = TensorParallelMuon([matrix], pg_collection=groups_of(), symmetric_products="blocked")
     try:
         optimizer.prepare()
     except RuntimeError as error:
@@ -332,13 +272,11 @@ def test_a_kernel_that_fails_on_one_rank_ends_the_start_of_all():
 
 def measured(rank, world_size):
     """The rates of two optimizers, of which the second resumes the first, and whether a step ran."""
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     optimizers = []
     for _ in range(2):
-        p = torch.nn.Parameter(torch.ones(4, 8))
-        p.tensor_model_parallel, p.partition_dim = True, 1
+        p = shard(torch.ones(4, 8), 1)
         p.grad = torch.eye(4, 8)
-        optimizers.append(TensorParallelMuon([p], pg_collection=groups, tp_mode="auto", plan_rates="measure"))
+        optimizers.append(TensorParallelMuon([p], pg_collection=groups_of(), tp_mode="auto", plan_rates="measure"))
     first, second = optimizers
     first.step()
     second.load_state_dict(first.state_dict())

@@ -1,14 +1,12 @@
 """The plan predicts what is exchanged, to the byte: a model of four layers with grouped queries at TP=2 and 4."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import counted, groups_of, placed, sharded
 from tests.parallel.plans import predicted
 
 LAYERS = 4
@@ -22,24 +20,25 @@ RUNS = [*((mode, "highest") for mode in MODES), ("owner", "medium"), ("duplicate
 def steps(rank, world_size):
     """What each mode and precision exchanges in one step, as counted and as predicted, and its number of buckets."""
     torch.manual_seed(0)
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     found = {}
     for tp_mode, precision in RUNS:
         parameters = []
         for layer in range(LAYERS):
             for name, (rows, cols, dim) in SHAPES.items():
-                parameter = torch.nn.Parameter(torch.randn(rows, cols).chunk(world_size, dim)[rank].contiguous())
-                parameter.tensor_model_parallel, parameter.partition_dim = True, dim
+                parameter = placed(torch.randn(rows, cols), sharded(dim), rank, world_size)
                 parameter.grad = torch.randn_like(parameter)
                 parameters.append((f"{layer}.{name}", parameter))
         optimizer = TensorParallelMuon(
-            parameters, coefficient_type="cubic5", fp32_matmul_prec=precision, pg_collection=groups, tp_mode=tp_mode
+            parameters,
+            coefficient_type="cubic5",
+            fp32_matmul_prec=precision,
+            pg_collection=groups_of(),
+            tp_mode=tp_mode,
         )
         plan, works = optimizer.prepare().plan, optimizer.prepare().works
         counters.reset()
         optimizer.step()
-        counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
-        found[tp_mode, precision] = (counted, predicted(plan, rank, works), len(plan.buckets))
+        found[tp_mode, precision] = (counted(), predicted(plan, rank, works), len(plan.buckets))
     return found
 
 
@@ -47,15 +46,15 @@ def steps(rank, world_size):
 def test_a_step_exchanges_what_the_plan_says(world_size):
     entries = sum(rows * cols for rows, cols, _ in SHAPES.values()) * LAYERS
     for found in run_ranks(steps, world_size):
-        for (tp_mode, precision), (counted, expected, buckets) in found.items():
+        for (tp_mode, precision), (sent_by, expected, buckets) in found.items():
             weight = entries * (2 if precision == "medium" else 4)  # bytes, where they are exchanged
             # one agreement per step on who has a finite gradient: 3 numbers for each of 28 parameters
-            agreed = counted.pop("agree", (0, 0))
+            agreed = sent_by.pop("agree", (0, 0))
             assert agreed == ((0, 0) if tp_mode == "blockwise" else (1, 3 * 28 * 4))
-            assert counted == expected, (tp_mode, precision)
-            calls, sent = (sum(figures) for figures in zip(*counted.values(), strict=True)) if counted else (0, 0)
+            assert sent_by == expected, (tp_mode, precision)
+            calls, sent = (sum(figures) for figures in zip(*sent_by.values(), strict=True)) if sent_by else (0, 0)
             if tp_mode == "owner":
-                assert set(counted) == {"all_to_all"}
+                assert set(sent_by) == {"all_to_all"}
                 assert calls <= 2 * buckets <= 10
                 # of all matrices each rank sends the others' part of its shards, and of its results
                 assert sent <= 2 * weight * (world_size - 1) / world_size**2 * 1.01

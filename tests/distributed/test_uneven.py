@@ -14,8 +14,8 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import cut, cut_at
 from megatron_eopt.parallel.workspace import Workspace
-from tests.distributed.buckets import part_of
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import counted, part_of
 from tests.parallel.plans import flat, predicted
 
 CPU = torch.device("cpu")
@@ -84,10 +84,10 @@ def on_ranks(rank, ranks):
             for indices in (list(range(len(parameters))), masked(parameters)):
                 counters.reset()
                 factors = factors_of(engine, updates, indices)
-                counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
+                sent = counted()
                 numbers = [m for m, (i, _) in enumerate(engine._compiler.of_matrix) if i in indices]
                 expected = predicted(subset(engine.plan, numbers), rank, engine.works)
-                results.append((factors, counted, expected))
+                results.append((factors, sent, expected))
             chunks = 1 + max(bucket.chunk for bucket in engine.plan.buckets)
             found[seed, mode, size, iteration.name] = results, chunks
     return found
@@ -108,10 +108,10 @@ def test_factors_are_those_of_one_process(ranks):
         for rank, found in enumerate(of_ranks):
             results, chunks = found[seed, mode, size, name]
             chunked.add((size, chunks > 1))
-            for factors, counted, expected in results:
-                assert counted == expected, (seed, mode, size, rank)
+            for factors, sent, expected in results:
+                assert sent == expected, (seed, mode, size, rank)
                 if mode == "owner":
-                    assert set(counted) == {"all_to_all"}
+                    assert set(sent) == {"all_to_all"}
                 for i, factor in factors.items():
                     own = whole[i] if layouts[i] is None else part_of(whole[i], layouts[i][rank])
                     assert (factor.shape, factor.is_contiguous()) == (own.shape, True)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_eopt import SOAP, Lion, Spectron, TensorParallelMuon
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import groups_of, marked, sharded
 
 
 class Kept(logging.Handler):
@@ -21,7 +22,7 @@ class Kept(logging.Handler):
 
 CASES = {
     "unmarked": {"partition_dim": 0},
-    "shard": {"partition_dim": 0, "tensor_model_parallel": True},
+    "shard": sharded(0),
     "replicated": {"partition_dim": 0, "tensor_model_parallel": False},  # as Megatron marks Transformer Engine's
     "default": {"partition_dim": -1, "tensor_model_parallel": False},
     "expert": {"partition_dim": 0, "allreduce": False},
@@ -30,16 +31,15 @@ CASES = {
 
 
 def named(case):
-    p = torch.nn.Parameter(torch.ones(4, 6))
+    p = marked(torch.ones(4, 6), **CASES[case])
     p.grad = torch.arange(24.0).view(4, 6)
-    vars(p).update(CASES[case])
     return case, p
 
 
 def _messages(rank, _):
     handler = Kept()
     logging.getLogger("megatron_eopt").addHandler(handler)
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
+    groups = groups_of()
     alone = SimpleNamespace(tp=dist.new_group([rank], use_local_synchronization=True), expt_tp=None)
 
     def said(cls, cases, **settings):

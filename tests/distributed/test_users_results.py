@@ -1,12 +1,11 @@
 """Updates of a user's own function that are not finite on one rank: all that share the parameter leave it out."""
 
-from types import SimpleNamespace
-
 import torch
 import torch.distributed as dist
 
 from megatron_eopt import TensorParallelMuon
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import groups_of, shard
 
 
 class Fails(TensorParallelMuon):
@@ -17,10 +16,8 @@ class Fails(TensorParallelMuon):
 
 
 def step(rank, world_size):
-    p, q = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
-    p.tensor_model_parallel, p.partition_dim = True, 0
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
-    optimizer = Fails([("a", p), ("b", q)], lr=0.1, pg_collection=groups)
+    p, q = shard(torch.ones(4, 6)), torch.nn.Parameter(torch.ones(4, 6))
+    optimizer = Fails([("a", p), ("b", q)], lr=0.1, pg_collection=groups_of())
     p.grad, q.grad = torch.ones(4, 6), torch.ones(4, 6)
     optimizer.step()
     momentum = optimizer.state[p]["momentum_buffer"]

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt import Lion, TensorParallelMuon
 from megatron_eopt.matrices import Part, Split
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import cut, grid, marked, message_of, sharded
 from tests.optimizers.family import ELEMENTWISE, OPTIMIZERS, build, decays
+from tests.optimizers.field import assert_close, drawn
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto")
 TP, GTP = 2, 2
@@ -59,34 +60,25 @@ BLOCKWISE = ("padded rows", "a rank of padding alone")
 
 
 def whole(case, seed=0):
-    return torch.randn(case.shape, generator=torch.Generator().manual_seed(len(case.name) + 100 * seed))
+    return drawn(case.shape, len(case.name) + 100 * seed)
 
 
-def slice_of(case, x, rank):
-    """The shard of tensor parallelism: of gate and up a part of each."""
-    if case.dim is None:
-        return x
-    if "logical_matrices" in case.attributes:
-        return torch.cat([half.chunk(TP)[rank] for half in x.chunk(2)])
-    return x.chunk(TP, case.dim)[rank]
+def of_case(case):
+    return case.attributes if case.dim is None else case.attributes | sharded(case.dim)
 
 
 def shard_of(case, x, tp, gtp):
     """What one rank has, with its padding."""
-    part = slice_of(case, x, tp)
-    padded = torch.nn.functional.pad(part, (0, 0, 0, case.padding), value=PADDING)
+    padded = torch.nn.functional.pad(cut(x, of_case(case), tp, TP), (0, 0, 0, case.padding), value=PADDING)
     return padded.chunk(GTP)[gtp].contiguous()
 
 
-def marked(case, x, cut=True):
-    p = torch.nn.Parameter(x.clone())
-    attributes = dict(case.attributes)
-    if cut:
-        attributes |= {"is_gtp_weight_remat": True, "pad_length": case.padding}
-        attributes |= {} if case.dim is None else {"tensor_model_parallel": True, "partition_dim": case.dim}
-    for name, value in attributes.items():
-        setattr(p, name, value)
-    return p
+def of_rank(case, x):
+    return marked(x.clone(), **of_case(case), is_gtp_weight_remat=True, pad_length=case.padding)
+
+
+def of_one(case, x):
+    return marked(x.clone(), **case.attributes)
 
 
 def muon(p, case, groups, tp_mode):
@@ -112,8 +104,7 @@ def stepped(optimizer, p, gradients):
 
 def megatrons_groups(rank):
     """Of tensor parallelism, ranks that follow one another; of experts, the other way round."""
-    near = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    far = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    near, far = grid(rank)
     return SimpleNamespace(tp=near, gtp_remat=far, expt_tp=far, expt_gtp_remat=near)
 
 
@@ -131,7 +122,7 @@ def muons(rank, world_size):
             if tp_mode == "blockwise" and case.name not in BLOCKWISE:
                 continue
             x, *gradients = (shard_of(case, whole(case, seed), *at(case, rank)) for seed in range(3))
-            p = marked(case, x)
+            p = of_rank(case, x)
             results[case.name, tp_mode] = stepped(muon(p, case, groups, tp_mode), p, gradients)
     return results
 
@@ -145,13 +136,11 @@ def results():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_update_equals_that_of_one_process(results, case, tp_mode):
     x, *gradients = (whole(case, seed) for seed in range(3))
-    p = marked(case, x, cut=False)
+    p = of_one(case, x)
     expected = stepped(muon(p, case, None, "duplicated"), p, gradients)
     assert (expected - x).abs().max() > 0.01
     for rank, result in enumerate(results):
-        shard = shard_of(case, expected, *at(case, rank))
-        error = (result[case.name, tp_mode] - shard).abs().max()
-        assert error <= 1e-5 * expected.abs().max()
+        assert_close(result[case.name, tp_mode], shard_of(case, expected, *at(case, rank)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.padding], ids=lambda case: case.name)
@@ -193,7 +182,7 @@ def family(rank, world_size):
     for case in OF_FAMILY:
         for number, (name, settings) in enumerate(FAMILY):
             x, *gradients = (shard_of(case, whole(case, seed), *at(case, rank)) for seed in range(4))
-            p = marked(case, x)
+            p = of_rank(case, x)
             results[case.name, number] = stepped(build(name, [p], **settings_of(name, settings, groups)), p, gradients)
     return results
 
@@ -203,13 +192,13 @@ def test_the_rest_of_the_family_takes_the_step_of_one_process():
     for case in OF_FAMILY:
         for number, (name, settings) in enumerate(FAMILY):
             x, *gradients = (whole(case, seed) for seed in range(4))
-            p = marked(case, x, cut=False)
+            p = of_one(case, x)
             expected = stepped(build(name, [p], **settings_of(name, settings, None)), p, gradients)
             for rank, result in enumerate(results):
                 shard = shard_of(case, expected, *at(case, rank))
                 # what a step leaves of padding is nobody's
-                error = torch.where(shard == PADDING, 0, result[case.name, number] - shard).abs().max()
-                assert error <= 1e-5 * expected.abs().max(), (case.name, name, settings, float(error))
+                found = torch.where(shard == PADDING, shard, result[case.name, number])
+                assert_close(found, shard, what=(case.name, name, settings))
 
 
 def left_out(rank, world_size):
@@ -218,7 +207,7 @@ def left_out(rank, world_size):
     results = []
     for make in (lambda p: muon(p, case, groups, "auto"), lambda p: Lion([p], pg_collection=groups)):
         x, gradient = (shard_of(case, whole(case, seed), *at(case, rank)) for seed in range(2))
-        p = marked(case, x)
+        p = of_rank(case, x)
         results.append(torch.equal(stepped(make(p), p, [gradient if rank else gradient / 0]), x))
     return results
 
@@ -239,14 +228,8 @@ def refusals(rank, world_size):
     }
     said = {}
     for name, (data, attributes, of_ranks) in wrong.items():
-        p = torch.nn.Parameter(data)
-        for key, value in attributes.items():
-            setattr(p, key, value)
-        p.logical_matrices = Split(stacked=2) if name == "stack" else None
-        try:
-            TensorParallelMuon([p], pg_collection=of_ranks)
-        except ValueError as error:
-            said[name] = str(error)
+        p = marked(data, **attributes, logical_matrices=Split(stacked=2) if name == "stack" else None)
+        said[name] = message_of(lambda p=p, groups=of_ranks: TensorParallelMuon([p], pg_collection=groups))
     return said
 
 

@@ -1,13 +1,11 @@
 """A small workspace cuts a step into many chunks, which changes no update."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt import MuonHyperball, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import cut, groups_of, placed, sharded
 
 # rows, columns and the dimension that is cut; query groups of 8 + 4 + 4 rows are split
 SHAPES = {"qkv": (64, 48, 0), "proj": (48, 48, 1), "fc1": (96, 48, 0), "fc2": (48, 96, 1), "router": (16, 48, None)}
@@ -30,13 +28,10 @@ def parameters_of(rank, ranks):
     parameters = []
     for layer in range(LAYERS):
         for name, (rows, cols, dim) in SHAPES.items():
-            whole, gradients = (torch.randn(n, rows, cols, generator=generator) for n in (1, STEPS))
-            if dim is not None:
-                whole, gradients = (x.chunk(ranks, dim + 1)[rank] for x in (whole, gradients))
-            parameter = torch.nn.Parameter(whole[0].clone())
-            parameter.tensor_model_parallel, parameter.partition_dim = dim is not None, -1 if dim is None else dim
-            parameter.fused = name == "qkv"
-            parameters.append((f"{layer}.{name}", parameter, gradients))
+            x, *gradients = torch.randn(1 + STEPS, rows, cols, generator=generator)
+            attributes = {} if dim is None else sharded(dim)
+            parameter = placed(x, attributes | {"fused": name == "qkv"}, rank, ranks)
+            parameters.append((f"{layer}.{name}", parameter, [cut(x, attributes, rank, ranks) for x in gradients]))
     return parameters
 
 
@@ -46,7 +41,7 @@ def stepped(make, rank, ranks, watch=lambda optimizer: None, **settings):
     optimizer = make(
         [(each, parameter) for each, parameter, _ in named],
         lr=0.1,
-        pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None),
+        pg_collection=groups_of(),
         split_qkv=True,
         is_qkv_fn=lambda parameter: parameter.fused,
         qkv_split_shapes=(8, 4, 4),

@@ -24,10 +24,10 @@ from megatron_eopt.megatron.fused import (
     fused,
     is_declared,
     logical_matrices,
-    split_of,
     tag,
     warn_of_shared_keys,
 )
+from megatron_eopt.megatron.fused import split_of as split_of_assigned
 from megatron_eopt.megatron.parameters import trainable
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.optimizers.parameters import rows_of as numbered_rows_of
@@ -67,6 +67,11 @@ class Module(nn.Module):
 def described(module, path="mixer", tp=1):
     (found,) = trainable([nn.ModuleDict({path: module})], groups(tp))
     return found
+
+
+def split_of(parameter, name):
+    """As a run of Muon with this ``--muon-split`` splits it."""
+    return split_of_assigned(Assignment(parameter, "muon", Resolved({}, {})), name)
 
 
 def rows_of(module, split="all", tp=1):

@@ -11,7 +11,9 @@ SETTINGS = {
     "adaptive_muon": {"moment2_method": "normuon"},
     "spectron": {"rank": 3},
     "soap": {"precondition_frequency": 2},
-    "schedule_free_adamw": {"warmup_steps": 2},
+    "schedule_free_adamw": {"warmup_steps": 2, "weight_decay": 0.1},
+    "lion": {"weight_decay": 0.1},
+    "signum": {"weight_decay": 0.1},
 }
 ELEMENTWISE = tuple(name for name, row in OPTIMIZERS.items() if row.owns == "all")
 FOR_VECTORS = tuple(name for name, row in OPTIMIZERS.items() if row.vectors)
@@ -49,3 +51,18 @@ def having(*settings):
 def decays(name):
     """Whether an optimizer has a weight decay."""
     return OPTIMIZERS[name].cls.traits.decays_weights
+
+
+def matrices(count=2, shape=(6, 4), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count)]
+
+
+def take(optimizer, steps, start=0):
+    """Steps with gradients that depend on the number of the step alone."""
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(100 + step)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()

@@ -46,9 +46,16 @@ def factor(x, schedule=QUINTIC):
     return u * s @ vh
 
 
-def assert_close(actual, expected, tolerance):
-    error = (actual.double() - expected).abs().max() / expected.abs().max()
-    assert error <= tolerance, float(error)
+def drawn(shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def assert_close(actual, expected, tolerance=1e-5, what=""):
+    """The same shape, and entries off by at most a part of the largest one."""
+    assert actual.shape == expected.shape, what
+    if expected.numel():
+        error = (actual.double() - expected.double()).abs().max()
+        assert error <= tolerance * expected.abs().max(), (what, float(error / expected.abs().max()))
 
 
 def assert_close_in_bf16(actual, before, expected, roundings):

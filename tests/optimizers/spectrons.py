@@ -5,32 +5,14 @@ import torch
 from megatron_eopt.matrices import concatenated, experts
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.orthogonalize.spectral import start_vector
+from tests.optimizers import several
+from tests.optimizers.field import factor
 
 SHAPES = [(24, 16), (10, 40), (18, 18)]
-QUINTIC = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def set_gradients(params, step):
-    for index, p in enumerate(params):
-        generator = torch.Generator().manual_seed(1000 * step + index)
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def run(optimizer, params, steps):
-    for step in steps:
-        set_gradients(params, step)
-        optimizer.step()
+    return several.parameters(shapes, dtype)
 
 
 def spectron(params, **settings):
@@ -57,14 +39,6 @@ def fused(kind):
     return whole, parts, interleaved, settings
 
 
-def orthogonal(M):
-    X = M / M.norm()
-    for a, b, c in QUINTIC:
-        S = X.T @ X
-        X = a * X + X @ (b * S + c * S @ S)
-    return X
-
-
 def largest(W, u, steps):
     for _ in range(steps):
         v = W.T @ u
@@ -85,7 +59,7 @@ def factor_steps(factors, gradients, lr, beta=0.9, wd=0.01, power=1, us=None):
         mA, mB = beta * mA + (1 - beta) * gA, beta * mB + (1 - beta) * gB
         (sA, uA), (sB, uB) = largest(A, uA, power), largest(B, uB, power)
         rate = lr / (sA + sB + 1)
-        A, B = A - rate * orthogonal(mA), B - rate * orthogonal(mB)
+        A, B = A - rate * factor(mA), B - rate * factor(mB)
     return A, B
 
 
@@ -95,8 +69,3 @@ def reference_steps(W, gradients, lr, rank=4, **settings):
     of_steps = [lambda A, B, G=G: (G.double() @ B, G.double().T @ A) for G in gradients]
     A, B = factor_steps(factors, of_steps, lr, us=(U[:, 0], Vh[0]), **settings)
     return A @ B.T
-
-
-def assert_close(actual, expected, tolerance):
-    error = (actual.detach().double() - expected).abs().max() / expected.abs().max()
-    assert error <= tolerance, float(error)

@@ -7,33 +7,19 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon, registry
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.orthogonalize import muon_scale_factor
 from tests.matrices.models import merge_rows, split_rows
-from tests.optimizers.test_muon import is_qkv, matrix
+from tests.optimizers.field import assert_close, gradient, matrix, run
+from tests.optimizers.test_muon import is_qkv
 from tests.test_registry import config, model
 
 METHODS = ("adamuon", "normuon", "namo")
 VARIANTS = [("adamuon", True), ("adamuon", False), ("normuon", True), ("namo", True)]
 
 
-def gradient(p, seed):
-    return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
-
-
 def optimizer(params, method, **settings):
     defaults = {"lr": 0.1, "fp32_matmul_prec": "highest"}
     return TensorParallelAdaptiveMuon(params, moment2_method=method, **{**defaults, **settings})
-
-
-def run(p, opt, seeds):
-    for seed in seeds:
-        p.grad = gradient(p, seed)
-        opt.step()
-
-
-def assert_close(actual, expected, factor=1.0):
-    assert (actual.double() - expected).abs().max() <= factor * 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("method", "align"), VARIANTS)
@@ -69,7 +55,7 @@ def test_the_first_update_has_the_predicted_size(method, align, nesterov, scale_
     sizes = {"scale_mode": scale_mode, "extra_scale_factor": 0.2, "momentum": 0.9, "nesterov": nesterov}
     opt = optimizer([p], method, lr=1.0, weight_decay=0, align_rms=align, beta2=0.96, **sizes, **accurate)
     before = p.detach().clone()
-    run(p, opt, [1])
+    run(opt, p, [1])
     rms = (p.detach() - before).square().mean().sqrt().item()
     assert rms == pytest.approx(opt.predicted_rms(60, 24), rel=2e-3)
     muon = 0.2 if scale_mode == "spectral" else 0.2 * (60 / 24) ** 0.5 / 60**0.5
@@ -92,32 +78,9 @@ def test_a_zero_gradient_is_a_zero_update(method, align):
         opt.step()
     assert torch.equal(p, before)
     assert not opt.state[p]["moment2_buffer"].any()
-    run(p, opt, [1])
+    run(opt, p, [1])
     assert not torch.equal(p, before)
     assert p.isfinite().all()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_gradient_that_is_not_accepted_leaves_the_second_moment_as_it_is(method):
-    p, q = matrix(), matrix(seed=1)
-    opt = optimizer([p, q], method)
-    for seed in (1, 2):
-        p.grad, q.grad = gradient(p, seed), gradient(q, seed)
-        opt.step()
-    kept = {key: value.clone() for key, value in opt.state[p].items()}
-    before = p.detach().clone(), q.detach().clone(), opt.state[q]["moment2_buffer"].clone()
-    for bad in (torch.nan, torch.inf):
-        p.grad, q.grad = gradient(p, 3), gradient(q, 3)
-        p.grad[1, 2] = bad
-        opt.step()
-    assert torch.equal(p, before[0])
-    for key, value in kept.items():
-        assert torch.equal(opt.state[p][key], value), key
-    assert not torch.equal(q, before[1])
-    assert not torch.equal(opt.state[q]["moment2_buffer"], before[2])
-    p.grad = None
-    opt.step()
-    assert torch.equal(opt.state[p]["moment2_buffer"], kept["moment2_buffer"])
 
 
 def test_a_norm_whose_square_is_beyond_fp32_does_not_stop_namo_for_ever():
@@ -127,7 +90,7 @@ def test_a_norm_whose_square_is_beyond_fp32_does_not_stop_namo_for_ever():
     opt.step()
     assert opt.state[p]["moment2_buffer"].isfinite()
     for _ in range(300):
-        run(p, opt, [2])
+        run(opt, p, [2])
     assert opt.state[p]["moment2_buffer"] == pytest.approx(gradient(p, 2).square().sum().item(), rel=1e-4)
 
 
@@ -135,8 +98,6 @@ def test_a_norm_whose_square_is_beyond_fp32_does_not_stop_namo_for_ever():
     ("settings", "message"),
     [
         ({"moment2_method": "adamoun"}, "unknown moment2_method 'adamoun': expected one of adamuon, normuon, namo"),
-        ({"beta2": 1.0}, r"TensorParallelAdaptiveMuon: beta2 must lie in \[0, 1\), got 1.0"),
-        ({"beta2": -0.1}, r"beta2 must lie in \[0, 1\), got -0.1"),
         ({"eps": -1e-8}, "eps must be a finite number above 0, since adamuon divides by it, got -1e-08"),
         (
             {"eps": 0.0, "moment2_method": "normuon"},
@@ -146,7 +107,6 @@ def test_a_norm_whose_square_is_beyond_fp32_does_not_stop_namo_for_ever():
             {"moment2_method": "namo", "use_decoupled_weight_decay": False},
             "L2 decay would add to: take use_decoupled_weight_decay=True, or weight_decay=0 instead of 0.01",
         ),
-        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
     ],
 )
 def test_wrong_settings_are_refused_at_construction(settings, message):
@@ -179,17 +139,17 @@ def test_a_groups_own_settings_are_checked_and_used(group, message):
 def test_a_changed_setting_out_of_its_range_is_refused_before_anything_changes(method, how, key, value):
     p = matrix()
     opt = optimizer([p], method)
-    run(p, opt, range(2))
+    run(opt, p, range(2))
     before, state, saved = p.detach().clone(), copy.deepcopy(opt.state_dict()), copy.deepcopy(opt.state_dict())
     (opt if how == "between steps" else SimpleNamespace(**saved)).param_groups[0][key] = value
     message = rf"TensorParallelAdaptiveMuon: {key} must .*, got {value}"
     with pytest.raises(ValueError, match=message):
-        run(p, opt, [2]) if how == "between steps" else opt.load_state_dict(saved)
+        run(opt, p, [2]) if how == "between steps" else opt.load_state_dict(saved)
     assert torch.equal(p, before)
     for kept, new in zip(state["state"][0].values(), opt.state_dict()["state"][0].values(), strict=True):
         assert torch.equal(kept, new)
     opt.param_groups[0][key] = state["param_groups"][0][key]
-    run(p, opt, [2])
+    run(opt, p, [2])
     assert not torch.equal(p, before)
 
 
@@ -197,8 +157,8 @@ def test_a_changed_setting_out_of_its_range_is_refused_before_anything_changes(m
 def test_the_second_moments_settings_may_be_tensors_of_one_entry(method):
     number, tensor = matrix(), matrix()
     one = {"beta2": 0.9, "eps": 1e-6}
-    run(number, optimizer([number], method, **one), range(3))
-    run(tensor, optimizer([tensor], method, **{key: torch.tensor([x]) for key, x in one.items()}), range(3))
+    run(optimizer([number], method, **one), number, range(3))
+    run(optimizer([tensor], method, **{key: torch.tensor([x]) for key, x in one.items()}), tensor, range(3))
     torch.testing.assert_close(tensor, number, rtol=1e-5, atol=1e-6)
 
 
@@ -224,8 +184,8 @@ def test_a_restored_optimizer_goes_on_bit_for_bit_and_keeps_fp32_statistics(meth
 
     straight, stopped = bf16(matrix(8, 6)), bf16(matrix(8, 6))
     whole, first = start(straight), start(stopped)
-    run(straight, whole, range(1, 7))
-    run(stopped, first, range(1, 4))
+    run(whole, straight, range(1, 7))
+    run(first, stopped, range(1, 4))
     resumed = bf16(stopped)
     second = start(resumed)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -233,7 +193,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit_and_keeps_fp32_statistics(meth
         assert second.state[resumed][key].dtype == value.dtype
         assert torch.equal(second.state[resumed][key], value), key
         assert (value.dtype == torch.float32) == key.startswith("moment2_buffer")
-    run(resumed, second, range(4, 7))
+    run(second, resumed, range(4, 7))
     assert torch.equal(resumed, straight)
     init = start(bf16(matrix(8, 6)))
     init.init_state()
@@ -242,22 +202,6 @@ def test_a_restored_optimizer_goes_on_bit_for_bit_and_keeps_fp32_statistics(meth
     other = optimizer([resumed], "namo" if method != "namo" else "normuon")
     with pytest.raises(ValueError, match=r"moment2_buffer.* (of another|expected)"):
         other.load_state_dict(first.state_dict())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_captured_step_keeps_the_second_moment_it_was_captured_with(method):
-    plain, captured = ([torch.nn.Parameter(m.detach().clone()) for m in (matrix(), matrix(5, 7, 1))] for _ in range(2))
-    one, other = optimizer(plain, method), optimizer(captured, method)
-    vars(other)["cuda_graphs"] = True
-    other._session.plans.graphed = GraphedUpdate(other._run, lambda run: run)
-    for step in range(4):
-        for parameters, opt in ((plain, one), (captured, other)):
-            for p in parameters:
-                p.grad = gradient(p, step)
-            opt.step()
-    for p, q in zip(plain, captured, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(one.state[p]["moment2_buffer"], other.state[q]["moment2_buffer"])
 
 
 def test_a_config_gives_the_settings_of_muon_and_its_own():

@@ -3,13 +3,13 @@
 import logging
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.test_adaptive_muon import METHODS, VARIANTS, assert_close, gradient, optimizer, run
-from tests.optimizers.test_muon import matrix
+from tests.distributed.shards import groups_of, message_of, shard
+from tests.optimizers.field import assert_close, gradient, matrix, run
+from tests.optimizers.test_adaptive_muon import METHODS, VARIANTS, optimizer
 
 
 def dtensors(rank, world_size):
@@ -37,33 +37,34 @@ def test_dtensors_take_the_steps_of_one_rank():
         for (_, method, align), (actual, moment) in results.items():
             p = matrix(10, 7)
             opt = optimizer([p], method, align_rms=align)
-            run(p, opt, range(1, 4))
+            run(opt, p, range(1, 4))
             assert_close(actual, p.detach().double())
             torch.testing.assert_close(moment, opt.state[p]["moment2_buffer"], rtol=1e-4, atol=1e-7)
 
 
 def blockwise(rank, world_size):
-    messages = []
-    for groups in (None, type("Groups", (), {"tp": dist.group.WORLD, "expt_tp": None})):
-        for method in METHODS:
-            p = matrix(tensor_model_parallel=True, partition_dim=0)
-            try:
-                opt = optimizer([p], method, tp_mode="blockwise", pg_collection=groups)
-            except ValueError as error:
-                messages.append((method, str(error)))
-            else:
-                run(p, opt, [1, 2])
-                messages.append((method, p.detach()))
-    return messages
+    refused = {
+        (method, groups is None): message_of(
+            lambda method=method, groups=groups: optimizer(
+                [shard(torch.ones(6, 4))], method, tp_mode="blockwise", pg_collection=groups
+            )
+        )
+        for groups in (None, groups_of())
+        for method in METHODS
+    }
+    p = shard(matrix().detach())
+    run(optimizer([p], "adamuon", tp_mode="blockwise", pg_collection=groups_of()), p, [1, 2])
+    return refused, p.detach()
 
 
 def test_blockwise_takes_adamuon_alone():
     p = matrix()
-    run(p, optimizer([p], "adamuon"), [1, 2])
-    for messages in run_ranks(blockwise, 2):
-        for method, found in messages:
-            if method == "adamuon":  # each shard by itself
-                assert torch.equal(found, p.detach())
+    run(optimizer([p], "adamuon"), p, [1, 2])
+    for refused, found in run_ranks(blockwise, 2):
+        assert torch.equal(found, p.detach())  # each shard by itself
+        for (method, _), message in refused.items():
+            if method == "adamuon":
+                assert message is None
             else:
-                assert f"statistics of {method} would be those of shards" in found
-                assert "take an exact tp_mode (auto, duplicated, ...), or adamuon" in found
+                assert f"statistics of {method} would be those of shards" in message
+                assert "take an exact tp_mode (auto, duplicated, ...), or adamuon" in message

@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from megatron_eopt import DistributedMuon, OrthogonalizedOptimizer, TensorParallelMuon
+from megatron_eopt import DistributedMuon, OrthogonalizedOptimizer
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import FOR_VECTORS, build, having
+from tests.optimizers.family import FOR_VECTORS, build, having, matrices
 
 every = pytest.mark.parametrize("name", [*OPTIMIZERS, "hybrid"])
 
@@ -58,11 +58,6 @@ CASES = [
 ]
 
 
-def matrices(count=2, shape=(6, 4)):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count)]
-
-
 def made(name, params, **settings):
     return Muon(params, matrices(1, (5,)), **settings) if name == "hybrid" else build(name, params, **settings)
 
@@ -72,7 +67,7 @@ def test_a_setting_is_refused_at_construction_and_in_a_new_group(name, key, valu
     if (name, key) == ("scion", "lr"):
         wanted = r"must lie in \[0, 1\]"
     in_group = key.removeprefix("adam_")
-    message = rf"{in_group} {wanted}.*, got {re.escape(str(value))}"
+    message = rf"\w: {in_group} {wanted}.*, got {re.escape(str(value))}"
     p, q = matrices()
     with pytest.raises(ValueError, match=message):
         made(name, [p], **{key: value})
@@ -131,19 +126,6 @@ def test_a_tensor_of_several_entries_is_refused_where_a_number_is_wanted(name, k
         optimizer.step()
     assert all(torch.equal(x, y) for x, y in zip((p, q), before, strict=True))
     assert not optimizer.state
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_learning_rate_that_is_a_tensor_of_one_entry_serves(name):
-    results = []
-    for lr in (0.25, torch.tensor(0.25, dtype=torch.float64)):
-        (p,) = matrices(1)
-        optimizer = build(name, [p], lr=lr)
-        for _ in range(3):
-            p.grad = p.detach() + 1
-            optimizer.step()
-        results.append(p.detach())
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -329,14 +311,6 @@ def test_soap_says_the_shape_of_what_it_cannot_take_once():
         build("soap", [torch.nn.Parameter(torch.ones(3, 8, 8))])
 
 
-def test_groups_of_muon_with_aux_adam_are_an_error_that_says_what_to_write():
-    p, q = matrices()
-    groups = [{"params": [p], "use_muon": True, "lr": 0.02}, {"params": [q], "use_muon": False, "betas": (0.9, 0.95)}]
-    for made_of in (TensorParallelMuon, lambda groups: Muon(groups, [])):
-        with pytest.raises(ValueError, match=r"a group has use_muon.*: write Muon\(matrices, rest\)"):
-            made_of(groups)
-
-
 @pytest.mark.parametrize(
     ("name", "key", "hint"),
     [
@@ -412,10 +386,11 @@ def test_what_only_the_constructor_takes_is_refused_between_steps(name):
     settled = (arguments_of(cls).keys() & vars(optimizer).keys()) - cls.traits.planned_by
     for key in settled:
         before = vars(optimizer)[key]
+        setattr(optimizer, key, before)  # as a subclass may, which is handed the same
         with pytest.raises(ValueError, match=f"{cls.__name__} takes {key} at construction and not between steps"):
-            setattr(optimizer, key, before)
+            setattr(optimizer, key, object())
         assert vars(optimizer)[key] is before
-    assert "workspace" in settled or not issubclass(cls, TensorParallelMuon)
+    assert "workspace" in settled or not issubclass(cls, OPTIMIZERS["muon"].cls)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -10,22 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import Muon
-from tests.optimizers.family import build, every, every_class, having
-
-
-def matrices(count=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(count)]
-
-
-def take(optimizer, steps, start=0):
-    """Steps with gradients that depend on the number of the step alone."""
-    for step in range(start, start + steps):
-        generator = torch.Generator().manual_seed(100 + step)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        optimizer.step()
+from tests.optimizers.family import build, every, every_class, having, matrices, take
+from tests.optimizers.field import drawn
 
 
 def parameters(optimizer):
@@ -37,7 +23,7 @@ def assert_equal(one, other):
         assert torch.equal(a, b)
 
 
-@every
+@every_class
 def test_a_closure_is_called_once_with_gradients_enabled(name):
     own, other = matrices(1), matrices(1)
     target = torch.ones(6, 4)
@@ -51,7 +37,8 @@ def test_a_closure_is_called_once_with_gradients_enabled(name):
         return loss
 
     closed, plain = build(name, own), build(name, other)
-    loss = closed.step(closure)
+    with torch.no_grad():
+        loss = closed.step(closure)
     other[0].grad = 2 * (other[0].detach() - target)
     assert plain.step() is None
     assert called == [True]
@@ -66,7 +53,7 @@ def test_groups_have_settings_of_their_own(name):
     alone = [build(name, apart[:1], lr=0.02), build(name, apart[1:])]
     for step in range(3):
         for ours, theirs in zip(together, apart, strict=True):
-            ours.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            ours.grad = drawn((6, 4), step)
             theirs.grad = ours.grad.clone()
         both.step()
         for each in alone:
@@ -107,7 +94,7 @@ def test_a_group_that_is_added_is_stepped(name):
     assert len(optimizer.param_groups) == 2
 
 
-@every
+@every_class
 def test_a_state_dict_goes_on_bit_for_bit(name):
     optimizer = build(name, matrices())
     take(optimizer, 3)
@@ -121,6 +108,19 @@ def test_a_state_dict_goes_on_bit_for_bit(name):
     for each in (optimizer, other):
         take(each, 3, start=3)
     assert_equal(optimizer, other)
+
+
+@every_class
+def test_a_parameter_without_gradient_is_left_as_it_is(name):
+    p, q = matrices()
+    optimizer = build(name, [p, q])
+    before = q.detach().clone()
+    for step in range(2):
+        p.grad = matrices(1, seed=step)[0].detach()
+        optimizer.step()
+    assert torch.equal(q, before)
+    makes_all_at_once = name in ("muon_hyperball", "with_adamw", "distributed_muon")
+    assert (q in optimizer.state) is makes_all_at_once
 
 
 @every
@@ -154,7 +154,7 @@ def test_a_copy_shares_the_process_groups_which_are_not_pickled(name):
 def test_maximize_is_the_step_of_the_negated_gradient(name):
     up, down = matrices(1), matrices(1)
     for step in range(3):
-        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        gradient = drawn((6, 4), step)
         up[0].grad, down[0].grad = gradient, -gradient
         if step == 0:
             ascends, descends = build(name, up, maximize=True), build(name, down)
@@ -239,7 +239,7 @@ def test_parameters_of_several_dtypes_step_as_each_alone(name, dtypes):
     together, alone = build(name, own), [build(name, [p]) for p in others]
     for step in range(3):
         for p, q in zip(own, others, strict=True):
-            p.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(p.dtype)
+            p.grad = drawn((6, 4), step).to(p.dtype)
             q.grad = p.grad.clone()
         together.step()
         for each in alone:

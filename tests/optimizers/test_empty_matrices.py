@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.optimizers.family import ELEMENTWISE, OPTIMIZERS, build
+from tests.optimizers.field import drawn, matrix
 
 SHAPES = [(4, 0), (0, 4), (0, 0)]
 MODES = ["spectral", "unit_rms_norm", "shape_scaling"]
@@ -20,11 +21,11 @@ CASES = [
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_matrix_without_entries_takes_no_step_and_hinders_none(name, settings, shape):
     empty = torch.nn.Parameter(torch.zeros(shape))
-    beside, alone = (torch.nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0))) for _ in "12")
+    beside, alone = matrix(), matrix()
     both, one = build(name, [empty, beside], **settings), build(name, [alone], **settings)
     for seed in range(1, 4):
         empty.grad = torch.zeros(shape)
-        beside.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        beside.grad = drawn((6, 4), seed)
         alone.grad = beside.grad.clone()
         both.step()
         one.step()

@@ -7,10 +7,11 @@ import torch
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate, capture_cuda
+from megatron_eopt.optimizers.cuda_graph import capture_cuda
 from megatron_eopt.optimizers.with_adamw import HeavyBallMuon
 from tests.optimizers.family import build, decays
-from tests.optimizers.test_orthogonalized import gradient, matrix
+from tests.optimizers.field import gradient, matrix
+from tests.optimizers.on_gpu import captured
 
 CUDA = torch.cuda.is_available()
 MUONS = [name for name, row in OPTIMIZERS.items() if issubclass(row.cls, TensorParallelMuon)]
@@ -19,19 +20,18 @@ MUONS = [name for name, row in OPTIMIZERS.items() if issubclass(row.cls, TensorP
 def build_muon(name, params):
     if name == "heavy_ball":  # that of plain torch, beside AdamW
         return HeavyBallMuon(params, lr=0.01, nesterov=True, weight_decay=0.3)
+    if name in ("adamuon", "namo"):
+        return build("adaptive_muon", params, moment2_method=name)
     return build(name, params, **({"weight_decay": 0.3} if decays(name) else {}))
 
 
 def pair(device):
     """The same optimizer twice, and once with its step captured."""
     parameters = [[torch.nn.Parameter(m.detach().to(device)) for m in (matrix(), matrix(5, 7, 1))] for _ in range(2)]
-    plain, captured = (
+    plain, other = (
         TensorParallelMuon([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.3}], lr=0.1) for p in parameters
     )
-    vars(captured)["cuda_graphs"] = True
-    capture = capture_cuda if CUDA else lambda run: run
-    captured._session.plans.graphed = GraphedUpdate(captured._run, capture)
-    return parameters, plain, captured
+    return parameters, plain, captured(other, *([capture_cuda] if CUDA else []))
 
 
 def set_gradients(parameters, seed):
@@ -40,9 +40,9 @@ def set_gradients(parameters, seed):
 
 
 def test_a_captured_step_is_the_step_while_rates_change():
-    (plain_p, captured_p), plain, captured = pair("cuda" if CUDA else "cpu")
+    (plain_p, captured_p), plain, graphed = pair("cuda" if CUDA else "cpu")
     for step in range(5):
-        for parameters, opt in ((plain_p, plain), (captured_p, captured)):
+        for parameters, opt in ((plain_p, plain), (captured_p, graphed)):
             set_gradients(parameters, step)
             for group in opt.param_groups:
                 group["lr"] = 0.1 / (step + 1)
@@ -52,24 +52,31 @@ def test_a_captured_step_is_the_step_while_rates_change():
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [*MUONS, "heavy_ball"])
+def kept(opt, p):
+    """Copies of a matrix and its state, but for a radius, which the first step finds whatever it leaves out."""
+    return [p.detach().clone(), *(x.clone() for key, x in opt.state[p].items() if key != "radius")]
+
+
+@pytest.mark.parametrize("name", [*MUONS, "adamuon", "namo", "heavy_ball"])
 def test_a_step_on_a_gpu_leaves_out_what_a_step_on_a_cpu_leaves_out(name):
     """A GPU is not asked which gradients are not finite: the step of every matrix is made, and masked."""
     device = "cuda" if CUDA else "cpu"
     both = [[torch.nn.Parameter(m.detach().to(device)) for m in (matrix(), matrix(5, 7, 1))] for _ in range(2)]
     masked, plain = (build_muon(name, p) for p in both)
     if not CUDA:
-        vars(masked)["cuda_graphs"] = True
-        masked._session.plans.graphed = GraphedUpdate(masked._run, lambda run: run)
-    for step, bad in enumerate([None, torch.nan, None, torch.inf, None]):
+        captured(masked)
+    for opt in (masked, plain):
+        opt.init_state()
+    for step, bad in enumerate([torch.nan, None, torch.nan, None, torch.inf, None]):
         for parameters, opt in zip(both, (masked, plain), strict=True):
             set_gradients(parameters, step)
+            opt.param_groups[0]["lr"] = 0.01 / (step + 1)
             if bad is not None:
                 parameters[0].grad[2, 1] = bad
-            before = [x.clone() for x in [parameters[0], *opt.state[parameters[0]].values()]]
+            before = kept(opt, parameters[0])
             opt.step()
             if bad is not None:
-                assert all(map(torch.equal, before, [parameters[0], *opt.state[parameters[0]].values()]))
+                assert all(map(torch.equal, before, kept(opt, parameters[0])))
         for p, q in zip(*both, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
             for key, x in masked.state[p].items():
@@ -106,21 +113,21 @@ def test_a_capture_is_on_the_device_and_does_not_mind_other_threads(monkeypatch)
 @pytest.mark.skipif(CUDA, reason="there is a CUDA device")
 def test_a_step_is_captured_on_the_device_of_its_parameters(monkeypatch):
     cuda = Cuda(monkeypatch)
-    (_, parameters), _, captured = pair("cpu")
-    captured._session.plans.graphed = GraphedUpdate(captured._run)
+    (_, parameters), _, graphed = pair("cpu")
+    captured(graphed, None)
     set_gradients(parameters, 0)
-    captured.step()
+    graphed.step()
     assert cuda.calls[0] == ("device", "cpu")
     assert cuda.calls[-1] == "replay"
 
 
 def test_what_was_captured_may_not_change():
-    (_, parameters), _, captured = pair("cuda" if CUDA else "cpu")
+    (_, parameters), _, graphed = pair("cuda" if CUDA else "cpu")
     set_gradients(parameters, 0)
-    captured.step()
-    captured.param_groups[0]["momentum"] = 0.5
+    graphed.step()
+    graphed.param_groups[0]["momentum"] = 0.5
     with pytest.raises(RuntimeError, match="only learning rate and weight decay may change"):
-        captured.step()
+        graphed.step()
 
 
 @pytest.mark.skipif(CUDA, reason="there is a CUDA device")

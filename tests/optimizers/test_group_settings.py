@@ -1,4 +1,4 @@
-"""Groups with an iteration and a scale of their own do what optimizers with these settings would do, each alone."""
+"""Settings of groups: their iteration and scale are as an optimizer's alone; names of other packages; refusals."""
 
 import copy
 import logging
@@ -7,10 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import (
+    SOAP,
+    DistributedMuon,
+    Muon,
+    Scion,
+    Spectron,
+    TensorParallelAdaptiveMuon,
+    TensorParallelMuon,
+)
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.summary import summary
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from tests.optimizers.test_muon import is_qkv, matrix
+from tests.optimizers.field import drawn, matrix, run
+from tests.optimizers.on_gpu import captured
+from tests.optimizers.test_muon import is_qkv
+from tests.plain.made import assert_same
 
 COMMON = {
     "lr": 0.1,
@@ -57,7 +68,7 @@ def in_fp64(groups):
 
 def step(made, seed):
     for p in (p for group in made.param_groups for p in group["params"]):
-        gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) + p.detach()
+        gradient = drawn(p.shape, seed) + p.detach()
         p.grad = None if seed == 1 and hasattr(p, "is_quiet") else gradient
     made.step()
 
@@ -69,11 +80,6 @@ def weights(made):
 def take_weights(made, other):
     for p, q in zip((p for group in made.param_groups for p in group["params"]), weights(other), strict=True):
         p.data.copy_(q)
-
-
-def assert_equal(actual, expected):
-    assert len(actual) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def stepped(made, seeds=range(3)):
@@ -98,7 +104,7 @@ def test_groups_that_say_the_same_are_planned_and_computed_as_one(method):
     plain = optimizer([{"params": group["params"]} for group in grouped()], method)
     said = {"num_ns_steps": 5, "coefficient_type": "quintic", "scale_mode": "spectral", "extra_scale_factor": 0.7}
     made = optimizer(grouped([said, {}, {"num_ns_steps": 5}, said]), method)
-    assert_equal(stepped(made), stepped(plain))
+    assert_same(stepped(made), stepped(plain))
     assert made.explain() == plain.explain()
     assert len(made.prepare().plan.buckets) == len(plain.prepare().plan.buckets)
 
@@ -146,7 +152,7 @@ def test_wrong_settings_of_a_group_are_refused_by_the_number_of_the_group(own, m
     with pytest.raises(ValueError, match=f"group 2: {message}"):
         made.load_state_dict(state)
     assert [set(group) for group in made.param_groups] == [set(group) for group in untouched.param_groups]
-    assert_equal(stepped(made), stepped(untouched))
+    assert_same(stepped(made), stepped(untouched))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_settings_of_groups_travel_with_the_state(method):
     stepped(resumed, [5])  # planned for equal settings
     resumed.load_state_dict(state)
     take_weights(resumed, made)
-    assert_equal(stepped(resumed, [3, 4]), stepped(made, [3, 4]))
+    assert_same(stepped(resumed, [3, 4]), stepped(made, [3, 4]))
 
 
 @pytest.mark.parametrize("method", [None, "adamuon"])
@@ -186,7 +192,7 @@ def test_a_changed_setting_is_in_force_in_the_next_step(method):
             group.update(settings)
         fresh = optimizer(grouped(own), method, **memory)
         take_weights(fresh, made)
-        assert_equal(stepped(made, [5]), stepped(fresh, [5]))
+        assert_same(stepped(made, [5]), stepped(fresh, [5]))
 
 
 def test_a_setting_that_was_changed_to_a_wrong_one_is_refused_before_anything_is_changed():
@@ -196,8 +202,8 @@ def test_a_setting_that_was_changed_to_a_wrong_one_is_refused_before_anything_is
     made.param_groups[2]["num_ns_steps"] = 0
     with pytest.raises(ValueError, match="at least 1, got 0"):
         step(made, 3)
-    assert_equal(weights(made), before)
-    assert_equal([state["momentum_buffer"] for state in made.state.values()], momenta)
+    assert_same(weights(made), before)
+    assert_same([state["momentum_buffer"] for state in made.state.values()], momenta)
 
 
 def test_one_rung_serves_all_groups():
@@ -265,18 +271,16 @@ def test_a_step_that_is_made_parameter_by_parameter_counts_too():
 
 
 def test_a_captured_step_is_the_step_of_all_groups_and_counts():
-    plain, captured = optimizer(grouped()), optimizer(grouped())
-    vars(captured)["cuda_graphs"] = True
-    captured._session.plans.graphed = GraphedUpdate(captured._run, lambda run: run)
-    for made in (plain, captured):
+    plain, graphed = optimizer(grouped()), captured(optimizer(grouped()))
+    for made in (plain, graphed):
         made.result = stepped(made, [0, 2, 3])
         assert made.newton_schulz_calls == 60
-    assert_equal(captured.result, plain.result)
-    captured.param_groups[1]["scale_mode"] = "spectral"
+    assert_same(graphed.result, plain.result)
+    graphed.param_groups[1]["scale_mode"] = "spectral"
     with pytest.raises(RuntimeError, match="only learning rate and weight decay may change"):
-        step(captured, 4)
-    assert captured.newton_schulz_calls == 60
-    assert_equal(weights(captured), weights(plain))
+        step(graphed, 4)
+    assert graphed.newton_schulz_calls == 60
+    assert_same(weights(graphed), weights(plain))
 
 
 def test_a_checkpoint_says_which_groups_have_settings_of_their_own():
@@ -346,3 +350,80 @@ def test_a_scale_that_is_no_number_is_refused_before_anything_changes(wrong):
             made.step()
     assert torch.equal(p, before)
     assert not any(x.any() for x in made.state[p].values())
+
+
+OTHER_NAMES = [
+    (Scion, {"spectral_radius": 3.0}, {"radius": 3.0}),
+    (Spectron, {"num_power_iter": 3, "rank": 2}, {"num_power_iterations": 3, "rank": 2}),
+    (SOAP, {"use_eigh": True, "precondition_frequency": 1}, {"basis_method": "eigh", "precondition_frequency": 1}),
+    (SOAP, {"use_eigh": False, "precondition_frequency": 1}, {"basis_method": "qr", "precondition_frequency": 1}),
+    (SOAP, {"max_precond_dim": 4}, {"max_dim": 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "other", "own"), OTHER_NAMES)
+def test_both_names_make_the_same_steps_and_the_default_others(kind, other, own):
+    neither = {key: value for key, value in own.items() if key in other}
+    weights = {"other": other, "own": own, "both": other | own, "neither": neither}
+    for way, settings in weights.items():
+        weights[way] = matrix()
+        run(kind([weights[way]], lr=0.01, **settings), weights[way], range(5))
+    assert torch.equal(weights["other"], weights["own"])
+    assert torch.equal(weights["both"], weights["own"])
+    is_default = own.get("basis_method") == "qr"
+    assert torch.equal(weights["neither"], weights["own"]) == is_default
+
+
+def test_both_names_may_be_given_one_of_them_by_its_position():
+    assert_same(
+        stepped(Spectron([matrix()], 1e-3, 2, 0.9, 0.0, 3, num_power_iter=3)),
+        stepped(Spectron([matrix()], 1e-3, 2, 0.9, 0.0, num_power_iterations=3)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p: Scion(p, radius=50.0, spectral_radius=1.0), ValueError, r"spectral_radius=1\.0 .* radius=50\.0 was"),
+        (lambda p: Spectron(p, 1e-3, 2, 0.9, 0.0, 2, num_power_iter=1), ValueError, "num_power_iterations=2 was given"),
+        (lambda p: SOAP(p, use_eigh=True, basis_method="qr"), ValueError, "use_eigh=True is another name for"),
+        (lambda p: SOAP(p, use_eigh="yes"), ValueError, "use_eigh must be one of False, True, got 'yes'"),
+        (lambda p: SOAP(p, use_eigen=True), TypeError, "use_eigen"),
+        (lambda p: TensorParallelMuon(p, spectral_radius=1.0), TypeError, "spectral_radius"),
+    ],
+)
+def test_two_names_with_two_values_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call([matrix()])
+
+
+@pytest.mark.parametrize(
+    "kind", [*(row.cls for row in OPTIMIZERS.values()), DistributedMuon], ids=lambda kind: kind.__name__
+)
+def test_an_unknown_argument_is_refused_with_the_nearest(kind):
+    message = rf"^{kind.__name__}\(\) got an unexpected keyword argument 'weight_deca', did you mean 'weight_decay'\?$"
+    with pytest.raises(TypeError, match=message):
+        kind([matrix()], weight_deca=0.1)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got .* 'xyz': expected params, lr, .* or "):
+        kind([matrix()], xyz=1)
+
+
+def test_groups_of_muon_with_aux_adam_are_an_error_that_says_what_to_write():
+    p, q = matrix(), matrix()
+    groups = [{"params": [p], "use_muon": True, "lr": 0.02}, {"params": [q], "use_muon": False, "betas": (0.9, 0.95)}]
+    for made_of in (TensorParallelMuon, lambda groups: Muon(groups, [])):
+        with pytest.raises(ValueError, match=r"a group has use_muon.*: write Muon\(matrices, rest\)"):
+            made_of(groups)
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_a_rate_of_minus_one_is_refused_wherever_it_comes_from(key):
+    message = f"TensorParallelMuon: {key} must be a finite number of at least 0, got -1"
+    with pytest.raises(ValueError, match=message):
+        TensorParallelMuon([matrix()], **{key: -1})
+    made, _ = after_a_step()
+    with pytest.raises(ValueError, match=message):
+        made.add_param_group({"params": [matrix()], key: -1})
+    made.param_groups[0][key] = -1
+    with pytest.raises(ValueError, match=message):
+        made.step()

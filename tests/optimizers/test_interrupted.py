@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import Muon
-from tests.optimizers.family import FURTHER, build, decays, every_class
-from tests.optimizers.test_conformity import matrices
+from tests.optimizers.family import FURTHER, build, decays, every_class, matrices
+from tests.optimizers.field import drawn
 
 REFUSED = "KeyboardInterrupt ended the last step while it changed weights and state"
 
@@ -40,7 +40,7 @@ def stepped(name, steps):
     opt = build(name, matrices(), **({"weight_decay": 0.1} if decaying else {}))
     for step in range(steps + 1):
         for i, p in enumerate(all_parameters(opt)):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+            p.grad = drawn(p.shape, 10 * step + i)
         if step < steps:
             opt.step()
     return opt

@@ -5,7 +5,9 @@ import torch
 from counting import HOST_READ, Operations
 
 from megatron_eopt.family import OPTIMIZERS
-from tests.optimizers.family import ELEMENTWISE, build
+from tests.optimizers.family import FOR_VECTORS, build
+from tests.optimizers.field import drawn
+from tests.optimizers.on_gpu import masking
 
 SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
 OF_EACH = 64
@@ -33,20 +35,6 @@ MASKED = {"muon": 220, "scion": 220}
 TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
 
 
-class OnDevice:
-    """Flags as a GPU has them, which nobody may look at."""
-
-    def __init__(self, flags):
-        self.device, self.unbind = torch.device("cuda"), flags.unbind
-
-
-def masking(optimizer):
-    """An optimizer that makes its steps as on a GPU, which is not asked which gradients are finite."""
-    take = optimizer._take
-    optimizer._take = lambda accepted: take(OnDevice(accepted))
-    return optimizer
-
-
 def built(name, masked=False, of_each=OF_EACH):
     _, row, settings = LIMITS[name]
     generator = torch.Generator().manual_seed(0)
@@ -59,16 +47,16 @@ def built(name, masked=False, of_each=OF_EACH):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("name", FOR_VECTORS)
 def test_a_masked_step_is_the_step_of_what_is_accepted(name, dtype):
     shapes = [(8, 4), (8, 4), (4,), ()]
-    values = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in shapes]
+    values = [drawn(shape).to(dtype) for shape in shapes]
     both = [[torch.nn.Parameter(x.clone()) for x in values] for _ in range(2)]
     masked, plain = masking(build(name, both[0], weight_decay=0.1)), build(name, both[1], weight_decay=0.1)
     for step, bad in enumerate([None, torch.nan, torch.inf, None]):
         for params, optimizer in zip(both, (masked, plain), strict=True):
             for i, p in enumerate(params):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(dtype)
+                p.grad = drawn(p.shape, 10 * step + i).to(dtype)
             if bad is not None:
                 params[0].grad[2, 1] = bad
             before = [x.clone() for x in [params[0], *optimizer.state[params[0]].values()]]

@@ -5,20 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.optimizers.family import OPTIMIZERS, build, every
-
-
-def matrices(count=2):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(count)]
-
-
-def run(optimizer, seeds):
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            p.grad = torch.randn(6, 4, generator=generator)
-        optimizer.step()
+from tests.optimizers.family import OPTIMIZERS, build, every, matrices, take
 
 
 def keys_of(name):
@@ -28,9 +15,9 @@ def keys_of(name):
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name in OPTIMIZERS for key in keys_of(name)])
 def test_a_setting_that_a_state_lacks_is_the_one_that_the_optimizer_was_built_with(name, key):
     straight = build(name, matrices())
-    run(straight, range(4))
+    take(straight, 4)
     first = build(name, matrices())
-    run(first, range(2))
+    take(first, 2)
     saved = copy.deepcopy(first.state_dict())
     for group in saved["param_groups"]:
         group.pop(key, None)
@@ -38,7 +25,7 @@ def test_a_setting_that_a_state_lacks_is_the_one_that_the_optimizer_was_built_wi
     second = build(name, params)
     second.load_state_dict(saved)
     assert second.param_groups[0].keys() >= first.defaults.keys()
-    run(second, range(2, 4))
+    take(second, 2, start=2)
     if key not in type(first).traits.carried_settings:  # those are what the optimizer itself has counted or chosen
         assert second.param_groups[0][key] == build(name, matrices()).param_groups[0][key]
         for p, q in zip(params, straight.param_groups[0]["params"], strict=True):

@@ -1,22 +1,22 @@
-"""MARS-Muon on one rank and on two: its formulas written out, resumes, skipped steps and refusals."""
+"""MARS-Muon on one rank: its formulas written out, resumes, skipped steps and refusals."""
 
-import copy
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.mars_muon import MarsMuon, corrected
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.parallel.collectives import counters
-from tests.distributed.ranks import run_ranks
-from tests.distributed.test_adaptive_invariance import cut
-from tests.distributed.test_tp_invariance import sharded
 from tests.matrices.models import merge_rows, split_rows
-from tests.optimizers.field import SHAPES, TOLERANCE, assert_close, assert_close_in_bf16, factor, gradient, matrix
+from tests.optimizers.field import (
+    SHAPES,
+    TOLERANCE,
+    assert_close,
+    assert_close_in_bf16,
+    factor,
+    gradient,
+    matrix,
+)
 
 # What multiplies the gradients of steps, whose norms are near sqrt(84) = 9, in turn.
 SIZES = {"all clipped": (1.0,), "some clipped": (0.05, 0.1, 0.15, 0.2), "none clipped": (0.01,)}
@@ -192,34 +192,6 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(before, dtype):
         assert second.state[resumed][key].dtype == value.dtype
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["CPU", "masked as on a GPU"])
-def test_a_step_that_is_left_out_leaves_no_trace(masked):
-    p, q, other = matrix(), matrix(seed=1), matrix()
-    opt, straight = MarsMuon([p, q], 0.05), MarsMuon([other], 0.05)
-    if masked:
-        vars(opt)["cuda_graphs"] = True
-        opt._session.plans.graphed = GraphedUpdate(opt._run, lambda run: run)
-    run(straight, [other], range(4))
-    p.grad, q.grad = gradient(p, 0), gradient(q, 0)
-    p.grad[1, 2] = torch.nan  # there is no previous gradient yet
-    opt.step()
-    assert not any(value.any() for value in opt.state[p].values())
-    run(opt, [p, q], range(2))
-    before, kept = p.detach().clone(), states(opt, p)
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        p.grad, q.grad = gradient(p, 7), gradient(q, 3)
-        p.grad[1, 2] = bad
-        opt.step()
-        assert torch.equal(p, before)
-        assert all(torch.equal(opt.state[p][key], value) for key, value in kept.items())
-    run(opt, [p, q], range(2, 4))
-    if masked:  # stacks of two round otherwise than one matrix
-        torch.testing.assert_close(p, other, rtol=1e-4, atol=1e-4)
-    else:
-        assert_close(p.detach(), other.detach().double(), 1e-3)
-    assert opt.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 4}
-
-
 def test_gradients_are_not_written_to():
     p = matrix()
     opt = MarsMuon([p], 0.05)
@@ -283,115 +255,3 @@ def test_a_gamma_of_several_entries_and_the_state_of_muon_are_refused():
     del state["param_groups"][0]["state_of"]
     with pytest.raises(ValueError, match=r"MarsMuon needs 'previous_gradient' for the parameter of shape \(6, 4\)"):
         opt.load_state_dict(state)
-
-
-# On two ranks.
-
-CASES = {
-    "clipped rows": ((96, 36), 1.0, sharded(0)),
-    "clipped columns": ((36, 96), 1.0, sharded(1)),
-    "not clipped rows": ((48, 40), 0.01, sharded(0)),
-    "not clipped columns": ((48, 40), 0.01, sharded(1)),
-    "clipped as a whole": ((48, 48), 1.2 / 48, sharded(0)),  # shards have norms below 1
-    "fused qkv": ((6 * 16, 48), 0.017, sharded(0, qkv_split_shapes=[8, 4, 4])),  # q is clipped, and k and v are not
-    "one query group": ((48, 40), 0.03, sharded(0, qkv_split_shapes=[32, 8, 8])),  # shards end inside
-    "replicated": ((40, 24), 1.0, {}),
-}
-DTYPES = {torch.float32: 1e-5, torch.float64: 1e-11}
-STEPS = 4
-
-
-def trained(rank, ranks, dtype, tp_mode="duplicated", steps=range(STEPS), state=None, start=None):
-    """Some steps with all cases; the optimizer, its parameters by name, and the collectives of the last step."""
-    parameters = {}
-    for index, (name, (shape, _, attributes)) in enumerate(CASES.items()):
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(index), dtype=torch.float64).to(dtype)
-        p = torch.nn.Parameter(cut(whole, attributes, rank, ranks) if start is None else start[name].clone())
-        for key, value in attributes.items():
-            if ranks > 1 or key == "qkv_split_shapes":
-                setattr(p, key, value)
-        parameters[name] = p
-    several = list(parameters.values())
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None) if ranks > 1 else None
-    opt = MarsMuon(
-        [{"params": several[:3], "gamma": 0.1}, {"params": several[3:6]}, {"params": several[6:], "momentum": 0.8}],
-        0.01, fp32_matmul_prec="highest", pg_collection=groups, tp_mode=tp_mode, **QKV,
-    )  # fmt: skip
-    if state is not None:
-        opt.load_state_dict(copy.deepcopy(state))
-    for step in steps:
-        for index, (name, (shape, size, attributes)) in enumerate(CASES.items()):
-            generator = torch.Generator().manual_seed(1000 * step + index)
-            g = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * size
-            parameters[name].grad = cut(g, attributes, rank, ranks)
-        counters.reset()
-        opt.step()
-    return opt, {name: p.detach() for name, p in parameters.items()}, dict(counters.calls)
-
-
-def on_two(rank, ranks):
-    results = {}
-    for dtype in DTYPES:
-        for tp_mode in ("duplicated", "owner", "distributed"):
-            results[dtype, tp_mode] = trained(rank, ranks, dtype, tp_mode)[1:]
-        opt, parameters, _ = trained(rank, ranks, dtype, steps=range(2))
-        state = opt.state_dict(), parameters
-        results[dtype, "resumed"] = trained(rank, ranks, dtype, "duplicated", range(2, STEPS), *state)[1:]
-    return results, left_out(rank), refused()
-
-
-def left_out(rank):
-    """Whether a matrix and its state stay bit for bit where rank 1 alone has a gradient that is not finite."""
-    p = matrix(6, 4, tensor_model_parallel=True, partition_dim=0)
-    opt = MarsMuon([p], 0.05, pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None))
-    run(opt, [p], range(2))
-    before, kept = p.detach().clone(), states(opt, p)
-    p.grad = gradient(p, 2)
-    if rank == 1:
-        p.grad[0, 0] = torch.nan
-    opt.step()
-    return torch.equal(p, before) and all(torch.equal(opt.state[p][key], value) for key, value in kept.items())
-
-
-def refused():
-    p = matrix(6, 4, tensor_model_parallel=True, partition_dim=0)
-    try:
-        MarsMuon([p], pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None), tp_mode="blockwise")
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.fixture(scope="module")
-def on_ranks():
-    return run_ranks(on_two, 2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_two_ranks_take_the_steps_of_one(on_ranks, dtype):
-    _, alone, _ = trained(0, 1, dtype)
-    for rank, (results, *_) in enumerate(on_ranks):
-        for tp_mode in ("duplicated", "owner", "distributed"):
-            found, calls = results[dtype, tp_mode]
-            for name, (_, _, attributes) in CASES.items():
-                expected = cut(alone[name], attributes, rank, 2)
-                error = (found[name] - expected).abs().max() / alone[name].abs().max()
-                assert error <= DTYPES[dtype], (tp_mode, name, float(error))
-            if tp_mode == "duplicated":  # which gathers, so that what is summed are norms, of all groups at once
-                assert calls["all_reduce"] == 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_two_ranks_resume_bit_for_bit(on_ranks, dtype):
-    for results, *_ in on_ranks:
-        (straight, _), (resumed, _) = results[dtype, "duplicated"], results[dtype, "resumed"]
-        assert all(torch.equal(resumed[name], straight[name]) for name in CASES)
-
-
-def test_a_gradient_that_is_not_finite_on_one_rank_leaves_both_as_they_are(on_ranks):
-    assert [same for _, same, _ in on_ranks] == [True, True]
-
-
-def test_blockwise_is_refused_as_its_norms_are_those_of_shards(on_ranks):
-    for *_, message in on_ranks:
-        assert message.startswith("MarsMuon: with tp_mode blockwise the norms would be those of shards")
-        assert message.endswith("(6, 4): take an exact tp_mode (auto, duplicated, ...)")

@@ -14,6 +14,8 @@ from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel.layout import on_one_rank
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.optimizers.family import ELEMENTWISE, build, having
+from tests.optimizers.on_gpu import masking
+from tests.optimizers.several import parameters as of_shapes
 
 RELATIVES = having("momentum_dtype")
 relatives = pytest.mark.parametrize("name", RELATIVES)
@@ -23,8 +25,7 @@ SHAPES = [(12, 8), (8, 12), (12, 8)]
 
 
 def parameters(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    return of_shapes(SHAPES, dtype)
 
 
 def gradients(step, shapes=SHAPES):
@@ -32,11 +33,11 @@ def gradients(step, shapes=SHAPES):
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def take(optimizer, steps, scale=1.0):
+def take(optimizer, steps):
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in steps:
         for p, g in zip(params, gradients(step, [p.shape for p in params]), strict=True):
-            p.grad = (scale * g).to(p.dtype)
+            p.grad = g.to(p.dtype)
         optimizer.step()
 
 
@@ -150,8 +151,7 @@ def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplo
 def test_a_momentum_keeps_its_bits_where_the_gradient_is_not_finite(name, masked):
     optimizer = build(name, parameters(), momentum_dtype=BF16)
     if masked:  # as on a GPU, which is not asked
-        of_class = type(optimizer)._batches
-        optimizer._batches = lambda accepted: of_class(optimizer, accepted, masked=True)
+        masking(optimizer)
     take(optimizer, range(3))
     bad, *others = optimizer.state
     before = [x.clone() for x in (bad, *optimizer.state[bad].values())]

@@ -7,22 +7,19 @@ import torch
 from torch import nn
 
 from megatron_eopt import MarsMuon, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
+from tests.optimizers.field import drawn
 
 WARMUP, STEPS = 4, 7
 
 
-def matrix(seed):
-    return torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def made(cls=TensorParallelMuon, momentum=0.95, nesterov=False, **settings):
-    parameter = nn.Parameter(matrix(100))
+    parameter = nn.Parameter(drawn((12, 8), 100, torch.float64))
     return parameter, cls([parameter], lr=0.1, momentum=momentum, nesterov=nesterov, **settings)
 
 
 def stepped(parameter, optimizer, steps):
     for number in steps:
-        parameter.grad = matrix(number)
+        parameter.grad = drawn((12, 8), number, torch.float64)
         optimizer.step()
 
 
@@ -37,7 +34,7 @@ def test_momenta_are_those_of_the_formula(momentum):
     expected = torch.zeros(12, 8, dtype=torch.float64)
     for number, beta in enumerate(betas(momentum)):
         stepped(parameter, optimizer, [number])
-        expected = beta * expected + (1 - beta) * matrix(number)
+        expected = beta * expected + (1 - beta) * drawn((12, 8), number, torch.float64)
         torch.testing.assert_close(optimizer.state[parameter]["momentum_buffer"], expected, rtol=1e-12, atol=1e-12)
     assert optimizer.param_groups[0]["momentum"] == momentum
 

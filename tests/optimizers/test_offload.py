@@ -19,6 +19,7 @@ from megatron_eopt.optimizers import offload
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.state import on_host
 from tests.optimizers.family import build, having
+from tests.optimizers.field import drawn
 
 KINDS = {
     **{name: (name, {}) for name in having("offload_fraction") if name != "adaptive_muon"},
@@ -47,7 +48,7 @@ def start(kind, params=None, dtype=torch.float32, **settings):
 def run(optimizer, params, steps):
     for step in steps:
         for i, p in enumerate(params):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).to(p.dtype)
+            p.grad = drawn(p.shape, 100 * step + i).to(p.dtype)
         if step == 1:
             params[3].grad[0, 0] = torch.nan  # left out
         if step == 2:
@@ -268,3 +269,17 @@ def test_every_optimizer_says_whether_it_takes_the_setting():
         "spectron",
         "schedule_free_adamw",
     }
+
+
+def test_a_load_hands_torch_no_state_that_stays_on_the_host():
+    """It moves what it gets to the device of the parameter, where there may be no room."""
+    source, optimizer = start("adamuon"), start("adamuon", offload_fraction=0.5)[0]
+    run(*source, [0])
+    handed = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: handed.append(state_dict["state"]))
+    optimizer.load_state_dict(source[0].state_dict())
+    [states] = handed
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        kept = {key for key, x in optimizer.state[p].items() if x.shape == p.shape}
+        assert kept.isdisjoint(states[i]) if optimizer.on_host(p) else kept <= states[i].keys()
+    assert {optimizer.on_host(p) for p in optimizer.param_groups[0]["params"]} == {True, False}

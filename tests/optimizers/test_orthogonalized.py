@@ -5,14 +5,7 @@ import torch
 
 from megatron_eopt import OrthogonalizedOptimizer, TensorParallelMuon
 from megatron_eopt.orthogonalize import newton_schulz
-
-
-def matrix(rows=6, cols=4, seed=0, dtype=torch.float32):
-    return torch.nn.Parameter(torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype))
-
-
-def gradient(parameter, seed):
-    return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(parameter.dtype)
+from tests.optimizers.field import gradient, matrix
 
 
 def optimizer(params, **settings):
@@ -82,32 +75,6 @@ def test_gradients_are_not_written_to(decoupled):
     opt.step()
     assert torch.equal(p.grad, before)
     assert p.grad.data_ptr() == storage
-
-
-def test_a_parameter_without_gradient_is_left_as_it_is():
-    p, q = matrix(), matrix(seed=1)
-    opt = optimizer([p, q], weight_decay=0.5)
-    p.grad = gradient(p, 1)
-    before = q.detach().clone()
-    opt.step()
-    assert torch.equal(q, before)
-    assert q not in opt.state
-
-
-def test_the_closure_has_gradients_and_its_loss_is_returned():
-    p = matrix()
-    opt = optimizer([p])
-
-    def closure():
-        opt.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        expected = p.square().sum().item()
-        assert opt.step(closure).item() == expected
-    assert p.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore:OrthogonalizedOptimizer has no")
@@ -264,26 +231,6 @@ def test_init_state_covers_parameters_without_gradient():
     opt.init_state()
     assert torch.equal(opt.state[p]["momentum_buffer"], momentum)
     assert torch.equal(opt.state[q]["momentum_buffer"], torch.zeros_like(q))
-
-
-def test_a_restored_optimizer_goes_on_bit_for_bit():
-    def run(p, opt, seeds):
-        for seed in seeds:
-            p.grad = gradient(p, seed)
-            opt.step()
-
-    straight = matrix()
-    opt = optimizer([straight], use_nesterov=True)
-    run(straight, opt, range(6))
-
-    stopped = matrix()
-    first = optimizer([stopped], use_nesterov=True)
-    run(stopped, first, range(3))
-    resumed = torch.nn.Parameter(stopped.detach().clone())
-    second = optimizer([resumed], use_nesterov=True)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    run(resumed, second, range(3, 6))
-    assert torch.equal(resumed, straight)
 
 
 def test_momentum_has_the_dtype_of_the_parameter():

@@ -86,16 +86,3 @@ def test_steps_are_as_large_as_gradients():
         other.step()
     assert_close(p.detach(), q.detach(), 1e-12)
     assert one.predicted_rms(6, 4) is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr": -1.0}, r"PolarGrad: lr must be a finite number of at least 0, got -1\.0"),
-        ({"momentum": 1.0}, r"PolarGrad: momentum must lie in \[0, 1\), got 1\.0"),
-        ({"weight_decay": -0.1}, r"PolarGrad: weight_decay must be a finite number of at least 0, got -0\.1"),
-    ],
-)
-def test_wrong_settings_are_refused_at_construction(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PolarGrad([matrix()], **settings)

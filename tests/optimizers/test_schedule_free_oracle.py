@@ -5,7 +5,7 @@ import torch
 from schedulefree import AdamWScheduleFree
 
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW
-from tests.optimizers.test_lion import parameters, run, set_gradients
+from tests.optimizers.several import parameters, run, set_gradients
 
 STEPS = 20
 

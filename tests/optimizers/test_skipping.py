@@ -1,6 +1,7 @@
 """Gradients that are not finite, or not there on every rank."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -8,40 +9,41 @@ import torch
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import MAX_IN_A_ROW, NonFinite
 from megatron_eopt.optimizers.with_adamw import Muon
-from tests.optimizers.family import build, every
-from tests.optimizers.test_orthogonalized import gradient, matrix, optimizer
+from tests.optimizers.family import OPTIMIZERS, build, every
+from tests.optimizers.field import gradient, matrix
+from tests.optimizers.test_orthogonalized import optimizer
 
 MAKE = {
-    "base": lambda params, **settings: optimizer(params, weight_decay=0.5, use_nesterov=True, **settings),
-    "muon": lambda params, **settings: TensorParallelMuon(params, lr=0.1, weight_decay=0.5, **settings),
+    "base": lambda params: optimizer(params, weight_decay=0.5, use_nesterov=True),
+    "muon": lambda params: TensorParallelMuon(params, lr=0.1, weight_decay=0.5),
+    **{name: partial(build, name) for name in OPTIMIZERS if name != "muon"},
+    **{name: partial(build, "adaptive_muon", moment2_method=name) for name in ("adamuon", "namo")},
 }
 
 
 @pytest.mark.parametrize("make", MAKE)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_gradient_that_is_not_finite_is_as_if_its_step_had_not_been(make, bad):
-    """With a bad gradient in the second of three steps, a matrix goes on as with the first and the third alone."""
-
-    def run(seeds, bad_at=None):
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_gradient_that_is_not_finite_is_as_if_it_were_not_there(make, bad, at):
+    def run(wrong=None):
         p, q = matrix(), matrix(5, 7, seed=1)
         opt = MAKE[make]([p, q])
-        for seed in seeds:
-            p.grad, q.grad = gradient(p, seed), gradient(q, seed)
-            if seed == bad_at:
+        for step in range(3):
+            p.grad, q.grad = gradient(p, step), gradient(q, step)
+            if step == at and wrong == "missing":
+                p.grad = None
+            if step == at and wrong == "not finite":
                 p.grad[2, 1] = bad
             opt.step()
-        return p, q, opt
+        return [p, *opt.state[p].values()], [q, *opt.state[q].values()], opt.skipped_steps()
 
-    p, q, opt = run((1, 2, 3), bad_at=2)
-    expected_p, _, without = run((1, 3))
-    _, expected_q, _ = run((1, 2, 3))
-    assert torch.equal(p, expected_p)
-    assert torch.equal(opt.state[p]["momentum_buffer"], without.state[expected_p]["momentum_buffer"])
-    assert torch.equal(q, expected_q)
-    assert opt.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 1}
+    (own, other, skipped), (expected, *_), (_, undisturbed, none) = run("not finite"), run("missing"), run()
+    assert all(map(torch.equal, own, expected))
+    assert all(map(torch.equal, other, undisturbed))
+    assert (skipped, none) == ({"parameter 0 of group 0, of shape (6, 4)": 1}, {})
 
 
-@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("make", ["base", "muon", "lion"])
 def test_several_in_a_row_are_an_error_before_anything_changes(make, caplog):
     p, q = matrix(), matrix(5, 7, seed=1)
     opt = MAKE[make]([("layer.weight", p), ("other.weight", q)])

@@ -6,20 +6,14 @@ import pytest
 import torch
 
 from megatron_eopt.optimizers.soap import SOAP
+from tests.optimizers.several import gradients_of, parameters, run, set_gradients
 from tests.optimizers.soap_reference import SETTINGS, SHAPES, reference_steps
-from tests.optimizers.test_lion import parameters, run, set_gradients
 
 
 def follows(steps=20, dtype=torch.float32, shapes=SHAPES, tolerance=1e-6, **settings):
     params = parameters(shapes, dtype)
-    before, gradients = copy.deepcopy(params), [[] for _ in params]
-    optimizer = SOAP(params, **settings)
-    for step in range(steps):
-        set_gradients(params, step)
-        for seen, p in zip(gradients, params, strict=True):
-            seen.append(p.grad.clone())
-        optimizer.step()
-        assert all(torch.equal(p.grad, seen[-1]) for seen, p in zip(gradients, params, strict=True))
+    before, optimizer = copy.deepcopy(params), SOAP(params, **settings)
+    gradients = gradients_of(optimizer, params, range(steps))
     for p, first, seen in zip(params, before, gradients, strict=True):
         expected = reference_steps(first, seen, **settings)
         assert p.dtype == dtype
@@ -68,12 +62,8 @@ def test_twenty_steps_of_bf16_parameters_follow_it_but_for_the_rounding_of_each(
     shapes = [(5, 5), (9, 4), (4, 9), (30,)]
     settings = {**SETTINGS, "eps": 1e-2, "max_dim": 5, "weight_decay": 0.5, "lr": 0.1, **settings}
     params = parameters(shapes, torch.bfloat16)
-    before, gradients = copy.deepcopy(params), [[] for _ in params]
-    optimizer = SOAP(params, **settings)
-    for step in range(20):
-        run(optimizer, params, [step])
-        for seen, p in zip(gradients, params, strict=True):
-            seen.append(p.grad)
+    before = copy.deepcopy(params)
+    gradients = gradients_of(SOAP(params, **settings), params, range(20))
     for p, first, seen in zip(params, before, gradients, strict=True):
         expected = reference_steps(first, seen, **settings)
         way = (expected - first.detach().double()).norm()
@@ -196,44 +186,12 @@ def test_groups_have_settings_of_their_own():
     ]
     shapes = [(5, 5), (4, 4), (3,)]
     params, before = parameters(shapes, torch.float64), parameters(shapes, torch.float64)
-    gradients = [[] for _ in params]
     optimizer = SOAP([{"params": params[:1], **settings[0]}, {"params": params[1:2]}], **settings[1])
     optimizer.add_param_group({"params": params[2:], **settings[0]})
-    for step in range(6):
-        run(optimizer, params, [step])
-        for seen, p in zip(gradients, params, strict=True):
-            seen.append(p.grad)
+    gradients = gradients_of(optimizer, params, range(6))
     for index, which in enumerate((0, 1, 0)):
         expected = reference_steps(before[index], gradients[index], **settings[which])
         torch.testing.assert_close(params[index].detach(), expected, rtol=1e-7, atol=1e-7)
-
-
-def test_maximize_goes_the_other_way():
-    ours, mirrored = parameters(SHAPES), parameters(SHAPES)
-    a, b = SOAP(ours, maximize=True, **SETTINGS), SOAP(mirrored, **SETTINGS)
-    for step in range(4):
-        set_gradients(ours, step)
-        set_gradients(mirrored, step, scale=-1.0)
-        a.step()
-        b.step()
-    assert all(torch.equal(p, q) for p, q in zip(ours, mirrored, strict=True))
-
-
-def test_the_closure_has_gradients_and_its_loss_is_returned():
-    (p,) = parameters([(6, 4)])
-    optimizer = SOAP([p], lr=torch.tensor(0.01))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    expected = p.square().sum().item()
-    with torch.no_grad():
-        assert optimizer.step(closure).item() == expected
-        optimizer.step(closure)
-    assert p.square().sum() < expected
 
 
 def test_a_parameter_without_gradient_is_left_as_it_is_and_its_steps_do_not_count():
@@ -247,25 +205,6 @@ def test_a_parameter_without_gradient_is_left_as_it_is_and_its_steps_do_not_coun
     run(optimizer, [q], range(3, 6))
     run(SOAP([late], **SETTINGS), [late], range(3, 6))
     assert torch.equal(q, late)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_gradient_that_is_not_finite_changes_nothing(at, bad):
-    params, untouched = parameters([(5, 5), (5,)]), None
-    optimizer = SOAP(params, **{**SETTINGS, "precondition_frequency": 1})
-    for step in range(1, 5):
-        set_gradients(params, step)
-        if step == at:
-            params[0].grad[2, 1] = bad
-            untouched = copy.deepcopy((params[0].detach(), dict(optimizer.state.get(params[0], {}))))
-        optimizer.step()
-        if step == at:
-            assert torch.equal(params[0], untouched[0])
-            assert all(torch.equal(optimizer.state[params[0]][key], value) for key, value in untouched[1].items())
-    assert optimizer.skipped_steps() == {"parameter 0 of group 0, of shape (5, 5)": 1}
-    assert all(p.isfinite().all() for p in params)
-    assert optimizer.state[params[0]]["steps"] == 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_kl_shampoo": True}, {"basis_of": "current"}], ids=str)

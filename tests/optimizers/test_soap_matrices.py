@@ -6,8 +6,8 @@ import torch
 from megatron_eopt.matrices import GATE_UP, concatenated, experts, heads, query_key_value
 from megatron_eopt.optimizers import soap
 from megatron_eopt.optimizers.soap import SOAP
+from tests.optimizers.several import parameters, run, set_gradients
 from tests.optimizers.soap_reference import SETTINGS
-from tests.optimizers.test_lion import parameters, run, set_gradients
 
 STEPS = 7
 

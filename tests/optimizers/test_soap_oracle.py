@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_eopt.optimizers.soap import SOAP
-from tests.optimizers.test_lion import parameters, run, set_gradients
+from tests.optimizers.several import parameters, run, set_gradients
 
 
 def steps_of_both(ours, theirs, params, copies, steps):

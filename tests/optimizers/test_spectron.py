@@ -4,21 +4,13 @@ import copy
 
 import pytest
 import torch
+from counting import HOST_READ, Operations
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
-from tests.optimizers.field import assert_close_in_bf16
-from tests.optimizers.spectrons import (
-    SHAPES,
-    assert_close,
-    factor_steps,
-    parameters,
-    reference_steps,
-    run,
-    set_gradients,
-    spectron,
-)
+from tests.optimizers.field import assert_close, assert_close_in_bf16, drawn
+from tests.optimizers.several import gradients_of, run, set_gradients
+from tests.optimizers.spectrons import SHAPES, factor_steps, parameters, reference_steps, spectron
 
 
 @pytest.mark.parametrize(
@@ -37,14 +29,8 @@ from tests.optimizers.spectrons import (
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
 def test_twenty_steps_follow_the_formulas(dtype, tolerance, ours, theirs):
     params = parameters(dtype=dtype)
-    before, gradients = copy.deepcopy(params), [[] for _ in params]
-    optimizer = spectron(params, lr=0.05, **ours)
-    for step in range(20):
-        set_gradients(params, step)
-        for seen, p in zip(gradients, params, strict=True):
-            seen.append(p.grad.clone())
-        optimizer.step()
-        assert all(torch.equal(p.grad, seen[-1]) for seen, p in zip(gradients, params, strict=True))
+    before = copy.deepcopy(params)
+    gradients = gradients_of(spectron(params, lr=0.05, **ours), params, range(20))
     for p, first, seen in zip(params, before, gradients, strict=True):
         assert_close(p, reference_steps(first, seen, lr=0.05, **theirs), tolerance)
 
@@ -52,13 +38,8 @@ def test_twenty_steps_follow_the_formulas(dtype, tolerance, ours, theirs):
 def test_bf16_weights_and_gradients_are_rounded_once():
     # factors are kept in fp32, so the weight is what the formulas give, rounded: off by 2^-8 of an entry at most
     params = parameters(dtype=torch.bfloat16)
-    before, gradients = copy.deepcopy(params), [[] for _ in params]
-    optimizer = spectron(params, lr=0.05)
-    for step in range(20):
-        set_gradients(params, step)
-        for seen, p in zip(gradients, params, strict=True):
-            seen.append(p.grad)
-        optimizer.step()
+    before, optimizer = copy.deepcopy(params), spectron(params, lr=0.05)
+    gradients = gradients_of(optimizer, params, range(20))
     for p, first, seen in zip(params, before, gradients, strict=True):
         expected = reference_steps(first, seen, lr=0.05)
         assert p.dtype == torch.bfloat16
@@ -68,7 +49,7 @@ def test_bf16_weights_and_gradients_are_rounded_once():
 
 def test_bf16_products_of_the_iteration_stay_near_the_formulas():
     (p,) = parameters(SHAPES[:1])
-    gradient, before = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)), p.detach().clone()
+    gradient, before = drawn((24, 16), 1), p.detach().clone()
     p.grad = gradient
     spectron([p], lr=0.1, fp32_matmul_prec="medium").step()
     start = reference_steps(before, [], lr=0.0)
@@ -150,14 +131,6 @@ def test_a_later_step_with_a_rate_of_zero_leaves_weight_and_factors_bit_equal(ra
         assert not torch.equal(optimizer.state[p]["momentum_buffer_A"], state["momentum_buffer_A"])
 
 
-def test_a_learning_rate_as_a_tensor():
-    ours, plain = parameters(), parameters()
-    run(spectron(ours, lr=torch.tensor(0.05)), ours, range(3))
-    run(spectron(plain, lr=0.05), plain, range(3))
-    for p, q in zip(ours, plain, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_pairs_of_factors_follow_the_formulas(transposed):
     A, B = parameters([(24, 4), (16, 4)])
@@ -165,12 +138,9 @@ def test_pairs_of_factors_follow_the_formulas(transposed):
     if transposed:
         B = torch.nn.Parameter(B.detach().T.contiguous())
     optimizer = Spectron([factor_pairs([(A, B)], lr=0.05, weight_decay=0.1)], fp32_matmul_prec="highest")
-    gradients = []
-    for step in range(20):
-        set_gradients([A, B], step)
-        gradients.append((A.grad.double(), (B.grad.T if transposed else B.grad).double()))
-        optimizer.step()
-    of_steps = [lambda A, B, both=both: both for both in gradients]
+    of_A, of_B = gradients_of(optimizer, [A, B], range(20))
+    gradients = zip(of_A, (g.T if transposed else g for g in of_B), strict=True)
+    of_steps = [lambda A, B, both=both: (g.double() for g in both) for both in gradients]
     expected = factor_steps(first, of_steps, lr=0.05, wd=0.1)
     assert_close(A, expected[0], 1e-6)
     assert_close(B.T if transposed else B, expected[1], 1e-6)
@@ -180,13 +150,11 @@ def test_pairs_of_factors_follow_the_formulas(transposed):
 
 def test_pairs_in_bf16_follow_the_formulas_as_far_as_they_can():
     factors = parameters([(24, 4), (16, 4)], dtype=torch.bfloat16)
-    first, gradients = [p.detach().double() for p in factors], []
+    first = [p.detach().double() for p in factors]
     optimizer = Spectron([factor_pairs([factors], lr=2.0, weight_decay=0.0)])
-    for step in range(20):
-        set_gradients(factors, step)
-        gradients.append([p.grad.double() for p in factors])
-        optimizer.step()
-    expected = factor_steps(first, [lambda A, B, both=both: both for both in gradients], lr=2.0, wd=0.0)
+    of_steps = zip(*gradients_of(optimizer, factors, range(20)), strict=True)
+    gradients = [lambda A, B, both=both: (g.double() for g in both) for both in of_steps]
+    expected = factor_steps(first, gradients, lr=2.0, wd=0.0)
     for p, before, wanted in zip(factors, first, expected, strict=True):
         assert_close_in_bf16(p.detach(), before, wanted, roundings=20)
         assert {x.dtype for x in optimizer.state[p].values()} == {torch.float32}
@@ -201,34 +169,22 @@ def test_settings_of_torch_are_left_as_they_are():
     assert (torch.get_float32_matmul_precision(), torch.is_grad_enabled()) == seen[1:]
 
 
-class HostReads(TorchDispatchMode):
-    """Counts what would wait for a GPU: values that are read on the host, each by itself or as a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.count, self._lists = 0, Lists(self)
-
-    def __enter__(self):
-        self._lists.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *raised):
-        super().__exit__(*raised)
-        self._lists.__exit__(*raised)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
 class Lists(TorchFunctionMode):
-    def __init__(self, reads):
-        super().__init__()
-        self._reads = reads
+    """Counts lists that are read on the host, where no operation tells of it."""
+
+    count = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        self._reads.count += function is torch.Tensor.tolist
+        self.count += function is torch.Tensor.tolist
         return function(*args, **(kwargs or {}))
+
+
+def host_reads(optimizer, accepted):
+    """How many values a step reads on the host, beside the check of gradients, which reads on a CPU alone."""
+    optimizer.prepare()
+    with Lists() as lists, Operations() as operations, torch.no_grad():
+        optimizer._take(torch.ones(accepted, dtype=torch.bool))
+    return lists.count + operations.counts[HOST_READ]
 
 
 def test_only_the_steps_that_project_read_values_on_the_host():
@@ -238,11 +194,7 @@ def test_only_the_steps_that_project_read_values_on_the_host():
     counts = []
     for step in range(3):
         set_gradients([*params, A, B], step)
-        optimizer.prepare()
-        # the gradients' own check reads on a CPU alone, and is left out here
-        with HostReads() as reads, torch.no_grad():
-            optimizer._take(torch.ones(5, dtype=torch.bool))
-        counts.append(reads.count)
+        counts.append(host_reads(optimizer, 5))
     assert counts[0] > 0
     assert counts[1:] == [0, 0]
 
@@ -253,9 +205,6 @@ def test_the_step_that_projects_reads_as_often_for_many_matrices_as_for_one():
         params = parameters([(24, 16), (10, 40)] * count)
         optimizer = spectron(params, lr=0.05)
         set_gradients(params, 0)
-        optimizer.prepare()
-        with HostReads() as reads, torch.no_grad():
-            optimizer._take(torch.ones(2 * count, dtype=torch.bool))
-        counts.append(reads.count)
+        counts.append(host_reads(optimizer, 2 * count))
         assert len(optimizer.projection_errors) == 2 * count
     assert counts == [2, 2]

@@ -4,16 +4,9 @@ import pytest
 import torch
 
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
-from tests.optimizers.spectrons import (
-    SHAPES,
-    assert_close,
-    fused,
-    parameters,
-    reference_steps,
-    run,
-    set_gradients,
-    spectron,
-)
+from tests.optimizers.field import assert_close
+from tests.optimizers.several import run, set_gradients
+from tests.optimizers.spectrons import SHAPES, fused, parameters, reference_steps, spectron
 
 
 def test_groups_have_settings_of_their_own():

@@ -9,7 +9,8 @@ from counting import Operations
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.spectron import factor_pairs
-from tests.optimizers.spectrons import parameters, run, set_gradients, spectron
+from tests.optimizers.several import run, set_gradients
+from tests.optimizers.spectrons import parameters, spectron
 
 SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
 MOST = 1500

@@ -1,13 +1,11 @@
 """What Scion, PolarGrad and MuonHyperball have in common on one rank: splits, resumes, skipped steps and refusals."""
 
-import copy
 import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.hyperball import MuonHyperball
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
@@ -40,57 +38,6 @@ def test_the_parts_of_a_fused_projection_are_matrices_of_their_own(kind):
     assert (p - whole).abs().max() > 1e-3
     if kind is MuonHyperball:
         assert list(fused.state[p]) == ["momentum_buffer", "radius_0", "radius_1", "radius_2"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_restored_optimizer_goes_on_bit_for_bit(kind, dtype):
-    def start(p):
-        return kind([p], lr=0.05, num_ns_steps=10, qkv_split_shapes=(2, 1, 1), **QKV)
-
-    straight, stopped = (matrix(8, 6, dtype=dtype, is_qkv=True) for _ in range(2))
-    first = start(stopped)
-    run(start(straight), straight, range(6))
-    run(first, stopped, range(3))
-    resumed = matrix(8, 6, dtype=dtype, is_qkv=True)
-    resumed.data.copy_(stopped)
-    second = start(resumed)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    run(second, resumed, range(3, 6))
-    assert torch.equal(resumed, straight)
-
-
-def test_a_step_that_is_left_out_leaves_the_parameter_and_its_state_as_they_are(kind):
-    p, q = matrix(), matrix(seed=1)
-    opt = kind([p, q], lr=0.05)
-    for seed in (1, 2):
-        p.grad, q.grad = gradient(p, seed), gradient(q, seed)
-        opt.step()
-    before, other = p.detach().clone(), q.detach().clone()
-    state = {key: value.clone() for key, value in opt.state[p].items()}
-    for bad in (torch.nan, torch.inf, None):
-        q.grad, p.grad = gradient(q, 3), None if bad is None else gradient(p, 3)
-        if bad is not None:
-            p.grad[1, 2] = bad
-        opt.step()
-    assert torch.equal(p, before)
-    assert all(torch.equal(opt.state[p][key], value) for key, value in state.items())
-    assert not torch.equal(q, other)
-    assert opt.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 2}
-
-
-def test_a_captured_step_is_that_of_every_step(kind):
-    plain, captured = ([matrix(), matrix(5, 7, 1)] for _ in range(2))
-    one, other = (kind(params, lr=0.05, fp32_matmul_prec="highest") for params in (plain, captured))
-    vars(other)["cuda_graphs"] = True
-    other._session.plans.graphed = GraphedUpdate(other._run, lambda run: run)
-    for step in range(4):
-        for params, opt in ((plain, one), (captured, other)):
-            opt.param_groups[0]["lr"] = 0.05 / (step + 1)
-            for p in params:
-                p.grad = gradient(p, step)
-            opt.step()
-    for p, q in zip(plain, captured, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
 def test_groups_may_have_an_iteration_of_their_own_but_no_scale_settings(kind):

@@ -6,7 +6,9 @@ import torch
 from megatron_eopt import Muon, MuonHyperball, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.optimizers import MarsMuon
 from megatron_eopt.optimizers.nonfinite import MAX_IN_A_ROW
-from tests.optimizers.test_orthogonalized import gradient, matrix, optimizer
+from tests.optimizers.field import gradient, matrix
+from tests.optimizers.on_gpu import masking
+from tests.optimizers.test_orthogonalized import optimizer
 
 FUNCTIONS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 MAKE = {
@@ -79,7 +81,7 @@ def test_several_in_a_row_are_an_error_and_nothing_has_changed(make):
     opt.step()  # is not refused
 
 
-def test_on_a_gpu_the_step_is_masked(monkeypatch):
+def test_on_a_gpu_the_step_is_masked():
     """Nobody looks at flags there."""
     p, q, function = matrix(), matrix(5, 7, seed=1), Function(torch.nan)
     opt = TensorParallelMuon([p, q], lr=0.1, weight_decay=0.5)
@@ -87,9 +89,7 @@ def test_on_a_gpu_the_step_is_masked(monkeypatch):
     p.grad, q.grad = gradient(p, 1), gradient(q, 1)
     opt.init_state()
     before, other = p.detach().clone(), q.detach().clone()
-    batches = opt._batches
-    monkeypatch.setattr(opt, "_batches", lambda accepted: batches(accepted, masked=True))
-    opt.step()
+    masking(opt).step()
     assert torch.equal(p, before)
     assert not opt.state[p]["momentum_buffer"].any()
     assert q.isfinite().all()

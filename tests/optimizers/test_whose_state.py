@@ -178,3 +178,13 @@ def test_a_state_of_torchs_adamw_is_warned_of(caplog):
     _, optimizer = stepped("Lion", seed=1)
     optimizer.load_state_dict(theirs.state_dict())
     assert [message for message in caplog.messages if message.startswith("Lion loads a state that does not say")]
+
+
+def test_a_state_without_a_mark_that_lacks_the_momentum_is_refused(saved):
+    _, optimizer = stepped("TensorParallelMuon")
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(
+        ValueError, match=r"TensorParallelMuon needs 'momentum_buffer' .* but the state has \['exp_avg'\]"
+    ):
+        optimizer.load_state_dict(without_mark(read(saved["Lion"])))
+    assert_same(optimizer.state_dict(), before)

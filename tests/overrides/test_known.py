@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.overrides import Known, OverrideError, SettingError, check_setting, make_entry, resolve
+from megatron_eopt.overrides import Known, Layer, OverrideError, SettingError, check_setting, make_entry, resolve
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from tests.optimizers.family import OPTIMIZERS, build, decays, every
@@ -148,7 +148,7 @@ def test_settings_of_a_users_optimizer(mine):
     assert mine.optimizers["mine"] == {"my_setting": 0.5, "my_switch": True, "betas": (0.9, 0.99, 0.999)}
     assert mine.fixed["mine"] == {"table"}
     assert mine.optimizers["needy"].keys() == {"teacher", "decay"}
-    entry = make_entry(FC1, {"my_setting": 1, "betas": [0, 0.5, 1]}, source="f:1", known=mine)
+    entry = make_entry(FC1, {"my_setting": 1, "betas": [0, 0.5, 1]}, Layer.PYTHON, "f:1", mine)
     found = resolve([entry], model(), "mine", known=mine)[FC1]
     assert found.settings == {"my_setting": 1.0, "betas": (0.0, 0.5, 1.0)}
     assert type(found.settings["my_setting"]) is float

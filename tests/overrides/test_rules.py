@@ -210,7 +210,7 @@ def test_a_selector_that_matches_nothing_is_an_error_with_what_is_near(selector,
 def test_defaults_may_match_nothing_and_so_may_what_matches_on_another_rank():
     assert resolve([entry("x", "d", Layer.DEFAULTS, lr=1.0)], model(), known=KNOWN)[QKV].settings == {}
     elsewhere = [entry("x", "f:1", lr=1.0), entry("output_layer.weight", "f:2", lr=1.0)]
-    assert match_counts(elsewhere, model()) == [0, 1]
+    assert match_counts(elsewhere, model(), None) == [0, 1]
     assert resolve(elsewhere, model(), matches=[4, 1], known=KNOWN)[QKV].settings == {}
 
 

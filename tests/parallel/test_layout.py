@@ -16,6 +16,7 @@ from megatron_eopt.parallel.layout import (
     split_layout,
 )
 from megatron_eopt.parallel.records import Rectangle, cut, cut_at, cut_twice, whole
+from tests.distributed.shards import part_of
 from tests.matrices.models import split_rows
 
 
@@ -115,10 +116,6 @@ def grids(draw):
     ]
     rectangles = tuple(draw(st.permutations(cells)))
     return Layout((rows, cols), rectangles, Group(len(rectangles)), "tp"), shapes
-
-
-def part_of(x, rectangle):
-    return x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
 
 
 @given(grid=grids())

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.megatron.agreement import distinct
+from megatron_eopt.megatron.agreement import union
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.optimizers.nonfinite import to_host
 from megatron_eopt.parallel.collectives import total
@@ -26,6 +26,7 @@ from megatron_eopt.parallel.layout import is_cut_again, is_sharded
 
 CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
 Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
+_Compared = tuple[str, list[str], Callable[[], Tensor]]  # ranks, names of parameters, minima of sums and complements
 EVERY = 100  # steps: so often data-parallel ranks are compared
 _DELAY = 2  # steps: by then it is on the host what was found
 _AT_ONCE = 2**22  # entries
@@ -69,10 +70,10 @@ def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
             shard = checksum(tensor.data, tensor.global_offset, tensor.global_shape)
             sums[tensor.key] = sums[tensor.key] + shard if tensor.key in sums else shard
             entries[tensor.key] += tensor.data.numel()
-    keys = sorted(set().union(*distinct(sorted(sums))))
-    own = torch.tensor([[int(sums[key]), entries[key]] if key in sums else [0, 0] for key in keys], dtype=torch.int64)
+    keys = union(sums)
+    here = torch.tensor([[int(sums[key]), entries[key]] if key in sums else [0, 0] for key in keys], dtype=torch.int64)
     assert dist.group.WORLD is not None, "checkpoints are saved and loaded by ranks"
-    totals = total(own, dist.group.WORLD).tolist()  # which are taken modulo 2^64, as those of shards
+    totals = total(here, dist.group.WORLD).tolist()  # which are taken modulo 2^64, as those of shards
     return {key: (value % 2**64, count) for key, (value, count) in zip(keys, totals, strict=True)}
 
 
@@ -100,7 +101,7 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
     data-parallel groups, dense and of experts, then the tensor-parallel ones, over which whole parameters are compared
     in the first step. A RuntimeError on all ranks of a group names a parameter that differs.
     """
-    steps, begun = itertools.count(), list[tuple[str, list[str], Callable[[], Tensor]]]()
+    steps, begun = itertools.count(), list[_Compared]()
 
     def check() -> None:
         step = next(steps)
@@ -121,10 +122,7 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
     return check
 
 
-def _compared(
-    model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None], quickly: bool
-) -> Iterator[tuple[str, list[str], Callable[[], Tensor]]]:
-    """Whose ranks, names of parameters, minima of sums and complements."""
+def _compared(model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None], quickly: bool) -> Iterator[_Compared]:
     parameters: list[dict[str, Tensor]] = [{}, {}, {}, {}]
     for number, chunk in enumerate(model_chunks):
         for name, parameter in chunk.named_parameters():
@@ -135,14 +133,14 @@ def _compared(
             parameters[of_expert][called] = parameter.detach()
             if not quickly and _is_whole(name, parameter):
                 parameters[2 + of_expert][called] = parameter.detach()
-    for index, (group, own) in enumerate(zip(groups, parameters, strict=False)):
-        if group is not None and group.size() > 1 and own:
-            bits = [p.view(_INTEGERS[p.element_size()]) for p in own.values()]
+    for index, (group, named) in enumerate(zip(groups, parameters, strict=False)):
+        if group is not None and group.size() > 1 and named:
+            bits = [p.view(_INTEGERS[p.element_size()]) for p in named.values()]
             of_bits = [p.sum(dtype=torch.int64) if quickly else checksum(p, [0] * p.ndim, p.shape) for p in bits]
             sums = torch.stack(of_bits)
             extremes = torch.stack([sums, ~sums])  # the largest is the complement of the least complement
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
-            yield "tensor-parallel" if index > 1 else "data-parallel", list(own), to_host(extremes, extremes.device)
+            yield "tensor-parallel" if index > 1 else "data-parallel", list(named), to_host(extremes, extremes.device)
 
 
 def _is_whole(name: str, parameter: Tensor) -> bool:

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, split_key
 from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
-from megatron_eopt.megatron.agreement import distinct, say
+from megatron_eopt.megatron.agreement import distinct, say, union
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums
 from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
@@ -24,6 +24,7 @@ FORMAT = 1  # of what this package writes down; it grows when an older release c
 _FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 _DISTRIBUTED_MAIN = "param"  # the main copy, in what Megatron's distributed optimizer saves by parameter
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
+Shapes = Mapping[str, tuple[int, ...] | None]  # key -> global shape; None is any shape
 _STACKED = re.compile(r"\.layers\.(?!\d)")
 
 
@@ -76,8 +77,8 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
             name, parameter = split_key(value.key)
             if name in theirs:
                 value.key = state_key(theirs[name], parameter)
-    own = [(each[BLOCK]["optimizer"], requested_of(each)) for each in optimizers]
-    for of_ranks in zip(*distinct(own), strict=True):
+    requested_here = [(each[BLOCK]["optimizer"], requested_of(each)) for each in optimizers]
+    for of_ranks in zip(*distinct(requested_here), strict=True):
         name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
         if problem := mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks):
             return problem
@@ -88,20 +89,12 @@ def too_new(written: int) -> str | None:
     """Why this format cannot be read; None if it can."""
     if written <= FORMAT:
         return None
-    found = f"format {written}; this one reads up to {FORMAT}"
-    return f"it was written by a later release of megatron_eopt ({found}): update the package"
+    formats = f"format {written}; this one reads up to {FORMAT}"
+    return f"it was written by a later release of megatron_eopt ({formats}): update the package"
 
 
-def mismatch(
-    name: str,
-    wanted: Mapping[str, tuple[int, ...] | None],
-    stored: Mapping[str, tuple[int, ...]],
-    optional: Set[str] = frozenset(),
-) -> str | None:
-    """Why a checkpoint's tensors cannot serve the optimizer named so.
-
-    ``wanted`` and ``stored`` are key -> global shape; None is any shape. ``optional`` states need not be loaded.
-    """
+def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = frozenset()) -> str | None:
+    """Why ``stored`` cannot serve; ``optional`` states need not be loaded."""
     parameters = {split_key(key)[1] for key in wanted}
     missing = sorted(wanted.keys() - stored.keys())
     split = ((key, *split_key(key)) for key in sorted(stored.keys() - wanted.keys()))
@@ -184,10 +177,8 @@ def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple
 
 def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
     """Say which state is converted to this run's dtype."""
-    found = {f"{name} from {was} to {now}" for name, was, now in state if was != now}
-    everywhere = sorted(set().union(*distinct(sorted(found))))
-    if everywhere:
-        say(f"the state of the checkpoint is converted: {', '.join(everywhere)}")
+    if converted := union(f"{name} from {was} to {now}" for name, was, now in state if was != now):
+        say(f"the state of the checkpoint is converted: {', '.join(converted)}")
 
 
 def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern]) -> None:

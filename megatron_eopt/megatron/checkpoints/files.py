@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.checkpoints.bounds import TRACKER_BYTES, printable, read_text
 from megatron_eopt.checkpoints.contents import (
-    METADATA,
     TRACKER,
     CheckpointError,
     Contents,
@@ -116,8 +115,7 @@ def _damage_of_resumed(
             if damage := damage_of(contents):
                 return f"{path}: {damage}"
         else:
-            tensors, blobs, of_metadata = read_layout(path)
-            contents = Contents(path, tensors, blobs, {}, "", {METADATA: of_metadata})
+            contents = read_layout(path)
         if trusted is not None:
             if ckpt_format == "torch_dist" and not dist.is_initialized():  # Megatron reads arguments only
                 contents = replace(contents, blobs={})
@@ -129,6 +127,6 @@ def _damage_of_resumed(
 
 
 def _newest_whole(folder: Path) -> int | None:
-    names = [each.name.removeprefix("iter_") for each in folder.glob("iter_*")]
+    names = [path.name.removeprefix("iter_") for path in folder.glob("iter_*")]
     steps = sorted(map(int, filter(str.isdecimal, names)), reverse=True)
     return next((step for step in steps if _damage_of_resumed(folder, step) is None), None)

@@ -23,7 +23,7 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.manifest import to_json
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.megatron.agreement import distinct, from_rank_0
+from megatron_eopt.megatron.agreement import from_rank_0, union
 from megatron_eopt.megatron.checkpoints.differences import FORMAT, FRESH, report_changes, report_converted, too_new
 from megatron_eopt.megatron.checkpoints.files import resumed
 from megatron_eopt.megatron.checkpoints.matching import settings_of_group
@@ -84,30 +84,30 @@ class SavedShards:
         self._run.adopt_tp_mode(run["tp_mode"])
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
-        if problems := sorted(set().union(*distinct(sorted(set(self._problems(saved)))))):
+        if problems := union(self._problems(saved)):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
         for optimizer in self._optimizers:
-            own = optimizer.state_dict()
+            state = optimizer.state_dict()
             for number, group in enumerate(optimizer.param_groups):
                 found = [saved[self._megatron._param_name(parameter)][1] for parameter in group["params"]]
                 different = [each for i, each in enumerate(found) if each not in found[:i]]
-                own["param_groups"][number] |= settings_of_group(optimizer, number, different)
-            optimizer.load_state_dict(own)
+                state["param_groups"][number] |= settings_of_group(optimizer, number, different)
+            optimizer.load_state_dict(state)
 
     def _problems(self, saved: dict[str, Any]) -> Iterator[str]:
         for optimizer in self._optimizers:
-            own = type(optimizer).__name__
+            ours = type(optimizer).__name__
             for parameter, state in optimizer.state.items():
                 name = self._megatron._param_name(parameter)
                 wrote, _ = saved[name]
-                if wrote != own:
-                    yield f"{wrote} wrote the state of {name}, and {own} would take it for its own"
+                if wrote != ours:
+                    yield f"{wrote} wrote the state of {name}, and {ours} would take it for its own"
                 else:
                     bad = [key for key, x in state.items() if not local(x).isfinite().all()]
                     yield from (f"its {key} of {name} has values that are not finite" for key in bad)
 
     def _pieces(
-        self, optimizer: Optimizer, parameter: DTensor, tensor: StateTensor, data: Tensor
+        self, optimizer: Any, parameter: DTensor, tensor: StateTensor, data: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
         """Views of ``data`` as saved, with suffixes of the name."""
         if not isinstance(data, DTensor):
@@ -115,19 +115,16 @@ class SavedShards:
             return
         layout, split = layout_of_dtensor(parameter), self._splits[parameter]
         dims: tuple[Dim, ...] = SIDES[: data.ndim] if tensor.dims is None else tensor.dims
-        if tensor.dims is not None:
-            assert isinstance(optimizer, BaseOptimizer)  # no other says what it keeps
-            layouts = optimizer.matrix_layouts(parameter)
-            if len(layouts) > 1:
-                split, layout = WHOLE, layouts[tensor.matrix]
+        if tensor.dims is not None and len(layouts := optimizer.matrix_layouts(parameter)) > 1:
+            split, layout = WHOLE, layouts[tensor.matrix]
         if "rows" not in dims:
             split = WHOLE
         elif not split.is_whole and dims[0] != "rows":
             raise ValueError(f"{tensor.key} of fused matrices is saved along its rows, which come first; got {dims}")
-        parts, own = split_layout(layout, split), [local(data)]
+        parts, pieces = split_layout(layout, split), [local(data)]
         if not split.is_whole:  # the order of the rows depends on the number of shards
-            own = list(own[0].split([part.rectangle.shape[0] for part in parts]))
-        for name, part, piece in zip(split.names(layout.shape[0]), parts, own, strict=True):
+            pieces = list(pieces[0].split([part.rectangle.shape[0] for part in parts]))
+        for name, part, piece in zip(split.names(layout.shape[0]), parts, pieces, strict=True):
             held = part.rectangle
             along = {"rows": (part.shape[0], held.top), "columns": (part.shape[1], held.left)}
             sides = [(dim, 0) if isinstance(dim, int) else along[dim] for dim in dims]
@@ -138,24 +135,24 @@ class SavedShards:
 def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequence[int]) -> DTensor:
     """A DTensor of global ``shape`` with ``piece`` at ``start`` here."""
     stride, mesh = torch.empty(*shape, device="meta").stride(), like.device_mesh
-    found = DTensor.from_local(piece, mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    own: Any = found._local_tensor
-    chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=own.shape)
+    whole = DTensor.from_local(piece, mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    shard: Any = whole._local_tensor
+    chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=shard.shape)
 
     def write_items(name: str, x: DTensor) -> list[WriteItem]:
-        if not own.numel():
+        if not shard.numel():
             return []
-        data = TensorWriteData(chunk, metadata.TensorProperties.create_from_tensor(own), x.size())
+        data = TensorWriteData(chunk, metadata.TensorProperties.create_from_tensor(shard), x.size())
         return [WriteItem(metadata.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
-    own.__create_chunk_list__, own.__create_write_items__ = lambda: [chunk], write_items
-    return found
+    shard.__create_chunk_list__, shard.__create_write_items__ = lambda: [chunk], write_items
+    return whole
 
 
 def in_shards(parameter: ModelParameter) -> Split:
     """The matrices of which every tensor-parallel shard has rows."""
-    found = fused(parameter if parameter.tensor.ndim > 1 else replace(parameter, tensor=torch.empty(1, 1)))
-    return found.matrices if found is not None and found.matrices.order == "per_shard" else WHOLE
+    made_of = fused(parameter if parameter.tensor.ndim > 1 else replace(parameter, tensor=torch.empty(1, 1)))
+    return made_of.matrices if made_of is not None and made_of.matrices.order == "per_shard" else WHOLE
 
 
 class _Model:
@@ -175,11 +172,11 @@ def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any],
     """Replaces ``preprocess_fsdp_dtensor_state_dict``, which knows Adam's state only."""
     if args.optimizer not in list_optimizers():
         return prepare(args, state_dict, model)
-    own = {key: state_dict[key] for key in ("optimizer",) if key in state_dict}
-    if own and own["optimizer"][BLOCK]["run"] == _TO_LOAD:
-        _refuse_missing(args, own["optimizer"]["state"])
-    rest = {key: value for key, value in state_dict.items() if key not in own}
-    return prepare(args, rest, _Model(model)) | own
+    ours = {key: state_dict[key] for key in ("optimizer",) if key in state_dict}
+    if ours and ours["optimizer"][BLOCK]["run"] == _TO_LOAD:
+        _refuse_missing(args, ours["optimizer"]["state"])
+    rest = {key: value for key, value in state_dict.items() if key not in ours}
+    return prepare(args, rest, _Model(model)) | ours
 
 
 def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
@@ -189,7 +186,7 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
         for name, keys in wanted.items()
         if (has := [key for key in sorted(keys) if f"optimizer.state.{name}.{key}" in stored]) != sorted(keys)
     )
-    if problems := sorted(set().union(*distinct(sorted(set(lacking))))):
+    if problems := union(lacking):
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
         raise CheckpointError(f"{path}: {problems[0]}: {reason} {FRESH}")
     tensors = ((name, key, x) for name, state in wanted.items() for key, x in state.items())

@@ -7,6 +7,7 @@ reported; what the run itself computed (step counts, the schedule's position) co
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
+from megatron_eopt.manifest.families import compressed as boxes_of
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -38,19 +40,15 @@ _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layou
 
 def compressed(names: Iterable[tuple[str, int]]) -> Names:
     """Names, each a key and an index, in short form."""
-    short: Names = {}
-    for key, index in sorted(set(names)):
-        runs = short.setdefault(key, [])
-        if runs and runs[-1][1] == index:
-            runs[-1][1] = index + 1
-        else:
-            runs.append([index, index + 1])
-    return short
+    indices: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for key, index in names:
+        indices[key].add((index,))
+    return {key: [list(run) for (runs,) in boxes_of(indices[key]) for run in runs] for key in sorted(indices)}
 
 
 def merged(names: Iterable[Names]) -> Names:
     """The names of all ranks."""
-    of_keys = (of_key for each in names for of_key in each.items())
+    of_keys = (of_key for of_rank in names for of_key in of_rank.items())
     return compressed((key, index) for key, runs in of_keys for first, end in runs for index in range(first, end))
 
 
@@ -128,13 +126,13 @@ def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
 
 def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
     """Bring what :func:`taken_out` loaded into the requested form, in place."""
-    found, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
+    optimizers, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
 
     def put(value: Any, rest: Any) -> Any:
         if not any(holding(value, BLOCK)):
             return rest
         if BLOCK in value:
-            return _completed(value, found.get(next(numbers), {}), common)
+            return _completed(value, optimizers.get(next(numbers), {}), common)
         rest = rest if isinstance(rest, dict) else {}
         return {key: put(inner, rest.get(key)) for key, inner in value.items()}
 
@@ -172,4 +170,4 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
 
 def _is_adam(name: str) -> bool:
     described = map(optimizer_class, list_optimizers())
-    return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}
+    return "Adam" in name and name not in {cls.__name__ for cls in described if issubclass(cls, BaseOptimizer)}

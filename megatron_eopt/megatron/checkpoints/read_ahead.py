@@ -48,12 +48,12 @@ def _of_torch_dist(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
 
 
 def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
-    _, blobs, _ = read_layout(path)
+    blobs = read_layout(path).blobs
 
     def read(key: str) -> Any:
         archive = read_blob(path, blobs[key])
-        if found := faults(archive):
-            raise CheckpointError(f"{key} {min(found)}")
+        if wrong := faults(archive):
+            raise CheckpointError(f"{key} {min(wrong)}")
         archive.seek(0)
         return json.loads(read_archive(archive))
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_eopt.manifest import ParamPattern, rows
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import distinct
-from megatron_eopt.megatron.parameters import shard_of
+from megatron_eopt.megatron.agreement import union
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import copies
@@ -44,8 +43,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     """
     assert tensor.dims is not None
     saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]
-    in_rows = sum(each.local_shape[0] for each in saved) == parameter.data.shape[0]
-    if not in_rows or any(each.local_shape[1:] != saved[0].local_shape[1:] for each in saved):
+    in_rows = sum(shard.local_shape[0] for shard in saved) == parameter.data.shape[0]
+    if not in_rows or any(shard.local_shape[1:] != saved[0].local_shape[1:] for shard in saved):
         raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
     ahead, held = saved[0].prepend_axis_num, layout.rectangle  # dimensions of stacked layers and experts
     # Of rows and columns: the global length, and from where to where this rank has them.
@@ -58,8 +57,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
             f"first dimension of a state tensor; got dims {tensor.dims}"
         )
     else:
-        data_of = data.split([each.local_shape[0] for each in saved])
-        views = [(each, each.key, view, *_sides(each)) for each, view in zip(saved, data_of, strict=True)]
+        data_of = data.split([shard.local_shape[0] for shard in saved])
+        views = [(shard, shard.key, view, *_sides(shard)) for shard, view in zip(saved, data_of, strict=True)]
     state, own = [], saved[0].replica_id
     if tensor.rank is None:
         replica_id = _replica_id(tensor.dims, layout, own)
@@ -101,8 +100,8 @@ def _sides(saved: ShardedTensor) -> list[tuple[int, int, int]]:
 
 def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """The inverse of :func:`sharded_state`, of local ``shape``."""
-    flat = [each.reshape(-1) for each in loaded]
-    if sum(each.numel() for each in flat) != torch.Size(shape).numel():
+    flat = [shard.reshape(-1) for shard in loaded]
+    if sum(shard.numel() for shard in flat) != torch.Size(shape).numel():
         raise ValueError(f"what was loaded for {tensor.key} does not fill its shape {shape}")
     return torch.cat(flat).view(shape) if flat else torch.empty(shape, dtype=tensor.dtype)
 
@@ -145,34 +144,28 @@ def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bo
     kinds: dict[str, set[tuple[str | None, int]]] = defaultdict(set)
     for row in rows(families):
         kinds[_EXPERT.sub("*", row.name)].add((row.optimizer, len(row.matrices)))
-    for name in set().union(*distinct(sorted({_EXPERT.sub("*", name) for name in frozen}))):
+    for name in union(_EXPERT.sub("*", name) for name in frozen):
         kinds[name].add((None, 0))
     args = releases.training_args()
     saves = getattr(args, "save", None) is not None and getattr(args, "ckpt_format", None) == "torch_dist"
-    for name, found in sorted(kinds.items()):
-        if saves and len(found) > 1:
-            optimizers = " and ".join(sorted({optimizer or "none" for optimizer, _ in found}))
+    for name, treated in sorted(kinds.items()):
+        if saves and len(treated) > 1:
+            optimizers = " and ".join(sorted({optimizer or "none" for optimizer, _ in treated}))
             raise ValueError(
                 f"experts of one layer ({name}) are treated differently (optimizers: {optimizers}), and Megatron "
                 f"stacks their state in torch_dist checkpoints: let overrides select all experts of a layer, or leave "
                 f"--save away"
             )
     of_layers: dict[str, set[frozenset[Any]]] = defaultdict(set)
-    for name, found in kinds.items():
-        of_layers[_LAYER.sub("*", name)].add(frozenset(found))
-    return any(len(found) > 1 for found in of_layers.values())
+    for name, treated in kinds.items():
+        of_layers[_LAYER.sub("*", name)].add(frozenset(treated))
+    return any(len(treated) > 1 for treated in of_layers.values())
 
 
 def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
     """Set whether checkpoints name every layer of a model."""
     for chunk in unwrap_model(list(model_chunks)):
         setattr(chunk, _MARK, apart)
-
-
-@around
-def by_shard(number: Callable[..., dict[int, int]], parameters: Iterable[Tensor]) -> dict[int, int]:
-    """Replaces ``get_optim_param_to_id_map``, with the shards of DTensors."""
-    return number(map(shard_of, parameters))
 
 
 @around

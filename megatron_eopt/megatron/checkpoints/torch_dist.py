@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
 from megatron_eopt.manifest import to_json
-from megatron_eopt.megatron.agreement import distinct, from_rank_0, say
+from megatron_eopt.megatron.agreement import distinct, from_rank_0, say, union
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
 from megatron_eopt.megatron.checkpoints import differences, matching, sharding
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, checksums, loaded_tensors
@@ -38,15 +38,15 @@ class SavedState:
         self._megatron, self._run, self._layers_differ = optimizer, run, layers_differ
         # Megatron's layer-wise optimizer takes state dicts to be as in bf16, also where they are of fp32.
         self._nested = layer_wise and isinstance(optimizer, FP32Optimizer)
-        self._torch: Optimizer = optimizer.optimizer
+        self._torch = optimizer.optimizer
         self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
         self._state_dict, optimizer.state_dict = optimizer.state_dict, self.state_dict
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Megatron's, as plain tensors without attributes: files allow no others."""
-        found = self._state_dict(*args, **kwargs)
-        return dict_list_map_outplace(lambda x: x.detach() if isinstance(x, Tensor) else x, found)
+        state_dict = self._state_dict(*args, **kwargs)
+        return dict_list_map_outplace(lambda x: x.detach() if isinstance(x, Tensor) else x, state_dict)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
@@ -72,7 +72,6 @@ class SavedState:
         state: dict[int, dict[str, Any]] = defaultdict(dict)  # what is not shaped as its parameter
         for index, parameter, tensor in self._described():
             if tensor.dims is not None:
-                assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
                 layouts, data = self._torch.matrix_layouts(parameter), local(self._torch.state[parameter][tensor.key])
                 state[index][tensor.key] = sharding.sharded_state(tensor, data, sharded[index], layouts)
         config = self._megatron.config
@@ -103,14 +102,14 @@ class SavedState:
             differences.report_changes(block.get("manifest"), self._run.families)
         for index, parameter, tensor in self._described():
             if tensor.dims is not None:
-                found = block.get("state", {}).get(index, {}).get(tensor.key, [])
-                loaded = [each for each in nested_values(found) if each is not None]
+                saved = block.get("state", {}).get(index, {}).get(tensor.key, [])
+                loaded = [each for each in nested_values(saved) if each is not None]
                 shape = tuple(self._torch.state[parameter][tensor.key].shape)
                 inner["state"].setdefault(index, {})[tensor.key] = sharding.joined(tensor, loaded, shape)
         groups = self._torch.state_dict()["param_groups"]
         kept = [{key: group[key] for key in NO_SETTINGS & group.keys()} for group in groups]  # indices, and the mark
         settings = self._settings(theirs, block)
-        inner["param_groups"] = [each | own for each, own in zip(settings, kept, strict=True)]
+        inner["param_groups"] = [each | ours for each, ours in zip(settings, kept, strict=True)]
         live = {index: inner["state"][index].pop(key) for index, (key, _) in trained(self._megatron).items()}
         self._place(state_dict)
         # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
@@ -130,9 +129,9 @@ class SavedState:
             for key in values if isinstance(parameter, DTensor) else ():
                 if (index, key) not in plain and isinstance(values[key], Tensor) and values[key].ndim:
                     values[key] = _like(parameter, values[key])
-        mains = getattr(self._megatron, "fp32_from_float16_groups", [])
-        for own, loaded in zip(mains, state_dict.get(matching.MAIN_PARAMETERS, []), strict=False):
-            loaded[:] = map(_like, own, loaded)
+        groups = getattr(self._megatron, "fp32_from_float16_groups", [])
+        for mains, loaded in zip(groups, state_dict.get(matching.MAIN_PARAMETERS, []), strict=False):
+            loaded[:] = map(_like, mains, loaded)
 
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state without tensors of other shapes."""
@@ -152,13 +151,13 @@ class SavedState:
     def _about(self, step: Any) -> dict[str, Any]:
         """The optimizer, its groups and settings, equal on all ranks."""
         settings = [{key: g[key] for key in sorted(g.keys() - NO_SETTINGS)} for g in self._torch.param_groups]
-        own = list(zip(map(matching.compressed, self._names_of_groups()), settings, strict=True))
+        here = list(zip(map(matching.compressed, self._names_of_groups()), settings, strict=True))
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
         keys = [(index, tensor.key) for index, _, tensor in self._described()]
         keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
         for index, key in keys:
             having[base(key)].add(self._names[index])
-        everywhere = distinct((step, own, {state: matching.compressed(names) for state, names in having.items()}))
+        everywhere = distinct((step, here, {state: matching.compressed(names) for state, names in having.items()}))
         groups = []
         for of_ranks in zip(*(each for _, each, _ in everywhere), strict=True):
             # a stage of a pipeline that has no parameter of a group does not know what became of it
@@ -198,9 +197,9 @@ class SavedState:
         flags = [local(value).isfinite().all().cpu() for value in tensors.values()]  # some may be in host memory
         finite = torch.stack(flags).tolist() if flags else []
         bad = [f"{key} of {self._names[index][0]}" for (index, key), ok in zip(tensors, finite, strict=True) if not ok]
-        if found := sorted(set().union(*distinct(bad))):
+        if bad := union(bad):
             raise CheckpointError(
-                f"the checkpoint holds values that are not finite, in {len(found)} tensors, such as {found[0]}: a run "
+                f"the checkpoint holds values that are not finite, in {len(bad)} tensors, such as {bad[0]}: a run "
                 f"would not get rid of them. Load an earlier checkpoint, or {differences.FRESH}"
             )
 
@@ -232,8 +231,7 @@ def checked_load(
     if stored is None:
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if not optimizers:  # of ours; Megatron checks the rest itself
-        own = sorted(differences.requested_of({"optimizer": sharded_state_dict["optimizer"]}))
-        wanted = set().union(*distinct(own))
+        wanted = union(differences.requested_of({"optimizer": sharded_state_dict["optimizer"]}))
         if problem := differences.of_another(None, wanted, blocks_of(stored.optimizer)):
             raise CheckpointError(f"{checkpoint_dir}: {problem}")
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)

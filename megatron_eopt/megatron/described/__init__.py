@@ -2,14 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_eopt.manifest import ParamPattern, families, merged, problems, warnings
-from megatron_eopt.megatron.described.model import described_run, ranks_to_describe
+from megatron_eopt.megatron.described.model import Memory, described_run, ranks_to_describe
 from megatron_eopt.registry import takes_matrices
-
-if TYPE_CHECKING:
-    from megatron_eopt.megatron.described.optimizers import Memory
 
 
 @dataclass(frozen=True)
@@ -18,15 +14,13 @@ class PlannedRun:
 
     families: list[ParamPattern]  # the manifest, as the run will print it
     explained: list[str]  # the plan of each optimizer on the first rank, as a table, and deals
-    stages: list[tuple[int, "Memory"]]  # of each pipeline stage its matrices on all ranks, and what a rank holds
+    stages: list[tuple[int, Memory]]  # of each pipeline stage its matrices on all ranks, and what a rank holds
     problems: list[str]  # what the run will end on at its start
     warnings: list[str]
     notes: tuple[str, ...]  # on the names of parameters
 
 
-def planned_run(
-    flags: Sequence[str], world_size: int | None = None, progress: Callable[[int, int], None] = lambda done, ranks: None
-) -> PlannedRun:
+def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable[[int, int], None]) -> PlannedRun:
     """Describe every rank that has own parameters; plan the first.
 
     A ValueError is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.

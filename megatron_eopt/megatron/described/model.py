@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,15 @@ class DescribedRun:
     config_overrides: dict[Any, Any]
     pg_collection: Any  # sizes and ranks of its groups are right, and they send nothing
     notes: tuple[str, ...]  # where the parameters' names are other than on a GPU, in lines for a user
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int
+    state: int  # with fp32 copies of the parameters; of what is shared over data-parallel ranks an equal share
+    temporaries: int  # of a step, at most
 
 
 @contextmanager

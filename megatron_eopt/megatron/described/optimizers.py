@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
-from megatron_eopt.megatron.dealing import balances, items_of, redealt
-from megatron_eopt.megatron.described.model import DescribedRun
+from megatron_eopt.megatron.dealing import balances, items_of
+from megatron_eopt.megatron.described.model import DescribedRun, Memory
 from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
@@ -23,7 +22,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.cost import step_bytes
-from megatron_eopt.parallel.deal import Deal, to_and_fro
+from megatron_eopt.parallel.deal import Deal, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -42,20 +41,11 @@ def matches_here(run: DescribedRun) -> list[int]:
 def _parameters(run: DescribedRun) -> list[ModelParameter]:
     """This rank's parameters; experts only, where another has the rest."""
     groups = run.pg_collection
-    found = trainable(run.model_chunks, groups)
+    parameters = trainable(run.model_chunks, groups)
     first = groups.tp.rank() == 0 and groups.ep.rank() == 0
-    parameters = [each for each in found if first or not getattr(each.tensor, "allreduce", True)]
-    mark(parameters)
-    return parameters
-
-
-class Memory(NamedTuple):
-    """Bytes on one rank."""
-
-    parameters: int
-    gradients: int
-    state: int  # with fp32 copies of the parameters; of what is shared over data-parallel ranks an equal share
-    temporaries: int  # of a step, at most
+    here = [p for p in parameters if first or not getattr(p.tensor, "allreduce", True)]
+    mark(here)
+    return here
 
 
 def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str, Memory]:
@@ -115,24 +105,22 @@ def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run:
     items, works = items_of(optimizers)
     deals = []
     for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
-        own = [parameter for parameter in items if getattr(parameter, "allreduce", True) == dense]
-        if among.size() == 1 or not own:
+        parameters, ranks = [p for p in items if getattr(p, "allreduce", True) == dense], among.size()
+        if ranks == 1 or not parameters:
             continue
-        by_size: list[list[Tensor]] = [[] for _ in range(among.size())]
-        for parameter, rank in zip(own, to_and_fro([each.numel() for each in own], among.size()), strict=True):
-            by_size[rank].append(parameter)
-        hands, found = redealt(own, by_size, items, works, planned.tp_mode)
-        deals.append(found)
-        others = set(own).difference(hands[found.seconds.index(max(found.seconds))])
-        for group in (group for each in optimizers for group in each.param_groups):
+        by_size = to_and_fro([p.numel() for p in parameters], ranks)
+        deals.append(dealt := deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode))
+        busiest = dealt.seconds.index(max(dealt.seconds))
+        others = {p for p, rank in zip(parameters, dealt.ranks, strict=True) if rank != busiest}
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if parameter not in others]
     return deals
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:
-    own = [each for each in assigned if each.optimizer == name]
+    members = [each for each in assigned if each.optimizer == name]
     groups = []
-    for each in own:
+    for each in members:
         p = each.parameter.tensor
         main = torch.nn.Parameter(torch.empty_like(p, dtype=torch.float32 if config.bf16 else p.dtype))
         main.__dict__.update(p.__dict__)
@@ -141,5 +129,5 @@ def _built(name: str, assigned: Sequence[Assignment], config: Any, run: Describe
         optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.pg_collection)
     else:
         optimizer = _OTHERS[name](groups, lr=0.0)  # type: ignore[call-arg]
-    for each, group in zip(own, optimizer.param_groups, strict=True):
+    for each, group in zip(members, optimizer.param_groups, strict=True):
         yield OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0])

@@ -53,8 +53,8 @@ class Run:
         )
 
         def size(group: str) -> int:
-            found = getattr(pg_collection, group, None)
-            return 1 if found is None else int(found.size())
+            ranks = getattr(pg_collection, group, None)
+            return 1 if ranks is None else int(ranks.size())
 
         # whose axis it is cannot be told here: Megatron marks the parameters of experts only later
         shards = max(size("gtp_remat"), size("expt_gtp_remat"))

@@ -68,9 +68,9 @@ def split(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
         sums = [reduce(grams[i], compute_ranks[i], group) for i in rest]
         yield
         for number, pending in enumerate(rounds):
-            own = pending.wait()
-            factors(own)
-            rounds[number] = all_gather(own, group)
+            some = pending.wait()
+            factors(some)
+            rounds[number] = all_gather(some, group)
         handed_out = []
         for i, pending_sum in zip(rest, sums, strict=True):
             gram = pending_sum.wait()

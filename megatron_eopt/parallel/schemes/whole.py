@@ -74,20 +74,20 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: any shards, cut along both dimensions or in copies."""
-    group, own, ranks = job.ranks, job.layout_runs[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
+    group, here, ranks = job.ranks, job.layout_runs[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
     copy = job.matrix.copy_of(group.rank())  # to whose compute ranks this rank's shards go
-    sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in each) for each in job.layout_runs]
-    arriving = [[count * (rank in ranks[copy]) * m.rectangles[rank].numel for count, m in own] for rank in ranks]
+    sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in runs) for runs in job.layout_runs]
+    arriving = [[count * (rank in ranks[copy]) * m.rectangles[rank].numel for count, m in here] for rank in ranks]
     sent = stack.view(-1)[sum(sizes[: copy.start]) : sum(sizes[: copy.stop])]
     near = [size * (rank in ranks[copy]) for rank, size in enumerate(sizes)]
-    pending = exchange(sent, near, [sum(each) for each in arriving], group)
+    pending = exchange(sent, near, [sum(counts) for counts in arriving], group)
     del stack, sent
     yield
-    parts, runs = (each[copy] for each in _of_each(pending.wait(), arriving)), of_copy(own, copy)
+    parts, runs = (by_copy[copy] for by_copy in _of_each(pending.wait(), arriving)), of_copy(here, copy)
     factors = orthogonalized(assemble(parts, runs, True), job)
     del parts
-    pairs = [(x, matrix.rectangles) for x, (_, matrix) in zip(_stacks(factors, own), own, strict=True)]
-    back, of_each = packed([[cut_out(x, each[rank]) for x, each in pairs if each[rank].numel] for rank in ranks])
+    pairs = [(x, matrix.rectangles) for x, (_, matrix) in zip(_stacks(factors, here), here, strict=True)]
+    back, of_each = packed([[cut_out(x, cuts[rank]) for x, cuts in pairs if cuts[rank].numel] for rank in ranks])
     del factors, pairs
     pending = exchange(back, of_each, sizes, group)
     del back
@@ -105,12 +105,12 @@ def shards_of(flat: Tensor, shapes: Shapes) -> Factors:
 def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``share``: computes before it waits, while earlier results travel."""
     group, counts = job.ranks, [job.bucket.compute_ranks.count(rank) for rank in range(job.ranks.size())]
-    first, own = sum(counts[: group.rank()]), counts[group.rank()]
+    first, count = sum(counts[: group.rank()]), counts[group.rank()]
     # as many matrices from every rank: the last one of some may stay empty
     sent = stack.new_zeros(max(counts), *job.matrix.shape)
-    mine = sent[:own].copy_(stack[first : first + own])
+    mine = sent[:count].copy_(stack[first : first + count])
     del stack
-    if own:
+    if count:
         factors = orthogonalized(mine, job)
         if factors is not mine:
             mine.copy_(factors)
@@ -118,7 +118,7 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     pending = all_gather(sent, group)
     del sent, mine
     yield
-    return [x for each, count in zip(pending.wait(), counts, strict=True) for x in each[:count].unbind()]
+    return [x for stack, count in zip(pending.wait(), counts, strict=True) for x in stack[:count].unbind()]
 
 
 def orthogonalized(stack: Tensor, job: Job) -> Tensor:
@@ -141,14 +141,14 @@ def gather(
 
     A stack has this rank's shards (n x rows x cols) of ``n`` matrices like that of ``matrices``. The result waits.
     """
-    each, ranks = list(zip(stacks, matrices, strict=True)), range(group.size())
-    counts = [[len(stack) * matrix.rectangles[rank].numel for stack, matrix in each] for rank in ranks]
-    own = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
-    missing, numbers = max(sum(of_rank) for of_rank in counts) - own.numel(), [len(stack) for stack in stacks]
-    pending = all_gather(torch.nn.functional.pad(own, (0, missing)) if missing else own, group)
+    pairs, ranks = list(zip(stacks, matrices, strict=True)), range(group.size())
+    counts = [[len(stack) * matrix.rectangles[rank].numel for stack, matrix in pairs] for rank in ranks]
+    flat = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
+    missing, numbers = max(sum(of_rank) for of_rank in counts) - flat.numel(), [len(stack) for stack in stacks]
+    pending = all_gather(torch.nn.functional.pad(flat, (0, missing)) if missing else flat, group)
 
     def finish() -> list[Tensor]:
-        rows = [row[: sum(each)].split(each) for row, each in zip(pending.wait(), counts, strict=True)]
+        rows = [row[: sum(sizes)].split(sizes) for row, sizes in zip(pending.wait(), counts, strict=True)]
         whole = zip(zip(*rows, strict=True), numbers, matrices, strict=True)
         return [assemble([of_ranks], [(number, matrix)], short_first) for of_ranks, number, matrix in whole]
 
@@ -166,8 +166,8 @@ def bring(
     pairs = [(of[group.rank()], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
     sizes = [[count * (rank in here) * matrix.rectangles[rank].numel for count, matrix in pairs] for rank in ranks]
     wait = _exchange(sent, sizes, group)
-    own = of_copy(pairs, copy)
-    return lambda: [assemble([parts[copy]], [each]) for parts, each in zip(wait(), own, strict=True)]
+    mine = of_copy(pairs, copy)
+    return lambda: [assemble([parts[copy]], [matrix]) for parts, matrix in zip(wait(), mine, strict=True)]
 
 
 def hand_out(
@@ -188,7 +188,7 @@ def hand_out(
 def _exchange(
     sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], Iterator[tuple[Tensor, ...]]]:
-    pending = exchange(*packed(sent), [sum(each) for each in sizes], group)
+    pending = exchange(*packed(sent), [sum(of_rank) for of_rank in sizes], group)
     return lambda: _of_each(pending.wait(), sizes)
 
 

@@ -1,18 +1,63 @@
-"""Checks of Muon's and its relatives' arguments and parameters."""
+"""Arguments that Muon and its relatives share, and their checks."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import check_shard
+from megatron_eopt.optimizers.parameters import TensorParallelGroups, check_shard
 from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.layout import Layout, is_sharded
+from megatron_eopt.parallel.records import TpMode
+
+
+class Execution(TypedDict, total=False):
+    """Arguments that say where and how steps are computed."""
+
+    cuda_graphs: bool
+    data_parallel_group: ProcessGroup | None
+    plan_rates: Rates | Literal["measure"]
+    symmetric_products: str | None
+    workspace: int
+    offload_fraction: float
+    momentum_dtype: torch.dtype | None
+    momentum_warmup: int
+
+
+class Transport(Execution, total=False):
+    """Also those for finding, orthogonalizing and exchanging matrices."""
+
+    split_qkv: bool
+    is_qkv_fn: Callable[[Tensor], bool] | None
+    qkv_split_shapes: Sequence[int] | None
+    fp32_matmul_prec: MatmulPrecision
+    coefficient_type: str | Sequence[Coefficients]
+    num_ns_steps: int
+    pg_collection: TensorParallelGroups | None
+    tp_mode: TpMode
+
+
+def spelled_out[**P](kind: type[Execution], base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Show ``**kind`` in a signature, as ``base`` has its arguments."""
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        signature, of_base = inspect.signature(init), inspect.signature(base).parameters
+        written = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in of_base.items() if name in kind.__annotations__]
+        init.__signature__ = signature.replace(parameters=[*written, *taken])  # type: ignore[attr-defined]
+        return init
+
+    return decorate
 
 
 def check_kernel_and_rates(symmetric_products: str | None, plan_rates: object) -> None:
@@ -78,7 +123,7 @@ def check_kept(name: str, parameter: Tensor, offload_fraction: float, momentum_d
 
 
 def check_shards(optimizer: BaseOptimizer, parameter: Tensor, called: str) -> None:
-    """Refuse a shard without the group of ranks that have the others."""
+    """Refuse a shard without the group of its ranks."""
     if optimizer.tp_mode != "blockwise":
         otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
         check_shard(parameter, optimizer.pg_collection, called, otherwise)

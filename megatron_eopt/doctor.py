@@ -84,6 +84,7 @@ class Facts:
     emerging_optimizers: Package | None
     megatron: Megatron | None
     kernels: Kernels
+    numpy: str | None = None
 
 
 class Problem(NamedTuple):
@@ -138,6 +139,7 @@ def collect() -> Facts:
             emerging_optimizers=Package(found) if (found := _version("emerging-optimizers")) is not None else None,
             megatron=_megatron() if core is not None and core.error is None else None,
             kernels=_kernels(),
+            numpy=_version("numpy"),
         )
 
 
@@ -200,7 +202,7 @@ def _kernels() -> Kernels:
     device = torch.device("cuda")
     if (missing := KERNELS["triton"].missing(device)) is not None:
         return Kernels(missing)
-    shapes, dtypes = ((1024, 1024), (512, 2048), (2, 256, 1024)), (torch.bfloat16, torch.float32)
+    shapes, dtypes = ((1024, 1024), (512, 2048), (2, 256, 1024)), (torch.float16, torch.bfloat16, torch.float32)
     return Kernels(failed=choose(shapes, dtypes, device).dropped.get("triton"))
 
 
@@ -251,6 +253,13 @@ def notes(facts: Facts) -> Iterator[str]:
     """Notes on what is no problem."""
     if facts.kernels.missing is not None:
         yield f"no kernels for symmetric products ({facts.kernels.missing}): {_NO_KERNELS}"
+    # from 2.4 on numpy makes no scalar of an array of one entry, as triton's interpreter did before 3.7
+    triton, numpy = (str(x) if x is not None else "" for x in (facts.triton, facts.numpy))
+    if triton and releases.number(triton) < (3, 7) and releases.number(numpy) >= (2, 4):
+        yield (
+            f"triton's interpreter (TRITON_INTERPRET=1, for tests without a GPU) does not run with numpy {numpy}: "
+            f"triton {triton} needs numpy below 2.4 for it, and none on a GPU"
+        )
     if facts.core is not None and releases.number(facts.core.version) > releases.number(RELEASES[0]):
         yield f"megatron-core {facts.core.version} is newer than {RELEASES[0]}, the latest that was tried"
     if facts.megatron is not None and facts.megatron.training_error is not None:
@@ -280,6 +289,7 @@ def _text(facts: Facts, found: list[Problem]) -> str:
         "CUDA": facts.cuda or "torch is built without it",
         "GPU": facts.gpu or "none",
         "triton": str(facts.triton or missing),
+        "numpy": facts.numpy or missing,
         "megatron-core": str(facts.core or missing),
         "transformer-engine": str(facts.transformer_engine or missing),
         "apex": f"{apex.version} ({'' if apex.nvidias else 'not '}NVIDIA's)".strip() if apex else missing,

@@ -258,6 +258,17 @@ def test_what_is_newer_than_what_was_tried_is_noted():
     assert note == f"megatron-core 1.0.0rc1 is newer than {RELEASES[0]}, the latest that was tried"
 
 
+@pytest.mark.parametrize(
+    ("triton", "numpy", "told"),
+    [("3.6.0", "2.5.5", True), ("3.6.0", "2.4.0", True), ("3.6.0", "2.3.5", False), ("3.9.0", "2.5.5", False)],
+)
+def test_a_numpy_with_which_no_interpreter_runs_is_noted(triton, numpy, told):
+    said = list(notes(replace(HEALTHY, triton=Package(triton), numpy=numpy)))
+    expected = f"does not run with numpy {numpy}: triton {triton} needs numpy below 2.4"
+    assert [expected in each for each in said] == [True] * told
+    assert list(notes(replace(HEALTHY, triton=None, numpy=numpy))) == []
+
+
 def test_kernels_that_the_gpu_cannot_run_are_noted():
     reason = "the GPU has compute capability 7.0, and 8.0 is needed"
     (note,) = notes(replace(HEALTHY, kernels=Kernels(missing=reason)))

@@ -14,6 +14,7 @@ from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import is_plain, plain
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.overrides import Entry, OverrideError
+from megatron_eopt.parallel.agreement import in_turns, lowest_of_all
 from megatron_eopt.parallel.collectives import lowest
 
 # Texts that are no choice are names and paths, which a node may have of its own, but for those of the data's order.
@@ -115,14 +116,20 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     The slowest rank counts, and a kernel that fails on one rank serves on none. Ranks without optimizers call it too: a
     checkpoint holds one choice, and replicas need not share a group.
     """
-    times = timing.times([], [], torch.device("cpu"))
     ours = [optimizer for optimizer in optimizers if isinstance(optimizer, BaseOptimizer)]
     choosing = [optimizer for optimizer in ours if KERNEL in optimizer.traits.carried_settings]
-    for optimizer in choosing:
-        device = next(p for group in optimizer.param_groups for p in group["params"]).device
-        if timing.is_timed(device) and optimizer.symmetric_products is None and KERNEL not in optimizer.param_groups[0]:
-            times = times.maximum(optimizer.kernel_times())
-    choice = timing.fastest(-lowest(-times, dist.group.WORLD) if dist.group.WORLD else times)
+
+    def slowest() -> torch.Tensor:
+        times = timing.times([], [], torch.device("cpu"))
+        for optimizer in choosing:
+            group = optimizer.param_groups[0]
+            device = next(p for group in optimizer.param_groups for p in group["params"]).device
+            if timing.is_timed(device) and optimizer.symmetric_products is None and KERNEL not in group:
+                times = times.maximum(optimizer.kernel_times())
+        return times
+
+    world = {"world": dist.group.WORLD} if dist.group.WORLD else {}
+    choice = timing.fastest(-lowest_of_all(-in_turns(slowest, world), world))
     for group in (group for optimizer in choosing for group in optimizer.param_groups if choice):
         group.setdefault(KERNEL, choice)
 

@@ -1,5 +1,6 @@
 """Build the optimizer of a run, in phases."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,26 +54,43 @@ class OptimizerOfRun:
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made
+        self.seconds: dict[str, float] = {}  # of the phases of the start
+        self.began = time.perf_counter()  # the phase at work
         self.tp_mode_of_checkpoint: TpMode | None = None  # of which the run has spoken
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
-        """Build Megatron's optimizer by ``build(config, overrides)``."""
+        """Build Megatron's optimizer by ``build(config, overrides)``.
+
+        The seconds of each phase are printed.
+        """
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
         self.describe()
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         matrices, overrides = agreement.on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
         tag(matrices)
+        self.phase("parameters and settings")
         self.read_checkpoint()
+        self.phase("checkpoint")
         self.build(build, overrides)
+        self.phase("optimizer")
         self.prepare()
+        self.phase("plan")
         self.build_manifest()
         self.attach_checkpoints()
         if self.metrics_interval:
             measure(self.optimizer, self.model_chunks, self.metrics_interval, self.facts.layer_wise)
         self.guard_first_step()
         print_summary(self.optimizer, self.tp_mode_source)
+        self.phase("manifest and checks")
+        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        agreement.say(f"the start took {sum(self.seconds.values()):.1f} s on rank 0: {spent}")
         return self.optimizer
+
+    def phase(self, ended: str) -> None:
+        """Note the time of a phase of the start, and begin the next."""
+        now = time.perf_counter()
+        self.seconds[ended], self.began = now - self.began, now
 
     def describe(self) -> None:
         """Name the parameters, and mark those with declared matrices."""
@@ -133,6 +151,7 @@ class OptimizerOfRun:
                 for group in optimizer.param_groups if key in optimizer.traits.carried_settings else ():
                     group.setdefault(key, value)
         agreement.choose_kernels(here)
+        self.phase("kernels")
         agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
 
     def build_manifest(self) -> None:

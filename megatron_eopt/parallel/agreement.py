@@ -1,11 +1,12 @@
 """How ranks agree on groups, plans and rates."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,8 @@ def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None
     """
     stacks, dtypes, device, precision = products
     if kernel is None and kept is None and timing.is_timed(device):
-        kept = timing.fastest(-lowest_of_all(-timing.times(*products), groups))
+        times = in_turns(lambda: timing.times(*products), groups)
+        kept = timing.fastest(-lowest_of_all(-times, groups))
     agree = partial(lowest_of_all, groups=groups)
     return choose(stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision, agree=agree).kernel
 
@@ -114,6 +116,20 @@ def lowest_of_all(x: Tensor, groups: Groups) -> Tensor:
     for group in groups.values():
         x = lowest(x, group)
     return x
+
+
+def in_turns[T](compute: Callable[[], T], groups: Groups) -> T:
+    """Compute on one rank of each node, then on the others.
+
+    These find in its cache what it compiled. All ranks of the groups call it; nodes are told apart by ``LOCAL_RANK``,
+    as torchrun sets it, without which all compute at once.
+    """
+    first, told = os.environ.get("LOCAL_RANK", "0") == "0", torch.zeros(1, dtype=torch.int32)
+    try:
+        found = compute() if first else None
+    finally:
+        lowest_of_all(told, groups)
+    return cast(T, found) if first else compute()
 
 
 def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> Rates:

@@ -1,5 +1,7 @@
 """Ranks of a run have the same kernel of symmetric products, whatever each measures: timed by fake clocks."""
 
+import os
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS
+from megatron_eopt.parallel.agreement import in_turns
 from tests.distributed.ranks import run_ranks
 from tests.orthogonalize.test_timing import TILES, by_size, clocked, no_memory
 
@@ -75,6 +78,26 @@ def on_rank(rank, ranks):
     clocked(cost, (20,) if rank == 1 else ())
     found["a replica fails"] = kernel_of(optimizer_of((20, 24)))
     clocked(cost)
+    # one rank of a node compiles first, and the other waits, also where that fails
+    order = []
+
+    def compiling():
+        order.append(time.time())
+        sleep = 0.2 if rank == 0 else 0.0
+        time.sleep(sleep)
+        order.append(time.time())
+        if rank == 0 and len(order) > 2:
+            raise RuntimeError("of the first")
+        return rank
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    assert in_turns(compiling, {"world": dist.group.WORLD}) == rank
+    try:
+        in_turns(compiling, {"world": dist.group.WORLD})
+    except RuntimeError:
+        assert rank == 0
+    del os.environ["LOCAL_RANK"]
+    found["turns"] = order
     # without clocks nothing is agreed: a rank may step alone
     timing.is_timed = lambda device: False
     found["alone"] = kernel_of(optimizer_of((20, 24))) if rank == 0 else "triton"
@@ -106,6 +129,8 @@ def test_all_ranks_of_a_run_choose_alike():
     }
     for case, kernel in chosen.items():
         assert first[case] == second[case] == kernel, case
+    for began, ended in ((0, 1), (2, 3)):
+        assert second["turns"][began] >= first["turns"][ended]
     assert first["differing"] == second["differing"]
     assert "differ between ranks 0 and 1, which hold the same parameters" in first["differing"]
     assert "has momentum 0.9 in the one and 0.91 in the other" in first["differing"]

@@ -303,6 +303,9 @@ def test_one_line_says_who_owns_what(tmp_path):
         "symmetric products by blocked), 12 duplicated over 2 ranks (exact), update RMS 0.2 (AdamW's is near 0.2); "
         "AdamW owns 7 parameters with 8,512 elements on this rank"
     )
+    phases = ["parameters and settings", "checkpoint", "optimizer", "kernels", "plan", "manifest and checks"]
+    (seconds,) = re.findall(r"^megatron_eopt: the start took ([\d.]+) s on rank 0: (.*)$", output, re.MULTILINE)
+    assert re.sub(r" [\d.]+ s", "", seconds[1]).split(", ") == phases
     assert "partition_dim" not in output  # Megatron says of all of them whether they are shards
 
 

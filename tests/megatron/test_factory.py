@@ -171,7 +171,7 @@ def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
     monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
     run = OptimizerOfRun.__new__(OptimizerOfRun)
     run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in (with_one, without, plain)])
-    run.tp_mode_source = "default"
+    run.tp_mode_source, run.seconds, run.began = "default", {}, 0.0
     run.prepare()
     assert prepared == [with_one]
 
@@ -182,6 +182,7 @@ def test_the_kernel_of_the_checkpoint_is_that_of_the_plan(monkeypatch, kernel, e
     optimizer = TensorParallelMuon([nn.Parameter(torch.randn(512, 512))], fp32_matmul_prec="highest")
     run = OptimizerOfRun.__new__(OptimizerOfRun)
     run.optimizer, run.tp_mode_source, run.decided = FP32Optimizer(optimizer), "default", Decided(kernel=kernel)
+    run.seconds, run.began = {}, 0.0
     run.prepare()
     assert optimizer.param_groups[0]["symmetric_products"] == expected
 

@@ -7,6 +7,7 @@ file as a program; each test reads the outcome of one case.
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 import traceback
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # half a unit in the last place; Triton's interpreter cuts bf16 off (3.9), GPUs round it
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0 ** (-8 if DEVICE == "cuda" else -7), torch.float32: 2.0**-24}
+RANDOM = 30  # cases, more of which found nothing
 CASES = {}
 
 
@@ -128,6 +130,38 @@ def out_of_any_strides():
                 assert product(x, x, out=out) is out
                 expect(out, x, x)
                 assert room.isfinite().sum() == out.numel()  # nothing is written beside it
+
+
+def strided(draw, shape, dtype):
+    """Random numbers of a shape, in one of the ways in which a tensor can lie."""
+    x = gaussian(*(2 * n + 3 for n in shape), seed=draw.randrange(2**31), dtype=dtype)
+    if len(shape) == 3 and draw.random() < 0.2:
+        return x[0, : shape[1], : shape[2]].expand(shape)  # one matrix for all
+    steps = [draw.choice((1, 2)) for _ in shape]
+    x = x[tuple(slice(draw.randrange(3), None, step) for step in steps)]
+    x = x[tuple(slice(n) for n in shape)]
+    ways = (lambda x: x, torch.Tensor.contiguous, lambda x: x.mT.contiguous().mT)
+    return draw.choice(ways)(x)
+
+
+@case
+def random_shapes_strides_dtypes_and_stacks():
+    for seed in range(RANDOM):
+        draw = random.Random(seed)
+        stack, rows, cols = draw.choice([(), (), (1,), (3,)]), draw.randrange(1, 90), draw.randrange(0, 90)
+        dtype, result = draw.choice([*ROUNDING]), draw.choice([*ROUNDING])
+        a, b = (strided(draw, (*stack, rows, cols), dtype) for _ in range(2))
+        c = strided(draw, (*stack, rows, rows), draw.choice([*ROUNDING])) if draw.random() < 0.7 else None
+        alpha, beta = draw.choice([1.0, -1.5, 0.0]), draw.choice([1.0, 2.0315, 0.0])
+        out = strided(draw, (*stack, rows, rows), result)
+        out = torch.empty_like(out) if 0 in out.stride() else out.fill_(torch.nan)
+        try:
+            product(
+                a, b, c, alpha=alpha, beta=beta, out=out, tiles=tiles(draw.choice([16, 32, 64]), draw.choice([1, 3, 8]))
+            )
+            expect(out, a, b, c, alpha, beta)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 @case

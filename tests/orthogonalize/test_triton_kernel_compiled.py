@@ -3,6 +3,9 @@
 import importlib.util
 import inspect
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +14,13 @@ from tests.orthogonalize.test_triton_kernel import run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
+TARGETS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}  # products of 16 bits and TF32 there
+MOST_SHARED = 99 * 1024  # bytes of a program on the smallest device of capability 8 and more
+MOST_REGISTERS, MOST_SPILLED = 255, 0  # of a thread; bytes
+
 
 def compiled(target, dtype, width, depth, warps, stages, precision, even, transposed):
-    """Shared memory and machine code of the kernel for a GPU that need not be there."""
+    """Shared memory, machine code, registers and bytes spilled of the kernel for a GPU that need not be there."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -33,12 +40,17 @@ def compiled(target, dtype, width, depth, warps, stages, precision, even, transp
         {(names.index(name),): value for name, value in fixed.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     result = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    return result.metadata.shared, result.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(result.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used, spilled = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
+    return result.metadata.shared, result.asm["ptx"], used, spilled
 
 
-def compile_all():
+def compile_all(target):
     """Compile what is timed and what the table can ask for, and say what is wrong; None where triton is too old."""
     from triton.compiler import ASTSource
 
@@ -56,19 +68,22 @@ def compile_all():
         timed = [Tiles(*map(int, re.findall(r"\d+", name))) for name in names_of]
         table = [tiles_for(rows, dtype, precision) for rows in (512, 4096)]
         for index, chosen in enumerate([*table, *(each for each in timed if each not in table)]):
-            for target, product in ((80, "mma.sync"), (90, "wgmma.mma_async")):
-                shape = (chosen.width, chosen.depth, chosen.warps, chosen.stages)
-                # masks and transposed factors, each with half of the rest
-                shared, code = compiled(target, names[dtype], *shape, precision, number % 2 == 0, index == 0)
-                fits = shared <= 99 * 1024  # of a program on the smallest device of capability 8 and more
-                if not fits or (precision == "tf32" or dtype != torch.float32) != (product in code):
-                    wrong.append(f"{names[dtype]} {precision} {chosen} for sm_{target}: {shared} bytes shared")
+            shape = (chosen.width, chosen.depth, chosen.warps, chosen.stages)
+            # masks and transposed factors, each with half of the rest
+            even, transposed = number % 2 == 0, index == 0
+            shared, code, used, spilled = compiled(target, names[dtype], *shape, precision, even, transposed)
+            fits = shared <= MOST_SHARED and used <= MOST_REGISTERS and spilled <= MOST_SPILLED
+            said = f"{names[dtype]} {precision} {chosen}: {shared} bytes shared, {used} registers, {spilled} spilled"
+            print(said)
+            if not fits or (precision == "tf32" or dtype != torch.float32) != (TARGETS[target] in code):
+                wrong.append(said)
     return wrong
 
 
 @pytest.mark.wide
-def test_compiles(tmp_path):
-    code = f"import json; from {__name__} import compile_all; print(json.dumps(compile_all()))"
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles(target, tmp_path):
+    code = f"import json; from {__name__} import compile_all; print(json.dumps(compile_all({target})))"
     wrong = run(["-c", code], interpret=False, TRITON_CACHE_DIR=str(tmp_path))
     if wrong is None:
         pytest.skip("this release of triton describes sources to its compiler in another way")

@@ -1,0 +1,106 @@
+"""What is done on CUDA devices alone, executed with stand-ins for torch.cuda and on tensors without numbers."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_eopt import doctor
+from megatron_eopt.orthogonalize import timing
+from megatron_eopt.orthogonalize.kernels import Choice
+from megatron_eopt.orthogonalize.products import Dense
+from megatron_eopt.parallel import agreement
+from megatron_eopt.parallel.cost import DEFAULT_RATES
+from megatron_eopt.parallel.watched import Watched
+from tests.optimizers.test_fake_cuda import HostWaits
+from tests.optimizers.test_program import Names
+
+CUDA = torch.device("cuda:1")
+
+
+def test_phases_of_a_step_are_timed_by_events_of_the_stream(monkeypatch):
+    """Each belongs to the device of the parameters, which need not be the current one; nothing waits in the step."""
+    clock, log = iter(range(0, 1000, 10)), []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            self.at = next(clock)
+            log.append(stream)
+
+        def elapsed_time(self, end):  # in milliseconds
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"waited for {device}"))
+    watched = Watched(CUDA)
+    with watched.phase("update"), watched.phase("exchange"), watched.phase("orthogonalize"):
+        pass
+    with watched.phase("update"):
+        pass
+    assert log == ["the stream of cuda:1"] * 8
+    # update 0 to 10, exchange to 20, the iteration to 30, exchange to 40, update to 50; nothing to 60; update to 70
+    assert watched.seconds() == pytest.approx({"exchange": 0.02, "orthogonalize": 0.01, "update": 0.03})
+    assert log[8:] == ["waited for cuda:1"]
+
+
+def test_a_kernel_is_timed_until_the_device_is_done(monkeypatch):
+    now, waited = [0.0], []
+
+    def synchronize(device):
+        waited.append(device)
+        now[0] += 1.0  # of what was queued
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    runs = []
+    assert timing.seconds(lambda: runs.append(1), CUDA) == 1.0 / timing._RUNS
+    assert len(runs) == timing._RUNS * (timing._ROUNDS + 1)
+    assert waited == [CUDA] * (timing._ROUNDS + 1)
+
+
+def test_rates_of_a_gpu_are_those_of_large_products(monkeypatch):
+    monkeypatch.setattr(agreement, "seconds", lambda run, device: (run(), 1e-3)[1])
+    with FakeTensorMode(), Names() as names, HostWaits():
+        rates = agreement.measured_rates({}, torch.device("cuda"), torch.bfloat16)
+    assert "aten.mm.default" in names.found
+    assert (rates.bytes, rates.latency) == (DEFAULT_RATES.bytes, DEFAULT_RATES.latency)
+
+
+def test_what_tensor_cores_round_is_made_symmetric():
+    with FakeTensorMode():
+        for dtype, mirrored in ((torch.float16, True), (torch.float32, True), (torch.bfloat16, False)):
+            x = torch.empty(3, 5, 8, dtype=dtype, device="cuda")
+            for multiply in (Dense().gram, lambda x: Dense().addmm(*[x @ x.mT] * 3, beta=1.0, alpha=0.5)):
+                with Names() as names:
+                    assert multiply(x).shape == (3, 5, 5)
+                assert any("tril" in name for name in names.found) == mirrored
+
+
+def test_out_of_memory_on_a_device_that_is_not_there_is_an_answer():
+    """As on any device that fails: every kernel is infinitely slow, and torch serves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = timing.times([(16, 24)], [torch.float16], torch.device("cuda", 77))
+    assert found[4].isinf().all()
+    assert timing.fastest(found) == "torch"
+
+
+@pytest.mark.parametrize("failed", [None, "X X^T of (1024, 1024) is off by 1"])
+def test_the_doctor_checks_the_kernels_on_a_gpu(failed, monkeypatch):
+    asked = []
+
+    def choose(shapes, dtypes, device):
+        asked.append((len(shapes), set(dtypes), device.type))
+        return Choice("torch", {"triton": failed} if failed else {})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "KERNELS", {"triton": SimpleNamespace(missing=lambda device: None)})
+    monkeypatch.setattr(doctor, "choose", choose)
+    assert doctor._kernels() == doctor.Kernels(failed=failed)
+    assert asked == [(3, {torch.float16, torch.bfloat16, torch.float32}, "cuda")]

@@ -10,7 +10,8 @@ from torch import nn
 from megatron_eopt import Spectron, factor_pairs
 from megatron_eopt.orthogonalize import power_iteration, rayleigh_quotient
 from tests.optimizers.field import assert_close
-from tests.optimizers.spectrons import factor_steps, parameters, reference_steps, set_gradients
+from tests.optimizers.several import set_gradients
+from tests.optimizers.spectrons import factor_steps, parameters, reference_steps
 
 
 def test_the_defaults_are_those_of_the_contract():

@@ -111,6 +111,7 @@ def optimizers(run: Run) -> None:
             off = (torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected - start)).item()
             run.at_most(f"{label}: off from the CPU", off, OF_OTHERS.get(name, DIFFERENCE))
             run.judge(f"{label}: skipped steps", skipped == expected_skipped != {}, f"{expected_skipped}")
+            wait(run.device)  # for what earlier steps began, which a step may await if the device is late
             run.figures[label] = counts = profiled(optimizer)
             waits = sum(count for key, count in counts.items() if key in WAITS)
             run.at_most(f"{label}: waits in the profile", waits, 0, of_gpu=not run.on_gpu)

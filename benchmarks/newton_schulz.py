@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,8 +87,13 @@ class Setup:
 
     def products(self, shape: tuple[int, ...]) -> Products:
         """What an optimizer would choose at start."""
-        dtypes = (torch.float16, torch.bfloat16) if self.on_gpu else (torch.float32,)
-        return made(choose([shape], dtypes, self.device).kernel, min(shape[-2:]))
+        return _products(self, shape)
+
+
+@cache
+def _products(setup: Setup, shape: tuple[int, ...]) -> Products:
+    dtypes = (torch.float16, torch.bfloat16) if setup.on_gpu else (torch.float32,)
+    return made(choose([shape], dtypes, setup.device).kernel, min(shape[-2:]))
 
 
 class Contestant(NamedTuple):

@@ -287,7 +287,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         u = engine.split(chunk.indices, momentum(chunk))
         kept = list(u) if self.traits.keeps_momenta else []
         factors = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, self._second_moment(chunk, engine, factors, kept, chunk.scales))
+        # not those of the chunk: a function of the user's in place of Newton-Schulz leaves factors unscaled here
+        scales = [scale for i in chunk.indices for scale in self._session.plans.scales[1][i]]
+        subtract(chunk, engine, self._second_moment(chunk, engine, factors, kept, scales))
 
     def _second_moment(
         self, chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors, scales: list[float]

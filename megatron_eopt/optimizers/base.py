@@ -122,7 +122,7 @@ class BaseOptimizer(Optimizer):
         built = bool(vars(self).get("param_groups"))
         if name not in self.traits.planned_by or not built:
             if built:
-                group_settings.check_attribute(type(self), name, value, vars(self), self.defaults)
+                group_settings.check_attribute(type(self), name, value, self.traits.settled, vars(self), self.defaults)
             super().__setattr__(name, value)
             return
         before, groups = dict(vars(self)), self.param_groups

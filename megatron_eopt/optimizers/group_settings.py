@@ -162,13 +162,13 @@ def arguments_of(cls: type) -> dict[str, Any]:
 
 
 def check_attribute(
-    cls: type, name: str, value: object, attributes: Mapping[str, object], defaults: Collection[str]
+    cls: type, name: str, value: object, settled: Collection[str], attributes: Mapping[str, object], defaults: Any
 ) -> None:
-    """Refuse attributes of the constructor; warn of those of groups."""
+    """Refuse ``settled`` attributes; warn of those that only groups have."""
     if name not in arguments_of(cls) or (name in attributes and attributes[name] is value):
         return
     in_groups = f"set it in each group, optimizer.param_groups[i][{name!r}]"
-    if name in attributes:
+    if name in settled:
         instead = in_groups if name in defaults else f"build it anew with {name}=..., and load its state"
         raise ValueError(f"{cls.__name__} takes {name} at construction and not between steps: {instead}")
     if name in defaults:

@@ -52,6 +52,7 @@ class Scion(TensorParallelMuon):
 
     traits = replace(
         TensorParallelMuon.traits,
+        settled=TensorParallelMuon.traits.settled | {RADIUS},
         planned_in_groups=(*PLANNED_IN_GROUPS, (RADIUS, RADIUS)),
         decays_weights=False,
         size_rule="radius * sqrt(rows / cols)",

@@ -39,7 +39,7 @@ from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_matrix, local
 from megatron_eopt.optimizers.state import bytes_of_entry, check_writer
-from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, Traits
+from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, SETTLED, STEPS, Traits
 from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -136,6 +136,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     traits = Traits(
         carried_settings=frozenset({KERNEL, RATES, MOMENTUM_STEPS}),
+        settled=SETTLED | {"data_parallel_group", "cuda_graphs", "momentum_dtype", "momentum_warmup"},
         planned_by=OrthogonalizedOptimizer.traits.planned_by | {"newton_schulz", "scale_mode", "extra_scale_factor"},
     )
     newton_schulz_calls: int = 0

@@ -7,6 +7,7 @@ SPLIT_ATTRIBUTES = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
 PLANNED_IN_GROUPS = tuple((key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE))
+SETTLED = frozenset({"pg_collection", "plan_rates", "symmetric_products", "workspace", "offload_fraction"})
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Traits:
         carried_settings: settings of a group that the optimizer itself makes, and with which a resumed run has to go
             on.
         planned_by: attributes that may be set between steps: all ranks plan the next one anew.
+        settled: attributes that are read at construction, or of which other ranks know, and stay as they are.
         planned_in_groups: settings of groups on which the plan depends, with their names in checkpoints.
         split_lengths: how many logical matrices a fused projection may have.
         momentum_key: name of the momentum in a group.
@@ -35,6 +37,7 @@ class Traits:
 
     carried_settings: frozenset[str] = frozenset()
     planned_by: frozenset[str] = SPLIT_ATTRIBUTES | {"tp_mode"}
+    settled: frozenset[str] = SETTLED
     planned_in_groups: tuple[tuple[str, str], ...] = PLANNED_IN_GROUPS
     split_lengths: tuple[int, ...] = (3, 4)
     momentum_key: str = "momentum"

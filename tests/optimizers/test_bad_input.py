@@ -383,7 +383,7 @@ def test_shapes_of_fused_projections_that_nothing_splits_are_named(name, caplog)
 def test_what_only_the_constructor_takes_is_refused_between_steps(name):
     optimizer = build(name, [torch.nn.Parameter(torch.randn(8, 4))])
     cls = type(optimizer)
-    settled = (arguments_of(cls).keys() & vars(optimizer).keys()) - cls.traits.planned_by
+    settled = arguments_of(cls).keys() & cls.traits.settled
     for key in settled:
         before = vars(optimizer)[key]
         setattr(optimizer, key, before)  # as a subclass may, which is handed the same

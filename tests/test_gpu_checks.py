@@ -236,7 +236,9 @@ def test_a_missing_package_skips_a_check_and_a_wrong_name_of_ours_fails_it(run):
 def test_make_gpu_with_a_python_of_the_callers_makes_no_environment():
     """Without network there is none to be made."""
     said = [
-        subprocess.run(["make", "-n", "gpu", *given], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            ["make", "--no-print-directory", "-n", "gpu", *given], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         for given in ([], ["PYTHON=python3"])
     ]
     assert "bootstrap" in said[0]

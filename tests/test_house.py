@@ -107,20 +107,20 @@ def lines_of(path):
 
 
 def test_the_package_is_small():
-    assert len(FILES) <= 145
+    assert len(FILES) <= 146
 
 
-def test_the_package_has_fewer_than_24_850_lines():
+def test_the_package_has_fewer_than_24_920_lines():
     # 20,000 as it was rebuilt; 2,000 for both FSDPs, host memory, bf16 momenta and the deal over data-parallel ranks;
-    # 1,700 for code in checkpoints, hostile files, ranks that differ, interrupted steps, two runs in one folder, and
+    # 1,770 for code in checkpoints, hostile files, ranks that differ, interrupted steps, two runs in one folder, and
     # arguments that were taken in silence; 140 for kernels agreed over the world, those of
     # DistributedMuon, and starts that compile on one rank of a node
-    assert sum(map(lines_of, FILES)) < 24_850
+    assert sum(map(lines_of, FILES)) < 24_920
 
 
 def test_a_file_is_at_most_450_lines_long():
     """But for two that hold one class each, whose arguments and checks are read together."""
-    long = {"optimizers/base.py": 536, "optimizers/tensor_parallel_muon.py": 545}
+    long = {"optimizers/base.py": 534, "optimizers/tensor_parallel_muon.py": 553}
     assert not {name for path in FILES if lines_of(path) > long.get(name := str(path.relative_to(PACKAGE)), 450)}
 
 
@@ -132,7 +132,7 @@ def test_muon_has_few_names():
     """Methods, properties and attributes of its class and of those of this package that it inherits from."""
     classes = [cls for cls in TensorParallelMuon.__mro__ if cls.__module__.startswith("megatron_eopt.")]
     names = {name for cls in classes for name in vars(cls) if not name.startswith("__")} - {"_abc_impl"}
-    assert len(names) <= 72
+    assert len(names) <= 73
 
 
 def test_no_class_is_there_for_a_single_subclass():

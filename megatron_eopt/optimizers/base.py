@@ -42,11 +42,11 @@ from megatron_eopt.optimizers.state import (
     check_writer,
     name_in_states,
 )
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
+from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan import validate_tp_mode
@@ -58,16 +58,6 @@ logger = logging.getLogger(__name__)
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
-
-UNSET: dict[str, Any] = {
-    **dict.fromkeys(("pg_collection", "is_qkv_fn", "qkv_split_shapes", "symmetric_products")),
-    "split_qkv": False,
-    "tp_mode": "duplicated",
-    "plan_rates": DEFAULT_RATES,
-    "workspace": 2**31,
-    "offload_fraction": 0.0,
-}
-"""Settings of an optimizer whose constructor has no such argument."""
 
 
 class BaseOptimizer(Optimizer):
@@ -110,7 +100,7 @@ class BaseOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Public attributes and torch's state; copies share process groups."""
         self.refuse_half_step()
-        return packed(vars(self)) | super().__getstate__()
+        return packed(vars(self), type(self)) | super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(unpacked(state))
@@ -120,9 +110,11 @@ class BaseOptimizer(Optimizer):
         if name == "tp_mode":
             validate_tp_mode(value)
         built = bool(vars(self).get("param_groups"))
+        if built:
+            if name in vars(self) and vars(self)[name] is value and not isinstance(value, list):
+                return  # lists may have been written to
+            group_settings.check_attribute(type(self), name, value, self.traits, vars(self), self.defaults)
         if name not in self.traits.planned_by or not built:
-            if built:
-                group_settings.check_attribute(type(self), name, value, self.traits.settled, vars(self), self.defaults)
             super().__setattr__(name, value)
             return
         before, groups = dict(vars(self)), self.param_groups
@@ -285,21 +277,25 @@ class BaseOptimizer(Optimizer):
         session, group = self._session, self.param_groups[-1]
         session.plans.engine = session.nonfinite = session.offloaded = None
         session.scalable = False
-        known = {"params", STATE_OF, "momentum", "nesterov", *self.defaults, *self.settings_of_groups()}
-        known = (known | self.traits.carried_settings) - self.users_settings
-        of_others = group_settings.settings_below(BaseOptimizer) - self.users_settings
         try:
             check_distinct(type(self).__name__, self.param_groups)
             with group_settings.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
                 self._check_ranges(group)  # of tensors, too
             self._check_group(group)
-            group_settings.note_names(type(self).__name__, group.keys() - session.noted, known, of_others)
+            self._note_names(group)
         except Exception:
             self.param_groups.pop()
             raise
-        session.noted |= group.keys()
         group[STATE_OF] = name_in_states(type(self))
+
+    def _note_names(self, group: dict[str, Any]) -> None:
+        """Warn of a group's misspelt settings, once."""
+        known = {"params", STATE_OF, "momentum", "nesterov", *self.defaults, *self.settings_of_groups()}
+        known = (known | self.traits.carried_settings) - self.users_settings
+        of_others, noted = group_settings.settings_below(BaseOptimizer) - self.users_settings, self._session.noted
+        group_settings.note_names(type(self).__name__, group.keys() - noted, known, of_others)
+        self._session.noted = noted | group.keys()
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""
@@ -466,6 +462,8 @@ class BaseOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups if changed else ()):
             with group_settings.named(number, self.param_groups):
                 self._check_settings(group)
+            if group.keys() - session.noted:
+                self._note_names(group)
         self._check_gradients(parameters)
         if parameters[0].grad is None and session.warns_without_gradients:
             session.warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)

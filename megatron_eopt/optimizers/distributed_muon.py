@@ -118,8 +118,8 @@ class DistributedMuon(BaseOptimizer):
         self.rounds: list[list[Bucket]] = []
         self.loads = [0] * self.ranks  # bytes that each rank has been dealt
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        super().__init__(params, defaults | {"weight_decay": weight_decay})
         self.collective_state_dict = collective_state_dict
+        super().__init__(params, defaults | {"weight_decay": weight_decay})
         if collective_state_dict is None and self.ranks > 1 and self.rank == 0:
             logger.warning(
                 f"{type(self).__name__}: each of {self.ranks} ranks keeps the momenta of its own matrices, so "

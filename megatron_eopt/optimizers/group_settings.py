@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, Traits
+from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, UNSET, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, did_you_mean
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -162,17 +162,23 @@ def arguments_of(cls: type) -> dict[str, Any]:
 
 
 def check_attribute(
-    cls: type, name: str, value: object, settled: Collection[str], attributes: Mapping[str, object], defaults: Any
+    cls: type, name: str, value: object, traits: Traits, attributes: Collection[str], defaults: Collection[str]
 ) -> None:
-    """Refuse ``settled`` attributes; warn of those that only groups have."""
-    if name not in arguments_of(cls) or (name in attributes and attributes[name] is value):
-        return
+    """Refuse what cannot be set between steps; warn of no effect."""
+    called, taken = cls.__name__, arguments_of(cls)
     in_groups = f"set it in each group, optimizer.param_groups[i][{name!r}]"
-    if name in settled:
+    if callable(getattr(cls, name, None)) and not callable(value):
+        instead = f": {in_groups}" if name in defaults else f", got {value!r} in its place"
+        raise TypeError(f"{name} is a method of {called}{instead}")
+    if traits.size_rule and name in (SCALE_MODE, EXTRA_SCALE):
+        raise ValueError(f"{called}: {name} has no effect: the size of an update is {traits.size_rule}; set lr")
+    if name in UNSET and name not in taken:
+        raise ValueError(f"{called} has no {name}, got {value!r}")
+    if name in taken and name in traits.settled:
         instead = in_groups if name in defaults else f"build it anew with {name}=..., and load its state"
-        raise ValueError(f"{cls.__name__} takes {name} at construction and not between steps: {instead}")
-    if name in defaults:
-        warn(f"{cls.__name__}: the attribute {name} has no effect: {in_groups}")
+        raise ValueError(f"{called} takes {name} at construction and not between steps: {instead}")
+    if name in taken and name not in attributes and not isinstance(getattr(cls, name, None), property):
+        warn(f"{called}: the attribute {name} has no effect: {in_groups}")
 
 
 def settings_below(base: type) -> set[str]:
@@ -233,7 +239,7 @@ def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> N
         value = group[key]
         for number in (value if isinstance(value, list | tuple) else ()) if key == "betas" else (value,):
             # numbers of numpy's have no dimensions
-            if not isinstance(number, NUMBER) and getattr(number, "ndim", None) != 0:
+            if isinstance(number, bool) or (not isinstance(number, NUMBER) and getattr(number, "ndim", None) != 0):
                 raise TypeError(f"{name}: {key} must be a number, or a tensor of one entry, got {number!r}")
             if isinstance(number, Tensor) and number.numel() != 1:
                 raise ValueError(

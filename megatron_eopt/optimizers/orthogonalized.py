@@ -33,7 +33,7 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.traits import Traits
+from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
@@ -104,7 +104,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     """
 
     traits = Traits(
-        planned_by=BaseOptimizer.traits.planned_by | {*OF_PARAMETERS, "scale_factor_fn", "fp32_matmul_prec"},
+        planned_by=SPLIT_ATTRIBUTES | {*OF_PARAMETERS, "scale_factor_fn", "fp32_matmul_prec"},
         split_lengths=(3,),
         momentum_key="momentum_beta",
         nesterov_key="use_nesterov",
@@ -142,6 +142,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
         self.fp32_matmul_prec = fp32_matmul_prec
         given = {"orthogonalize_fn": orthogonalize_fn, "scale_factor_fn": scale_factor_fn}
+        for key, function in given.items():
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}: {key} must be a function, got {function!r}")
         vars(self).update({key: function for key, function in given.items() if function is not None})
         for key, done in (("orthogonalize_fn", "orthogonalized"), ("scale_factor_fn", "scaled")):
             users = self._of_user(key, "scaled_orthogonalize_fn")

@@ -156,6 +156,8 @@ def checked_split(
 ) -> dict[str, Any]:
     """The attributes that describe fused projections, of ``lengths`` logical matrices."""
     check_flag(name, "split_qkv", split_qkv)
+    if is_qkv_fn is not None and not callable(is_qkv_fn):
+        raise TypeError(f"{name}: is_qkv_fn must be a function of a parameter, got {is_qkv_fn!r}")
     if split_qkv and is_qkv_fn is None:
         raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
     if split_qkv and (qkv_split_shapes is not None or len(lengths) == 1):

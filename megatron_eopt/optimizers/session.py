@@ -69,9 +69,12 @@ class _Shared:
         )
 
 
-def packed(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Public attributes for a copy, which shares process groups."""
-    return {key: _shared(value) for key, value in attributes.items() if not key.startswith("_")}
+def packed(attributes: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """Attributes for a copy, but what belongs to this process; groups are shared."""
+    ours = [c for c in cls.__mro__ if c.__module__.startswith(f"{__name__.partition('.')[0]}.")]
+    private = {name for c in ours for name in (*vars(c), *vars(c).get("__annotations__", ())) if name.startswith("_")}
+    kept = [k for k in attributes if k not in private and not k.startswith(("_optimizer_", "_zero_grad_"))]
+    return {key: _shared(attributes[key]) for key in kept}
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:

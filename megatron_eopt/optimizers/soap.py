@@ -37,7 +37,7 @@ from megatron_eopt.optimizers.soap_chunks import (
 )
 from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import Traits
+from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -144,7 +144,7 @@ class SOAP(BaseOptimizer):
     [2] Lin et al., Understanding and Improving Shampoo and SOAP via Kullback-Leibler Minimization, arXiv 2509.03378.
     """
 
-    traits = Traits(carried_settings=frozenset({CLOCK}), pairs_rows=True)
+    traits = Traits(carried_settings=frozenset({CLOCK}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True)
 
     _based: set[Tensor] | None = None  # parameters known to have a basis
     _plans: dict[Tensor, list[Planned]] | None = None

@@ -29,7 +29,7 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements
-from megatron_eopt.optimizers.traits import EXTRA_SCALE, PLANNED_IN_GROUPS, SCALE_MODE, Traits
+from megatron_eopt.optimizers.traits import EXTRA_SCALE, PLANNED_IN_GROUPS, SCALE_MODE, SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -168,7 +168,7 @@ class Spectron(BaseOptimizer):
     [1] Spectron, arXiv 2602.12429.
     """
 
-    traits = Traits(carried_settings=frozenset({KERNEL}))
+    traits = Traits(carried_settings=frozenset({KERNEL}), planned_by=SPLIT_ATTRIBUTES | {"tp_mode"})
     newton_schulz_calls: int = 0
 
     _factors: Engine  # made by prepare(), as is _factored

@@ -137,7 +137,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     traits = Traits(
         carried_settings=frozenset({KERNEL, RATES, MOMENTUM_STEPS}),
         settled=SETTLED | {"data_parallel_group", "cuda_graphs", "momentum_dtype", "momentum_warmup"},
-        planned_by=OrthogonalizedOptimizer.traits.planned_by | {"newton_schulz", "scale_mode", "extra_scale_factor"},
+        planned_by=OrthogonalizedOptimizer.traits.planned_by | {"tp_mode", "newton_schulz", SCALE_MODE, EXTRA_SCALE},
     )
     newton_schulz_calls: int = 0
 
@@ -533,12 +533,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
+        name, traits = type(self).__name__, self.traits
+        for key in traits.no_settings & self.defaults.keys():
+            if group[key] != self.defaults[key]:
+                raise ValueError(f"{name} has no {key}, got {group[key]!r}: take the setting away")
+        if traits.decays_weights:
+            return
+        if (method := decay_method(name, group)) != "decoupled":
+            raise ValueError(
+                f"{name} has no weight decay, but its {METHOD} is {method!r}: {traits.instead_of_decay}; take {METHOD} "
+                f"and {DECOUPLED} away"
+            )
         # a scheduler may set it in any step; a group that is to be loaded is not one of these yet
-        for number, own_group in enumerate(
-            self.param_groups if group["weight_decay"] and not self.traits.decays_weights else ()
-        ):
+        for number, own_group in enumerate(self.param_groups if group["weight_decay"] else ()):
             if own_group is group:
                 raise ValueError(
-                    f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "
-                    f"{self.traits.instead_of_decay}; set the weight_decay of its matrices to 0"
+                    f"{name} has no weight decay, got {group['weight_decay']} for group {number}: "
+                    f"{traits.instead_of_decay}; set the weight_decay of its matrices to 0"
                 )

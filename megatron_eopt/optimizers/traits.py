@@ -1,12 +1,25 @@
 """What one kind of optimizer has otherwise than another."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from megatron_eopt.parallel.cost import DEFAULT_RATES
 
 SPLIT_ATTRIBUTES = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
 """Attributes that describe fused projections."""
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
 PLANNED_IN_GROUPS = tuple((key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE))
+UNSET: dict[str, Any] = {
+    **dict.fromkeys(("pg_collection", "is_qkv_fn", "qkv_split_shapes", "symmetric_products")),
+    "split_qkv": False,
+    "tp_mode": "duplicated",
+    "plan_rates": DEFAULT_RATES,
+    "workspace": 2**31,
+    "offload_fraction": 0.0,
+}
+"""Settings of an optimizer whose constructor has no such argument."""
+
 SETTLED = frozenset({"pg_collection", "plan_rates", "symmetric_products", "workspace", "offload_fraction"})
 
 
@@ -36,7 +49,7 @@ class Traits:
     """
 
     carried_settings: frozenset[str] = frozenset()
-    planned_by: frozenset[str] = SPLIT_ATTRIBUTES | {"tp_mode"}
+    planned_by: frozenset[str] = frozenset()
     settled: frozenset[str] = SETTLED
     planned_in_groups: tuple[tuple[str, str], ...] = PLANNED_IN_GROUPS
     split_lengths: tuple[int, ...] = (3, 4)

@@ -1,35 +1,27 @@
 """Muon, or another optimizer of matrices, with AdamW inside."""
 
+import functools
 import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import heavy_ball
-from megatron_eopt.optimizers.group_settings import UpdateSettings, check_adam_settings, plain, warn
-from megatron_eopt.optimizers.muon import Chunk, decay, momentum, scaled, subtract
+from megatron_eopt.optimizers.group_settings import check_adam_settings, plain, warn
+from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
 from megatron_eopt.optimizers.state import StateTensor, check_shape, check_writer
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.optimizers.traits import PLANNED_IN_GROUPS, STEPS
+from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.orthogonalize.choices import check_named
-from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.scheduler import Program
 
-NS_STEPS = "ns_steps"  # setting of a group of Muon
 ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_key()
 INITIAL_LR = "initial_lr"
 
@@ -176,6 +168,15 @@ class Muon(Optimizer):
         self._adam_rates = [group["lr"] for group in self._adam_groups]
         super().__init__(matrices.param_groups, matrices.defaults)
         self.param_groups, self.state = matrices.param_groups, matrices.state  # the same objects
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, but no argument, which has no effect later."""
+        if "matrices" in vars(self) and name not in vars(self) and name in _arguments():
+            raise ValueError(
+                f"{self._called}: the attribute {name} has no effect: set it in param_groups, or of optimizer.matrices "
+                f"or optimizer.adamw"
+            )
+        super().__setattr__(name, value)
 
     @property
     def _called(self) -> str:
@@ -390,52 +391,9 @@ class Muon(Optimizer):
         return {**super().__getstate__(), **kept}
 
 
-class HeavyBallMuon(TensorParallelMuon):
-    """The matrices of :class:`Muon`, with heavy-ball momentum and any dimensions."""
-
-    traits = replace(TensorParallelMuon.traits, planned_in_groups=(*PLANNED_IN_GROUPS, (NS_STEPS, STEPS)))
-
-    def _further_settings(self) -> dict[str, Any]:
-        return {NS_STEPS: self.newton_schulz.steps}
-
-    def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """As in Muon, with the steps as ``ns_steps`` alone."""
-        if STEPS in group:
-            raise ValueError(f"the Newton-Schulz steps of a group are {NS_STEPS!r} here, not {STEPS!r}")
-        return super().update_settings({**group, STEPS: group[NS_STEPS]} if NS_STEPS in group else group)
-
-    def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """One chunk's step, of parameters read as matrices."""
-        decay(chunk)
-        parameters = [p for batch in chunk.batches for p in batch.parameters]
-        several = zip(parameters, momentum(chunk, heavy_ball), strict=True)
-        u = engine.split(chunk.indices, [x.flatten(1) if _is_flattened(p) else x for p, x in several])
-        factors = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, scaled(factors, chunk.scales))
-
-    def layout(self, parameter: Tensor) -> Layout:
-        """The layout of a parameter, read as a matrix."""
-        if _is_flattened(parameter) and not isinstance(parameter, DTensor):
-            parameter = parameter.detach().flatten(1)
-        return super().layout(parameter)
-
-    def _check_parameter(self, parameter: Tensor, called: str) -> None:
-        if _is_flattened(parameter):
-            self.layout(parameter)  # refuses one that cannot be laid out
-        else:
-            super()._check_parameter(parameter, called)
-
-
-HeavyBallMuon.__name__ = "Muon"  # what users built, for messages; pickles go by the qualified name
-
-
 def state_key(name: str, key: str) -> str:
     """AdamW's key in the first matrix's state."""
     return f"{ADAMW}.{name}.{key}"
-
-
-def _is_flattened(parameter: Tensor) -> bool:
-    return parameter.ndim > 2 and declared_split(parameter) is None
 
 
 def listed(params: Any) -> list[Any]:
@@ -447,3 +405,8 @@ def listed(params: Any) -> list[Any]:
 
 def _moments(group: Group) -> list[str]:
     return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+
+
+@functools.cache
+def _arguments() -> frozenset[str]:
+    return frozenset(inspect.signature(Muon).parameters) | frozenset(inspect.signature(HeavyBallMuon).parameters)

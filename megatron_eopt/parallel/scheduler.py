@@ -53,6 +53,11 @@ class StartedChunk:
         self._programs: list[Program] = []
         for part in chunk.slices:
             running = program(part.parameters)
+            if not isinstance(running, Generator):
+                raise TypeError(
+                    f"a program is a generator, which yields the updates of its matrices once, got {running!r}: see "
+                    f"muon in megatron_eopt/optimizers/muon.py"
+                )
             self._programs.append(running)
             shards = next(running)
             if not self.stacks:

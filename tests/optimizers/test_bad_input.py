@@ -15,7 +15,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import FOR_VECTORS, build, having, matrices
+from tests.optimizers.family import FOR_VECTORS, build, decays, having, matrices
 
 every = pytest.mark.parametrize("name", [*OPTIMIZERS, "hybrid"])
 
@@ -410,3 +410,94 @@ def test_an_error_of_one_of_several_groups_names_it(name):
     params[0].grad = torch.zeros_like(params[0])
     with pytest.raises(ValueError, match=r"group 1: .*lr must"):
         optimizer.step()
+
+
+NO_DECAY = [name for name in OPTIMIZERS if not decays(name)]
+
+
+@pytest.mark.parametrize("setting", [{"weight_decay_method": "independent"}, {"use_decoupled_weight_decay": False}])
+@pytest.mark.parametrize("name", NO_DECAY)
+def test_a_kind_of_weight_decay_is_refused_where_there_is_none(name, setting):
+    """Scion shrinks its matrices as a decay of 1: by another rule a step would leave nothing of them."""
+    with pytest.raises(ValueError, match="has no weight decay, but its weight_decay_method is"):
+        build(name, [{"params": matrices(1), **setting}])
+    params = matrices(1)
+    optimizer = build(name, params)
+    optimizer.param_groups[0].update(setting)
+    params[0].grad = torch.ones_like(params[0])
+    before = params[0].detach().clone()
+    with pytest.raises(ValueError, match="has no weight decay, but its weight_decay_method is"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+def test_scion_has_no_look_ahead():
+    with pytest.raises(ValueError, match="Scion has no nesterov, got True: take the setting away"):
+        build("scion", [{"params": matrices(1), "nesterov": True}])
+
+
+@pytest.mark.parametrize("name", ["lion", "signum", "schedule_free_adamw", "distributed_muon", "soap"])
+def test_an_attribute_of_other_optimizers_is_refused(name):
+    optimizer = build(name, matrices(1))
+    with pytest.raises(ValueError, match=f"{type(optimizer).__name__} has no tp_mode, got 'gram'"):
+        optimizer.tp_mode = "gram"
+
+
+def test_a_method_is_not_replaced_by_a_setting():
+    optimizer = build("lion", matrices(1))
+    with pytest.raises(TypeError, match=r"betas is a method of Lion: set it in each group"):
+        optimizer.betas = (0.5, 0.5)
+
+
+@pytest.mark.parametrize("name", ["scion", "polargrad", "muon_hyperball"])
+def test_a_scale_that_no_step_uses_is_refused_as_an_attribute(name):
+    optimizer = build(name, matrices(1))
+    with pytest.raises(ValueError, match="extra_scale_factor has no effect: the size of an update is"):
+        optimizer.extra_scale_factor = 0.2
+
+
+def test_an_argument_that_is_no_attribute_is_named(caplog):
+    build("muon", matrices(1)).num_ns_steps = 3
+    assert "the attribute num_ns_steps has no effect: set it in each group" in caplog.text
+
+
+def test_an_attribute_of_muon_and_adamw_together_is_refused():
+    optimizer = Muon(matrices(1), matrices(1, (5,)))
+    with pytest.raises(ValueError, match="Muon: the attribute lr has no effect: set it in param_groups"):
+        optimizer.lr = 0.5
+
+
+def test_a_key_that_is_misspelt_between_steps_is_named(caplog):
+    params = matrices(1)
+    optimizer = build("muon", params)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    optimizer.param_groups[0]["ns_steps"] = 3
+    for _ in range(2):
+        optimizer.step()
+    assert caplog.text.count("'ns_steps' is no setting of its groups") == 1
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_a_bool_is_no_number(key):
+    with pytest.raises(TypeError, match=f"{key} must be a number"):
+        build("muon", matrices(1), **{key: True})
+
+
+@pytest.mark.parametrize("key", ["orthogonalize_fn", "scale_factor_fn"])
+def test_what_is_no_function_is_refused(key):
+    with pytest.raises(TypeError, match=f"{key} must be a function, got 'svd'"):
+        OrthogonalizedOptimizer(matrices(1), 0.1, 0.9, True, 0.0, True, False, None, None, "highest", **{key: "svd"})
+    with pytest.raises(TypeError, match=f"{key} is a method of TensorParallelMuon, got 2.0 in its place"):
+        setattr(build("muon", matrices(1)), key, 2.0)
+
+
+def test_a_program_that_yields_nothing_is_named():
+    class Wrong(OPTIMIZERS["muon"].cls):
+        def program(self, chunk, engine):
+            return None
+
+    params = matrices(1)
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(TypeError, match="a program is a generator, which yields the updates of its matrices once"):
+        Wrong(params).step()

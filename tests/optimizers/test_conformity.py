@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt import Muon
+from megatron_eopt import Muon, TensorParallelMuon
 from tests.optimizers.family import build, every, every_class, having, matrices, take
 from tests.optimizers.field import drawn
 
@@ -327,3 +327,15 @@ def test_a_compiled_step_is_the_step(name):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         compiled()
     assert_equal(*made)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_has_the_private_attributes_of_a_subclass(copied):
+    optimizer = Own([torch.nn.Parameter(torch.zeros(4, 4))])
+    optimizer._alpha = 0.5
+    assert copied(optimizer)._alpha == 0.5
+    assert not [name for name in vars(copied(optimizer)) if name.startswith("_further")]
+
+
+class Own(TensorParallelMuon):
+    """A user's."""

@@ -8,7 +8,7 @@ import torch
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.cuda_graph import capture_cuda
-from megatron_eopt.optimizers.with_adamw import HeavyBallMuon
+from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from tests.optimizers.family import build, decays
 from tests.optimizers.field import gradient, matrix
 from tests.optimizers.on_gpu import captured

@@ -98,7 +98,7 @@ class BaseOptimizer(Optimizer):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Public attributes and torch's state; copies share process groups."""
+        """Attributes and torch's state for a copy, sharing groups."""
         self.refuse_half_step()
         return packed(vars(self), type(self)) | super().__getstate__()
 
@@ -275,7 +275,7 @@ class BaseOptimizer(Optimizer):
         """
         super().add_param_group(param_group)
         session, group = self._session, self.param_groups[-1]
-        session.plans.engine = session.nonfinite = session.offloaded = None
+        session.plans.engine = session.nonfinite = None
         session.scalable = False
         try:
             check_distinct(type(self).__name__, self.param_groups)
@@ -310,15 +310,17 @@ class BaseOptimizer(Optimizer):
 
     @property
     def _states(self) -> States:
-        session = self._session
-        if self.offload_fraction and session.offloaded is None:
-            states = States(self.state, self.state_tensors, self.matrix_layouts)
-            session.offloaded = states.share_on_host(self._parameters(), self.offload_fraction)
-        return States(self.state, self.state_tensors, self.matrix_layouts, session.offloaded or ())
+        return States(self.state, self.state_tensors, self.matrix_layouts, self.on_host)
 
     def on_host(self, parameter: Tensor) -> bool:
         """Whether state in the parameter's shape is in host memory."""
-        return parameter in self._states.offloaded
+        if not self.offload_fraction:
+            return False
+        known = self._session.offloaded
+        if parameter not in known:  # one that was added, or with which Megatron replaced another
+            parameters = self._parameters()
+            known |= zip(parameters, self._states.share_on_host(parameters, self.offload_fraction), strict=True)
+        return known.get(parameter, False)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; a ``RuntimeError`` after an interrupted step."""

@@ -4,7 +4,7 @@ On a GPU host memory is pinned and each direction has a stream: the next chunk's
 leaves, while this one is computed. The host never waits. On a CPU copies are made at once.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -35,13 +35,13 @@ class Streamed:
         self._here: dict[int, Tensor] = {}  # of the chunk at work: the id of what is at home, and what is on the device
         self._home: dict[int, Tensor] = {}  # and the other way round
 
-    def begin(self, batches: Sequence[Batch], chunks: Sequence[Sequence[int]], offloaded: Collection[Tensor]) -> None:
+    def begin(self, batches: Sequence[Batch], chunks: Sequence[Sequence[int]], kept: Callable[[Tensor], bool]) -> None:
         """Start a step with its ``chunks`` of indices, in order."""
         self.end()  # of a step that failed
         homes: dict[int, list[Tensor]] = {}
         for batch in batches:
             states = zip(batch.indices, batch.parameters, batch.weights, batch.momenta, batch.further, strict=True)
-            there = ((i, w, (m, *further)) for i, p, w, m, further in states if p in offloaded)
+            there = ((i, w, (m, *further)) for i, p, w, m, further in states if kept(p))
             homes |= {i: [x for x in state if x.shape == w.shape] for i, w, state in there}
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []

@@ -37,7 +37,7 @@ class Session:
     plans: Plans = field(default_factory=Plans)
     nonfinite: NonFinite | None = None
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
-    offloaded: frozenset[Tensor] | None = None  # parameters whose state is in host memory, once that is settled
+    offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory
     streamed: Streamed | None = None
     watched: Watched | None = None
     shares_shards: bool = False  # with the data-parallel ranks, by the last plan

@@ -5,7 +5,7 @@ that all ranks have alike, and save one rank's.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeGuard
@@ -117,23 +117,23 @@ class States:
         kept: parameter -> key -> tensor.
         described: what state tensors a parameter has.
         layouts: layouts of a parameter's logical matrices.
-        offloaded: parameters whose state in their own shape is in host memory.
+        on_host: whether state in a parameter's own shape is in host memory.
     """
 
     kept: MutableMapping[Tensor, dict[str, Any]]
     described: Described
     layouts: Layouts
-    offloaded: Collection[Tensor] = ()
+    on_host: Callable[[Tensor], bool]
 
-    def share_on_host(self, parameters: Sequence[Tensor], fraction: float) -> frozenset[Tensor]:
-        """The parameters whose state is to be in host memory."""
+    def share_on_host(self, parameters: Sequence[Tensor], fraction: float) -> list[bool]:
+        """Which parameters' state is to be in host memory."""
         of_entries = [bytes_of_entry(p, self.described(p)) for p in parameters]
         sizes = [n * sum(prod(x.shape) for x in self.layouts(p)) for p, n in zip(parameters, of_entries, strict=True)]
-        return frozenset(p for p, there in zip(parameters, on_host(sizes, fraction), strict=True) if there)
+        return list(on_host(sizes, fraction))
 
     def is_on_host(self, parameter: Tensor, tensor: StateTensor) -> bool:
         """Whether one state tensor is in host memory."""
-        return tensor.dims is None and parameter in self.offloaded
+        return tensor.dims is None and self.on_host(parameter)
 
     def of(self, parameter: Tensor, key: str | None = None) -> dict[str, Any]:
         """A parameter's state; without ``key``, what it lacks is created."""

@@ -249,7 +249,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             return self.streamed.around(chunk, engine, self.program) if offloads else self.program(chunk, engine)
 
         if offloads := self.offload_fraction > 0:
-            self.streamed.begin(batches, engine.order(indices), self._states.offloaded)
+            self.streamed.begin(batches, engine.order(indices), self.on_host)
         engine.run(indices, program)
         if offloads:
             self.streamed.end()

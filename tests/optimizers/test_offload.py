@@ -291,3 +291,17 @@ def test_a_parameter_that_is_added_has_its_share_on_the_host():
     later = torch.nn.Parameter(torch.randn(8, 4))
     optimizer.add_param_group({"params": [later]})
     assert optimizer.on_host(later)
+
+
+def test_a_parameter_that_takes_the_place_of_another_has_its_state_on_the_host():
+    """As Megatron's distributed optimizer puts its fp32 copies into the groups that the optimizer was built with."""
+    optimizer, params = start("muon", offload_fraction=1.0)
+    assert all(map(optimizer.on_host, params))
+    for group in optimizer.param_groups:
+        group["params"][:] = [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]
+    copies = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(map(optimizer.on_host, copies))
+    for p in copies:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert sum(optimizer.engine.offloaded()) == sum(4 * p.numel() for p in copies)

@@ -237,10 +237,10 @@ class DistributedMuon(BaseOptimizer):
 
     def _kernel_products(self, shapes: Sequence[Shape]) -> KernelProducts:
         parameters, precision = self._parameters(), self.fp32_matmul_prec
-        standard = {product_dtype(p.dtype, precision): p.device for p in parameters}
-        dtypes = {x: None for dtype, device in standard.items() for x in (dtype, gram_dtype(dtype, device)) if x}
+        device, factors = parameters[0].device, {product_dtype(p.dtype, precision) for p in parameters}
+        dtypes = {x for dtype in factors for x in (dtype, gram_dtype(dtype, device)) if x}
         sizes = sorted({(min(shape), max(shape)) for shape in shapes if 0 not in shape})
-        return sizes, sorted(dtypes, key=str), parameters[0].device, "tf32" if precision == "high" else "ieee"
+        return sizes, sorted(dtypes, key=str), device, "tf32" if precision == "high" else "ieee"
 
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True

@@ -301,12 +301,12 @@ class SOAP(BaseOptimizer):
     def _parameter_steps(self, accepted: Tensor) -> list[ParameterStep]:
         based = self._based = set() if self._based is None else self._based
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        steps = []
+        steps, states = [], self._states
         for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
             plans = self._planned(parameter)
             # also without a gradient where others wait for this rank's part
             if parameter.grad is not None or any(plan.gathered for plan in plans):
-                state = self.state.get(parameter, {}) if parameter.grad is None else self._states.of(parameter, STEPS)
+                state = self.state.get(parameter, {}) if parameter.grad is None else states.of(parameter, STEPS)
                 first = parameter not in based and any(plan.cost for plan in plans)
                 steps.append(ParameterStep(index, parameter, state, group, flag, first, plans))
         # a device is waited for until all bases are known to be there, and no longer

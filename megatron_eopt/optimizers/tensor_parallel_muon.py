@@ -431,7 +431,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         keys = (self.traits.nesterov_key, DECOUPLED, METHOD)
         decay = ({key: group[key] for key in keys if group[key] != self.defaults[key]} for group in self.param_groups)
         planned = own_settings(self.param_groups, self.traits.planned_in_groups)
-        of_groups = dict(enumerate(said | more for said, more in zip(planned, decay, strict=True)))
+        said = enumerate(own | more for own, more in zip(planned, decay, strict=True))
+        of_groups = {number: settings for number, settings in said if settings}
         return super().settings() | {
             "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
@@ -441,11 +442,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             "tp_mode": self.tp_mode,
             **({} if self.momentum_dtype is None else {"momentum_dtype": "bf16"}),
             **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
-            **(
-                {"of_groups": {number: settings for number, settings in of_groups.items() if settings}}
-                if any(of_groups.values())
-                else {}
-            ),
+            **({"of_groups": of_groups} if of_groups else {}),
         }
 
     def settings_of_groups(self) -> dict[str, Any]:

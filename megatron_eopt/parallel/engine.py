@@ -133,7 +133,8 @@ class Engine:
             held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
             check_replicas(held, {p.name: p.settings for p in self._parameters}, self.device)
             groups = {"world": dist.group.WORLD}
-        choice, precision = agreed_kernel(self.stacks(), kernel, kept, groups), self.stacks()[-1]
+        products = self.stacks()
+        choice, precision = agreed_kernel(products, kernel, kept, groups), products[-1]
         self._products = lambda rows: made(choice, rows, precision)
         self._chunks.clear()
         return choice

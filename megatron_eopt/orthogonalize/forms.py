@@ -76,54 +76,46 @@ _POWERS = {
 }
 
 
-def normalized(
-    x: Tensor,
-    dtype: torch.dtype,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
-    propagate_nan: bool = True,
-    unit: float = 1.0,
-    own: bool = False,
+def scaled_with_norm(
+    x: Tensor, dtype: torch.dtype, propagate_nan: bool = True, own: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``x`` divided by its Frobenius norm, times ``unit``, in ``dtype``.
+    """:func:`scaled` for products in ``dtype``; norms before divisors.
 
-    A zero matrix stays zero. ``all_reduce`` sums squared norms over the ranks of all shards; ``own`` is as in
-    :func:`scaled`. Returns a contiguous tensor, and two factors of the norm, whose product may exceed fp32.
+    A norm is that of the scaled matrix. The product with its divisor may exceed fp32.
     """
     # what is in bf16, and shall have 16 bits again, needs no more in between
     narrow = x.dtype == torch.bfloat16 and dtype.itemsize == 2
     x, power = scaled(x, propagate_nan, torch.bfloat16 if narrow else None, own)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
-    if all_reduce is not None:
-        squared = all_reduce((norm.double() * power.double()).square())
-        norm = (squared.sqrt() / power.double()).to(power.dtype)
+    return x, torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype), power
+
+
+def normalized(x: Tensor, norm: Tensor, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
+    """Scaled matrices over their norms, times ``unit``, in ``dtype``.
+
+    A zero matrix stays zero. The result is contiguous, and takes the memory of ``x`` where it has as many bytes.
+    """
     # the norm is 0 or, as magnitudes add up to 1 or more, at least one over the root of their number
     divisor = norm.clamp(min=2.0**-30)
     if unit != 1:
         divisor = divisor / unit
     # each entry takes the place of its own, perhaps as another 16 bits
     result = x.view(dtype) if x.dtype.itemsize == dtype.itemsize else torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.div(x, divisor, out=result), norm, power
+    return torch.div(x, divisor, out=result)
 
 
 def iterate_standard(
-    X: Tensor,
-    schedule: Sequence[Coefficients],
-    products: Products,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
-    watch: Watch | None = None,
+    X: Tensor, schedule: Sequence[Coefficients], products: Products, watch: Watch | None = None
 ) -> Tensor:
     """Apply a schedule to a normalized ``X``, step by step.
 
-    ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``. ``all_reduce`` sums ``A`` over the ranks that
-    hold the other columns. ``X``, (rows x cols) or (n x rows x cols), best with the short side first, is overwritten.
+    ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``. ``X``, (rows x cols) or (n x rows x cols),
+    best with the short side first, is overwritten.
     """
     fused = torch.baddbmm if X.ndim == 3 else torch.addmm
     gram, factor = square_work(X, 2)
     Y = torch.empty_like(X)
     for step, (a, b, c) in enumerate(schedule):
         A = products.gram(X, out=gram)
-        if all_reduce is not None:
-            A = all_reduce(A)
         if watch is not None:
             watch(step, A)
         Z, scale = (A, b) if c == 0 else (products.addmm(A, A, A, beta=b, alpha=c, out=factor), 1)

@@ -91,11 +91,13 @@ class Iteration:
             X, own = X.clone(memory_format=torch.contiguous_format), True
         with self.in_precision():
             if self.restarts is None:
-                X, *sizes = forms.normalized(X, self.dtype, propagate_nan=self.propagate_nan, own=own)
+                X, *sizes = forms.scaled_with_norm(X, self.dtype, self.propagate_nan, own)
+                X = forms.normalized(X, sizes[0], self.dtype)
                 factor = forms.iterate_standard(X, self.schedule, self.products, watch=watch)
             elif self.dtype == torch.float16:
                 unit = forms.UNIT_IN_FP16
-                X, *sizes = forms.normalized(X, self.dtype, propagate_nan=self.propagate_nan, unit=unit, own=own)
+                X, *sizes = forms.scaled_with_norm(X, self.dtype, self.propagate_nan, own)
+                X = forms.normalized(X, sizes[0], self.dtype, unit)
                 settings = self.schedule, self.restarts, self.products
                 factor = forms.iterate_gram_fp16(X, *settings, watch=watch, dtype=x.dtype)
             else:

@@ -63,6 +63,7 @@ def fake_group():
     [
         *((mode, form, 2**31) for mode in (*MODES, "blockwise") for form in ("standard", "gram")),
         *(("owner", "gram", workspace) for workspace in (2**30, 2**32)),
+        *((mode, "gram", 2**33) for mode in ("gram", "distributed")),  # with several chunks at work
     ],
 )
 def test_a_step_takes_no_more_than_its_workspace(fake_group, monkeypatch, mode, form, workspace):

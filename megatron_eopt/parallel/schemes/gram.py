@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, iterate_standard, nonzero, normalized
+from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, nonzero, normalized, scaled_with_norm
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.orthogonalize.products import square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
@@ -21,25 +21,35 @@ _Exchange = Callable[[Tensor, _InPlace], Generator[None, None, Tensor]]
 
 
 def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``distributed``: the standard form; waits in every step, once started."""
+    """``distributed``: the standard form; sums norms, then each Gram matrix."""
     group, iteration = job.ranks, job.iteration
     dim = cut_dimension(job.matrix.shape, job.matrix.rectangles)
     if dim is None:
         raise ValueError(f"distributed takes shards that are cut along one dimension, got {job.matrix.rectangles}")
-    yield  # the next bucket starts its exchange before this one is computed
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
-
-    def summed(x: Tensor) -> Tensor:
-        return all_reduce(x, group).wait()
-
-    watch: Watch | None = None
-    if job.watched is not None:
-        watch, summed = _watch(job), job.watched.timed("exchange", summed)
-    with _phase(job), iteration.in_precision():
-        X, _, _ = normalized(X, iteration.dtype, summed)
-        X = iterate_standard(X, iteration.schedule, iteration.products, summed, watch)
+    with _phase(job):
+        X, norm, power = scaled_with_norm(X, iteration.dtype)
+    pending = all_reduce((norm.double() * power.double()).square(), group)
+    yield
+    norm = (pending.wait().sqrt() / power.double()).to(power.dtype)
+    with _phase(job):
+        X = normalized(X, norm, iteration.dtype)
+        gram, factor = square_work(X, 2)
+        Y = torch.empty_like(X)
+    watch = _watch(job)
+    for step, (a, b, c) in enumerate(iteration.schedule):
+        with _phase(job), iteration.in_precision():
+            A = iteration.products.gram(X, out=gram)
+        pending = all_reduce(A, group)
+        yield
+        A = pending.wait()
+        with _phase(job), iteration.in_precision():
+            if watch is not None:
+                watch(step, A)
+            Z, scale = (A, b) if c == 0 else (iteration.products.addmm(A, A, A, beta=b, alpha=c, out=factor), 1)
+            X, Y = torch.baddbmm(X, Z, X, beta=a, alpha=scale, out=Y), X
     if stack.numel() == 0:
         return stack
     return (X.mT if dim == 0 else X).to(stack.dtype)

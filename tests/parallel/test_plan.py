@@ -17,7 +17,7 @@ from megatron_eopt.parallel.plan import (
     first_difference,
     make_plan,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_dimension, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at, cut_dimension, whole
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
 
 OWNED = ("owner", "gram_split", "share")
@@ -121,13 +121,19 @@ def test_what_exchanges_comes_first(given_matrices, mode, work, speeds):
     assert order == sorted(order)
 
 
+LARGE = (4096, 16384)
+
+
+# what would be fastest in one chunk is slower than owner once both are cut
+@example(
+    [Matrix(f"m{i}", LARGE, cut_at(LARGE, 1, [0, left, 16384]), "tp", 2, "a") for i, left in enumerate((0, 0, 8192))],
+    WORK,
+    Rates(),
+)
 @given(matrices(), works, rates)
 def test_auto_is_predicted_to_be_no_slower_than_what_it_may_choose(given_matrices, work, speeds):
     seconds = {m: plan_cost(make_plan(given_matrices, m, work, speeds), work, speeds).seconds for m in MODES}
     assert seconds["auto"] <= seconds["owner"] * (1 + 1e-9)
-
-
-LARGE = (4096, 16384)
 
 
 # what does not fit into the workspace beside other groups, and fits alone

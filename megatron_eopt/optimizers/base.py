@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.parameters import (
     check_scalable,
     check_split,
     checked_split,
+    comparable,
     in_order,
     local,
     matrix_layout,
@@ -402,7 +403,7 @@ class BaseOptimizer(Optimizer):
         plans, parameters = session.plans, self._parameters()
         if plans.engine is None or plans.engine_of != wanted:
             engine = self.proposed()
-            kernel = engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+            kernel = engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
             for group in self.param_groups if kernel is not None else ():
                 group[KERNEL] = kernel
                 if RATES in self.traits.carried_settings:

@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.parameters import (
     check_matrix,
     check_shard,
     checked_split,
+    comparable,
     local,
     names_of_last,
     scale_rows,
@@ -273,7 +274,7 @@ class Spectron(BaseOptimizer):
                         f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
                     )
             factors, self._factored = self._proposed_factors()
-            kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+            kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
             self._factors, self._prepared = factors, engine
             self._done |= {p for p, w in self._factored.items() if not w.factors[0].in_state}
             for group in self.param_groups:

@@ -163,17 +163,31 @@ def in_turns[T](compute: Callable[[], T], groups: Groups) -> T:
 
 
 def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> Rates:
-    """The slowest rank's rates; the default's for exchanges without groups."""
-    rows = 4096 if device.type == "cuda" else 1024
-    x = torch.randn(rows, rows, device=device).to(dtype)
-    flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)
+    """The slowest rank's rates; the default's for exchanges without groups.
+
+    An error on one rank, such as out of memory, is a ``RuntimeError`` on all.
+    """
+    rows, rates, reason = 4096 if device.type == "cuda" else 1024, list[float](), None
+    try:
+        x = torch.randn(rows, rows, device=device).to(dtype)
+        rates.append(2 * rows**3 / seconds(lambda: x @ x, device))
+        flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)
+        for group in groups.values():  # memory of an all-gather: without it, the others would wait for this rank there
+            sent.new_empty(group.size(), sent.numel())
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        torch.cuda.empty_cache()  # of what had no room
+    if not lowest_of_all(torch.tensor([reason is None]).int(), groups):
+        raise RuntimeError(
+            f"rates cannot be measured: {reason or 'it fails on another rank'}. Leave room for it, or give rates "
+            f"(plan_rates) in place of 'measure'"
+        )
 
     def bytes_and_calls(group: ProcessGroup) -> tuple[float, float]:
         latency = seconds(lambda: all_reduce(flag, group).wait(), device)
         gathered = seconds(lambda: all_gather(sent, group).wait(), device)
         return (group.size() - 1) * _SENT_BYTES / max(gathered - latency, 1e-9), 1 / latency
 
-    rates = [2 * rows**3 / seconds(lambda: x @ x, device)]
     for group in groups.values():
         rates += bytes_and_calls(group)
     flops, *others = lowest_of_all(torch.tensor(rates, dtype=torch.float64, device=device), groups).tolist()

@@ -37,7 +37,7 @@ from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import power_iterations
-from megatron_eopt.orthogonalize.timing import times
+from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
@@ -281,9 +281,9 @@ class Spectron(BaseOptimizer):
                 group[KERNEL] = kernel
         return engine
 
-    def kernel_times(self) -> Tensor:
-        """Times for the factors."""
-        return times(*self._proposed_factors()[0].stacks())
+    def kernel_products(self) -> KernelProducts:
+        """Those of the factors."""
+        return self._proposed_factors()[0].stacks()
 
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
         return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz

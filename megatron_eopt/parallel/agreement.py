@@ -79,11 +79,13 @@ def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None
     on a GPU. Raises ``RuntimeError`` if the kernel cannot serve.
     """
     stacks, dtypes, device, precision = products
+    compiles: Groups = groups if timing.is_timed(device) else {}
     if times_kernels(kernel, kept, device):
         times = in_turns(lambda: timing.times(*products), groups)
-        kept = timing.fastest(-lowest_of_all(-times, groups))
-    agree = partial(lowest_of_all, groups=groups)
-    return choose(stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision, agree=agree).kernel
+        kept, compiles = timing.fastest(-lowest_of_all(-times, groups)), {}  # what was timed is compiled
+    choose_here = partial(choose, stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision)
+    agree, turns = partial(lowest_of_all, groups=groups), partial(in_turns, groups=compiles)
+    return choose_here(agree=agree, take_turns=turns).kernel
 
 
 def check_replicas(

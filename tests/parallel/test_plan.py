@@ -2,11 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_eopt.parallel import records
 from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.cost import Rates, bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
 from megatron_eopt.parallel.plan import (
@@ -373,3 +375,13 @@ def test_shared_matrices_leave_in_parts():
 def test_what_fits_into_the_workspace_is_not_cut(mode):
     plan = make_plan(some(1000, (64, 16), 0), mode, WORK)
     assert [len(bucket.matrices) for bucket in plan.buckets] == [1000]
+
+
+@pytest.mark.parametrize("mode", ["owner", "auto"])
+def test_rectangles_of_a_matrix_are_added_once(mode, monkeypatch):
+    """Not for each rank again, of which a run may have thousands."""
+    added = mock.Mock(side_effect=records.copies)
+    monkeypatch.setattr(records, "copies", added)
+    given_matrices = [*some(9, (1024, 4096), 1, ranks=32), *some(9, (64, 64), 0, ranks=32)]
+    make_plan(given_matrices, mode, WORK)
+    assert 0 < added.call_count <= len(given_matrices)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import is_plain, plain
 from megatron_eopt.orthogonalize import timing
+from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
 from megatron_eopt.overrides import Entry, OverrideError
 from megatron_eopt.parallel.agreement import in_turns, lowest_of_all
 from megatron_eopt.parallel.collectives import lowest
@@ -114,18 +115,22 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     """Choose the fastest kernel of symmetric products for the run.
 
     The slowest rank counts, and a kernel that fails on one rank serves on none. Ranks without optimizers call it too: a
-    checkpoint holds one choice, and replicas need not share a group.
+    checkpoint holds one choice, and replicas need not share a group. What is given is compiled in turns here, and
+    checked by ``prepare``.
     """
     ours = [optimizer for optimizer in optimizers if isinstance(optimizer, BaseOptimizer)]
     choosing = [optimizer for optimizer in ours if KERNEL in optimizer.traits.carried_settings]
+    devices = [next(p for group in x.param_groups for p in group["params"]).device for x in choosing]
+    timed = [x for x, device in zip(choosing, devices, strict=True) if timing.is_timed(device)]
+    found = [(x.symmetric_products or x.param_groups[0].get(KERNEL), x.kernel_products()) for x in timed]
 
     def slowest() -> torch.Tensor:
         times = timing.times([], [], torch.device("cpu"))
-        for optimizer in choosing:
-            group = optimizer.param_groups[0]
-            device = next(p for group in optimizer.param_groups for p in group["params"]).device
-            if timing.is_timed(device) and optimizer.symmetric_products is None and KERNEL not in group:
-                times = times.maximum(optimizer.kernel_times())
+        for given, products in found:
+            if given is None:
+                times = times.maximum(timing.times(*products))
+            else:
+                reason_against(given, *products, KERNELS)
         return times
 
     world = {"world": dist.group.WORLD} if dist.group.WORLD else {}

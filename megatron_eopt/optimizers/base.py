@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.parameters import (
     check_scalable,
     check_split,
     checked_split,
+    comparable,
     in_order,
     local,
     matrix_layout,
@@ -44,7 +45,7 @@ from megatron_eopt.optimizers.state import (
 )
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
 from megatron_eopt.orthogonalize.choices import check_arguments
-from megatron_eopt.orthogonalize.timing import times
+from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.engine import Engine
@@ -385,9 +386,9 @@ class BaseOptimizer(Optimizer):
         workspace = Workspace(bytes=self.workspace, kept=4 * self.traits.keeps_momenta + state, state=state)
         return Engine(described, device, self.tp_mode, used, workspace)
 
-    def kernel_times(self) -> Tensor:
-        """Times that choose the kernel: see :func:`.timing.times`."""
-        return times(*self.proposed().stacks())
+    def kernel_products(self) -> KernelProducts:
+        """What :meth:`prepare` will choose the kernel for."""
+        return self.proposed().stacks()
 
     def prepare(self) -> Engine:
         """Settle the step with the other ranks; all call together.
@@ -402,7 +403,7 @@ class BaseOptimizer(Optimizer):
         plans, parameters = session.plans, self._parameters()
         if plans.engine is None or plans.engine_of != wanted:
             engine = self.proposed()
-            kernel = engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+            kernel = engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
             for group in self.param_groups if kernel is not None else ():
                 group[KERNEL] = kernel
                 if RATES in self.traits.carried_settings:

@@ -24,7 +24,7 @@ from megatron_eopt.orthogonalize.kernels import KERNELS, made
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype, validate_matmul_precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_same
+from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_replicas, check_same, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
@@ -229,7 +229,11 @@ class DistributedMuon(BaseOptimizer):
                 matrices.append(Matrix(name, shape, (whole(shape),) * self.ranks, _LABEL, p.itemsize))
             check_same(Plan(tuple(matrices), tuple(chain(*self.rounds))), groups, parameters[0].device)
             products = self._kernel_products([each.shape for each in matrices])
-            kernel = agreed_kernel(products, self.symmetric_products, self.param_groups[0].get(KERNEL), groups)
+            given = self.symmetric_products, self.param_groups[0].get(KERNEL)
+            if times_kernels(*given, parameters[0].device) and self.ranks > 1:
+                weights = [(name, "", p.detach()) for name, p in zip(self._names(), parameters, strict=True)]
+                check_replicas(None, {}, parameters[0].device, weights, self.process_group)
+            kernel = agreed_kernel(products, *given, groups)
             for group in self.param_groups:
                 group[KERNEL] = kernel
         self.init_state()

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.parallel.layout import is_sharded
+from megatron_eopt.parallel.layout import is_sharded, is_unmarked
 from megatron_eopt.parallel.records import Matrix
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ def warned_of_unmarked(
 ) -> bool:
     """Warn of a ``partition_dim`` without ``tensor_model_parallel``."""
     several = zip(names, parameters, matrices, strict=True)
-    claiming = [(name, p) for name, p, of_p in several if of_p and p.ndim > 1 and getattr(p, "partition_dim", -1) >= 0]
-    unmarked = [name for name, p in claiming if not is_sharded(p) and not hasattr(p, "tensor_model_parallel")]
+    claiming = [(name, p) for name, p, of_p in several if of_p and p.ndim > 1 and is_unmarked(p)]
+    unmarked = [name for name, p in claiming if not is_sharded(p)]
     if unmarked and tp.rank() == 0:
         logger.warning(
             f"{optimizer}: {', '.join(unmarked)} have a partition_dim and no tensor_model_parallel, so each of the "

@@ -1,6 +1,6 @@
 """Names, layouts and logical matrices of parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_eopt.matrices import Split, check_split_shapes, declared_split
 from megatron_eopt.optimizers.group_settings import check_flag
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
-from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of, split_layout, within
+from megatron_eopt.parallel.layout import (
+    Layout,
+    is_cut_again,
+    is_expert,
+    is_sharded,
+    is_unmarked,
+    layout_of,
+    split_layout,
+    within,
+)
 from megatron_eopt.parallel.records import Shape
 
 # Attributes of parameters:
@@ -73,10 +82,34 @@ def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list
     """Names of the last group's parameters, indices with ``shapes``."""
     names, last = [], groups[-1]
     for index, parameter in enumerate(last["params"]):
-        known = last["param_names"][index] if "param_names" in last else getattr(parameter, NAME, None)
+        known = _known_name(last, index)
         shape = f", of shape {tuple(parameter.shape)}" if shapes else ""
         names.append(str(known or f"parameter {index} of group {len(groups) - 1}{shape}"))
     return names
+
+
+def _known_name(group: dict[str, Any], index: int) -> str | None:
+    return group["param_names"][index] if "param_names" in group else getattr(group["params"][index], NAME, None)
+
+
+def comparable(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
+    """Parameters of an optimizer whose copies on other ranks are known.
+
+    Copies are what ranks of one mesh or group hold alike, and what has one name on all ranks, but for experts and
+    unmarked shards. Without either, two stages of a pipeline may have parameters of the same shapes.
+    """
+    names = iter(parameter_names(optimizer.param_groups))
+    for group in optimizer.param_groups:
+        for index, (p, name) in enumerate(zip(group["params"], names, strict=False)):
+            here = optimizer.layout(p)
+            of: list[int] | None = None
+            if isinstance(p, DTensor):
+                of = p.device_mesh.mesh.tolist()
+            elif _known_name(group, index) is None or is_expert(p) or is_unmarked(p):
+                if here.group is None:
+                    continue
+                of = dist.get_process_group_ranks(here.group)
+            yield name, repr((of, here.shape, here.rectangle, p.dtype)), local(p.detach())
 
 
 def check_distinct(name: str, groups: Sequence[dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.parameters import (
     check_matrix,
     check_shard,
     checked_split,
+    comparable,
     local,
     names_of_last,
     scale_rows,
@@ -36,7 +37,7 @@ from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import power_iterations
-from megatron_eopt.orthogonalize.timing import times
+from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
@@ -273,16 +274,16 @@ class Spectron(BaseOptimizer):
                         f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
                     )
             factors, self._factored = self._proposed_factors()
-            kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+            kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
             self._factors, self._prepared = factors, engine
             self._done |= {p for p, w in self._factored.items() if not w.factors[0].in_state}
             for group in self.param_groups:
                 group[KERNEL] = kernel
         return engine
 
-    def kernel_times(self) -> Tensor:
-        """Times for the factors."""
-        return times(*self._proposed_factors()[0].stacks())
+    def kernel_products(self) -> KernelProducts:
+        """Those of the factors."""
+        return self._proposed_factors()[0].stacks()
 
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
         return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz

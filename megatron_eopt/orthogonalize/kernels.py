@@ -98,6 +98,7 @@ def choose(
     kept: str | None = None,
     fp32_precision: Fp32Precision = "ieee",
     agree: Callable[[Tensor], Tensor] | None = None,
+    take_turns: Callable[[Callable[[], list[str | None]]], list[str | None]] = lambda check: check(),
     kernels: Kernels = KERNELS,
 ) -> Choice:
     """Choose the kernel for ``shapes``, the same on every rank.
@@ -106,7 +107,8 @@ def choose(
     ``kernel``, or else ``kept``, that of the checkpoint, replaces the first that serves: a ``RuntimeError`` on all
     ranks if it cannot serve on one, a ``ValueError`` if ``kernel`` is unknown. ``fp32_precision`` is for kernels that
     do not follow torch's setting. ``agree``, called once, takes the element-wise minimum over the ranks of an int32
-    tensor on the CPU. ``kernels`` are the fastest first, the reference last.
+    tensor on the CPU; ``take_turns`` calls what checks kernels, and so compiles them. ``kernels`` are the fastest
+    first, the reference last.
     """
     if kernel is not None:
         _entries(kernel, kernels)
@@ -115,10 +117,10 @@ def choose(
     names, tried = [*kernels], [name for name in kernels if all(kernels[name].suits(shapes, x, device) for x in dtypes)]
     if asked is not None:
         names = tried = [asked]
-    reference, reasons = list(kernels)[-1], dict[str, str]()
-    for name in tried:
-        if name != reference and (reason := reason_against(name, shapes, dtypes, device, fp32_precision, kernels)):
-            reasons[name] = reason
+    checked = [name for name in tried if name != list(kernels)[-1]]
+    settings = shapes, dtypes, device, fp32_precision, kernels
+    found = take_turns(lambda: [reason_against(name, *settings) for name in checked])
+    reasons = {name: reason for name, reason in zip(checked, found, strict=True) if reason}
     serves = torch.tensor([name in tried and name not in reasons for name in names]).int()
     if agree is not None:
         serves = agree(serves)

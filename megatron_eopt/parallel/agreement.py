@@ -17,6 +17,7 @@ from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import Shapes, choose
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.timing import seconds
+from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.plan import fingerprint, first_difference
@@ -24,6 +25,7 @@ from megatron_eopt.parallel.records import Plan
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label
 KernelProducts = tuple[Shapes, Sequence[torch.dtype], torch.device, Fp32Precision]  # of a kernel that is chosen
+Weights = Iterable[tuple[str, str, Tensor]]  # of matrices: name, what ranks with a copy of it share, and a copy
 _SENT_BYTES = 2**22
 
 
@@ -65,6 +67,11 @@ def check_same(
         )
 
 
+def times_kernels(kernel: str | None, kept: str | None, device: torch.device) -> bool:
+    """Whether ranks time kernels together: on a GPU, if none is given."""
+    return kernel is None and kept is None and timing.is_timed(device)
+
+
 def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None, groups: Groups) -> str:
     """The choice of a kernel, the same on the ranks of all groups.
 
@@ -72,32 +79,57 @@ def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None
     on a GPU. Raises ``RuntimeError`` if the kernel cannot serve.
     """
     stacks, dtypes, device, precision = products
-    if kernel is None and kept is None and timing.is_timed(device):
+    compiles: Groups = groups if timing.is_timed(device) else {}
+    if times_kernels(kernel, kept, device):
         times = in_turns(lambda: timing.times(*products), groups)
-        kept = timing.fastest(-lowest_of_all(-times, groups))
-    agree = partial(lowest_of_all, groups=groups)
-    return choose(stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision, agree=agree).kernel
+        kept, compiles = timing.fastest(-lowest_of_all(-times, groups)), {}  # what was timed is compiled
+    choose_here = partial(choose, stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision)
+    agree, turns = partial(lowest_of_all, groups=groups), partial(in_turns, groups=compiles)
+    return choose_here(agree=agree, take_turns=turns).kernel
 
 
-def check_replicas(held: object, settings: Mapping[str, Any], device: torch.device) -> None:
-    """Refuse settings that differ between ranks with equal ``held``.
+def check_replicas(
+    held: object,
+    settings: Mapping[str, Any],
+    device: torch.device,
+    weights: Weights = (),
+    group: ProcessGroup | None = None,
+) -> None:
+    """Refuse settings that differ between ranks with equal ``held``, and weights.
 
-    All ranks of the world call it. ``held`` tells what a rank has of the model, ``settings`` are by parameter;
-    ``ValueError`` on all names the first difference.
+    All ranks of the group, or the world, call it. ``held`` tells what a rank has of the model, ``settings`` are by
+    parameter. Weights are compared between ranks that list the same. ``ValueError`` on all names the first difference.
     """
-    world: Any = dist.group.WORLD
-    own = [int.from_bytes(sha256(repr(x).encode()).digest()[:7]) for x in (held, settings)]
-    first: dict[int, tuple[int, int]] = {}
-    for rank, (of_held, of_settings) in enumerate(all_gather(torch.tensor(own, device=device), world).wait().tolist()):
-        other, known = first.setdefault(of_held, (rank, of_settings))
-        if known == of_settings:
-            continue
-        of_ranks: list[Any] = [None] * world.size()
-        dist.all_gather_object(of_ranks, settings, group=world)
+    ranks: Any = group or dist.group.WORLD
+    of_weights = {(name, of): int(checksum(x, [0] * x.ndim, x.shape)) for name, of, x in weights}
+    told = held, settings, list(of_weights), list(of_weights.values())
+    own = torch.tensor([int.from_bytes(sha256(repr(x).encode()).digest()[:7]) for x in told], device=device)
+    rows = list(enumerate(all_gather(own, ranks).wait().tolist()))
+    of_ranks: list[Any] = [None] * ranks.size()
+    if pair := _differing((rank, row[0], row[1]) for rank, row in rows):
+        dist.all_gather_object(of_ranks, settings, group=ranks)
+        one, other = pair
         raise ValueError(
-            f"the optimizer's settings differ between ranks {other} and {rank}, which hold the same parameters: "
-            f"{_first_setting(of_ranks[other], of_ranks[rank])}. Replicas need the same settings"
+            f"the optimizer's settings differ between ranks {one} and {other}, which hold the same parameters: "
+            f"{_first_setting(of_ranks[one], of_ranks[other])}. Replicas need the same settings"
         )
+    if pair := _differing((rank, row[2], row[3]) for rank, row in rows):
+        dist.all_gather_object(of_ranks, of_weights, group=ranks)
+        one, other = pair
+        name = next(key[0] for key, x in of_ranks[one].items() if of_ranks[other][key] != x)
+        raise ValueError(
+            f"the weights of {name} differ between ranks {one} and {other}, which hold copies of it: they would train "
+            f"different models. Load one checkpoint on all ranks, or broadcast the weights, before the first step. "
+            f"If these ranks are to have different weights, name the kernel (symmetric_products), and nothing is "
+            f"compared"
+        )
+
+
+def _differing(rows: Iterable[tuple[int, int, int]]) -> tuple[int, int] | None:
+    """Two ranks of one key and two values, of (rank, key, value)."""
+    first: dict[int, tuple[int, int]] = {}
+    found = ((first.setdefault(key, (rank, value)), rank, value) for rank, key, value in rows)
+    return next(((other, rank) for (other, known), rank, value in found if known != value), None)
 
 
 def _first_setting(of_one: Mapping[str, Any], of_other: Mapping[str, Any]) -> str | None:
@@ -133,17 +165,31 @@ def in_turns[T](compute: Callable[[], T], groups: Groups) -> T:
 
 
 def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> Rates:
-    """The slowest rank's rates; the default's for exchanges without groups."""
-    rows = 4096 if device.type == "cuda" else 1024
-    x = torch.randn(rows, rows, device=device).to(dtype)
-    flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)
+    """The slowest rank's rates; the default's for exchanges without groups.
+
+    An error on one rank, such as out of memory, is a ``RuntimeError`` on all.
+    """
+    rows, rates, reason = 4096 if device.type == "cuda" else 1024, list[float](), None
+    try:
+        x = torch.randn(rows, rows, device=device).to(dtype)
+        rates.append(2 * rows**3 / seconds(lambda: x @ x, device))
+        flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)
+        for group in groups.values():  # memory of an all-gather: without it, the others would wait for this rank there
+            sent.new_empty(group.size(), sent.numel())
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        torch.cuda.empty_cache()  # of what had no room
+    if not lowest_of_all(torch.tensor([reason is None]).int(), groups):
+        raise RuntimeError(
+            f"rates cannot be measured: {reason or 'it fails on another rank'}. Leave room for it, or give rates "
+            f"(plan_rates) in place of 'measure'"
+        )
 
     def bytes_and_calls(group: ProcessGroup) -> tuple[float, float]:
         latency = seconds(lambda: all_reduce(flag, group).wait(), device)
         gathered = seconds(lambda: all_gather(sent, group).wait(), device)
         return (group.size() - 1) * _SENT_BYTES / max(gathered - latency, 1e-9), 1 / latency
 
-    rates = [2 * rows**3 / seconds(lambda: x @ x, device)]
     for group in groups.values():
         rates += bytes_and_calls(group)
     flops, *others = lowest_of_all(torch.tensor(rates, dtype=torch.float64, device=device), groups).tolist()

@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
-from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.agreement import (
     KernelProducts,
+    Weights,
     agreed_kernel,
     check_replicas,
     check_same,
     groups_by_label,
     measured_rates,
+    times_kernels,
 )
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import all_reduce, lowest
@@ -116,22 +117,23 @@ class Engine:
         self._room = workspace.for_chunks(largest_iteration(planned if self.works else (), self.works))
         self._room *= not workspace.state  # whose slots on the device are those of the chunk at work and of the next
 
-    def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
+    def prepare(self, kernel: str | None = None, kept: str | None = None, weights: Weights = ()) -> str | None:
         """Agree with all ranks, together, on plan and kernel.
 
         Returns the choice of a kernel: ``kernel``, that of the user, else ``kept``, that of the checkpoint or the run;
         None where nothing is orthogonalized. If neither is given, kernels are timed on a GPU, and all ranks of the
-        world agree, since replicas need not share a group. Raises ``ValueError`` if the plan or settings differ between
-        ranks, ``RuntimeError`` if the kernel cannot serve.
+        world agree, since replicas need not share a group; settings of replicas and ``weights`` are compared, too.
+        Raises ``ValueError`` if plan, settings or weights differ between ranks, ``RuntimeError`` if the kernel cannot
+        serve.
         """
         settings = {x: {p.name: p.settings for p in self._parameters if x in p.shared_by} for x in self.groups}
         check_same(self.plan, self.groups, self.device, settings)
         if not self.works:
             return None
         groups = self.groups
-        if kernel is None and kept is None and timing.is_timed(self.device) and dist.group.WORLD is not None:
+        if times_kernels(kernel, kept, self.device) and dist.group.WORLD is not None:
             held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
-            check_replicas(held, {p.name: p.settings for p in self._parameters}, self.device)
+            check_replicas(held, {p.name: p.settings for p in self._parameters}, self.device, weights)
             groups = {"world": dist.group.WORLD}
         products = self.stacks()
         choice, precision = agreed_kernel(products, kernel, kept, groups), products[-1]

@@ -98,6 +98,11 @@ def is_sharded(parameter: Tensor) -> bool:
     )
 
 
+def is_unmarked(parameter: Tensor) -> bool:
+    """Whether attributes do not say if a parameter is cut."""
+    return getattr(parameter, "partition_dim", -1) >= 0 and not hasattr(parameter, "tensor_model_parallel")
+
+
 def is_cut_again(parameter: Tensor) -> bool:
     """Whether Megatron (0.19) cuts a shard's rows a second time."""
     return bool(getattr(parameter, "is_gtp_weight_remat", False))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain, combinations, zip_longest
+from itertools import chain, combinations, product, zip_longest
 from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -75,7 +75,8 @@ def make_plan(
       in this order where two are equal: all by ``owner``; ``floor(B / T) * T`` by ``owner`` and the rest by ``gram``,
       replicated or split, or ``distributed``; all by one of these; and, up to :data:`SMALL_ENTRIES`, by ``duplicated``.
       It starts with ``owner`` everywhere, and with what is best for each bucket alone, and changes one bucket after
-      another, the largest matrices first, until none gets better.
+      another, the largest matrices first, until none gets better. Of what it found and what it started with it takes
+      the fastest, each cut into chunks where the workspace does that.
 
     Compute ranks are dealt in rounds; the last round of a bucket goes to the ranks with the least to do so far, the
     largest matrices first, so that two ranks differ by at most one matrix. Where shards differ, a rank gets matrices of
@@ -98,21 +99,31 @@ def make_plan(
 
     # from here on the order does not depend on that of the parameters
     kinds = [(draft.matrices[alike[kind][0]], tuple(alike[kind])) for kind in sorted(alike)]
-    of_groups = []
-    for group, ranks in sorted({(m.group, m.ranks) for m, _ in kinds}):
-        of_this_group = [indices for m, indices in kinds if (m.group, m.ranks) == (group, ranks)]
-        options = [_options(draft, indices, mode, work, group in share_groups) for indices in of_this_group]
-        of_groups.append(_best(draft, options, work, rates))
 
     def order(bucket: Bucket) -> tuple[int, bool, float]:
         idle = bucket.scheme in ("local", "blockwise")
         return bucket.chunk, idle, -bucket_cost(draft, bucket, work, rates).seconds
 
     numbers = range(len(draft.matrices)) if parameters is None else parameters
-    chunk_of = _chunks(draft, list(chain(*of_groups)), order, work, workspace, numbers)
-    if chunk_of:
-        of_groups = [_with_compute_ranks(draft, list(_cut(bucket, chunk_of)), work) for bucket in of_groups]
-    parts = chain(*(_in_parts(bucket, draft.matrices[bucket.matrices[0]].ranks) for bucket in chain(*of_groups)))
+
+    def cut(of_groups: Sequence[list[Bucket]]) -> Sequence[list[Bucket]]:
+        chunk_of = _chunks(draft, list(chain(*of_groups)), order, work, workspace, numbers)
+        if not chunk_of:
+            return of_groups
+        return [_with_compute_ranks(draft, list(_cut(buckets, chunk_of)), work) for buckets in of_groups]
+
+    def seconds(of_groups: Sequence[list[Bucket]]) -> float:
+        return plan_cost(replace(draft, buckets=tuple(chain(*cut(of_groups)))), work, rates).seconds
+
+    of_labels: dict[str, list[list[list[Bucket]]]] = {}
+    for group, ranks in sorted({(m.group, m.ranks) for m, _ in kinds}):
+        of_this_group = [indices for m, indices in kinds if (m.group, m.ranks) == (group, ranks)]
+        options = [_options(draft, indices, mode, work, group in share_groups) for indices in of_this_group]
+        of_labels.setdefault(group, []).append(_best(draft, options, work, rates))
+    # groups of one label share chunks, and what is best in one chunk need not be best in several
+    of_groups = chain(*(min(product(*of_label), key=seconds) for of_label in of_labels.values()))
+    served = chain(*cut(list(of_groups)))
+    parts = chain(*(_in_parts(bucket, draft.matrices[bucket.matrices[0]].ranks) for bucket in served))
     return replace(draft, buckets=tuple(sorted(parts, key=order)))
 
 
@@ -184,8 +195,8 @@ def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, s
     return options
 
 
-def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works, rates: Rates) -> list[Bucket]:
-    """The quickest options of a group, with compute ranks."""
+def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works, rates: Rates) -> list[list[Bucket]]:
+    """Options of a group with compute ranks, the quickest first."""
 
     def serve(picked: Sequence[tuple[Bucket, ...]]) -> list[Bucket]:
         return _with_compute_ranks(draft, [bucket for buckets in picked for bucket in buckets], work)
@@ -206,8 +217,9 @@ def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works,
         return picked
 
     quickest = [min(choices, key=lambda choice: seconds([choice])) for choices in options]
-    starts = ([choices[0] for choices in options], quickest)
-    return serve(min(map(improved, starts), key=seconds))
+    starts = [[choices[0] for choices in options], quickest]
+    found = [*sorted(map(improved, starts), key=seconds), *starts]
+    return list(map(serve, (picked for i, picked in enumerate(found) if picked not in found[:i])))
 
 
 def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Bucket]:

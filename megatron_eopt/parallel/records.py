@@ -139,7 +139,7 @@ class Matrix:
         entries = (rectangle.numel for rectangle in self.rectangles)
         return tuple((rank, number) for rank, number in enumerate(entries) if number)
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """How often the ranks hold it between them."""
         return copies(self.shape, self.rectangles)

@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.multiprocessing as mp
 from megatron_eopt.matrices import Part, Split
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import collectives
+from megatron_eopt.parallel.agreement import measured_rates
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.cost import DEFAULT_RATES
@@ -307,6 +309,33 @@ def test_ranks_that_differ_are_refused():
         assert "'b' has eps None in the one and 1e-08 in the other" in elementwise
         assert "parameter 1 is 'b' in the one and 'c' in the other" in other
         assert all("the optimizer's plan differs between ranks 0 and 1 of group 'tp'" in each for each in messages)
+
+
+def without_memory(rank, ranks):
+    """What each rank says where rates are measured and rank 1 has no memory for the matrix, or for what is sent."""
+
+    def none_left(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    groups, messages = {"world": dist.group.WORLD}, []
+    for name in ("randn", "zeros"):
+        with mock.patch.object(torch, name, none_left if rank == 1 else getattr(torch, name)):
+            try:
+                measured_rates(groups, CPU, F32)
+            except RuntimeError as error:
+                messages.append(str(error))
+    assert measured_rates(groups, CPU, F32).flops > 0
+    return messages
+
+
+def test_all_ranks_are_told_where_one_cannot_measure_rates():
+    first, second = run_ranks(without_memory, 2)
+    assert [message.partition(". ")[0] for message in first] == [
+        "rates cannot be measured: it fails on another rank"
+    ] * 2
+    assert [message.partition(". ")[0] for message in second] == [
+        "rates cannot be measured: OutOfMemoryError: no memory"
+    ] * 2
 
 
 # A rank that is gone.

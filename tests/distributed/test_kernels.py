@@ -96,8 +96,26 @@ def on_rank(rank, ranks):
         in_turns(compiling, {"world": dist.group.WORLD})
     except RuntimeError:
         assert rank == 0
-    del os.environ["LOCAL_RANK"]
     found["turns"] = order
+    # so does a kernel that a checkpoint has kept
+    checks = []
+
+    def slow(tiles, shape):
+        checks.append(time.time())
+        time.sleep(0.1 if rank == 0 else 0.0)
+        return 1.0
+
+    clocked(slow)
+    shared.load_state_dict(shared.state_dict())
+    shared.prepare()
+    found["kept"] = (checks[0], checks[-1])
+    checks.clear()
+    replica = optimizer_of((20, 24))
+    replica.param_groups[0][KERNEL] = "triton"
+    choose_kernels([replica])
+    found["kept in Megatron"] = (checks[0], checks[-1])
+    clocked(cost)
+    del os.environ["LOCAL_RANK"]
     # without clocks nothing is agreed: a rank may step alone
     timing.is_timed = lambda device: False
     found["alone"] = kernel_of(optimizer_of((20, 24))) if rank == 0 else "triton"
@@ -131,6 +149,8 @@ def test_all_ranks_of_a_run_choose_alike():
         assert first[case] == second[case] == kernel, case
     for began, ended in ((0, 1), (2, 3)):
         assert second["turns"][began] >= first["turns"][ended]
+    for case in ("kept", "kept in Megatron"):
+        assert second[case][0] >= first[case][1], case
     assert first["differing"] == second["differing"]
     assert "differ between ranks 0 and 1, which hold the same parameters" in first["differing"]
     assert "has momentum 0.9 in the one and 0.91 in the other" in first["differing"]

@@ -19,7 +19,7 @@ from megatron_eopt.orthogonalize.forms import (
 from megatron_eopt.orthogonalize.kernels import choose, made
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype
-from megatron_eopt.orthogonalize.products import Blocked, Dense
+from megatron_eopt.orthogonalize.products import Blocked, Dense, mean_of_triangles
 from tests.orthogonalize.simulation import PUBLISHED_ERRORS, Rounded
 from tests.orthogonalize.test_newton_schulz import exact, gaussian, relative
 
@@ -213,6 +213,25 @@ def test_plain_products_in_fp16_are_exactly_symmetric():
     product = Dense().addmm(R, R, R, beta=0.5, alpha=1e-3)
     assert torch.equal(product, product.mT)
     torch.testing.assert_close(product.float(), 0.5 * R.float() + 1e-3 * R.float() @ R.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("stack", [(), (2,)])
+def test_means_of_triangles_are_exactly_symmetric_products(dtype, stack):
+    """What a GPU does: other memory is read and written, and no half of a large number overflows."""
+    a = gaussian(*stack, 16, 24).to(dtype)
+    half, out = torch.full((2, *stack, 16, 16), torch.nan, dtype=dtype).unbind()
+    gram = mean_of_triangles(half, a, a.mT, beta=0.0, alpha=1.0, half=half, out=out)
+    assert gram is out
+    c, large = gram.clone(), torch.eye(16, dtype=dtype).expand(*stack, 16, 16) * 200
+    product = mean_of_triangles(c, large, large, beta=0.5, alpha=1.0, half=half, out=None)
+    for found, expected in (
+        (gram, a.double() @ a.double().mT),
+        (product, 0.5 * c.double() + large.double() @ large.double()),
+    ):
+        assert torch.equal(found, found.mT)
+        bound = 8 * torch.finfo(dtype).eps * expected.abs().amax()
+        assert (found - expected).abs().max() <= bound
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,17 @@ def test_errors_are_as_published(preset, rounding, mirrored):
         assert bound / 3.5 < max(run[name] for run in runs) <= bound, name
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("rounding", [torch.float16, torch.float32])
+def test_errors_with_means_of_triangles_are_not_larger(preset, rounding, monkeypatch):
+    """As on a GPU without the kernel: half the product and its transpose are added, each rounded."""
+    mean = lambda products, x: products.round(products.round(x / 2) + products.round(x / 2).mT)  # noqa: E731
+    monkeypatch.setattr(Rounded, "_symmetric", mean)
+    runs = [preset_errors(preset, rounding, shape=shape, seed=seed) for shape in SHAPES for seed in (0, 7)]
+    for name, bound in PUBLISHED_ERRORS[preset][rounding].items():
+        assert max(run[name] for run in runs) <= bound, name
+
+
 def test_without_rounding_the_simulation_is_the_plain_gram_form():
     # what the simulation computes, by products that know nothing of it
     x = gaussian(2, 32, 48)

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_eopt.parallel import records
 from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.cost import Rates, bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
 from megatron_eopt.parallel.plan import (
@@ -17,7 +19,7 @@ from megatron_eopt.parallel.plan import (
     first_difference,
     make_plan,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_dimension, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at, cut_dimension, whole
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
 
 OWNED = ("owner", "gram_split", "share")
@@ -121,13 +123,19 @@ def test_what_exchanges_comes_first(given_matrices, mode, work, speeds):
     assert order == sorted(order)
 
 
+LARGE = (4096, 16384)
+
+
+# what would be fastest in one chunk is slower than owner once both are cut
+@example(
+    [Matrix(f"m{i}", LARGE, cut_at(LARGE, 1, [0, left, 16384]), "tp", 2, "a") for i, left in enumerate((0, 0, 8192))],
+    WORK,
+    Rates(),
+)
 @given(matrices(), works, rates)
 def test_auto_is_predicted_to_be_no_slower_than_what_it_may_choose(given_matrices, work, speeds):
     seconds = {m: plan_cost(make_plan(given_matrices, m, work, speeds), work, speeds).seconds for m in MODES}
     assert seconds["auto"] <= seconds["owner"] * (1 + 1e-9)
-
-
-LARGE = (4096, 16384)
 
 
 # what does not fit into the workspace beside other groups, and fits alone
@@ -367,3 +375,13 @@ def test_shared_matrices_leave_in_parts():
 def test_what_fits_into_the_workspace_is_not_cut(mode):
     plan = make_plan(some(1000, (64, 16), 0), mode, WORK)
     assert [len(bucket.matrices) for bucket in plan.buckets] == [1000]
+
+
+@pytest.mark.parametrize("mode", ["owner", "auto"])
+def test_rectangles_of_a_matrix_are_added_once(mode, monkeypatch):
+    """Not for each rank again, of which a run may have thousands."""
+    added = mock.Mock(side_effect=records.copies)
+    monkeypatch.setattr(records, "copies", added)
+    given_matrices = [*some(9, (1024, 4096), 1, ranks=32), *some(9, (64, 64), 0, ranks=32)]
+    make_plan(given_matrices, mode, WORK)
+    assert 0 < added.call_count <= len(given_matrices)

@@ -5,7 +5,6 @@ of global tensors are sums over shards, and can be compared at another number of
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,43 +20,15 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.megatron.agreement import union
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.optimizers.nonfinite import to_host
+from megatron_eopt.parallel.checksum import INTEGERS, checksum
 from megatron_eopt.parallel.collectives import total
-from megatron_eopt.parallel.layout import is_cut_again, is_sharded
+from megatron_eopt.parallel.layout import is_cut_again, is_sharded, is_unmarked
 
 CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
 Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
 _Compared = tuple[str, list[str], Callable[[], Tensor]]  # ranks, names of parameters, minima of sums and complements
 EVERY = 100  # steps: so often data-parallel ranks are compared
 _DELAY = 2  # steps: by then it is on the host what was found
-_AT_ONCE = 2**22  # entries
-_SPREAD = 0x1E3779B97F4A7C14  # even, and no simple number
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A shard's summand of a global tensor's checksum, int64 scalar.
-
-    It is the sum of each entry's bits times an odd number that depends on the entry's index in the global tensor,
-    modulo 2^64: it changes with any one entry, and where entries are exchanged. Entries have 1, 2, 4 or 8 bytes.
-    """
-    device = shard.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    if not shard.numel():
-        return total
-    sizes = [1] * (len(shape) - shard.ndim) + list(shard.shape)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    axes = zip(sizes, offset, strides, strict=True)  # -> where their indices are in the global tensor, flat
-    along = [torch.arange(start, start + size, device=device) * stride for size, start, stride in axes]
-    *leading, columns = along or [torch.zeros(1, dtype=torch.int64, device=device)]
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    for indices in leading:
-        rows = (rows[:, None] + indices).flatten()
-    bits = shard.detach().contiguous().view(_INTEGERS[shard.element_size()]).view(len(rows), len(columns))
-    height = max(1, _AT_ONCE // len(columns))
-    for top in range(0, len(rows), height):
-        band = slice(top, top + height)
-        total += (bits[band].long() * ((rows[band, None] + columns) * _SPREAD + 1)).sum()
-    return total
 
 
 def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
@@ -135,7 +106,7 @@ def _compared(model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None]
                 parameters[2 + of_expert][called] = parameter.detach()
     for index, (group, named) in enumerate(zip(groups, parameters, strict=False)):
         if group is not None and group.size() > 1 and named:
-            bits = [p.view(_INTEGERS[p.element_size()]) for p in named.values()]
+            bits = [p.view(INTEGERS[p.element_size()]) for p in named.values()]
             of_bits = [p.sum(dtype=torch.int64) if quickly else checksum(p, [0] * p.ndim, p.shape) for p in bits]
             sums = torch.stack(of_bits)
             extremes = torch.stack([sums, ~sums])  # the largest is the complement of the least complement
@@ -144,6 +115,5 @@ def _compared(model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None]
 
 
 def _is_whole(name: str, parameter: Tensor) -> bool:
-    unmarked = getattr(parameter, "partition_dim", -1) >= 0 and not hasattr(parameter, "tensor_model_parallel")
-    cut = unmarked or is_sharded(parameter) or is_cut_again(parameter)
+    cut = is_unmarked(parameter) or is_sharded(parameter) or is_cut_again(parameter)
     return not cut and not name.endswith(".softmax_offset")  # of which each rank has those of its heads

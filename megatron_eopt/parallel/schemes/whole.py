@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import all_gather, exchange, packed
-from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, cut_dimension
 from megatron_eopt.parallel.watched import Watched
 
 Shapes = tuple[int, int, int] | list[Shape]  # (n x rows x cols), or of matrices that lie back to back
@@ -83,9 +83,11 @@ def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     pending = exchange(sent, near, [sum(counts) for counts in arriving], group)
     del stack, sent
     yield
-    parts, runs = (by_copy[copy] for by_copy in _of_each(pending.wait(), arriving)), of_copy(here, copy)
-    factors = orthogonalized(assemble(parts, runs, True), job)
-    del parts
+    received, runs = pending.wait(), of_copy(here, copy)
+    whole = assemble((by_copy[copy] for by_copy in _of_each(received, arriving)), runs, True, received)
+    del received
+    factors = orthogonalized(whole, job)
+    del whole
     pairs = [(x, matrix.rectangles) for x, (_, matrix) in zip(_stacks(factors, here), here, strict=True)]
     back, of_each = packed([[cut_out(x, cuts[rank]) for x, cuts in pairs if cuts[rank].numel] for rank in ranks])
     del factors, pairs
@@ -148,9 +150,10 @@ def gather(
     pending = all_gather(torch.nn.functional.pad(flat, (0, missing)) if missing else flat, group)
 
     def finish() -> list[Tensor]:
-        rows = [row[: sum(sizes)].split(sizes) for row, sizes in zip(pending.wait(), counts, strict=True)]
+        received = pending.wait()
+        rows = [row[: sum(sizes)].split(sizes) for row, sizes in zip(received, counts, strict=True)]
         whole = zip(zip(*rows, strict=True), numbers, matrices, strict=True)
-        return [assemble([of_ranks], [(number, matrix)], short_first) for of_ranks, number, matrix in whole]
+        return [assemble([of_ranks], [(number, matrix)], short_first, received) for of_ranks, number, matrix in whole]
 
     return finish
 
@@ -205,10 +208,19 @@ def of_copy(runs: LayoutRuns, copy: slice) -> LayoutRuns:
     return [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in runs]
 
 
-def assemble(parts: Iterable[Sequence[Tensor]], runs: LayoutRuns, short_first: bool = False) -> Tensor:
-    """Whole matrices from ranks' parts; ``short_first`` stores tall ones transposed."""
-    parts, shape = list(parts), runs[0][1].shape
+def assemble(
+    parts: Iterable[Sequence[Tensor]], runs: LayoutRuns, short_first: bool = False, received: Tensor | None = None
+) -> Tensor:
+    """Whole matrices from ranks' parts; ``short_first`` stores tall ones transposed.
+
+    The memory in which the parts ``received`` lie, in order, is that of the result if it is the matrix already.
+    """
+    shape, rectangles = runs[0][1].shape, runs[0][1].rectangles
     transposed = short_first and shape[0] > shape[1]
+    alone = received is not None and received.numel() == shape[0] * shape[1] and not transposed
+    if received is not None and alone and cut_dimension(shape, rectangles) == 0:
+        return received.view(1, *shape)
+    parts = list(parts)
     stack = parts[0][0].new_empty(sum(count for count, _ in runs), *(shape[::-1] if transposed else shape))
     stack = stack.mT if transposed else stack
     for of_ranks, x, (count, matrix) in zip(parts, _stacks(stack, runs), runs, strict=True):

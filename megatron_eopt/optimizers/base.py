@@ -88,8 +88,9 @@ class BaseOptimizer(Optimizer):
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Refuse unknown arguments, and flags that are no bools."""
         check_arguments(cls, named.keys() - getattr(cls.__init__, "other_names", ()))
-        given = dict(zip(inspect.signature(cls).parameters, args, strict=False)) | named
-        group_settings.check_flags(cls, given)
+        by_position = dict(zip(inspect.signature(cls).parameters, args, strict=False))
+        group_settings.check_flags(cls, given := by_position | named)
+        group_settings.check_order(cls.__name__, by_position)
         unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
         if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
             group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")

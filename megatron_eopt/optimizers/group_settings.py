@@ -151,6 +151,25 @@ def check_flag(name: str, key: str, value: object) -> None:
         raise TypeError(f"{name}: {key} must be True or False, got {value!r}{hint}")
 
 
+def check_order(name: str, by_position: Mapping[str, object]) -> None:
+    """Refuse a momentum and weight decay in another package's order.
+
+    torch.optim.Muon and Keller Jordan's Muon have ``(params, lr, weight_decay, momentum)``. By name all values count.
+    """
+    key = next((key for key in ("momentum", "momentum_beta") if key in by_position), "")
+    momentum, decay = by_position.get(key), by_position.get("weight_decay")
+    if not isinstance(momentum, float | int) or momentum >= 0.5:
+        return
+    theirs = "torch.optim.Muon and Keller Jordan's Muon have weight_decay in the place of"
+    if isinstance(decay, float | int) and decay >= 0.5:
+        raise ValueError(
+            f"{name}: {key} is {momentum} and weight_decay {decay}, by position: {theirs} {key}; if you mean it, give "
+            f"both by name"
+        )
+    if list(by_position)[-1] == key:
+        warn(f"{name}: {key} is {momentum}, by position: {theirs} {key}; give it by name")
+
+
 @functools.cache
 def arguments_of(cls: type) -> dict[str, Any]:
     """Argument -> annotation, of this package's constructors of a class."""

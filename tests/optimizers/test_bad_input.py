@@ -501,3 +501,45 @@ def test_a_program_that_yields_nothing_is_named():
     params[0].grad = torch.ones_like(params[0])
     with pytest.raises(TypeError, match="a program is a generator, which yields the updates of its matrices once"):
         Wrong(params).step()
+
+
+def by_position(name, *settings):
+    """As built by those who know another package's order: its settings follow the learning rate."""
+    cls = {"distributed_muon": DistributedMuon, "hybrid": Muon}.get(name) or OPTIMIZERS[name].cls
+    return cls(matrices(1), *([matrices(1, (5,))] if name == "hybrid" else []), 0.02, *settings)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "signum"])
+@pytest.mark.parametrize("decay", [0.0, 0.01, 0.1])
+def test_momentum_and_weight_decay_in_the_order_of_other_packages_are_refused(name, decay):
+    message = f"momentum is {decay} and weight_decay 0.95, by position: torch.optim.Muon and Keller Jordan's Muon have"
+    with pytest.raises(ValueError, match=message):
+        by_position(name, decay, 0.95)
+    swapped = made(name, matrices(1), momentum=decay, weight_decay=0.95)  # who names them means it
+    assert (swapped.param_groups[0]["momentum"], swapped.param_groups[0]["weight_decay"]) == (decay, 0.95)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "signum", "muon", "adaptive_muon", "distributed_muon", "scion"])
+def test_a_small_momentum_by_position_is_warned_of(name, caplog):
+    assert by_position(name, 0.1).param_groups[0]["momentum"] == 0.1  # the order is a contract
+    [record] = [record for record in caplog.records if "by position" in record.getMessage()]
+    assert "momentum is 0.1, by position: torch.optim.Muon" in record.getMessage()
+    caplog.clear()
+    by_position(name, 0.95)
+    build("with_adamw" if name == "hybrid" else name, matrices(1), momentum=0.1)
+    by_position("muon", 0.1, True, 0.01)
+    by_position("hybrid", 0.0, 0.01)
+    assert "by position" not in caplog.text
+
+
+@pytest.mark.parametrize("settings", [(0.1, 0.95), (0.1, 0.95, True)])
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon", "distributed_muon"])
+def test_the_order_of_torch_is_refused_where_a_flag_follows_the_momentum(name, settings):
+    with pytest.raises(TypeError, match=r"nesterov must be True or False, got 0\.95"):
+        by_position(name, *settings)
+
+
+@pytest.mark.parametrize("settings", [(), (0.1, 0.95, True)])
+def test_muon_and_adamw_together_need_all_other_parameters(settings):
+    with pytest.raises(TypeError, match=r"takes matrices, all other parameters and then lr, got 0\.02 in place"):
+        Muon(matrices(1), 0.02, *settings)

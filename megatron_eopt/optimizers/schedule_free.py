@@ -14,7 +14,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
-from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.state import StateTensor, check_state_dict
 from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
@@ -194,6 +194,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state and its mode, KempnerForge's too."""
+        check_state_dict(type(self).__name__, state_dict)
         state_dict = from_kempnerforge(state_dict)
         saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}

@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.group_settings import check_adam_settings, check_o
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
-from megatron_eopt.optimizers.state import StateTensor, check_shape, check_writer
+from megatron_eopt.optimizers.state import StateTensor, check_shape, check_state_dict, check_writer
 from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.orthogonalize.choices import check_named
 
@@ -332,6 +332,7 @@ class Muon(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load both states, also from KempnerForge's Muon."""
+        check_state_dict(self._called, state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)

@@ -21,6 +21,7 @@ from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_distinct,
+    check_groups,
     check_scalable,
     check_split,
     checked_split,
@@ -91,6 +92,7 @@ class BaseOptimizer(Optimizer):
         by_position = dict(zip(inspect.signature(cls).parameters, args, strict=False))
         group_settings.check_flags(cls, given := by_position | named)
         group_settings.check_order(cls.__name__, by_position)
+        check_groups(cls.__name__, given.get("pg_collection"))
         unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
         if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
             group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -543,3 +544,11 @@ def test_the_order_of_torch_is_refused_where_a_flag_follows_the_momentum(name, s
 def test_muon_and_adamw_together_need_all_other_parameters(settings):
     with pytest.raises(TypeError, match=r"takes matrices, all other parameters and then lr, got 0\.02 in place"):
         Muon(matrices(1), 0.02, *settings)
+
+
+@pytest.mark.parametrize("wrong", ["tp", {"tp": None}, object(), 2])
+@pytest.mark.parametrize("name", having("pg_collection"))
+def test_what_is_no_collection_of_groups_is_refused(name, wrong):
+    with pytest.raises(TypeError, match=r"pg_collection has process groups as attributes, such as tp and expt_tp, got"):
+        build(name, matrices(1), pg_collection=wrong)
+    build(name, matrices(1), pg_collection=SimpleNamespace(expt_tp=None))  # some groups are enough

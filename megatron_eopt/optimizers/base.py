@@ -44,6 +44,7 @@ from megatron_eopt.optimizers.state import (
     name_in_states,
 )
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
+from megatron_eopt.optimizers.users_functions import refuse_uncalled
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -93,6 +94,7 @@ class BaseOptimizer(Optimizer):
         group_settings.check_flags(cls, given := by_position | named)
         group_settings.check_order(cls.__name__, by_position)
         check_groups(cls.__name__, given.get("pg_collection"))
+        refuse_uncalled(cls)
         unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
         if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
             group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")

@@ -189,6 +189,12 @@ def check_attribute(
     if callable(getattr(cls, name, None)) and not callable(value):
         instead = f": {in_groups}" if name in defaults else f", got {value!r} in its place"
         raise TypeError(f"{name} is a method of {called}{instead}")
+    if name == "newton_schulz" and name in attributes and not isinstance(value, NewtonSchulz):
+        instead = " orthogonalize_fn to a function of your own, or" if hasattr(cls, "orthogonalize_fn") else ""
+        raise TypeError(
+            f"{called}: newton_schulz is a NewtonSchulz, the settings of the iteration, got {value!r}: set{instead} "
+            f"dataclasses.replace(optimizer.newton_schulz, ...)"
+        )
     if traits.size_rule and name in (SCALE_MODE, EXTRA_SCALE):
         raise ValueError(f"{called}: {name} has no effect: the size of an update is {traits.size_rule}; set lr")
     if name in UNSET and name not in taken:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import FOR_VECTORS, build, decays, having, matrices
+from tests.optimizers.family import FOR_VECTORS, SETTINGS, build, decays, having, matrices
 
 every = pytest.mark.parametrize("name", [*OPTIMIZERS, "hybrid"])
 
@@ -552,3 +553,66 @@ def test_what_is_no_collection_of_groups_is_refused(name, wrong):
     with pytest.raises(TypeError, match=r"pg_collection has process groups as attributes, such as tp and expt_tp, got"):
         build(name, matrices(1), pg_collection=wrong)
     build(name, matrices(1), pg_collection=SimpleNamespace(expt_tp=None))  # some groups are enough
+
+
+UNCALLED = ["soap", "lion", "signum", "schedule_free_adamw", "spectron", "distributed_muon"]
+
+
+@pytest.mark.parametrize("method", ["orthogonalize", "orthogonalize_fn", "scaled_orthogonalize_fn", "scale_factor_fn"])
+@pytest.mark.parametrize("name", UNCALLED)
+def test_a_method_that_no_step_would_call_is_refused(name, method):
+    base = type(build(name, matrices(1)))
+    own = {method: lambda self, *args, **settings: args[-1]}
+    with pytest.raises(TypeError, match=f"Own has an {method} of its own, which the step of {base.__name__} never"):
+        type("Own", (base,), own)(matrices(1))
+    type("Own", (base,), own | {"step": lambda self, closure=None: None})(
+        matrices(1), **SETTINGS.get(name, {})
+    )  # calls it
+    type("Own", (OPTIMIZERS["muon"].cls,), own)(matrices(1))
+
+
+@pytest.mark.parametrize("name", [*having("num_ns_steps", "momentum"), "users_own"])
+def test_a_setting_of_an_update_that_no_group_has_is_refused(name):
+    params = matrices(1)
+    optimizer = build(name, params)
+    message = r"\.orthogonalize\(\) got an unexpected keyword argument 'momentun', did you mean 'momentum'\?"
+    with pytest.raises(TypeError, match=message):
+        optimizer.orthogonalize(params[0], torch.ones(6, 4), momentun=3)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    optimizer.orthogonalize(params[0], torch.ones(6, 4), **settings)
+
+
+def test_the_settings_of_an_update_are_those_of_any_group_and_users_own():
+    p, q = matrices()
+    muon = build("muon", [{"params": [p], "wd_mult": 2.0}, {"params": [q]}])
+    three, five = (muon.orthogonalize(q, torch.eye(6, 4), num_ns_steps=steps, wd_mult=1.0) for steps in (3, 5))
+    assert not torch.equal(three, five)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_ns_step', did you mean 'num_ns_steps'\?"):
+        muon.orthogonalize(q, torch.eye(6, 4), num_ns_step=3)
+
+    seen = []
+
+    class Own(OrthogonalizedOptimizer):
+        def orthogonalize(self, p, grad, **settings):
+            seen.append(settings["strength"])
+            return super().orthogonalize(p, grad, **settings)
+
+    functions = {"orthogonalize_fn": torch.sign, "scale_factor_fn": lambda rows, cols: 1.0}
+    own = Own([p], 0.1, 0.9, True, 0.0, True, False, None, None, "highest", **functions, strength=0.5)
+    p.grad = torch.ones_like(p)
+    own.step()
+    own.param_groups[0]["added"] = 1  # as a scheduler does
+    own.step()
+    assert seen == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", [*having("num_ns_steps"), "with_adamw"])
+def test_a_function_in_place_of_the_iterations_settings_is_refused(name):
+    optimizer = build(name, matrices(1))
+    optimizer = getattr(optimizer, "matrices", optimizer)
+    before = optimizer.newton_schulz
+    with pytest.raises(TypeError, match=r"newton_schulz is a NewtonSchulz, .*, got <function .*: set .*replace"):
+        optimizer.newton_schulz = lambda x: x
+    assert optimizer.newton_schulz is before
+    optimizer.newton_schulz = replace(before, steps=10)
+    assert optimizer.newton_schulz.steps == 10

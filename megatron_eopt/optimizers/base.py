@@ -147,9 +147,8 @@ class BaseOptimizer(Optimizer):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Describe a parameter's state, alike on all sharing ranks."""
 
-    @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse, by a ``ValueError``, what a group cannot have."""
+        """Refuse, by a ``ValueError``, what a new group cannot have."""
 
     @abstractmethod
     def _take(self, accepted: Tensor) -> None:
@@ -207,7 +206,7 @@ class BaseOptimizer(Optimizer):
         self._check_ranges({**group, **{key: group_settings.without_tensors(group[key]) for key in numbers}})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        """Refuse, by a ``ValueError``, numbers out of their range."""
+        """Refuse numbers out of their range and unknown names; also between steps."""
         group_settings.check_rates(type(self).__name__, group)
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:

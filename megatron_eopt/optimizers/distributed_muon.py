@@ -203,10 +203,10 @@ class DistributedMuon(BaseOptimizer):
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, "momentum")
+        get_coefficients(_COEFFICIENTS, group["ns_steps"])
 
     def _check_group(self, group: dict[str, Any]) -> None:
         called = type(self).__name__
-        get_coefficients(_COEFFICIENTS, group["ns_steps"])
         for parameter, name in zip(group["params"], names_of_last(self.param_groups), strict=True):
             if parameter.ndim < 2:
                 raise ValueError(f"{called} is for matrices: give {name} to another optimizer (AdamW, say)")

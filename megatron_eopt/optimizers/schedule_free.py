@@ -103,15 +103,15 @@ class ScheduleFreeAdamW(BaseOptimizer):
         super().__init__(params, {**defaults, **weights, "maximize": maximize})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_adam_settings(type(self).__name__, group)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
+        name, r, power = type(self).__name__, group["r"], group["weight_lr_power"]
+        check_adam_settings(name, group)
         check_count(f"{name}: warmup_steps", group["warmup_steps"], 0)
         check_choice(f"variant of {name}", group["variant"], get_args(Variant))
-        r, power = group["r"], group["weight_lr_power"]
         if not (isfinite(r) and 0 <= power < inf):
             raise ValueError(f"{name}: r must be finite and weight_lr_power at least 0, got {r} and {power}")
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, r, power = type(self).__name__, group["r"], group["weight_lr_power"]
         if group["variant"] == "kempnerforge" and (r, power) != (0, 2):
             raise ValueError(
                 f"{name}: r={r} and weight_lr_power={power} would have no effect with variant 'kempnerforge', whose "

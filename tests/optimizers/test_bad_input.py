@@ -17,7 +17,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import FOR_VECTORS, SETTINGS, build, decays, having, matrices
+from tests.optimizers.family import FOR_VECTORS, SETTINGS, build, decays, having, matrices, take
 
 every = pytest.mark.parametrize("name", [*OPTIMIZERS, "hybrid"])
 
@@ -616,3 +616,62 @@ def test_a_function_in_place_of_the_iterations_settings_is_refused(name):
     assert optimizer.newton_schulz is before
     optimizer.newton_schulz = replace(before, steps=10)
     assert optimizer.newton_schulz.steps == 10
+
+
+# Settings of groups that are names, counts or exponents, each with one that there is not.
+CHOICES = {
+    "weight_decay_method": ("cosine", ["muon", "soap", "lion", "signum"]),
+    "basis_method": ("svd", ["soap"]),
+    "basis_of": ("next", ["soap"]),
+    "fp32_matmul_prec": ("best", ["soap"]),
+    "precondition_frequency": (0, ["soap"]),
+    "max_dim": (-1, ["soap"]),
+    "variant": ("mine", ["schedule_free_adamw"]),
+    "warmup_steps": (-1, ["schedule_free_adamw"]),
+    "r": (math.nan, ["schedule_free_adamw"]),
+    "ns_steps": (101, ["distributed_muon"]),
+    "scale_mode": ("mine", ["muon", "adaptive_muon"]),
+    "coefficient_type": ("mine", ["muon", "spectron"]),
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for key, (_, names) in CHOICES.items() for name in names])
+def test_an_unknown_choice_is_refused_between_steps_too(name, key):
+    (p,), (before,) = matrices(1), matrices(1)
+    wrong = CHOICES[key][0]
+    with pytest.raises((TypeError, ValueError), match=re.escape(str(wrong))):
+        build(name, [{"params": matrices(1), key: wrong}])
+    optimizer = build(name, [p])
+    optimizer.param_groups[0][key] = wrong
+    p.grad = torch.ones_like(p)
+    with pytest.raises((TypeError, ValueError), match=re.escape(str(wrong))):
+        optimizer.step()
+    assert torch.equal(p, before)
+    assert not optimizer.state[p]
+
+
+@pytest.mark.parametrize("method", ["adamuon", "normuon", "namo"])
+def test_an_alignment_that_no_step_would_leave_out_is_named(method, caplog):
+    build("adaptive_muon", matrices(1), moment2_method=method)
+    assert "align_rms" not in caplog.text
+    build("adaptive_muon", matrices(1), moment2_method=method, align_rms=False)
+    assert (f"align_rms=False has no effect with {method}" in caplog.text) == (method != "adamuon")
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "users_own", "distributed_muon", "with_adamw"])
+def test_a_cycle_of_the_momentum_is_in_force_or_refused(name):
+    weights = []
+    for cycle in (True, False):
+        params = matrices(1)
+        optimizer = build(name, params)
+        if cycle and not optimizer.defaults.keys() & {"momentum", "betas"}:  # torch knows these two names
+            with pytest.raises(ValueError, match="must support momentum or beta1"):
+                torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
+            assert name in ("spectron", "users_own")
+            return
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10, cycle_momentum=cycle)
+        for step in range(5):
+            take(optimizer, 1, step)
+            schedule.step()
+        weights.append(params[0].detach())
+    assert not torch.equal(*weights)

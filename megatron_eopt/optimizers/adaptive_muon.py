@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method
+from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method, warn
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.muon_arguments import Execution, refuse_blockwise, spelled_out
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
@@ -178,6 +178,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         **execution: Unpack[Execution],
     ) -> None:
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))
+        if not align_rms and moment2_method != "adamuon":
+            warn(f"{type(self).__name__}: align_rms=False has no effect with {moment2_method}, it is adamuon's")
         self.moment2_method = moment2_method
         self.align_rms = align_rms
         self.traits = replace(self.traits, keeps_momenta=moment2_method == "namo")

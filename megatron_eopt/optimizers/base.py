@@ -21,6 +21,7 @@ from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_distinct,
+    check_groups,
     check_scalable,
     check_split,
     checked_split,
@@ -44,6 +45,7 @@ from megatron_eopt.optimizers.state import (
     name_in_states,
 )
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
+from megatron_eopt.optimizers.users_functions import refuse_uncalled
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -89,8 +91,11 @@ class BaseOptimizer(Optimizer):
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Refuse unknown arguments, and flags that are no bools."""
         check_arguments(cls, named.keys() - getattr(cls.__init__, "other_names", ()))
-        given = dict(zip(inspect.signature(cls).parameters, args, strict=False)) | named
-        group_settings.check_flags(cls, given)
+        by_position = dict(zip(inspect.signature(cls).parameters, args, strict=False))
+        group_settings.check_flags(cls, given := by_position | named)
+        group_settings.check_order(cls.__name__, by_position)
+        check_groups(cls.__name__, given.get("pg_collection"))
+        refuse_uncalled(cls)
         unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
         if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
             group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")
@@ -143,9 +148,8 @@ class BaseOptimizer(Optimizer):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Describe a parameter's state, alike on all sharing ranks."""
 
-    @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse, by a ``ValueError``, what a group cannot have."""
+        """Refuse, by a ``ValueError``, what a new group cannot have."""
 
     @abstractmethod
     def _take(self, accepted: Tensor) -> None:
@@ -203,7 +207,7 @@ class BaseOptimizer(Optimizer):
         self._check_ranges({**group, **{key: group_settings.without_tensors(group[key]) for key in numbers}})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        """Refuse, by a ``ValueError``, numbers out of their range."""
+        """Refuse numbers out of their range and unknown names; also between steps."""
         group_settings.check_rates(type(self).__name__, group)
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import check_rates
 from megatron_eopt.optimizers.parameters import names_of_last, parameter_names
-from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.state import StateTensor, check_writer
 from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
@@ -184,6 +184,7 @@ class DistributedMuon(BaseOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; this rank keeps its own momenta."""
+        check_writer(type(self), state_dict)
         state = state_dict["state"]
         saved_as = [index for group in state_dict["param_groups"] for index in group["params"]]
         named = zip(self._parameters(), saved_as, parameter_names(self.param_groups), strict=False)
@@ -202,10 +203,10 @@ class DistributedMuon(BaseOptimizer):
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, "momentum")
+        get_coefficients(_COEFFICIENTS, group["ns_steps"])
 
     def _check_group(self, group: dict[str, Any]) -> None:
         called = type(self).__name__
-        get_coefficients(_COEFFICIENTS, group["ns_steps"])
         for parameter, name in zip(group["params"], names_of_last(self.param_groups), strict=True):
             if parameter.ndim < 2:
                 raise ValueError(f"{called} is for matrices: give {name} to another optimizer (AdamW, say)")

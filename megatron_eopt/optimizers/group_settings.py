@@ -151,6 +151,25 @@ def check_flag(name: str, key: str, value: object) -> None:
         raise TypeError(f"{name}: {key} must be True or False, got {value!r}{hint}")
 
 
+def check_order(name: str, by_position: Mapping[str, object]) -> None:
+    """Refuse a momentum and weight decay in another package's order.
+
+    torch.optim.Muon and Keller Jordan's Muon have ``(params, lr, weight_decay, momentum)``. By name all values count.
+    """
+    key = next((key for key in ("momentum", "momentum_beta") if key in by_position), "")
+    momentum, decay = by_position.get(key), by_position.get("weight_decay")
+    if not isinstance(momentum, float | int) or momentum >= 0.5:
+        return
+    theirs = "torch.optim.Muon and Keller Jordan's Muon have weight_decay in the place of"
+    if isinstance(decay, float | int) and decay >= 0.5:
+        raise ValueError(
+            f"{name}: {key} is {momentum} and weight_decay {decay}, by position: {theirs} {key}; if you mean it, give "
+            f"both by name"
+        )
+    if list(by_position)[-1] == key:
+        warn(f"{name}: {key} is {momentum}, by position: {theirs} {key}; give it by name")
+
+
 @functools.cache
 def arguments_of(cls: type) -> dict[str, Any]:
     """Argument -> annotation, of this package's constructors of a class."""
@@ -170,6 +189,12 @@ def check_attribute(
     if callable(getattr(cls, name, None)) and not callable(value):
         instead = f": {in_groups}" if name in defaults else f", got {value!r} in its place"
         raise TypeError(f"{name} is a method of {called}{instead}")
+    if name == "newton_schulz" and name in attributes and not isinstance(value, NewtonSchulz):
+        instead = " orthogonalize_fn to a function of your own, or" if hasattr(cls, "orthogonalize_fn") else ""
+        raise TypeError(
+            f"{called}: newton_schulz is a NewtonSchulz, the settings of the iteration, got {value!r}: set{instead} "
+            f"dataclasses.replace(optimizer.newton_schulz, ...)"
+        )
     if traits.size_rule and name in (SCALE_MODE, EXTRA_SCALE):
         raise ValueError(f"{called}: {name} has no effect: the size of an update is {traits.size_rule}; set lr")
     if name in UNSET and name not in taken:

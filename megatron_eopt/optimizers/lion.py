@@ -29,8 +29,6 @@ class Signs(BaseOptimizer):
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, *self.averages)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
         method = group["weight_decay_method"]
         check_choice(f"weight_decay_method of {type(self).__name__}", method, get_args(DecayMethod))
 

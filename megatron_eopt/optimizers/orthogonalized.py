@@ -36,6 +36,7 @@ from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
+from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
@@ -51,6 +52,14 @@ OTHER_NAMES = {
     "nesterov": "use_nesterov",
     "scaled_orthogonalize_fn": "orthogonalize_fn and scale_factor_fn",
 }
+
+
+def check_given(optimizer: BaseOptimizer, given: Mapping[str, Any]) -> None:
+    """Refuse settings of an update that no group could have."""
+    known = optimizer.defaults.keys() | {key for group in optimizer.param_groups for key in group}
+    if not given.keys() <= known:
+        of_groups = known | optimizer.settings_of_groups().keys() | {"momentum", "nesterov"}
+        check_named(f"{type(optimizer).__name__}.orthogonalize", sorted(given), sorted(of_groups - NO_SETTINGS))
 
 
 class OrthogonalizedOptimizer(BaseOptimizer):
@@ -244,6 +253,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         Returns:
             A tensor of the shape of ``grad``.
         """
+        check_given(self, group_settings)
         split = self.split_of(p)
         if split.is_whole:
             return self._orthogonalize_matrix(grad)

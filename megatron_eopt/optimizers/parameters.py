@@ -31,6 +31,7 @@ SAVED_BY_LAYOUT = "saved_by_layout"  # of a DTensor whose state is saved by layo
 ROWS = "rows_by_matrix"  # where rows follow the ranks: the Split that numbers them alike at any layout
 
 GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")  # in the order of layout_of
+FURTHER_GROUPS = ("dp_cp", "expt_dp", "tp_dp_cp", "tp_expt_dp")  # that share work out
 
 
 class TensorParallelGroups(Protocol):
@@ -119,6 +120,16 @@ def check_distinct(name: str, groups: Sequence[dict[str, Any]]) -> None:
         if last[parameter] != index:
             called = names_of_last(groups)[index]
             raise ValueError(f"{name}: {called} comes twice in one list of parameters, and would be stepped twice")
+
+
+def check_groups(name: str, pg_collection: object) -> None:
+    """Refuse what is no collection of process groups."""
+    if pg_collection is not None and not any(hasattr(pg_collection, key) for key in GROUPS + FURTHER_GROUPS):
+        raise TypeError(
+            f"{name}: pg_collection has process groups as attributes, such as {' and '.join(GROUPS[:2])}, got "
+            f"{pg_collection!r}, which has none: take Megatron's ProcessGroupCollection, "
+            f"SimpleNamespace(tp=group, expt_tp=None), or None where nothing is sharded"
+        )
 
 
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:

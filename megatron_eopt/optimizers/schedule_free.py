@@ -14,7 +14,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
-from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.state import StateTensor, check_state_dict
 from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
@@ -103,15 +103,15 @@ class ScheduleFreeAdamW(BaseOptimizer):
         super().__init__(params, {**defaults, **weights, "maximize": maximize})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_adam_settings(type(self).__name__, group)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
+        name, r, power = type(self).__name__, group["r"], group["weight_lr_power"]
+        check_adam_settings(name, group)
         check_count(f"{name}: warmup_steps", group["warmup_steps"], 0)
         check_choice(f"variant of {name}", group["variant"], get_args(Variant))
-        r, power = group["r"], group["weight_lr_power"]
         if not (isfinite(r) and 0 <= power < inf):
             raise ValueError(f"{name}: r must be finite and weight_lr_power at least 0, got {r} and {power}")
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, r, power = type(self).__name__, group["r"], group["weight_lr_power"]
         if group["variant"] == "kempnerforge" and (r, power) != (0, 2):
             raise ValueError(
                 f"{name}: r={r} and weight_lr_power={power} would have no effect with variant 'kempnerforge', whose "
@@ -194,6 +194,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state and its mode, KempnerForge's too."""
+        check_state_dict(type(self).__name__, state_dict)
         state_dict = from_kempnerforge(state_dict)
         saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}

@@ -237,15 +237,16 @@ class SOAP(BaseOptimizer):
         ]
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_adam_settings(type(self).__name__, group, "shampoo_beta")
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        name, indices = type(self).__name__, names_of_last(self.param_groups, shapes=False)
+        name = type(self).__name__
+        check_adam_settings(name, group, "shampoo_beta")
         for key, least in (("precondition_frequency", 1), ("max_dim", 0)):
             check_count(f"{name}: {key}", group[key], least)
         for key, of_key in (("weight_decay_method", Decay), ("basis_method", BasisMethod), ("basis_of", Gradients)):
             check_choice(f"{key} of {name}", group[key], get_args(of_key))
         validate_matmul_precision(group["fp32_matmul_prec"])
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, indices = type(self).__name__, names_of_last(self.param_groups, shapes=False)
         for parameter, called, index in zip(group["params"], names_of_last(self.param_groups), indices, strict=True):
             try:
                 self.layout(parameter)

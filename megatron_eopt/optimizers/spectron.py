@@ -29,7 +29,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
     scale_rows,
 )
-from megatron_eopt.optimizers.state import StateTensor, check_placements
+from megatron_eopt.optimizers.state import StateTensor, check_placements, check_writer
 from megatron_eopt.optimizers.traits import EXTRA_SCALE, PLANNED_IN_GROUPS, SCALE_MODE, SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -336,6 +336,7 @@ class Spectron(BaseOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; projected weights keep its factors."""
+        check_writer(type(self), state_dict)
         for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             for key in ("rank", "pairs"):
                 if saved.get(key, group[key]) != group[key]:

@@ -30,6 +30,12 @@ Layouts = Callable[[Tensor], list[Layout]]
 Dim = Literal["rows", "columns"] | int
 STATE_OF = "state_of"  # in a group: the name of the optimizer that keeps its state
 NO_SETTINGS = frozenset({"params", "param_names", STATE_OF})  # in a group
+WRITERS = {  # setting in a group -> the optimizer of torch that alone has it, whose states have keys that ours have
+    "dampening": "torch.optim.SGD",
+    "centered": "torch.optim.RMSprop",
+    "amsgrad": "torch.optim.Adam or AdamW",
+    "momentum_decay": "torch.optim.NAdam",
+}
 SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 
@@ -187,16 +193,36 @@ def name_in_states(cls: type) -> str:
     return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(ours))
 
 
+def check_state_dict(name: str, state_dict: object) -> None:
+    """Refuse what no optimizer's ``state_dict()`` returns."""
+    wanted = f"{name}.load_state_dict takes what state_dict() returned, a dict with 'state' and 'param_groups'"
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"{wanted}, got {state_dict!r}")
+    if missing := {"state", "param_groups"} - state_dict.keys():
+        raise ValueError(f"{wanted}, got one without {' and '.join(sorted(map(repr, missing)))}: {sorted(state_dict)}")
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping) or isinstance(groups, str | Mapping) or not isinstance(groups, Sequence):
+        kinds = type(state).__name__, type(groups).__name__
+        raise TypeError(f"{wanted}, a dict and a list, got {' and '.join(kinds)}")
+    if wrong := [group for group in groups if not isinstance(group, Mapping) or "params" not in group]:
+        raise TypeError(f"{wanted}, each group a dict with 'params', got {wrong[0]!r}")
+
+
 def check_writer(cls: type, state_dict: Mapping[str, Any], warn: bool = False) -> None:
-    """Refuse another optimizer's state; ``warn`` if it names none."""
+    """Refuse what is no state or another optimizer's; ``warn`` if it names none."""
     own, called = name_in_states(cls), cls.__name__
-    wrote = {group.get(STATE_OF, own) for group in state_dict["param_groups"]} - {own}
-    if wrote:
-        other = ", ".join(sorted(wrote))
+    check_state_dict(called, state_dict)
+    marks: dict[str, str] = {}  # writer -> the setting that says so
+    for group in state_dict["param_groups"]:
+        key = STATE_OF if STATE_OF in group else next(filter(group.__contains__, WRITERS), STATE_OF)
+        marks[group.get(STATE_OF, WRITERS.get(key, own))] = key
+    marks.pop(own, None)
+    if marks:
+        other, keys = ", ".join(sorted(marks)), " and ".join(sorted(map(repr, set(marks.values()))))
         raise ValueError(
             f"{called} cannot load a state of {other}: what its tensors mean is another thing, also where keys and "
             f"shapes are the same. To go on from it, build {other}, or load the weights alone and begin with fresh "
-            f"state; to take its tensors as they are, remove {STATE_OF!r} from each group of the state"
+            f"state; to take its tensors as they are, remove {keys} from each group of the state"
         )
 
     warn = warn and any(state_dict["state"].values()) and (not dist.is_initialized() or dist.get_rank() == 0)

@@ -36,7 +36,7 @@ from megatron_eopt.optimizers.muon_arguments import (
     refuse_blockwise,
 )
 from megatron_eopt.optimizers.offload import Streamed
-from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer
+from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer, check_given
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_matrix, local
 from megatron_eopt.optimizers.state import bytes_of_entry, check_writer
 from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, SETTLED, STEPS, Traits
@@ -298,6 +298,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self, p: Tensor, grad: Tensor, group_settings: Mapping[str, Any]
     ) -> tuple[Engine, int, dict[str, Any]]:
         """Engine for ``grad``, index of ``p``, and all settings."""
+        check_given(self, group_settings)
         if grad.shape not in (p.shape, local(p).shape):
             raise ValueError(
                 f"{type(self).__name__}: grad must have the shape of p, {tuple(p.shape)}, got {tuple(grad.shape)}"

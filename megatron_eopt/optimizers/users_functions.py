@@ -10,10 +10,26 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_eopt.optimizers.group_settings import OURS
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, cut_dimension
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
+
+OF_USERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn")
+"""Methods that users may override where updates are orthogonalized."""
+
+
+def refuse_uncalled(cls: Any) -> None:
+    """Refuse a method of a user's that a step of ours never calls."""
+    ours = next(c for c in cls.__mro__ if c.__module__.startswith(f"{OURS}."))
+    if cls._take is not ours._take or cls.step is not ours.step:
+        return
+    for name in (name for name in OF_USERS if hasattr(cls, name) and not hasattr(ours, name)):
+        raise TypeError(
+            f"{cls.__name__} has an {name} of its own, which the step of {ours.__name__} never calls: derive it from "
+            f"TensorParallelMuon or OrthogonalizedOptimizer, or give the method another name"
+        )
 
 
 def of_whole(

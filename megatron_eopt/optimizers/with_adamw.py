@@ -5,6 +5,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -14,11 +15,11 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import check_adam_settings, plain, warn
+from megatron_eopt.optimizers.group_settings import check_adam_settings, check_order, plain, warn
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
-from megatron_eopt.optimizers.state import StateTensor, check_shape, check_writer
+from megatron_eopt.optimizers.state import StateTensor, check_shape, check_state_dict, check_writer
 from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.orthogonalize.choices import check_named
 
@@ -26,6 +27,18 @@ ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_ke
 INITIAL_LR = "initial_lr"
 
 Group = dict[str, Any]
+
+
+def _in_order[**P](init: Callable[P, None]) -> Callable[P, None]:
+    """Let a constructor refuse the positional order of other packages."""
+    names = list(inspect.signature(init).parameters)
+
+    @functools.wraps(init)
+    def checking(*args: P.args, **kwargs: P.kwargs) -> None:
+        check_order(type(args[0]).__name__, dict(zip(names, args, strict=False)))
+        init(*args, **kwargs)
+
+    return checking
 
 
 class Muon(Optimizer):
@@ -92,6 +105,7 @@ class Muon(Optimizer):
     _adam_rates: Sequence[Any] = ()  # of AdamW's groups, as the last step left them
     _warned: bool = False  # whether a change of them was warned of
 
+    @_in_order
     def __init__(
         self,
         muon_params: ParamsT,
@@ -109,6 +123,11 @@ class Muon(Optimizer):
     ) -> None:
         if not isinstance(adam_fused, bool | None):
             raise TypeError(f"{type(self).__name__}: adam_fused must be True or False, got {adam_fused!r}")
+        if isinstance(adam_params, Real):
+            raise TypeError(
+                f"{type(self).__name__} takes matrices, all other parameters and then lr, got {adam_params!r} in place "
+                f"of the parameters: pass [] if there are none, and settings by name"
+            )
         taken = {**inspect.signature(Muon).parameters, **inspect.signature(HeavyBallMuon).parameters}
         known = [name for name in taken if name not in ("muon_settings", "params", STEPS)]
         check_named(type(self).__name__, muon_settings, known)
@@ -313,6 +332,7 @@ class Muon(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load both states, also from KempnerForge's Muon."""
+        check_state_dict(self._called, state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)

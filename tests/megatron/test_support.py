@@ -187,8 +187,13 @@ REFUSED = {
         r"lion and all optimizers but muon",
     ),
     "parameters in fp8 or fp4": (
-        run(ddp=DistributedDataParallelConfig(fp8_param_gather=True)),
-        r"parameters in fp8 or fp4 are updated by.*--fp8-format without them",
+        run(ddp=DistributedDataParallelConfig(fp8_param_gather=True), model=SimpleNamespace(fp4_param=True)),
+        r"with --fp8-param-gather and --fp4-param-gather, Megatron-Core 0\.19\.2 starts the fp32 parameters of 'muon' "
+        r"from rounded weights, .*gathers their bytes without the scales.*: leave --fp8-param-gather and",
+    ),
+    "parameters in fp8 or fp4 under Megatron-FSDP": (
+        run(ddp=replace(FSDP, fp8_param_gather=True)),
+        r"--fp8-param-gather under Megatron-FSDP is unproven with 'muon'.*no run was on one: leave --fp8-param-gather",
     ),
     "another checkpoint format than torch_dist and torch": (
         run(args=SimpleNamespace(ckpt_format="torch_dcp")),
@@ -405,8 +410,12 @@ def test_the_matrix_says_what_the_rules_say():
             ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy", "no_shard"],
             ["'no_shard' of Megatron-FSDP leaves whole parameters on each rank: take optim, optim_grads"],
         ),
+        (
+            ["--bf16", "--use-distributed-optimizer", "--fp8-format", "hybrid", "--fp8-param-gather"],
+            ["with --fp8-param-gather, Megatron-Core 0.19", "rounded weights", "leave --fp8-param-gather and"],
+        ),
     ],
-    ids=["two at once", "Megatron-FSDP"],
+    ids=["two at once", "Megatron-FSDP", "parameters in fp8"],
 )
 def test_a_run_is_refused_at_start(flags, messages):
     said = refused("--num-layers", 1, "--train-iters", 1, *MUON, *flags)

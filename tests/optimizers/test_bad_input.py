@@ -2,6 +2,8 @@
 
 import math
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import FOR_VECTORS, build, decays, having, matrices
+from tests.optimizers.family import FOR_VECTORS, SETTINGS, build, decays, having, matrices, take
 
 every = pytest.mark.parametrize("name", [*OPTIMIZERS, "hybrid"])
 
@@ -501,3 +503,175 @@ def test_a_program_that_yields_nothing_is_named():
     params[0].grad = torch.ones_like(params[0])
     with pytest.raises(TypeError, match="a program is a generator, which yields the updates of its matrices once"):
         Wrong(params).step()
+
+
+def by_position(name, *settings):
+    """As built by those who know another package's order: its settings follow the learning rate."""
+    cls = {"distributed_muon": DistributedMuon, "hybrid": Muon}.get(name) or OPTIMIZERS[name].cls
+    return cls(matrices(1), *([matrices(1, (5,))] if name == "hybrid" else []), 0.02, *settings)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "signum"])
+@pytest.mark.parametrize("decay", [0.0, 0.01, 0.1])
+def test_momentum_and_weight_decay_in_the_order_of_other_packages_are_refused(name, decay):
+    message = f"momentum is {decay} and weight_decay 0.95, by position: torch.optim.Muon and Keller Jordan's Muon have"
+    with pytest.raises(ValueError, match=message):
+        by_position(name, decay, 0.95)
+    swapped = made(name, matrices(1), momentum=decay, weight_decay=0.95)  # who names them means it
+    assert (swapped.param_groups[0]["momentum"], swapped.param_groups[0]["weight_decay"]) == (decay, 0.95)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "signum", "muon", "adaptive_muon", "distributed_muon", "scion"])
+def test_a_small_momentum_by_position_is_warned_of(name, caplog):
+    assert by_position(name, 0.1).param_groups[0]["momentum"] == 0.1  # the order is a contract
+    [record] = [record for record in caplog.records if "by position" in record.getMessage()]
+    assert "momentum is 0.1, by position: torch.optim.Muon" in record.getMessage()
+    caplog.clear()
+    by_position(name, 0.95)
+    build("with_adamw" if name == "hybrid" else name, matrices(1), momentum=0.1)
+    by_position("muon", 0.1, True, 0.01)
+    by_position("hybrid", 0.0, 0.01)
+    assert "by position" not in caplog.text
+
+
+@pytest.mark.parametrize("settings", [(0.1, 0.95), (0.1, 0.95, True)])
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon", "distributed_muon"])
+def test_the_order_of_torch_is_refused_where_a_flag_follows_the_momentum(name, settings):
+    with pytest.raises(TypeError, match=r"nesterov must be True or False, got 0\.95"):
+        by_position(name, *settings)
+
+
+@pytest.mark.parametrize("settings", [(), (0.1, 0.95, True)])
+def test_muon_and_adamw_together_need_all_other_parameters(settings):
+    with pytest.raises(TypeError, match=r"takes matrices, all other parameters and then lr, got 0\.02 in place"):
+        Muon(matrices(1), 0.02, *settings)
+
+
+@pytest.mark.parametrize("wrong", ["tp", {"tp": None}, object(), 2])
+@pytest.mark.parametrize("name", having("pg_collection"))
+def test_what_is_no_collection_of_groups_is_refused(name, wrong):
+    with pytest.raises(TypeError, match=r"pg_collection has process groups as attributes, such as tp and expt_tp, got"):
+        build(name, matrices(1), pg_collection=wrong)
+    build(name, matrices(1), pg_collection=SimpleNamespace(expt_tp=None))  # some groups are enough
+
+
+UNCALLED = ["soap", "lion", "signum", "schedule_free_adamw", "spectron", "distributed_muon"]
+
+
+@pytest.mark.parametrize("method", ["orthogonalize", "orthogonalize_fn", "scaled_orthogonalize_fn", "scale_factor_fn"])
+@pytest.mark.parametrize("name", UNCALLED)
+def test_a_method_that_no_step_would_call_is_refused(name, method):
+    base = type(build(name, matrices(1)))
+    own = {method: lambda self, *args, **settings: args[-1]}
+    with pytest.raises(TypeError, match=f"Own has an {method} of its own, which the step of {base.__name__} never"):
+        type("Own", (base,), own)(matrices(1))
+    type("Own", (base,), own | {"step": lambda self, closure=None: None})(
+        matrices(1), **SETTINGS.get(name, {})
+    )  # calls it
+    type("Own", (OPTIMIZERS["muon"].cls,), own)(matrices(1))
+
+
+@pytest.mark.parametrize("name", [*having("num_ns_steps", "momentum"), "users_own"])
+def test_a_setting_of_an_update_that_no_group_has_is_refused(name):
+    params = matrices(1)
+    optimizer = build(name, params)
+    message = r"\.orthogonalize\(\) got an unexpected keyword argument 'momentun', did you mean 'momentum'\?"
+    with pytest.raises(TypeError, match=message):
+        optimizer.orthogonalize(params[0], torch.ones(6, 4), momentun=3)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    optimizer.orthogonalize(params[0], torch.ones(6, 4), **settings)
+
+
+def test_the_settings_of_an_update_are_those_of_any_group_and_users_own():
+    p, q = matrices()
+    muon = build("muon", [{"params": [p], "wd_mult": 2.0}, {"params": [q]}])
+    three, five = (muon.orthogonalize(q, torch.eye(6, 4), num_ns_steps=steps, wd_mult=1.0) for steps in (3, 5))
+    assert not torch.equal(three, five)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_ns_step', did you mean 'num_ns_steps'\?"):
+        muon.orthogonalize(q, torch.eye(6, 4), num_ns_step=3)
+
+    seen = []
+
+    class Own(OrthogonalizedOptimizer):
+        def orthogonalize(self, p, grad, **settings):
+            seen.append(settings["strength"])
+            return super().orthogonalize(p, grad, **settings)
+
+    functions = {"orthogonalize_fn": torch.sign, "scale_factor_fn": lambda rows, cols: 1.0}
+    own = Own([p], 0.1, 0.9, True, 0.0, True, False, None, None, "highest", **functions, strength=0.5)
+    p.grad = torch.ones_like(p)
+    own.step()
+    own.param_groups[0]["added"] = 1  # as a scheduler does
+    own.step()
+    assert seen == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", [*having("num_ns_steps"), "with_adamw"])
+def test_a_function_in_place_of_the_iterations_settings_is_refused(name):
+    optimizer = build(name, matrices(1))
+    optimizer = getattr(optimizer, "matrices", optimizer)
+    before = optimizer.newton_schulz
+    with pytest.raises(TypeError, match=r"newton_schulz is a NewtonSchulz, .*, got <function .*: set .*replace"):
+        optimizer.newton_schulz = lambda x: x
+    assert optimizer.newton_schulz is before
+    optimizer.newton_schulz = replace(before, steps=10)
+    assert optimizer.newton_schulz.steps == 10
+
+
+# Settings of groups that are names, counts or exponents, each with one that there is not.
+CHOICES = {
+    "weight_decay_method": ("cosine", ["muon", "soap", "lion", "signum"]),
+    "basis_method": ("svd", ["soap"]),
+    "basis_of": ("next", ["soap"]),
+    "fp32_matmul_prec": ("best", ["soap"]),
+    "precondition_frequency": (0, ["soap"]),
+    "max_dim": (-1, ["soap"]),
+    "variant": ("mine", ["schedule_free_adamw"]),
+    "warmup_steps": (-1, ["schedule_free_adamw"]),
+    "r": (math.nan, ["schedule_free_adamw"]),
+    "ns_steps": (101, ["distributed_muon"]),
+    "scale_mode": ("mine", ["muon", "adaptive_muon"]),
+    "coefficient_type": ("mine", ["muon", "spectron"]),
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for key, (_, names) in CHOICES.items() for name in names])
+def test_an_unknown_choice_is_refused_between_steps_too(name, key):
+    (p,), (before,) = matrices(1), matrices(1)
+    wrong = CHOICES[key][0]
+    with pytest.raises((TypeError, ValueError), match=re.escape(str(wrong))):
+        build(name, [{"params": matrices(1), key: wrong}])
+    optimizer = build(name, [p])
+    optimizer.param_groups[0][key] = wrong
+    p.grad = torch.ones_like(p)
+    with pytest.raises((TypeError, ValueError), match=re.escape(str(wrong))):
+        optimizer.step()
+    assert torch.equal(p, before)
+    assert not optimizer.state[p]
+
+
+@pytest.mark.parametrize("method", ["adamuon", "normuon", "namo"])
+def test_an_alignment_that_no_step_would_leave_out_is_named(method, caplog):
+    build("adaptive_muon", matrices(1), moment2_method=method)
+    assert "align_rms" not in caplog.text
+    build("adaptive_muon", matrices(1), moment2_method=method, align_rms=False)
+    assert (f"align_rms=False has no effect with {method}" in caplog.text) == (method != "adamuon")
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "users_own", "distributed_muon", "with_adamw"])
+def test_a_cycle_of_the_momentum_is_in_force_or_refused(name):
+    weights = []
+    for cycle in (True, False):
+        params = matrices(1)
+        optimizer = build(name, params)
+        if cycle and not optimizer.defaults.keys() & {"momentum", "betas"}:  # torch knows these two names
+            with pytest.raises(ValueError, match="must support momentum or beta1"):
+                torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
+            assert name in ("spectron", "users_own")
+            return
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10, cycle_momentum=cycle)
+        for step in range(5):
+            take(optimizer, 1, step)
+            schedule.step()
+        weights.append(params[0].detach())
+    assert not torch.equal(*weights)

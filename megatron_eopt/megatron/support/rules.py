@@ -9,6 +9,7 @@ from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.registry import takes_matrices
 
 TORCH_FSDP2 = "TorchFullyShardedDataParallel"
+_NOT_QUANTIZED = "leave --fp8-param-gather and --fp4-param-gather away; --fp8-format without them computes in fp8"
 
 
 class Rule(NamedTuple):
@@ -251,10 +252,17 @@ RULES = (
         ),
     ),
     Rule(
-        "parameters in fp8 or fp4 are updated by Megatron-Core's byte-sharded distributed optimizer alone, which "
-        "{run.optimizer!r} does not run under",
-        "leave --fp8-param-gather and --fp4-param-gather away; --fp8-format without them computes in fp8",
-        lambda run: on(run.ddp, "fp8_param_gather", "fp4_param_gather") or on(run.model, "fp8_param", "fp4_param"),
+        "with {run.quantized}, Megatron-Core {run.release} starts the fp32 parameters of {run.optimizer!r} from "
+        "rounded weights, and its layer-wise distributed optimizer gathers their bytes without the scales, or rounds "
+        "once more than the rank that updated them: ranks would train different models",
+        _NOT_QUANTIZED,
+        lambda run: run.quantized is not None and not run.megatron_fsdp,
+    ),
+    Rule(
+        "{run.quantized} under Megatron-FSDP is unproven with {run.optimizer!r}: Transformer Engine makes such "
+        "parameters on GPUs alone, and no run was on one",
+        _NOT_QUANTIZED,
+        lambda run: run.quantized is not None and run.megatron_fsdp,
     ),
     Rule(
         "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",

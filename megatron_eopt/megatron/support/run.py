@@ -106,6 +106,12 @@ class Run:
         return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1 and not self.megatron_fsdp
 
     @property
+    def quantized(self) -> str | None:
+        """Flags that keep parameters in fp8 or fp4, for messages."""
+        asked = (k for k in ("fp8", "fp4") if on(self.ddp, f"{k}_param_gather") or on(self.model, f"{k}_param"))
+        return " and ".join(f"--{kind}-param-gather" for kind in asked) or None
+
+    @property
     def scalar(self) -> str | None:
         """Name of the scalar optimizer; None without a choice."""
         return getattr(self.config, "muon_scalar_optimizer", None) if self.optimizer in LIKE_MUON else None

@@ -46,7 +46,7 @@ TRAIN = "--rounded"  # the first argument of a process that trains
 
 
 def dynamic_map() -> Tensor:
-    """The 256 values of the signed dynamic map of 8 bits (Dettmers et al., arXiv 2110.02861, section 1.3 and 2).
+    """The 256 values of the signed dynamic map of 8 bits (Dettmers et al., arXiv 2110.02861).
 
     From 0.1 down, each decade has half as many values as the one above; they are the middles of equal steps.
     """

@@ -75,13 +75,9 @@ def store(
     accepted: Mask = None,
 ) -> None:
     """Round averages in fp32 into momenta in bf16, or codes and scales."""
-    pairs = zip(averages, parts, strict=True)
-    shards, places = (
-        [x for average, part in pairs for x in part.split(average)],
-        [x for part in parts for x in part.places],
-    )
-    if scales is None:
-        # what is not accepted is in bf16 already
+    shards = [x for average, part in zip(averages, parts, strict=True) for x in part.split(average)]
+    places = [place for part in parts for place in part.places]
+    if scales is None:  # what is not accepted is a number of bf16, and stays
         _put(momenta, rounded_at_random(shards, places, step), parts, None)
         return
     for kept, rounded in zip((momenta, scales), quantized_at_random(shards, places, step), strict=True):

@@ -54,6 +54,7 @@ def two_ranks_in_8_bits(tmp_path_factory):
     return ["--load", folder / "checkpoint", "--ckpt-step", 2], *again
 
 
+@pytest.mark.wide
 @pytest.mark.shows("--optimizer-momentum-dtype int8")
 def test_a_resumed_run_in_8_bits_is_the_straight_one(two_ranks_in_8_bits):
     _, ranks, output = two_ranks_in_8_bits
@@ -69,8 +70,11 @@ def test_a_resumed_run_in_8_bits_is_the_straight_one(two_ranks_in_8_bits):
 @pytest.mark.wide
 def test_momenta_in_8_bits_move_to_another_size_bit_for_bit(two_ranks_in_8_bits, tmp_path):
     load, ranks, _ = two_ranks_in_8_bits
-    (rank,), output = train(tmp_path / "run", 1, *RUN, *WIDE, *INT8, "--bf16", *load)
+    manifest = ["--optimizer-manifest-file", tmp_path / "manifest"]
+    (rank,), output = train(tmp_path / "run", 1, *RUN, *WIDE, *INT8, "--bf16", *load, *manifest)
     assert not converted(output)
+    kept = [x.nbytes for key in (CODES, SCALES) for x in momenta([rank["before"]], key).values()]
+    assert state_bytes(tmp_path / "manifest") == sum(kept)
     for key in (CODES, SCALES):
         expected, found = momenta([each["before"] for each in ranks], key), momenta([rank["before"]], key)
         assert found.keys() == expected.keys() != set()
@@ -128,7 +132,11 @@ def test_momenta_in_fp32_are_rounded_once_by_a_load(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [BF16, INT8], ids=["bf16", "int8"])
-@pytest.mark.parametrize("layout", [[], ["--use-distributed-optimizer"]], ids=["replicas", "distributed"])
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["--use-distributed-optimizer"], ["--ckpt-format", "torch"]],
+    ids=["replicas", "distributed", "torch"],
+)
 def test_data_parallel_ranks_resume_bit_for_bit(tmp_path, layout, dtype):
     resumed(tmp_path, 2, *RUN, *dtype, *layout, "--bf16")
 

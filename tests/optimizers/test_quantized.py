@@ -18,7 +18,7 @@ from megatron_eopt.parallel.records import Rectangle
 
 BLOCK, MOST = 128, 127
 CPU = torch.device("cpu")
-ALL_NOISES = torch.arange(2**16, dtype=torch.int32)[:, None]
+ALL_NOISES = torch.arange(2**16, dtype=torch.int32).view(1024, 64)
 
 
 def fp32(x):
@@ -57,13 +57,15 @@ def test_codes_and_scales_are_those_of_the_formula(columns):
 @given(st.floats(0, MOST), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_of_all_noises_as_many_round_up_as_the_distance_says(count, negative):
-    x = torch.tensor([[-count if negative else count, MOST]]).expand(2**16, 2)
-    codes, scales = quantized(x, ALL_NOISES.expand(2**16, 2))
+    x = torch.full((1024, 65), -count if negative else count)
+    x[:, -1] = MOST
+    codes, scales = quantized(x, torch.nn.functional.pad(ALL_NOISES, (0, 1)))
     assert (scales == 1).all()
-    magnitudes, below = codes[:, 0].abs().long(), math.floor(fp32(count))
+    codes = codes[:, :-1].flatten()
+    magnitudes, below = codes.abs().long(), math.floor(fp32(count))
     assert set(magnitudes.tolist()) <= {below, below + 1}
     assert abs((magnitudes - below).sum().item() - 65536 * (fp32(count) - below)) <= 1
-    assert not ((codes[:, 0] > 0) if negative else (codes[:, 0] < 0)).any()
+    assert not ((codes > 0) if negative else (codes < 0)).any()
 
 
 @given(st.floats(2**-110, 2**120, width=32), st.integers(0, BLOCK - 1), st.booleans())
@@ -166,6 +168,18 @@ def test_pieces_and_company_make_no_difference(monkeypatch):
         codes, scales = stored([i])
         assert torch.equal(codes, together[i])
         assert torch.equal(scales, together[3 + i])
+
+
+def test_rows_of_padding_are_zero():
+    average = torch.randn(6, 150)
+    whole, scales = kept_of(average, on_one_rank((6, 150)), WHOLE, 3)
+    padded = torch.cat([average[4:], torch.zeros(2, 150)])
+    last = Layout((6, 150), (Rectangle(4, 6, 0, 150),), label="the last rank", padding=2)
+    codes, of_blocks = kept_of(padded, last, WHOLE, 3)
+    assert torch.equal(codes[:2], whole[4:])
+    assert torch.equal(of_blocks[:2], scales[4:])
+    assert not codes[2:].any()
+    assert not of_blocks[2:].any()
 
 
 def test_what_is_not_accepted_keeps_codes_and_scales():

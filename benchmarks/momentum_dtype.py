@@ -1,11 +1,12 @@
-"""What a momentum in bf16 costs: the losses of the demo's GPT, and how far its momenta are from those in fp32.
+"""What a momentum in bf16 or 8 bits costs: the losses of the demo's GPT, and how far its momenta are from fp32.
 
     python benchmarks/momentum_dtype.py --docs
 
-Muon trains at its recommended flags with momenta in fp32, in bf16 rounded at random (--optimizer-momentum-dtype bf16),
-and in bf16 rounded to the nearest, which no flag of the package does: for that, the training process replaces the
-rounding. An error is what a momentum in bf16 has beyond the one in fp32 of the same gradients. Each step multiplies it
-by the decay rate and adds what the rounding did, so no second run is needed to know it.
+Muon trains at its recommended flags with momenta in fp32, and rounded at random to bf16 and to 8 bits
+(--optimizer-momentum-dtype). For what no flag of the package does, the training process replaces the rounding: to the
+nearest, and to the dynamic map of 8 bits, which is made here after its description. An error is what a momentum has
+beyond the one in fp32 of the same gradients. Each step multiplies it by the decay rate and adds what the rounding did,
+so no second run is needed to know it.
 """
 
 import argparse
@@ -20,8 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.foreach import Tensors
+from megatron_eopt.optimizers.foreach import Mask, Tensors
+from megatron_eopt.optimizers.quantized import BLOCK
 from megatron_eopt.optimizers.rounding import Numbered
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -29,40 +32,87 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 OUT = ROOT / "bench-out" / "momentum-dtype"
 PAGE = ROOT / "docs" / "optimizers.md"
+# Kind -> what the table calls it, and the flag's value.
 KINDS = {
-    "fp32": "fp32",
-    "control": "fp32, the rate larger by 1e-6",
-    "random": "bf16, at random",
-    "nearest": "bf16, to the nearest",
+    "fp32": ("fp32", "fp32"),
+    "control": ("fp32, the rate larger by 1e-6", "fp32"),
+    "random": ("bf16, at random", "bf16"),
+    "nearest": ("bf16, to the nearest", "bf16"),
+    "int8": ("8 bits, at random", "int8"),
+    "int8-nearest": ("8 bits, to the nearest", "int8"),
+    "int8-dynamic": ("8 bits by the dynamic map, at random", "int8"),
 }
 TRAIN = "--rounded"  # the first argument of a process that trains
 
 
+def dynamic_map() -> Tensor:
+    """The 256 values of the signed dynamic map of 8 bits (Dettmers et al., arXiv 2110.02861).
+
+    From 0.1 down, each decade has half as many values as the one above; they are the middles of equal steps.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float64)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+        values += [*middles.tolist(), *(-middles).tolist()]
+    return torch.tensor(sorted(values)).float()
+
+
+def in_dynamic_blocks(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`megatron_eopt.optimizers.quantized.quantized`, with codes of the dynamic map."""
+    known, columns = dynamic_map(), x.shape[-1]
+    blocks = [block.abs().amax(-1, keepdim=True) for block in x.split(BLOCK, -1)]
+    scales = torch.cat(blocks, -1)
+    wanted = x / scales.repeat_interleave(BLOCK, -1)[..., :columns].clamp(min=1e-30)
+    lower = (torch.searchsorted(known, wanted.contiguous(), right=True) - 1).clamp(0, len(known) - 2)
+    share = (wanted - known[lower]) / (known[lower + 1] - known[lower])
+    return (lower + (share > (noise + 0.5) / 65536) - 128).to(torch.int8), scales
+
+
+def of_dynamic_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """The inverse of :func:`in_dynamic_blocks`."""
+    return dynamic_map()[codes.int() + 128] * scales.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
+
+
 def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
     """Train in this process, and write down the errors of the momenta in the end."""
-    from megatron_eopt.optimizers import muon
+    from megatron_eopt.optimizers import muon, rounding
 
-    store, errors = muon.store, dict[int, tuple[Tensor, Tensor]]()
+    store, quantized, errors, kept = muon.store, rounding.quantized, dict[int, Tensor](), dict[int, Tensor]()
 
-    def followed(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
+    def followed(
+        momenta: Tensors,
+        averages: Tensors,
+        parts: Sequence[Numbered],
+        step: int,
+        scales: Tensors | None = None,
+        accepted: Mask = None,
+    ) -> None:
         if kind == "nearest":
             torch._foreach_copy_(list(momenta), list(averages))
         else:
-            store(momenta, averages, parts, step)
-        for m, average in zip(momenta, averages, strict=True):
-            error, _ = errors.setdefault(m.data_ptr(), (torch.zeros_like(average), m))
-            error.mul_(beta).add_(m.float() - average)
+            store(momenta, averages, parts, step, scales, accepted)
+        for m, average, new in zip(momenta, averages, rounding.in_fp32(momenta, scales, parts), strict=True):
+            kept[m.data_ptr()] = new
+            errors.setdefault(m.data_ptr(), torch.zeros_like(average)).mul_(beta).add_(new - average)
 
     muon.store = followed
+    if kind == "int8-nearest":
+        rounding.quantized = lambda x, noise: quantized(x, torch.full_like(noise, 2**15))
+    if kind == "int8-dynamic":
+        rounding.quantized, rounding.widened = in_dynamic_blocks, of_dynamic_blocks
     sys.argv = ["pretrain_gpt.py", *flags]
     runpy.run_path(str(ROOT / "examples" / "pretrain_gpt.py"), run_name="__main__")
     found = {}
     if errors:
-        error = torch.cat([each.flatten() for each, _ in errors.values()])
-        exact = torch.cat([m.float().flatten() for _, m in errors.values()]) - error
+        pairs = [(kept[key] - error, error) for key, error in errors.items()]
+        exact, error = (torch.cat([x.flatten() for x in several]) for several in zip(*pairs, strict=True))
+        factor = NewtonSchulz(fp32_matmul_prec="highest")
+        factors = [(factor(m), factor(m + error)) for m, error in pairs]
         found = {
             "rms": float(error.norm() / exact.norm()),
             "median": float((error.abs() / exact.abs().clamp(min=1e-30)).median()),
+            "factor": statistics.fmean(float((a - b).norm() / a.norm()) for a, b in factors),
         }
     written.write_text(json.dumps(found))
 
@@ -83,7 +133,7 @@ def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> Run:
     import demo
 
     flags = [*figures.read_settings(PAGE.read_text(encoding="utf-8"))["muon"], "--muon-momentum", str(beta)]
-    flags += ["--seed", str(seed), "--optimizer-momentum-dtype", "bf16" if kind in ("random", "nearest") else "fp32"]
+    flags += ["--seed", str(seed), "--optimizer-momentum-dtype", KINDS[kind][1]]
     if kind == "control":  # how far runs come apart that differ by rounding
         flags += ["--muon-lr", str(figures.rate(flags) * (1 + 1e-6))]
     log, written = (out / f"{kind}-{beta}-{seed}-{steps}.{end}" for end in ("log", "json"))
@@ -101,7 +151,7 @@ def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> Run:
 def cells(runs: Sequence[Run], fp32: Sequence[Run]) -> list[str]:
     """Errors and losses, means over seeds, and how held-out losses differ from those of fp32 with the same seeds."""
     losses = [f"{statistics.fmean(each):.4f}" for each in ([r.loss for r in runs], [r.held_out for r in runs])]
-    keys, known = ("rms", "median"), all(run.errors for run in runs)
+    keys, known = ("rms", "median", "factor"), all(run.errors for run in runs)
     errors = [f"{statistics.fmean(run.errors[key] for run in runs):.2%}" if known else "-" for key in keys]
     if runs is fp32:
         return [*errors, *losses, "-"]
@@ -129,9 +179,10 @@ def main() -> None:
             kind: [measured(kind, beta, seed, arguments.steps, arguments.out) for seed in arguments.seeds]
             for kind in KINDS
         }
-        rows += [(str(beta), KINDS[kind], *cells(runs, found["fp32"])) for kind, runs in found.items()]
+        rows += [(str(beta), KINDS[kind][0], *cells(runs, found["fp32"])) for kind, runs in found.items()]
         print(*rows[-len(KINDS) :], sep="\n", flush=True)
-    head = ("momentum", "kept in", "error, RMS", "error, median entry", f"loss at step {arguments.steps}")
+    errors = ("error, RMS", "error, median entry", "error of the orthogonal factor")
+    head = ("momentum", "kept in", *errors, f"loss at step {arguments.steps}")
     table = figures.markdown((*head, "held-out loss there", "more than fp32"), rows)
     print(f"\n{table}")
     if arguments.docs:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
+
 
 def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: Any) -> dict[str, Any]:
     """Arguments of an optimizer: ``config.{prefix}_{name}``, else ``config.{name}``."""
@@ -39,9 +41,10 @@ def workspace_from(config: Any) -> dict[str, int]:
 def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
     """The argument ``momentum_dtype``; none for the default ``fp32``."""
     name = getattr(config, "optimizer_momentum_dtype", "fp32")
-    if name not in ("fp32", "bf16"):
-        raise ValueError(f"--optimizer-momentum-dtype is fp32 or bf16, got {name!r}")
-    return {} if name == "fp32" else {"momentum_dtype": torch.bfloat16}
+    if name not in MOMENTUM_DTYPES:
+        raise ValueError(f"--optimizer-momentum-dtype is one of {', '.join(MOMENTUM_DTYPES)}, got {name!r}")
+    dtype = MOMENTUM_DTYPES[name]
+    return {} if dtype is None else {"momentum_dtype": dtype}
 
 
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:

@@ -9,6 +9,7 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple
 
+from megatron_eopt.optimizers.quantized import BLOCK
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.records import Rectangle
@@ -18,6 +19,7 @@ TENSOR, DATA = 8, (16, 64)
 NEWTON_SCHULZ = NewtonSchulz()
 WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, itemsize=2)
 BF16, FP32 = 2, 4  # bytes of an entry
+INT8 = 1 + FP32 / BLOCK  # with the scale of a block; columns are multiples of it here
 
 
 class Way(NamedTuple):
@@ -85,19 +87,19 @@ WAYS = (
 )
 
 
-def held(way: Way, name: str, data: int, momentum: int, offloaded: bool = False) -> tuple[float, float]:
-    """Bytes a parameter on the busiest rank: on its device, and in host memory."""
+def held(way: Way, name: str, data: int, momentum: float, offloaded: bool = False) -> tuple[float, float]:
+    """Bytes a parameter on the busiest rank: on its device, and in host memory, where scales of blocks never are."""
     share = way.share(name, 1, data)
-    host = momentum * share if offloaded else 0
+    host = int(momentum) * share if offloaded else 0
     return way.whole + (way.shared + momentum) * share - host, host
 
 
 def bytes_rows() -> list[list[str]]:
-    """Bytes a parameter of each way and model, for momenta in fp32 and bf16, on the device and in host memory."""
+    """Bytes a parameter of each way and model, for momenta of each dtype, on the device and in host memory."""
     rows = []
     for way in WAYS:
         for offloaded in (False, True)[: 1 + way.offloads]:
-            for momentum, dtype in ((FP32, "fp32"), (BF16, "bf16")):
+            for momentum, dtype in ((FP32, "fp32"), (BF16, "bf16"), (INT8, "int8")):
                 cells = [
                     " + ".join(f"{each:.3g}" for each in held(way, name, data, momentum, offloaded)[: 1 + offloaded])
                     for name in ("llama3-8b", "llama3-70b")

@@ -23,7 +23,7 @@ _OF_RUN: dict[type, str] = {
     int: """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
         expert_tensor_parallel_size train_iters lr_decay_iters lr_warmup_iters global_batch_size""",
     float: "lr min_lr weight_decay",
-    str: "optimizer lr_decay_style ckpt_format",
+    str: "optimizer optimizer_momentum_dtype lr_decay_style ckpt_format",
     bool: """group_query_attention bf16 fp16 no_load_optim finetune use_checkpoint_args override_opt_param_scheduler
         use_checkpoint_opt_param_scheduler""",
 }
@@ -43,6 +43,7 @@ _DEFAULTS: dict[str, Any] = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "optimizer": "adam",
+    "optimizer_momentum_dtype": "fp32",
     **dict.fromkeys(("num_experts", "mtp_num_layers", "moe_shared_expert_intermediate_size")),
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),
     "min_lr": 0.0,
@@ -162,7 +163,10 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
         row = OPTIMIZERS.get(was)
         if row is None or row.owns == "all":
             return
-        for name in _changed((*row.state_depends_on, "muon_scalar_optimizer"), run, saved):
+        dtype, saved = "optimizer_momentum_dtype", {"optimizer_momentum_dtype": "fp32", **saved}
+        names = [*row.state_depends_on, "muon_scalar_optimizer"]
+        names += [dtype] if row.takes("momentum_dtype") and "int8" in (run.get(dtype), saved[dtype]) else []
+        for name in _changed(names, run, saved):
             splits_all = {run[name], saved[name]} <= {"default", "all"}  # equal where state pairs rows with rows
             if not (name == "muon_split" and row.cls.traits.pairs_rows and splits_all):
                 changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
@@ -215,7 +219,7 @@ def _kept(contents: Contents, saved: dict[str, Any]) -> str:
     if saved.get("optimizer"):
         return str(saved["optimizer"]).removeprefix("dist_")
     keys = {base(state) for kept in state_keys(contents).values() for state in kept}
-    if "momentum_buffer" in keys:
+    if {"momentum_buffer", "momentum_codes"} & keys:
         return "adaptive_muon" if "moment2_buffer" in keys else "muon"
     return "adam" if "exp_avg_sq" in keys else "lion"
 

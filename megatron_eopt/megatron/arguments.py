@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
+from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
@@ -46,9 +47,9 @@ RUN_FLAGS = (  # whatever the optimizer
     ),
     Flag(
         "optimizer_momentum_dtype",
-        "Keep momenta of Muon and its relatives in bf16, rounded at random.",
+        "Keep momenta of Muon and its relatives in bf16, or in 8 bits by blocks, rounded at random.",
         default="fp32",
-        choices=("fp32", "bf16"),
+        choices=tuple(MOMENTUM_DTYPES),
     ),
     Flag(
         "optimizer_metrics_interval",

@@ -44,7 +44,7 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     of_run: SplitName = getattr(config, "muon_split", "default")
     splits_qkv = getattr(config, "muon_split_qkv", False)
     # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone
-    rounds = getattr(config, "optimizer_momentum_dtype", "fp32") == "bf16"
+    rounds = getattr(config, "optimizer_momentum_dtype", "fp32") != "fp32"
     tags = []
     for each in assigned:
         if each.has_matrix_optimizer:

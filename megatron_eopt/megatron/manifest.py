@@ -21,6 +21,7 @@ from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import plain
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
@@ -165,8 +166,11 @@ def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str | N
         return _FULL_TENSORS.get(name or "", 0) * elements * 4
     if main is None:  # shards of Lion's momentum, which is in fp32 there
         return elements * 4
-    return sum(
-        (elements if tensor.dims is None else prod(tensor.global_shape(optimizer.matrix_layouts(main))))
-        * (tensor.dtype or main.dtype).itemsize
-        for tensor in optimizer.state_tensors(main)
-    )
+
+    def entries(tensor: StateTensor) -> int:
+        if tensor.block is not None:
+            return prod(info.shape[:-1]) * -(-info.shape[-1] // tensor.block)
+        return elements if tensor.dims is None else prod(tensor.global_shape(optimizer.matrix_layouts(main)))
+
+    tensors = optimizer.state_tensors(main)
+    return sum(entries(tensor) * (tensor.dtype or main.dtype).itemsize for tensor in tensors)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
 from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS, DecayMethod, Scalar
-from megatron_eopt.optimizers.rounding import Numbered, store
+from megatron_eopt.optimizers.rounding import Numbered, in_fp32, store
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
 
@@ -34,12 +34,14 @@ class Batch:
     decays: bool  # whether there is a weight decay; a tensor may be one, since no device is asked
     decay_method: DecayMethod
     accepted: Mask = None
-    rounded: list[Numbered] | None = None  # the entries of momenta in bf16, whose random bits follow from them
+    rounded: list[Numbered] | None = None  # the entries of momenta in bf16 or 8 bits: random bits follow from them
+    scales: list[Tensor] | None = None  # of momenta in 8 bits
 
     @property
     def changed(self) -> list[list[Tensor]]:
         """Weights, momenta and each kind of further state, which steps change."""
-        return [self.weights, self.momenta, *map(list, zip(*self.further, strict=True))]
+        scales = [] if self.scales is None else [self.scales]
+        return [self.weights, self.momenta, *scales, *map(list, zip(*self.further, strict=True))]
 
     def flag(self, index: int) -> Tensor | bool:
         """Whether one of the parameters steps."""
@@ -82,18 +84,20 @@ def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> list[Tensor]
     """Update momenta; returns them after the look-ahead.
 
     ``m += (1 - beta) (g - m)``, or another rule. Without Nesterov's look-ahead the result may be the momenta
-    themselves. L2 decay adds ``weight_decay * p`` to ``g``. Momenta in bf16 are averaged and looked ahead from in fp32.
+    themselves. L2 decay adds ``weight_decay * p`` to ``g``. Momenta in bf16 or 8 bits are averaged, and looked ahead
+    from, in fp32.
     """
     updates = list[Tensor]()
     for batch in chunk.batches:
         momenta, gradients = batch.momenta, batch.gradients
         if batch.rounded is not None:
-            momenta, gradients = ([x.float() for x in tensors] for tensors in (momenta, gradients))
+            momenta, gradients = in_fp32(momenta, batch.scales, batch.rounded), [x.float() for x in gradients]
         if batch.decays and batch.decay_method == "l2":
             gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
         u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
         if batch.rounded is not None:
-            store(batch.momenta, momenta, batch.rounded, batch.settings[MOMENTUM_STEPS])
+            step = batch.settings[MOMENTUM_STEPS]
+            store(batch.momenta, momenta, batch.rounded, step, batch.scales, batch.accepted)
             u = [x.to(weight.dtype) for x, weight in zip(u, batch.weights, strict=True)]
         updates += u
     return updates
@@ -133,7 +137,7 @@ def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) ->
 
 
 def _subset(batch: Batch, at: Sequence[int]) -> Batch:
-    lists = ("indices", "parameters", "weights", "momenta", "gradients", "further", "rounded")
+    lists = ("indices", "parameters", "weights", "momenta", "gradients", "further", "rounded", "scales")
     in_use = {name: of_all for name in lists if (of_all := getattr(batch, name)) is not None}
     changed: dict[str, Any] = {name: [of_all[n] for n in at] for name, of_all in in_use.items()}
     if batch.accepted is not None:

@@ -20,6 +20,9 @@ from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.layout import Layout, is_sharded
 from megatron_eopt.parallel.records import TpMode
 
+MOMENTUM_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
+"""Name of a flag's -> ``momentum_dtype``, whose None is that of each parameter, fp32 in a run of Megatron."""
+
 
 class Execution(TypedDict, total=False):
     """Arguments that say where and how steps are computed."""
@@ -76,8 +79,8 @@ def check_memory(
         raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
     if type(offload_fraction) is bool or not (isinstance(offload_fraction, int | float) and 0 <= offload_fraction <= 1):
         raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
-    if momentum_dtype not in (None, torch.bfloat16):
-        wanted = "None, for that of each parameter, or torch.bfloat16"
+    if momentum_dtype not in MOMENTUM_DTYPES.values():
+        wanted = "None, for that of each parameter, torch.bfloat16 or torch.int8"
         raise ValueError(f"{name}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
     if type(momentum_warmup) is not int or momentum_warmup < 0:
         raise ValueError(f"{name}: momentum_warmup is a number of steps, 0 or more, got {momentum_warmup!r}")
@@ -117,8 +120,8 @@ def check_kept(name: str, parameter: Tensor, offload_fraction: float, momentum_d
         )
     if momentum_dtype is not None and parameter.dtype == torch.float64:
         raise ValueError(
-            f"{name}: momenta in bf16 are averaged in fp32, got a parameter in fp64 of shape {shape}: leave "
-            f"momentum_dtype away"
+            f"{name}: momenta in {momentum_dtype} are averaged in fp32, got a parameter in fp64 of shape {shape}: "
+            f"leave momentum_dtype away"
         )
 
 

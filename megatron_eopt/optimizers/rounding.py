@@ -1,13 +1,13 @@
-"""Momenta in bf16, rounded at random.
+"""Momenta in bf16 or in 8 bits, rounded at random.
 
 Rounded to the nearest, a momentum would stand still where it moves by less than half a unit. So the average is computed
 in fp32 and rounded to one of its two neighbours, with probabilities that give the error a mean of zero. The random bits
 are a hash of parameter name, logical matrix, global row and column, and step: the same at any layout, and after a
-resume. All is 32-bit integer arithmetic, with the same result on every device.
+resume. They are made by 32-bit integer arithmetic, with the same result on every device.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_eopt.matrices import LocalRows, Split
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Tensors
+from megatron_eopt.optimizers.foreach import Mask, Tensors
+from megatron_eopt.optimizers.quantized import BLOCK, quantized, widened
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 
 _LARGEST = torch.finfo(torch.bfloat16).max
@@ -31,6 +32,10 @@ class Numbered:
     rows: LocalRows  # what splits the part into its shards of them
     stacked: bool  # whether the part has three dimensions
     places: Sequence[Tensor]  # of each two words of its seed, and the row and column its shard begins at: 4, in int32
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """The shards of the part, or of its scales."""
+        return self.rows.split(x if self.stacked else x.flatten(1))
 
 
 def numbered(
@@ -52,18 +57,60 @@ def numbered(
     ]
 
 
-def store(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
-    """Round averages in fp32 into momenta in bf16."""
-    pairs = zip(averages, parts, strict=True)
-    shards = [shard for x, part in pairs for shard in part.rows.split(x if part.stacked else x.flatten(1))]
-    rounded = iter(rounded_at_random(shards, [place for part in parts for place in part.places], step))
+def in_fp32(momenta: Tensors, scales: Tensors | None, parts: Sequence[Numbered]) -> list[Tensor]:
+    """Copies of momenta in bf16, or of codes with their scales."""
+    if scales is None:
+        return [x.float() for x in momenta]
+    several = zip(momenta, scales, parts, strict=True)
+    merged = (part.rows.merge(list(map(widened, part.split(x), part.split(of_x)))) for x, of_x, part in several)
+    return [x.view(m.shape) for x, m in zip(merged, momenta, strict=True)]
+
+
+def store(
+    momenta: Tensors,
+    averages: Tensors,
+    parts: Sequence[Numbered],
+    step: int,
+    scales: Tensors | None = None,
+    accepted: Mask = None,
+) -> None:
+    """Round averages in fp32 into momenta in bf16, or codes and scales."""
+    shards = [x for average, part in zip(averages, parts, strict=True) for x in part.split(average)]
+    places = [place for part in parts for place in part.places]
+    if scales is None:  # what is not accepted is a number of bf16, and stays
+        _put(momenta, rounded_at_random(shards, places, step), parts, None)
+        return
+    for kept, rounded in zip((momenta, scales), quantized_at_random(shards, places, step), strict=True):
+        _put(kept, rounded, parts, accepted)
+
+
+def _put(kept: Tensors, shards: Tensors, parts: Sequence[Numbered], accepted: Mask) -> None:
+    rounded = iter(shards)
     merged = (part.rows.merge(list(islice(rounded, len(part.places)))) for part in parts)
-    torch._foreach_copy_(list(momenta), [x.view(m.shape) for x, m in zip(merged, momenta, strict=True)])
+    new = [x.view(old.shape) for x, old in zip(merged, kept, strict=True)]
+    torch._foreach_copy_(list(kept), foreach.masked(new, kept, accepted))
 
 
 def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tensor]:
     """Round shards in fp32 to bf16, by :class:`Numbered` places."""
     rounded = [torch.empty_like(x, dtype=torch.bfloat16) for x in shards]
+    for some, rows, x, noise in _pieces(shards, places, step):
+        torch._foreach_copy_([rounded[i][rows] for i in some], list(between(x, noise).unbind()))
+    return rounded
+
+
+def quantized_at_random(shards: Tensors, places: Tensors, step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Codes and scales of shards in fp32, by the same."""
+    codes = [torch.empty_like(x, dtype=torch.int8) for x in shards]
+    scales = [x.new_empty(x.shape[0], -(-x.shape[1] // BLOCK)) for x in shards]
+    for some, rows, x, noise in _pieces(shards, places, step):
+        for kept, of_some in zip((codes, scales), quantized(x, noise), strict=True):
+            torch._foreach_copy_([kept[i][rows] for i in some], list(of_some.unbind()))
+    return codes, scales
+
+
+def _pieces(shards: Tensors, places: Tensors, step: int) -> Iterator[tuple[list[int], slice, Tensor, Tensor]]:
+    """Stacks of a few rows of equal shards: indices, rows, entries, and 16 random bits of each."""
     for some in foreach.alike(shards):
         rows, columns = shards[some[0]].shape
         place = torch.stack([places[i] for i in some])
@@ -71,14 +118,13 @@ def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tenso
         numbers = torch.arange(max(rows, columns), dtype=torch.int32, device=place.device)
         down = mixed(keys[:, :1] + place[:, 2:3] + numbers[:rows])
         across = mixed(keys[:, 1:] + place[:, 3:] + numbers[:columns])
-        height = max(1, foreach.MOST_BYTES // (_OF_ENTRY * len(some) * max(1, columns)))
+        in_blocks = -(-max(1, columns) // BLOCK) * BLOCK
+        height = max(1, foreach.MOST_BYTES // (_OF_ENTRY * len(some) * in_blocks))
         for first in range(0, rows, height):
-            end = min(rows, first + height)
-            noise = mixed(down[:, first:end, None] + across[:, None])
-            x = torch.stack([shards[i][first:end] for i in some])
-            pieces = between(x, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
-            torch._foreach_copy_([rounded[i][first:end] for i in some], list(pieces.unbind()))
-    return rounded
+            piece = slice(first, min(rows, first + height))
+            noise = mixed(down[:, piece, None] + across[:, None])
+            x = torch.stack([shards[i][piece] for i in some])
+            yield some, piece, x, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
 def between(x: Tensor, noise: Tensor) -> Tensor:

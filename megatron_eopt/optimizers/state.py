@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron_eopt.matrices import is_transposed
+from megatron_eopt.matrices import WHOLE, declared_split, is_transposed
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
+from megatron_eopt.optimizers.quantized import shape_in_blocks
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Shape
@@ -43,9 +44,10 @@ SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 class StateTensor:
     """One state tensor of a parameter: zeros, or ``start``, at first.
 
-    Without ``dims`` it has the shape and layout of the parameter. Otherwise a dimension is ``rows`` or ``columns``, as
-    long as those of the logical matrix and cut alike, or a number that every rank has whole; ``()`` is a scalar. Along
-    rows or columns of a DTensor it is a DTensor on the same mesh, otherwise a plain tensor.
+    Without ``dims`` it has the shape and layout of the parameter, or with ``block`` one entry for so many columns.
+    Otherwise a dimension is ``rows`` or ``columns``, as long as those of the logical matrix and cut alike, or a number
+    that every rank has whole; ``()`` is a scalar. Along rows or columns of a DTensor it is a DTensor on the same mesh,
+    otherwise a plain tensor.
 
     Only compute rank ``rank`` of the matrix's group has the tensor; those of others are empty. Not of a DTensor.
     """
@@ -56,6 +58,12 @@ class StateTensor:
     dtype: torch.dtype | None = None  # None for that of the parameter
     rank: int | None = None
     start: Callable[[int], Tensor] | None = None  # first values along its only dimension, by its length, not zeros
+    block: int | None = None  # columns of a matrix, from its first one on, that share an entry
+
+    @property
+    def like_parameter(self) -> bool:
+        """Whether it has the shape of its parameter."""
+        return self.dims is None and self.block is None
 
     def is_elsewhere(self, layouts: list[Layout]) -> bool:
         """Whether only another rank has it."""
@@ -82,7 +90,7 @@ Described = Callable[[Tensor], list[StateTensor]]
 def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     """A state tensor before the first step."""
     dtype = tensor.dtype or parameter.dtype
-    if tensor.dims is None:
+    if tensor.like_parameter:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     shape, own_shape, placements = _expected(parameter, tensor, layouts)
     shard = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
@@ -92,7 +100,7 @@ def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
         shard.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
     if not isinstance(parameter, DTensor) or placements is None:
         return shard
-    if max(tensor.dims.count(side) for side in SIDES) > 1:
+    if tensor.dims is not None and max(tensor.dims.count(side) for side in SIDES) > 1:
         raise ValueError(f"a state tensor of a DTensor has rows and columns once each at most, got dims {tensor.dims}")
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
@@ -112,7 +120,7 @@ def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
 
 def bytes_of_entry(parameter: Tensor, tensors: Iterable[StateTensor]) -> int:
     """Bytes of parameter-shaped state for each entry."""
-    return sum((tensor.dtype or parameter.dtype).itemsize for tensor in tensors if tensor.dims is None)
+    return sum((tensor.dtype or parameter.dtype).itemsize for tensor in tensors if tensor.like_parameter)
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class States:
 
     def is_on_host(self, parameter: Tensor, tensor: StateTensor) -> bool:
         """Whether one state tensor is in host memory."""
-        return tensor.dims is None and self.on_host(parameter)
+        return tensor.like_parameter and self.on_host(parameter)
 
     def of(self, parameter: Tensor, key: str | None = None) -> dict[str, Any]:
         """A parameter's state; without ``key``, what it lacks is created."""
@@ -282,6 +290,8 @@ def check_kept_state(
 
 
 def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:
+    if tensor.block is not None:
+        return _in_blocks(parameter, tensor.block)
     if tensor.dims is None:
         return _shape_of(parameter)
     own_shape = tensor.local_shape(layouts(parameter))
@@ -290,6 +300,14 @@ def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> State
     sides = SIDES[::-1] if is_transposed(parameter) else SIDES
     placements = tuple(_placement(placement, tensor.dims, sides) for placement in parameter.placements)
     return tensor.global_shape(layouts(parameter)), own_shape, placements
+
+
+def _in_blocks(parameter: Tensor, block: int) -> StateShape:
+    split = declared_split(parameter) or WHOLE
+    shape, own_shape = (shape_in_blocks(x.shape, split, block) for x in (parameter, local(parameter)))
+    if not isinstance(parameter, DTensor):
+        return shape, None, None
+    return shape, own_shape, tuple(_placement(placement, SIDES, SIDES) for placement in parameter.placements)
 
 
 def _shape_of(x: Tensor) -> StateShape:

@@ -28,6 +28,7 @@ from megatron_eopt.optimizers.group_settings import (
 )
 from megatron_eopt.optimizers.muon import Batch, Chunk, chosen, muon, scaled
 from megatron_eopt.optimizers.muon_arguments import (
+    MOMENTUM_DTYPES,
     check_graphs,
     check_kept,
     check_kernel_and_rates,
@@ -117,9 +118,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             where there is a GPU: whole parameters, spread evenly, and at least so many bytes. A step fetches the state
             of one chunk while it works on another. Before other code than :meth:`state_dict` reads it, call
             ``torch.cuda.synchronize()``.
-        momentum_dtype: of momenta: None for that of each parameter, or ``torch.bfloat16``, averaged and orthogonalized
-            in fp32 and rounded at random, with the same bits at every layout: see
-            :mod:`~megatron_eopt.optimizers.rounding`.
+        momentum_dtype: of momenta: None for that of each parameter, ``torch.bfloat16``, or ``torch.int8`` with a scale
+            for every 128 columns. These are averaged and orthogonalized in fp32 and rounded at random, with the same
+            bits at every layout: see :mod:`~megatron_eopt.optimizers.rounding`.
         momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
             Jordan's speedruns; 0 for none. A state saved without it goes on without it.
 
@@ -434,6 +435,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         planned = own_settings(self.param_groups, self.traits.planned_in_groups)
         said = enumerate(own | more for own, more in zip(planned, decay, strict=True))
         of_groups = {number: settings for number, settings in said if settings}
+        [kept] = [name for name, dtype in MOMENTUM_DTYPES.items() if dtype == self.momentum_dtype]
         return super().settings() | {
             "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
@@ -441,7 +443,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             METHOD: decay_method(type(self).__name__, self.defaults),
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
-            **({} if self.momentum_dtype is None else {"momentum_dtype": "bf16"}),
+            **({} if kept == "fp32" else {"momentum_dtype": kept}),
             **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
             **({"of_groups": of_groups} if of_groups else {}),
         }

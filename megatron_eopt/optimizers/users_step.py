@@ -62,9 +62,12 @@ def users_step(
 
 
 def _copied(batch: Batch) -> Batch:
-    weights, momenta, *further = ([x.clone() for x in tensors] for tensors in batch.changed)
-    of_parameters = list(map(list, zip(*further, strict=True))) if further else batch.further
-    return replace(batch, weights=weights, momenta=momenta, further=of_parameters)
+    def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [x.clone() for x in tensors]
+
+    weights, momenta, further = copies(batch.weights), copies(batch.momenta), list(map(copies, batch.further))
+    scales = None if batch.scales is None else copies(batch.scales)
+    return replace(batch, weights=weights, momenta=momenta, scales=scales, further=further)
 
 
 def _updates(

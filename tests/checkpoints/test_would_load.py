@@ -126,7 +126,26 @@ def test_another_optimizer(compared, states, was, wanted, words):
 
 
 @pytest.mark.parametrize(
-    ("states", "was"), [(["momentum_buffer"], "muon"), (ADAPTIVE, "adaptive_muon"), (ADAM, "adam")]
+    ("was", "now", "loads"), [("fp32", "bf16", True), ("fp32", "int8", False), ("int8", "bf16", False)]
+)
+def test_momenta_in_8_bits_are_other_state(compared, was, now, loads):
+    keys = ["momentum_codes", "momentum_scales"] if was == "int8" else ["momentum_buffer"]
+    saved = {} if was == "fp32" else {"optimizer_momentum_dtype": was}  # as before there was the flag
+    values = tensors(keys)
+    assert compared(f"{WHOLE} --optimizer-momentum-dtype {was}", values, **saved).problems == ()
+    said = errors(compared(f"{WHOLE} --optimizer-momentum-dtype {now}", values, **saved))
+    assert said.startswith("" if loads else f"optimizer_momentum_dtype was {was} and is {now}, which keeps other state")
+    assert loads == (not said)
+
+
+@pytest.mark.parametrize(
+    ("states", "was"),
+    [
+        (["momentum_codes", "momentum_scales"], "muon"),
+        (["momentum_buffer"], "muon"),
+        (ADAPTIVE, "adaptive_muon"),
+        (ADAM, "adam"),
+    ],
 )
 def test_an_optimizer_that_was_not_saved_by_name_is_known_by_its_states(compared, states, was):
     said = errors(compared(WHOLE.replace("muon", "scion"), tensors(states), optimizer=None))

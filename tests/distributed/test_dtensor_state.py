@@ -1,6 +1,7 @@
 """State of DTensors: torch's distributed checkpoints save all of it, and load it on any number of ranks."""
 
 import copy
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -57,13 +58,15 @@ MESHES = {
 class Model(nn.Module):
     """Parameters as FSDP2 leaves them, or whole ones where there is no mesh."""
 
+    cases = MappingProxyType({**CASES, **PAIRS})
+
     def __init__(self, mesh=None, along=lambda placement: [placement]):
         super().__init__()
         self.spread = lambda x, placement: (
             x if mesh is None else distribute_tensor(x, mesh, along(placement), src_data_rank=None)
         )
         generator = torch.Generator().manual_seed(0)
-        for name, (shape, placement) in {**CASES, **PAIRS}.items():
+        for name, (shape, placement) in self.cases.items():
             parameter = nn.Parameter(self.spread(torch.randn(shape, generator=generator), placement))
             if name.startswith("fused"):
                 parameter.qkv_split_shapes = QKV
@@ -72,7 +75,7 @@ class Model(nn.Module):
     def train_by(self, optimizer, steps):
         for step in steps:
             generator = torch.Generator().manual_seed(1 + step)
-            for name, (shape, placement) in {**CASES, **PAIRS}.items():
+            for name, (shape, placement) in self.cases.items():
                 self.get_parameter(name).grad = self.spread(torch.randn(shape, generator=generator), placement)
             optimizer.step()
         optimizer.zero_grad()
@@ -118,8 +121,8 @@ def load(model, optimizer, folder):
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def trained(build, *model, steps=STEPS):
-    made = Model(*model)
+def trained(build, *model, steps=STEPS, of=Model):
+    made = of(*model)
     optimizer = build(made)
     made.train_by(optimizer, range(steps))
     return made, optimizer

@@ -21,7 +21,7 @@ SMALL = [
 EXACT = [*MUON, *SMALL]
 RESUMED = [*EXACT, *WARMUP]
 TP = ["--tensor-model-parallel-size", "2"]
-EIGHT = ["--global-batch-size", "8"]
+EIGHT, SIX = (["--global-batch-size", number] for number in ("8", "6"))
 INSTANCES = [*EIGHT, "--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce"]
 EXPERTS = ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2"]
 FULL, WIDE = pytest.mark.full, pytest.mark.wide
@@ -198,24 +198,38 @@ def test_in_bf16_muon_goes_the_way_it_goes_on_one_rank(tmp_path, ranks, flags):
 
 
 @pytest.mark.wide
-def test_momenta_in_bf16_are_rounded_as_on_one_rank(tmp_path):
-    flags = [*EXACT, "--optimizer-momentum-dtype", "bf16"]
+@pytest.mark.parametrize(
+    ("dtype", "key", "ranks", "layout"), [("bf16", "momentum_buffer", 4, TP), ("int8", "momentum_codes", 3, SIX)]
+)
+def test_rounded_momenta_are_as_on_one_rank(tmp_path, dtype, key, ranks, layout):
+    flags = [*EXACT, "--optimizer-momentum-dtype", dtype, *(SIX if layout == SIX else [])]
     expected = trained(tmp_path / "one", 1, *flags)
-    found = trained(tmp_path / "run", 4, *flags, *SHARDED, *TP)
+    found = trained(tmp_path / "run", ranks, *flags, *SHARDED, *layout)
     at, of_one = after(found), after(expected)
-    momenta = [name for name in of_one if "momentum_buffer" in of_one[name]]
+    momenta = [name for name in of_one if key in of_one[name]]
+    assert momenta
     for name in momenta:  # but where an average lies between two numbers as closely as gradients differ
-        differ = at[name]["momentum_buffer"] != of_one[name]["momentum_buffer"]
+        differ = at[name].pop(key) != of_one[name].pop(key)
         assert differ.float().mean() < 0.01, name
     assert_close(at, of_one, atol=1e-4)
     assert sum(rank["state_bytes"] for rank in found) < 0.7 * trained(tmp_path / "fp32", 1, *EXACT)[0]["state_bytes"]
 
 
-@pytest.mark.full
-def test_in_bf16_a_resumed_run_is_the_straight_one(tmp_path):
-    expected, saved = saved_after_three(tmp_path, 2, *RESUMED, *SHARDED, "--bf16")
-    found = trained(tmp_path / "run", 2, *RESUMED, *SHARDED, "--bf16", "--load", saved, steps=6)
+@pytest.mark.parametrize(
+    "more", [pytest.param([], marks=FULL), pytest.param(["--optimizer-momentum-dtype", "int8"], marks=WIDE)], ids=str
+)
+def test_in_bf16_a_resumed_run_is_the_straight_one(tmp_path, more):
+    flags = [*RESUMED, *SHARDED, *more, "--bf16"]
+    expected, saved = saved_after_three(tmp_path, 2, *flags)
+    found = trained(tmp_path / "run", 2, *flags, "--load", saved, steps=6)
     assert_same(after(found), after(expected))
+
+
+@pytest.mark.wide
+def test_momenta_are_taken_for_no_codes(tmp_path, straight):
+    flags = ["--optimizer-momentum-dtype", "int8", "--load", straight[1], "--train-iters", 6]
+    with pytest.raises(AssertionError, match=r"it holds momentum_buffer for .*needs momentum_codes, momentum_scales"):
+        train(tmp_path / "run", 2, *RESUMED, *SHARDED, *flags)
 
 
 OTHERS = sorted(OPTIMIZERS.keys() - {"muon", "schedule_free_adamw"})

@@ -31,6 +31,7 @@ SHAPES = [(24, 16)] * 5 + [(16, 40)] * 4 + [(8, 8)] * 3
 STEPS = 4
 
 kinds = pytest.mark.parametrize("kind", KINDS)
+IN_8_BITS = "muon in 8 bits"  # of which a chunk's bytes are no multiple of what slots are aligned to
 
 
 def start(kind, params=None, dtype=torch.float32, **settings):
@@ -39,7 +40,7 @@ def start(kind, params=None, dtype=torch.float32, **settings):
     if params is None:
         params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     params[1].fused = True
-    name, own = KINDS[kind]
+    name, own = KINDS.get(kind, ("muon", {"momentum_dtype": torch.int8}))
     split = {"split_qkv": True, "is_qkv_fn": lambda p: getattr(p, "fused", False), "qkv_split_shapes": (4, 2, 2)}
     groups = [{"params": params[:7]}, {"params": params[7:], "lr": 0.02}]
     return build(name, groups, **{**split, **own, **settings}), params
@@ -67,7 +68,7 @@ def assert_same(one, other):
     assert [key for key in one if not torch.equal(one[key], other[key])] == []
 
 
-@kinds
+@pytest.mark.parametrize("kind", [*KINDS, IN_8_BITS])
 def test_steps_are_bit_equal_to_those_with_all_state_on_the_device(kind):
     for dtype, fraction in ((torch.float32, 1.0), (torch.bfloat16, 0.4)):
         plain, other = (start(kind, dtype=dtype, offload_fraction=each) for each in (0.0, fraction))
@@ -109,7 +110,7 @@ def test_the_share_is_spread_evenly_and_is_at_least_what_was_asked_for():
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.4, 0.7)])
-@pytest.mark.parametrize("kind", ["muon", "adamuon", "mars_muon", "muon_hyperball"])
+@pytest.mark.parametrize("kind", ["muon", "adamuon", "mars_muon", "muon_hyperball", IN_8_BITS])
 def test_a_restored_optimizer_goes_on_bit_for_bit_wherever_its_state_is(kind, before, after):
     straight, stopped = start(kind), start(kind, offload_fraction=before)
     run(*straight, range(STEPS))

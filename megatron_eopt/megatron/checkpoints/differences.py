@@ -17,7 +17,7 @@ from megatron_eopt.megatron.agreement import distinct, say, union
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums
 from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
-from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER, MOMENTUM_CODES
 from megatron_eopt.registry import list_optimizers, optimizer_class
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
@@ -125,9 +125,9 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
 
 def has_adams_alone(stored: Iterable[str]) -> bool:
     """Whether there are first moments, and no momenta."""
-    starts = [state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT)]
-    momentum, first_moment = (any(key.startswith(start) for key in stored) for start in starts)
-    return first_moment and not momentum
+    starts = [state_key(name, "") for name in (MOMENTUM_BUFFER, MOMENTUM_CODES, _FIRST_MOMENT)]
+    momentum, codes, first_moment = (any(key.startswith(start) for key in stored) for start in starts)
+    return first_moment and not (momentum or codes)
 
 
 def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:

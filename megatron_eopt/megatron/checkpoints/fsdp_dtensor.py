@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class SavedShards:
                     described = {tensor.key: tensor for tensor in tensors}
                     for key, x in optimizer.state[parameter].items():
                         if is_loading:
-                            local(x).fill_(torch.nan)
+                            local(x).fill_(torch.nan if x.is_floating_point() else 0)
                         tensor = described.get(key, StateTensor(key))
                         for part, piece in self._pieces(optimizer, parameter, tensor, x):
                             state.setdefault(f"{name}{part}", {})[key] = piece
@@ -126,7 +127,9 @@ class SavedShards:
             pieces = list(pieces[0].split([part.rectangle.shape[0] for part in parts]))
         for name, part, piece in zip(split.names(layout.shape[0]), parts, pieces, strict=True):
             held = part.rectangle
-            along = {"rows": (part.shape[0], held.top), "columns": (part.shape[1], held.left)}
+            block = tensor.block or 1  # a shard begins at a multiple of it
+            columns = ceil(part.shape[1] / block), held.left // block
+            along = {"rows": (part.shape[0], held.top), "columns": columns}
             sides = [(dim, 0) if isinstance(dim, int) else along[dim] for dim in dims]
             shape, start = zip(*sides, strict=True)
             yield f"[{name}]" if name else "", with_chunk(piece, data, shape, start)
@@ -181,10 +184,13 @@ def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any],
 
 def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
     path, stored = from_rank_0(lambda: _stored(Path(args.load), getattr(args, "ckpt_step", None)))
+    held: dict[str, list[str]] = {}
+    for name, _, key in (each.rpartition(".") for each in sorted(stored)):
+        held.setdefault(name, []).append(key)
     lacking = (
         f"it holds {', '.join(has) or 'no state'} for {name}, and this run needs {', '.join(sorted(keys))}"
         for name, keys in wanted.items()
-        if (has := [key for key in sorted(keys) if f"optimizer.state.{name}.{key}" in stored]) != sorted(keys)
+        if not keys.keys() <= set(has := held.get(f"optimizer.state.{name}", []))
     )
     if problems := union(lacking):
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"

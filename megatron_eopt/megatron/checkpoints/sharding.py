@@ -8,6 +8,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import ceil
 from typing import Any
 
 import torch
@@ -38,15 +39,23 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
 
     The tensors of a factory follow one another in this rank's rows, in an order that depends on the tensor-parallel
     size. So where such a parameter is one logical matrix, a state dimension along its rows is saved in as many tensors.
-    Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices. A
-    ValueError refuses a factory that is not cut along the rows, or whose rows are not the state's first dimension.
+    Where it is several, each matrix has the same rows at every size. State with an entry for some columns is saved in
+    as many tensors as its parameter. ``layouts`` are those of the logical matrices. A ValueError refuses a factory that
+    is not cut along the rows, or whose rows are not the state's first dimension.
     """
-    assert tensor.dims is not None
     saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]
     in_rows = sum(shard.local_shape[0] for shard in saved) == parameter.data.shape[0]
     if not in_rows or any(shard.local_shape[1:] != saved[0].local_shape[1:] for shard in saved):
         raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
-    ahead, held = saved[0].prepend_axis_num, layout.rectangle  # dimensions of stacked layers and experts
+    rows_of = [shard.local_shape[0] for shard in saved]
+    if tensor.block is not None:
+        pairs, block = list(zip(saved, data.split(rows_of), strict=True)), tensor.block
+        return [
+            _sharded(tensor, shard.key, view, shard, _in_blocks(shard, block), shard.replica_id)
+            for shard, view in pairs
+        ]
+    assert tensor.dims is not None
+    held = layout.rectangle
     # Of rows and columns: the global length, and from where to where this rank has them.
     if isinstance(parameter, ShardedTensor) or len(layouts) > 1 or "rows" not in tensor.dims:
         rows, columns = (layout.shape[0], held.top, held.bottom), (layout.shape[1], held.left, held.right)
@@ -57,8 +66,7 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
             f"first dimension of a state tensor; got dims {tensor.dims}"
         )
     else:
-        data_of = data.split([shard.local_shape[0] for shard in saved])
-        views = [(shard, shard.key, view, *_sides(shard)) for shard, view in zip(saved, data_of, strict=True)]
+        views = [(s, s.key, view, *_sides(s)) for s, view in zip(saved, data.split(rows_of), strict=True)]
     state, own = [], saved[0].replica_id
     if tensor.rank is None:
         replica_id = _replica_id(tensor.dims, layout, own)
@@ -72,24 +80,39 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
             continue
         of_side = {"rows": rows, "columns": columns}
         along = [(dim, 0, dim) if isinstance(dim, int) else of_side[dim] for dim in tensor.dims] or [(1, 0, 1)]
-        lengths, starts, ends = zip(*along, strict=True)
-        shape = [end - start for start, end in zip(starts, ends, strict=True)]
-        assert list(view.shape) == shape[: view.ndim]
-        # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
-        whole = view.view(*[1] * ahead, *shape)
-        state.append(
-            ShardedTensor(
-                key=state_key(tensor.key, key),
-                data=whole,
-                dtype=data.dtype,
-                local_shape=tuple(whole.shape),
-                global_shape=(*of_parameter.global_shape[:ahead], *lengths),
-                global_offset=(*of_parameter.global_offset[:ahead], *starts),
-                axis_fragmentations=None,
-                replica_id=replica_id,
-            )
-        )
+        state.append(_sharded(tensor, key, view, of_parameter, along, replica_id))
     return state
+
+
+def _sharded(
+    tensor: StateTensor,
+    parameter_key: str,
+    data: Tensor,
+    of_parameter: ShardedTensor,
+    along: Sequence[tuple[int, int, int]],
+    replica_id: int | tuple[int, ...],
+) -> ShardedTensor:
+    """A shard with ``along`` each dimension: global length, start, end."""
+    lengths, starts, ends = zip(*along, strict=True)
+    shape, ahead = [end - start for start, end in zip(starts, ends, strict=True)], of_parameter.prepend_axis_num
+    assert list(data.shape) == shape[: data.ndim]
+    # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
+    whole = data.view(*[1] * ahead, *shape)
+    return ShardedTensor(
+        key=state_key(tensor.key, parameter_key),
+        data=whole,
+        dtype=data.dtype,
+        local_shape=tuple(whole.shape),
+        global_shape=(*of_parameter.global_shape[:ahead], *lengths),
+        global_offset=(*of_parameter.global_offset[:ahead], *starts),
+        axis_fragmentations=None,
+        replica_id=replica_id,
+    )
+
+
+def _in_blocks(saved: ShardedTensor, block: int) -> list[tuple[int, int, int]]:
+    *others, (length, start, end) = _sides(saved)  # a start is a multiple of the block
+    return [*others, (ceil(length / block), start // block, ceil(end / block))]
 
 
 def _sides(saved: ShardedTensor) -> list[tuple[int, int, int]]:

@@ -71,7 +71,7 @@ class SavedState:
         self._names = {index: (each.key, sharding.stacked_index(each)) for index, each in sharded.items()}
         state: dict[int, dict[str, Any]] = defaultdict(dict)  # what is not shaped as its parameter
         for index, parameter, tensor in self._described():
-            if tensor.dims is not None:
+            if not tensor.like_parameter:
                 layouts, data = self._torch.matrix_layouts(parameter), local(self._torch.state[parameter][tensor.key])
                 state[index][tensor.key] = sharding.sharded_state(tensor, data, sharded[index], layouts)
         config = self._megatron.config
@@ -101,7 +101,7 @@ class SavedState:
         if self._run is not None:
             differences.report_changes(block.get("manifest"), self._run.families)
         for index, parameter, tensor in self._described():
-            if tensor.dims is not None:
+            if not tensor.like_parameter:
                 saved = block.get("state", {}).get(index, {}).get(tensor.key, [])
                 loaded = [each for each in nested_values(saved) if each is not None]
                 shape = tuple(self._torch.state[parameter][tensor.key].shape)
@@ -123,7 +123,7 @@ class SavedState:
 
     def _place(self, state_dict: dict[str, Any]) -> None:
         """Make DTensors of loaded shards, in place; Megatron does not."""
-        plain = {(index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None}
+        plain = {(index, tensor.key) for index, _, tensor in self._described() if not tensor.like_parameter}
         for index, values in matching.torch_state(state_dict)["state"].items():
             parameter = self._parameters()[index] if isinstance(index, int) else None
             for key in values if isinstance(parameter, DTensor) else ():
@@ -135,7 +135,7 @@ class SavedState:
 
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state without tensors of other shapes."""
-        hidden = {(index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None}
+        hidden = {(index, tensor.key) for index, _, tensor in self._described() if not tensor.like_parameter}
         found = state_dict["state"].items()
         state = {i: {key: x for key, x in values.items() if (i, key) not in hidden} for i, values in found}
         for index, (key, parameter) in trained(self._megatron).items():

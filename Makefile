@@ -46,7 +46,7 @@ bench: venv
 	@$(PYTHON) benchmarks/step.py
 
 # PYTHON=python3 takes what is installed there, without an environment of its own and without network.
-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),venv)
+gpu: $(if $(filter file,$(origin PYTHON)),venv)
 	@$(PYTHON) benchmarks/gpu.py
 
 compare: venv

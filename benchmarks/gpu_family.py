@@ -50,6 +50,7 @@ def muons(run: Run) -> dict[str, tuple[Build, str]]:
         "ours, muon, momenta in 8 bits": {**MEDIUM, "momentum_dtype": torch.int8},
         "ours, muon, momenta in host memory": {**MEDIUM, "offload_fraction": 1.0},
         "ours, muon, as a graph": {**MEDIUM, "cuda_graphs": True},
+        "ours, muon, elementwise work by torch": {**MEDIUM, "step_kernels": "torch"},
         "ours, muon, in fp32": {"fp32_matmul_prec": "highest"},
     }
     if not run.on_gpu:

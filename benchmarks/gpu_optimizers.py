@@ -40,7 +40,7 @@ from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 KERNEL_TESTS = [str(path) for path in (ROOT / "tests" / "orthogonalize").glob("test_*kernel*.py")]
-NATIVE_TESTS = [*KERNEL_TESTS, "tests/optimizers/test_graphs.py"]
+NATIVE_TESTS = [*KERNEL_TESTS, "tests/optimizers/test_graphs.py", "tests/optimizers/test_step_kernels.py"]
 
 # both sides odd, tall, stacked, and of two sizes of real layers
 CHECKED: tuple[tuple[int, ...], ...] = ((33, 70), (4096, 14336), (2, 70, 33), (8, 768, 2048), (2048, 2048))
@@ -59,7 +59,7 @@ GPTS = {  # GPT-2's and GPT-3's
 }
 TINY_GPT = {"tiny": Model(num_layers=1, hidden_size=32, ffn_hidden_size=128, num_attention_heads=2)}
 VOCABULARY, LENGTH, SEQUENCES, TOKENS = 50304, 1024, 16, 2**19
-ENTRY_BYTES = 20  # of a step of Muon in fp32: the gradient is read, momentum and weight are read and written
+ENTRY_BYTES = 28  # of a step of Muon in fp32: see docs/gpu.md
 OVER_LIMIT, OVER_ADAMW, HOST_MS = 1.4, 1.03, 6.0
 LAYER: tuple[Shape, ...] = (*[(512, 512)] * 4, (2048, 512), (512, 2048))  # a hundred of them: 600 matrices
 MODES: tuple[TpMode, ...] = ("duplicated", "owner", "auto")

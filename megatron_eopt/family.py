@@ -30,6 +30,7 @@ from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.step_kernels import StepForm
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -180,7 +181,11 @@ ITERATION = tuple(
 """How Muon orthogonalizes and exchanges matrices."""
 
 MOMENTUM = ("momentum", "momentum_warmup", "nesterov")
-MUON = (*ITERATION, *MOMENTUM, *"scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split())
+MUON = (
+    *ITERATION,
+    *MOMENTUM,
+    *"step_kernels scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
+)
 """All settings of Muon."""
 
 _SPECS = (
@@ -232,6 +237,13 @@ _SPECS = (
                 "Kernel of symmetric products; without it that of the checkpoint, else the fastest of the run, timed "
                 "at start on a GPU.",
                 choices=tuple(KERNELS),
+                shared=True,
+            ),
+            Flag(
+                "step_kernels",
+                "What does the elementwise work of a step; without it that of the checkpoint, else, on a GPU, triton "
+                "where it serves.",
+                choices=get_args(StepForm),
                 shared=True,
             ),
             Flag("split_qkv", "Orthogonalize fused projections whole.", default=True, shared=True, megatrons=True),
@@ -307,6 +319,7 @@ _SPECS = (
         name="soap",
         cls=SOAP,
         vectors=True,
+        of_muon=("symmetric_products",),
         betas="adam",
         flags=(
             Flag("shampoo_beta", "Decay rate of the factors, in [0, 1)."),
@@ -369,7 +382,7 @@ _SPECS = (
     OptimizerSpec(
         name="scion",
         cls=Scion,
-        of_muon=(*ITERATION, "momentum_warmup"),
+        of_muon=(*ITERATION, "step_kernels", "momentum_warmup"),
         flags=(
             Flag("momentum", "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
             Flag("radius", "Radius of the ball of every matrix."),
@@ -379,11 +392,14 @@ _SPECS = (
     OptimizerSpec(
         name="polargrad",
         cls=PolarGrad,
-        of_muon=(*ITERATION, "momentum_warmup"),
+        of_muon=(*ITERATION, "step_kernels", "momentum_warmup"),
         flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1)."),),
     ),
     OptimizerSpec(
-        name="muon_hyperball", cls=MuonHyperball, of_muon=(*ITERATION, *MOMENTUM), state_depends_on=("muon_split",)
+        name="muon_hyperball",
+        cls=MuonHyperball,
+        of_muon=(*ITERATION, *MOMENTUM, "step_kernels"),
+        state_depends_on=("muon_split",),
     ),
     OptimizerSpec(
         name="mars_muon",

@@ -6,8 +6,9 @@ A :class:`Split` declares it; its :class:`Pattern` has all rows, :class:`LocalRo
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -195,13 +196,18 @@ class LocalRows:
     """One rank's rows of a fused parameter: split and merge.
 
     They are rows ``top:bottom`` (columns if transposed), then ``padding`` ones, which :meth:`merge` makes zero.
+
+    Attributes:
+        padding: rows behind the shards.
+        transposed: whether columns are split.
+        stacked: whether the parameter has three dimensions.
     """
 
     def __init__(self, pattern: Pattern, top: int, bottom: int, split: Split = WHOLE, padding: int = 0) -> None:
         runs, count = pattern.between(top, bottom), len(pattern.blocks)
         layers = range(split.stacked or 1)
         self._shape = (bottom - top,) if split.stacked is None else (split.stacked, bottom - top)
-        self._padding, self._transposed = padding, split.transposed
+        self.padding, self.transposed, self.stacked = padding, split.transposed, split.stacked is not None
         self._rows = [end - start for start, end in pattern.held(top, bottom)] * len(layers)
         self._sections = _sections(
             [(layer * count + matrix, rows) for layer in layers for matrix, rows in runs], len(pattern.sizes)
@@ -217,9 +223,30 @@ class LocalRows:
 
         ``x`` is (rows x cols) or (stacked x rows x cols), else ``ValueError``. Consecutive rows are a view.
         """
-        x = x.mT if self._transposed else x
-        if self._padding:
-            x = x.narrow(-2, 0, x.size(-2) - self._padding)
+        x = x.mT if self.transposed else x
+        if self.padding:
+            x = x.narrow(-2, 0, x.size(-2) - self.padding)
+        return self._split(x)
+
+    @cached_property
+    def runs(self) -> list[list[tuple[int, int, int]]]:
+        """Where the rows of each logical matrix lie, in order.
+
+        Each run is a layer of the stack, its first row there (column if transposed), and how many follow.
+        """
+        of_matrices, rows = [], self._shape[-1]
+        if len(self._rows) == 1 and not self.stacked:
+            return [[(0, 0, rows)]]
+        for numbers in self._split(torch.arange(prod(self._shape)).view(*self._shape, 1)):
+            numbers = numbers.flatten()
+            jumps = (numbers.diff() != 1) | (numbers[1:] % max(1, rows) == 0)
+            starts = torch.cat([torch.zeros(1, dtype=torch.int64), jumps.nonzero().flatten() + 1])[: numbers.numel()]
+            counts = torch.cat([starts, torch.tensor([numbers.numel()])]).diff()
+            pairs = zip(numbers[starts].tolist(), counts.tolist(), strict=False)
+            of_matrices.append([(*divmod(number, rows), count) for number, count in pairs])
+        return of_matrices
+
+    def _split(self, x: Tensor) -> list[Tensor]:
         if len(self._rows) == 1 and len(self._shape) == 1:
             return [x]
         if tuple(x.shape[:-1]) != self._shape:
@@ -240,8 +267,8 @@ class LocalRows:
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`; ``ValueError`` for other rows."""
         merged = self._merged(matrices)
-        merged = merged.mT.contiguous() if self._transposed else merged
-        return torch.nn.functional.pad(merged, (0, 0, 0, self._padding)) if self._padding else merged
+        merged = merged.mT.contiguous() if self.transposed else merged
+        return torch.nn.functional.pad(merged, (0, 0, 0, self.padding)) if self.padding else merged
 
     def _merged(self, matrices: Sequence[Tensor]) -> Tensor:
         if len(self._rows) == 1:

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from os.path import basename
 from typing import Any, cast
 
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.optimizers import step_choice
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import is_plain, plain
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
 from megatron_eopt.overrides import Entry, OverrideError
@@ -112,7 +115,7 @@ def on_all_ranks[T](decide: Callable[[], T]) -> T:
 
 
 def choose_kernels(optimizers: Sequence[Any]) -> None:
-    """Choose the fastest kernel of symmetric products for the run.
+    """Choose the kernels of symmetric products and of steps.
 
     The slowest rank counts, and a kernel that fails on one rank serves on none. Ranks without optimizers call it too: a
     checkpoint holds one choice, and replicas need not share a group. What is given is compiled in turns here, and
@@ -123,20 +126,37 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     devices = [next(p for group in x.param_groups for p in group["params"]).device for x in choosing]
     timed = [x for x, device in zip(choosing, devices, strict=True) if timing.is_timed(device)]
     found = [(x.symmetric_products or x.param_groups[0].get(KERNEL), x.kernel_products()) for x in timed]
+    # Muon's may be in 16 bits and SOAP's in fp32, where other kernels are fast, and not all are timed
+    kinds = [1 + (precision == "ieee") if torch.float32 in dtypes else 0 for _, (_, dtypes, _, precision) in found]
 
     def slowest() -> torch.Tensor:
-        times = timing.times([], [], torch.device("cpu"))
-        for given, products in found:
+        times = torch.stack([timing.times([], [], torch.device("cpu"))] * 3)
+        for kind, (given, products) in zip(kinds, found, strict=True):
             if given is None:
-                times = times.maximum(timing.times(*products))
+                times[kind] = times[kind].maximum(timing.times(*products))
             else:
                 reason_against(given, *products, KERNELS)
         return times
 
     world = {"world": dist.group.WORLD} if dist.group.WORLD else {}
-    choice = timing.fastest(-lowest_of_all(-in_turns(slowest, world), world))
-    for group in (group for optimizer in choosing for group in optimizer.param_groups if choice):
-        group.setdefault(KERNEL, choice)
+    choices = [timing.fastest(each) or "torch" for each in -lowest_of_all(-in_turns(slowest, world), world)]
+    for kind, optimizer in zip(kinds, timed, strict=True):
+        for group in optimizer.param_groups:
+            group.setdefault(KERNEL, choices[kind])
+    muons = [x for x in timed if isinstance(x, TensorParallelMuon)]
+    free = [
+        x
+        for x in muons
+        if x.step_kernels is None
+        and x.momentum_dtype != torch.int8
+        and step_choice.STEP_KERNELS not in x.param_groups[0]
+    ]
+    reason = in_turns(
+        lambda: next(filter(None, (step_choice.reason_against(x, x.proposed()) for x in free)), None), world
+    )
+    form = step_choice.agreed_form(None, None, reason, partial(lowest_of_all, groups=world))
+    for group in (group for optimizer in free for group in optimizer.param_groups):
+        group.setdefault(step_choice.STEP_KERNELS, form)
 
 
 def of_command_line(args: Any) -> dict[str, Any]:

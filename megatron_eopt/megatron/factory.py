@@ -27,6 +27,8 @@ from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer
+from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
@@ -146,10 +148,12 @@ class OptimizerOfRun:
             agreement.on_all_ranks(take_over)
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
         ours = [x for x in here if isinstance(x, BaseOptimizer)]
-        for key, value in ((KERNEL, self.decided.kernel), (RATES, self.decided.rates)):
-            for optimizer in ours if value is not None else ():
-                for group in optimizer.param_groups if key in optimizer.traits.carried_settings else ():
-                    group.setdefault(key, value)
+        for optimizer in ours:
+            kernel = self.decided.soaps_kernel if isinstance(optimizer, SOAP) else self.decided.kernel
+            kept = {KERNEL: kernel, RATES: self.decided.rates, STEP_KERNELS: self.decided.step_kernels}
+            for key in kept.keys() & optimizer.traits.carried_settings:
+                for group in optimizer.param_groups if kept[key] is not None else ():
+                    group.setdefault(key, kept[key])
         agreement.choose_kernels(here)
         self.phase("kernels")
         agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])

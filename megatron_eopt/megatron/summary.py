@@ -12,6 +12,7 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron
+from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 
 
@@ -74,10 +75,13 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
     listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
     where = f"{listed} over {ranks} ranks" if schemes else "none sharded"
     rms = " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)})) if sizes else ""
+    form = first.param_groups[0].get(STEP_KERNELS)  # chosen on a GPU
+    form = f", elementwise work by {form}" if form else ""
     exactness = "an approximation" if "blockwise" in schemes else "exact"
     return (
         f"{sum(iterations.values())} matrices orthogonalized by {steps} Newton-Schulz steps ({named}, "
-        f"{first.newton_schulz.fp32_matmul_prec} precision, symmetric products by {first.param_groups[0][KERNEL]}), "
+        f"{first.newton_schulz.fp32_matmul_prec} precision, symmetric products by "
+        f"{first.param_groups[0][KERNEL]}{form}), "
         f"{where} ({exactness}), {second_moment}update RMS {rms or 'not known before the steps'} "
         f"(AdamW's is near 0.2)"
     )

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method, warn
-from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
+from megatron_eopt.optimizers.muon import Chunk, decay, kept_momentum, subtract
 from megatron_eopt.optimizers.muon_arguments import Execution, refuse_blockwise, spelled_out
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
@@ -286,22 +286,23 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step."""
         decay(chunk)
-        u = engine.split(chunk.indices, momentum(chunk))
+        u = kept_momentum(chunk, engine)
         kept = list(u) if self.traits.keeps_momenta else []
         factors = yield from engine.orthogonalize(chunk.indices, u)
         # not those of the chunk: a function of the user's in place of Newton-Schulz leaves factors unscaled here
         scales = [scale for i in chunk.indices for scale in self._session.plans.scales[1][i]]
-        subtract(chunk, engine, self._second_moment(chunk, engine, factors, kept, scales))
+        subtract(chunk, engine, factors, self._second_moment(chunk, engine, factors, kept, scales))
 
     def _second_moment(
         self, chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors, scales: list[float]
-    ) -> list[Tensor]:
+    ) -> Sequence[float] | Tensors:
+        """The scale of each factor; adamuon and normuon scale factors themselves."""
         indices, moments = chunk.indices, list[Moment]()
         for batch in chunk.batches:
             beta2, eps = batch.settings["beta2"], batch.settings["eps"]
             moments += [Moment(v, batch.flag(n), beta2, eps) for n, vs in enumerate(batch.further) for v in vs]
         if not moments:
-            return factors
+            return [1.0] * len(factors)
         matrices = engine.flat(indices)
         if self.moment2_method == "adamuon":
             new = engine.split(indices, adamuon(engine.merge(indices, factors), moments))
@@ -312,12 +313,13 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             else:
                 torch._foreach_mul_(new, scales)
             torch._foreach_copy_(factors, new)
-            return factors
+            return [1.0] * len(factors)
         if self.moment2_method == "normuon":
-            ratios = normuon(engine, matrices, factors, moments)
-        else:
-            gradients = engine.split(indices, [gradient for batch in chunk.batches for gradient in batch.gradients])
-            ratios = namo(moments, *_squared_norms(engine, matrices, gradients, updates))
+            of_lines = normuon(engine, matrices, factors, moments)  # one for each row or column
+            torch._foreach_mul_(of_lines, scales)
+            foreach.scale_each(factors, of_lines)
+            return [1.0] * len(factors)
+        gradients = engine.split(indices, [gradient for batch in chunk.batches for gradient in batch.gradients])
+        ratios = namo(moments, *_squared_norms(engine, matrices, gradients, updates))
         torch._foreach_mul_(ratios, scales)
-        foreach.scale_each(factors, ratios)
-        return factors
+        return ratios

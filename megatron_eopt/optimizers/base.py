@@ -47,7 +47,7 @@ from megatron_eopt.optimizers.state import (
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
 from megatron_eopt.optimizers.users_functions import refuse_uncalled
 from megatron_eopt.orthogonalize.choices import check_arguments
-from megatron_eopt.parallel.agreement import KernelProducts
+from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.engine import Engine
@@ -407,7 +407,10 @@ class BaseOptimizer(Optimizer):
         plans, parameters = session.plans, self._parameters()
         if plans.engine is None or plans.engine_of != wanted:
             engine = self.proposed()
-            kernel = engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
+            given = self.symmetric_products, self.param_groups[0].get(KERNEL)
+            chooses = self.traits.multiplies and (any(given) or times_kernels(*given, engine.device))
+            own = self.kernel_products() if parameters and chooses else None
+            kernel = engine.prepare(*given, comparable(self), own)
             for group in self.param_groups if kernel is not None else ():
                 group[KERNEL] = kernel
                 if RATES in self.traits.carried_settings:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.foreach import heavy_ball
 from megatron_eopt.optimizers.group_settings import UpdateSettings
-from megatron_eopt.optimizers.muon import Chunk, decay, momentum, scaled, subtract
+from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.traits import PLANNED_IN_GROUPS, STEPS
 from megatron_eopt.parallel.engine import Engine
@@ -37,11 +37,9 @@ class HeavyBallMuon(TensorParallelMuon):
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step, of parameters read as matrices."""
         decay(chunk)
-        parameters = [p for batch in chunk.batches for p in batch.parameters]
-        several = zip(parameters, momentum(chunk, heavy_ball), strict=True)
-        u = engine.split(chunk.indices, [x.flatten(1) if _is_flattened(p) else x for p, x in several])
+        u = engine.split(chunk.indices, momentum(chunk, heavy_ball))
         factors = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, scaled(factors, chunk.scales))
+        subtract(chunk, engine, factors, chunk.scales)
 
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter, read as a matrix."""

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.muon import Chunk, momentum
+from megatron_eopt.optimizers.muon import Chunk, kept_momentum
 from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
@@ -124,7 +124,7 @@ class MuonHyperball(TensorParallelMuon):
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step."""
-        u = engine.split(chunk.indices, momentum(chunk))
+        u = kept_momentum(chunk, engine)
         factors = yield from engine.orthogonalize(chunk.indices, u)
         rotate(chunk, engine, factors)
 
@@ -146,7 +146,11 @@ def rotate(chunk: Chunk, engine: Engine, factors: Tensors) -> None:
     flags = [batch.flag(n) for batch in chunk.batches for n, norms in enumerate(batch.further) for _ in norms]
     if masks := [flag for flag in flags if isinstance(flag, Tensor)]:  # all of them, or none
         lengths = lengths * torch.stack(masks)
-    move(shards, factors, on_spheres(squares, inner, torch.cat(radii), lengths))
+    coefficients = on_spheres(squares, inner, torch.cat(radii), lengths)
+    if chunk.kernels is not None:
+        chunk.kernels.rotate(chunk.batches, factors, coefficients.float())
+        return
+    move(shards, factors, coefficients)
     for weight, x in zip(weights, engine.merge(chunk.indices, shards), strict=True):
         if weight is not x:
             weight.copy_(x)

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod
-from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
+from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract, with_gradients
 from megatron_eopt.optimizers.muon_arguments import Transport, refuse_blockwise, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
@@ -120,7 +121,7 @@ class MarsMuon(TensorParallelMuon):
         c = clipped(engine, chunk.indices, c)
         u = engine.split(chunk.indices, momentum(with_gradients(chunk, c)))
         factors = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, scaled(factors, chunk.scales))
+        subtract(chunk, engine, factors, chunk.scales)
         for batch in chunk.batches:
             keep(batch)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -9,43 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
-from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS, DecayMethod, Scalar
-from megatron_eopt.optimizers.rounding import Numbered, in_fp32, store
+from megatron_eopt.optimizers.batches import Batch
+from megatron_eopt.optimizers.foreach import MomentumRule, Tensors
+from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS
+from megatron_eopt.optimizers.rounding import in_fp32, store
+from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.scheduler import Program
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One group's parameters and state in a step."""
-
-    indices: list[int]  # of the parameters, among all of the optimizer
-    parameters: list[Tensor]  # in the order of the group
-    weights: list[Tensor]  # this rank's part of each of them
-    momenta: list[Tensor]  # of each momentum
-    gradients: list[Tensor]  # of each gradient; chosen() has them in the dtype of averages
-    further: list[list[Tensor]]  # of what else is kept of each parameter and changed in a step
-    settings: dict[str, Any]  # of the group
-    lr: Scalar
-    beta: float  # of the momentum in this step
-    nesterov: bool
-    weight_decay: Scalar
-    decays: bool  # whether there is a weight decay; a tensor may be one, since no device is asked
-    decay_method: DecayMethod
-    accepted: Mask = None
-    rounded: list[Numbered] | None = None  # the entries of momenta in bf16 or 8 bits: random bits follow from them
-    scales: list[Tensor] | None = None  # of momenta in 8 bits
-
-    @property
-    def changed(self) -> list[list[Tensor]]:
-        """Weights, momenta and each kind of further state, which steps change."""
-        scales = [] if self.scales is None else [self.scales]
-        return [self.weights, self.momenta, *scales, *map(list, zip(*self.further, strict=True))]
-
-    def flag(self, index: int) -> Tensor | bool:
-        """Whether one of the parameters steps."""
-        return True if self.accepted is None else self.accepted[index]
+from megatron_eopt.parallel.scheduler import Program, Shards
 
 
 @dataclass(frozen=True)
@@ -56,6 +27,7 @@ class Chunk:
     indices: Sequence[int]  # of the parameters, ascending
     scales: list[float]  # what multiplies the orthogonal factor of each of their logical matrices
     watch: Callable[[Sequence[int], Tensors], None] | None = None  # is shown the updates of logical matrices
+    kernels: StepKernels | None = None  # what does the elementwise work; None for torch
 
 
 def muon(chunk: Chunk, engine: Engine) -> Program:
@@ -69,24 +41,29 @@ def muon(chunk: Chunk, engine: Engine) -> Program:
     decay(chunk)  # p -= lr * weight_decay * p
     u = engine.split(chunk.indices, momentum(chunk))  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
     factors = yield from engine.orthogonalize(chunk.indices, u)  # O of each whole logical matrix
-    subtract(chunk, engine, scaled(factors, chunk.scales))  # p -= lr * s O
+    subtract(chunk, engine, factors, chunk.scales)  # p -= lr * s O
 
 
 def decay(chunk: Chunk) -> None:
-    """Apply weight decay; ``l2`` changes no parameter."""
-    for batch in chunk.batches:
+    """Apply weight decay; ``l2`` changes no parameter.
+
+    Kernels do it when they subtract.
+    """
+    for batch in chunk.batches if chunk.kernels is None else ():
         if batch.decays and batch.decay_method != "l2":
             factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
             foreach.scale(batch.weights, factor, batch.accepted)
 
 
-def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> list[Tensor]:
+def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> Shards:
     """Update momenta; returns them after the look-ahead.
 
     ``m += (1 - beta) (g - m)``, or another rule. Without Nesterov's look-ahead the result may be the momenta
     themselves. L2 decay adds ``weight_decay * p`` to ``g``. Momenta in bf16 or 8 bits are averaged, and looked ahead
-    from, in fp32.
+    from, in fp32. With kernels the result is what writes this rank's shards of logical matrices.
     """
+    if chunk.kernels is not None:
+        return partial(chunk.kernels.momentum, chunk.batches, heavy=rule is foreach.heavy_ball)
     updates = list[Tensor]()
     for batch in chunk.batches:
         momenta, gradients = batch.momenta, batch.gradients
@@ -103,16 +80,44 @@ def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> list[Tensor]
     return updates
 
 
-def scaled(factors: list[Tensor], scales: Sequence[float]) -> list[Tensor]:
+def kept_momentum(chunk: Chunk, engine: Engine) -> list[Tensor]:
+    """Logical matrices of :func:`momentum`, for programs that read them."""
+    shards = engine.split(chunk.indices, momentum(chunk))
+    if not callable(shards):
+        return shards
+    pairs = zip(chunk.indices, (weight for batch in chunk.batches for weight in batch.weights), strict=True)
+    updates = [weight.new_empty(shape) for i, weight in pairs for shape in engine.shapes(i)]
+    shards(updates)
+    return updates
+
+
+def scaled(factors: list[Tensor], scales: Sequence[float] | Tensors) -> list[Tensor]:
     """``s O`` of each logical matrix, in place."""
-    for scale in dict.fromkeys(scales):  # one for each shape
+    on_host = [scale for scale in scales if not isinstance(scale, Tensor)]
+    if len(on_host) < len(scales):  # all are tensors
+        foreach.scale_each(factors, [scale for scale in scales if isinstance(scale, Tensor)])
+    for scale in dict.fromkeys(on_host):  # one for each shape
         if scale != 1:
-            foreach.scale([x for x, s in zip(factors, scales, strict=True) if s == scale], scale)
+            exact = torch.as_tensor(scale, dtype=torch.float64) if factors[0].device.type == "cpu" else scale
+            torch._foreach_mul_([x for x, s in zip(factors, on_host, strict=True) if s == scale], exact)
     return factors
 
 
-def subtract(chunk: Chunk, engine: Engine, updates: Sequence[Tensor]) -> None:
-    """``p -= lr * update``, from updates of logical matrices."""
+def subtract(chunk: Chunk, engine: Engine, factors: list[Tensor], scales: Sequence[float] | Tensors) -> None:
+    """``p -= lr * scale * factor``, of logical matrices; may write to ``factors``."""
+    if chunk.kernels is not None:
+        if chunk.watch is not None:
+            dtypes = (
+                w.dtype
+                for b in chunk.batches
+                for i, w in zip(b.indices, b.weights, strict=True)
+                for _ in engine.matrices[i]
+            )
+            copies = [x.to(dtype, copy=True) for x, dtype in zip(factors, dtypes, strict=True)]
+            chunk.watch(chunk.indices, scaled(copies, scales))
+        chunk.kernels.subtract(chunk.batches, factors, scales)
+        return
+    updates = scaled(factors, scales)
     if chunk.watch is not None:
         chunk.watch(chunk.indices, updates)
     merged = iter(engine.merge(chunk.indices, updates))
@@ -122,12 +127,12 @@ def subtract(chunk: Chunk, engine: Engine, updates: Sequence[Tensor]) -> None:
         foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
 
 
-def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
-    """Batches of some or all parameters, gradients cast for averaging."""
+def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None, cast: bool = True) -> list[Batch]:
+    """Batches of some or all parameters; ``cast`` gradients for averaging."""
     taken, wanted = list(batches), None if parameters is None else set(parameters)
     if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
         taken = [_subset(b, at) for b in batches if (at := [n for n, i in enumerate(b.indices) if i in wanted])]
-    for number, batch in enumerate(taken):
+    for number, batch in enumerate(taken if cast else ()):
         kept = zip(batch.momenta, batch.weights, strict=True)
         dtypes = [m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype) for m, w in kept]
         pairs = list(zip(batch.gradients, dtypes, strict=True))

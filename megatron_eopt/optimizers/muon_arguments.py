@@ -35,6 +35,7 @@ class Execution(TypedDict, total=False):
     offload_fraction: float
     momentum_dtype: torch.dtype | None
     momentum_warmup: int
+    step_kernels: str | None
 
 
 class Transport(Execution, total=False):

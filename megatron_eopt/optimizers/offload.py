@@ -11,7 +11,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.muon import Batch, Chunk
+from megatron_eopt.optimizers.batches import Batch
+from megatron_eopt.optimizers.muon import Chunk
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
 
@@ -77,8 +78,16 @@ class Streamed:
         chunk = replace(chunk, batches=self.bring(chunk.batches))
         running = program(chunk, engine)
         shards = next(running)
-        self.take_back(chain(*(batch.momenta for batch in chunk.batches)))
-        resume(running, (yield shards))
+        momenta = list(chain(*(batch.momenta for batch in chunk.batches)))
+
+        def written(updates: list[Tensor]) -> None:
+            assert callable(shards)
+            shards(updates)
+            self.take_back(momenta)
+
+        if not callable(shards):
+            self.take_back(momenta)
+        resume(running, (yield written if callable(shards) else shards))
         self.take_back(chain(*(tensors for batch in chunk.batches for tensors in batch.further)))
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.group_settings import (
     DECOUPLED,
     METHOD,
@@ -22,7 +23,7 @@ from megatron_eopt.optimizers.group_settings import (
     rename,
     renamed,
 )
-from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, subtract
+from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.parameters import (
     check_matrix,
     checked_split,
@@ -298,9 +299,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step: see :class:`OrthogonalizedOptimizer`."""
         decay(chunk)
-        u = momentum(chunk)
+        u = engine.split(chunk.indices, momentum(chunk))
         updates = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, updates)
+        subtract(chunk, engine, updates, chunk.scales)
 
     def _take(self, accepted: Tensor) -> None:
         self._take_users(accepted)

@@ -5,9 +5,8 @@ from typing import Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.group_settings import DecayMethod
-from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
+from megatron_eopt.optimizers.muon import Chunk, decay, kept_momentum, subtract
 from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.engine import Engine
@@ -66,10 +65,9 @@ class PolarGrad(TensorParallelMuon):
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step."""
         decay(chunk)
-        M = engine.split(chunk.indices, momentum(chunk))
+        M = kept_momentum(chunk, engine)
         U = yield from engine.orthogonalize(chunk.indices, list(M))
         triples = zip(engine.flat(chunk.indices), M, U, strict=True)
         wanted = [StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in triples]
         norms = [of_matrix["inner_product"] for of_matrix in engine.statistics(wanted)]  # <M, U>
-        foreach.scale_each(U, norms)
-        subtract(chunk, engine, U)
+        subtract(chunk, engine, U, norms)

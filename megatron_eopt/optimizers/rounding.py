@@ -32,6 +32,7 @@ class Numbered:
     rows: LocalRows  # what splits the part into its shards of them
     stacked: bool  # whether the part has three dimensions
     places: Sequence[Tensor]  # of each two words of its seed, and the row and column its shard begins at: 4, in int32
+    words: Sequence[tuple[int, int, int, int]]  # the same on the host
 
     def split(self, x: Tensor) -> list[Tensor]:
         """The shards of the part, or of its scales."""
@@ -42,7 +43,7 @@ def numbered(
     names: Sequence[str], layouts: Sequence[Layout], splits: Sequence[Split], device: torch.device
 ) -> list[Numbered]:
     """Locate the entries of parameters, once; waits for the device."""
-    words, counts = [], []
+    words, counts = list[tuple[int, int, int, int]](), list[int]()
     for name, layout, split in zip(names, layouts, splits, strict=True):
         matrices = split_layout(layout, split)
         counts.append(len(matrices))
@@ -50,9 +51,14 @@ def numbered(
             seed = struct.unpack("<ii", blake2b(f"{name} {number}".encode(), digest_size=8).digest())
             words.append((*seed, matrix.rectangle.top, matrix.rectangle.left))
     places = iter(torch.tensor(words, dtype=torch.int32, device=device).view(-1, 4).unbind())
-    several = zip(layouts, splits, counts, strict=True)
+    several, on_host = zip(layouts, splits, counts, strict=True), iter(words)
     return [
-        Numbered(local_rows(layout, split), split.stacked is not None, list(islice(places, count)))
+        Numbered(
+            local_rows(layout, split),
+            split.stacked is not None,
+            list(islice(places, count)),
+            list(islice(on_host, count)),
+        )
         for layout, split, count in several
     ]
 

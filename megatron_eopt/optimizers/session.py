@@ -12,6 +12,7 @@ from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.rounding import Numbered
+from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.watched import Watched
 
@@ -28,6 +29,7 @@ class Plans:
     numbered: tuple[Engine, dict[Tensor, Numbered]] | None = None  # entries of momenta in bf16, and for which engine
     scales: tuple[Engine | None, list[list[float]]] = (None, [])  # of each parameter's matrices, and for which engine
     graphed: GraphedUpdate | None = None
+    kernels: StepKernels | None = None  # what does the elementwise work; None for torch
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.foreach import decay_power, stacked
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings
 from megatron_eopt.optimizers.parameters import (
@@ -32,6 +32,7 @@ from megatron_eopt.optimizers.soap_chunks import (
     ParameterStep,
     Planned,
     chunks_of,
+    factor_stacks,
     merge,
     split,
 )
@@ -39,7 +40,10 @@ from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditione
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
+from megatron_eopt.orthogonalize.kernels import KERNELS, made
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.orthogonalize.products import Fp32Precision
+from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
@@ -134,6 +138,9 @@ class SOAP(BaseOptimizer):
         share_over_dp: whether data-parallel ranks share work, factors and bases: those of ``pg_collection.dp_cp``, or
             ``expt_dp`` for experts, and of cut matrices those of ``tp_dp_cp``, or ``tp_expt_dp``, where it has these
             groups. Then the state of every rank has to be saved.
+        symmetric_products: the kernel of ``g g^T`` and ``g^T g``, as in
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`; by default that of the
+            checkpoint, else the fastest on a GPU, and torch, without a choice that is kept, on a CPU.
 
     Raises:
         ValueError: for a setting out of its range, a parameter of three or more dimensions that is not declared as a
@@ -144,7 +151,9 @@ class SOAP(BaseOptimizer):
     [2] Lin et al., Understanding and Improving Shampoo and SOAP via Kullback-Leibler Minimization, arXiv 2509.03378.
     """
 
-    traits = Traits(carried_settings=frozenset({CLOCK}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True)
+    traits = Traits(
+        carried_settings=frozenset({CLOCK, KERNEL}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True, multiplies=True
+    )
 
     _based: set[Tensor] | None = None  # parameters known to have a basis
     _plans: dict[Tensor, list[Planned]] | None = None
@@ -175,10 +184,13 @@ class SOAP(BaseOptimizer):
         qkv_split_shapes: Sequence[int] | None = None,
         pg_collection: TensorParallelGroups | None = None,
         share_over_dp: bool = False,
+        symmetric_products: str | None = None,
     ) -> None:
+        check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
         split = split_qkv, is_qkv_fn, qkv_split_shapes
         vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
         self.pg_collection, self.share_over_dp = pg_collection, share_over_dp
+        self.symmetric_products = symmetric_products
         adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
         shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
@@ -263,6 +275,14 @@ class SOAP(BaseOptimizer):
         super().load_state_dict(state_dict)
         self._based = None
 
+    def kernel_products(self) -> KernelProducts:
+        """Those that update factors, in the strictest precision of a group."""
+        parameters, used = self._parameters(), {group["fp32_matmul_prec"] for group in self.param_groups}
+        dtypes = sorted({torch.promote_types(p.dtype, torch.float32) for p in parameters}, key=str)
+        stacks = factor_stacks([plan for p in parameters for plan in self._planned(p)])
+        strictest: MatmulPrecision = "highest" if "highest" in used else "high"
+        return stacks, dtypes, parameters[0].device, _precision(strictest)
+
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         spec = super()._described(name, parameter)
         return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
@@ -331,6 +351,10 @@ def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[boo
     return torch.stack([steps > 0, accepted & some]).tolist()
 
 
+def _precision(precision: MatmulPrecision) -> Fp32Precision:
+    return "ieee" if precision == "highest" else "tf32"
+
+
 def first_moment(equal: EqualMatrices) -> list[Tensor]:
     """Update first moments; returns stacked gradients and moments."""
     settings, momentum = equal.settings, stacked(equal.momenta)
@@ -353,7 +377,12 @@ def updated(equal: EqualMatrices, gradient: Tensor, momentum: Tensor, squares: T
         left, right = (Side(*stack) if stack else None for stack in stacks)
         accepted = equal.accepted[equal.own]
         steps = torch.stack([p.state[STEPS] for p, _ in mine]).view(accepted.shape)
-        matrices = Preconditioned(gradient, momentum, squares, steps, accepted, (left, right))
+
+        def gram(x: Tensor) -> Tensor:
+            precision = _precision(equal.settings["fp32_matmul_prec"])
+            return made(equal.settings.get(KERNEL, "torch"), x.size(-2), precision).gram(x)
+
+        matrices = Preconditioned(gradient, momentum, squares, steps, accepted, gram, (left, right))
         with fp32_products(equal.settings["fp32_matmul_prec"]):
             update = update_of(matrices, equal.settings, equal.first)
         for old, new in zip(chain(*kept), chain(*stacks), strict=True):

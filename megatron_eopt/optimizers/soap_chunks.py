@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.orthogonalize.kernels import KEPT, Shapes
 from megatron_eopt.parallel.engine import Engine, Spread
 from megatron_eopt.parallel.layout import Layout
 
@@ -33,6 +34,22 @@ class Planned:
         self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
         self.gathered = any(has_factor) and layout.ranks > 1  # whether a rank needs what others have of it
         self.compute_rank: int | None = None  # the one of its group that alone needs it
+
+
+def factor_stacks(plans: Iterable[Planned]) -> Shapes:
+    """Stacks with which a kernel of factors is checked and timed.
+
+    Their short side is the side of a factor, as kernels are tried: a longer side has more columns than in the step,
+    which end inside a tile where those of the step do. Those of ``R`` are multiplied transposed.
+    """
+    stacks = set()
+    for (shape, has_factor), count in Counter((p.layout.shape, tuple(map(bool, p.sides))) for p in plans).items():
+        together = min(count, max(1, MOST_BYTES // (12 * max(1, math.prod(shape)))))
+        for side, rows in compress(enumerate(shape), has_factor):
+            cols = shape[1 - side]
+            cols += max(0, -(-(rows + side - cols) // KEPT)) * KEPT
+            stacks.add((together, *((cols, rows) if side else (rows, cols))))
+    return sorted(stacks)
 
 
 @dataclass(frozen=True, eq=False)

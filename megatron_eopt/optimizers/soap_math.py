@@ -3,7 +3,7 @@
 A basis has the eigenvectors of a factor as columns. None stands for a side without, which is not rotated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +31,7 @@ class Preconditioned:
     squares: Tensor  # Adam's second moment, in the eigenbases
     steps: Tensor  # accepted so far, with this one: fp64, (n x 1 x 1), or as many dimensions as the tensors have
     accepted: Tensor  # where not, everything stays as it is; of the same shape
+    gram: Callable[[Tensor], Tensor]  # ``X X^T`` of a stack
     sides: tuple[Side | None, Side | None] = (None, None)  # of the rows and of the columns
 
 
@@ -74,7 +75,7 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
         if side is None:
             continue
         factor, basis = side
-        product = root @ root.mT / (gradient.shape[3 - dim] if kl else 1)
+        product = matrices.gram(root) / (gradient.shape[3 - dim] if kl else 1)
         finite = product.isfinite().flatten(1).all(1)[:, None, None]
         factor.lerp_(torch.where(accepted & finite, product, factor), weight.to(factor.dtype))
         if first:

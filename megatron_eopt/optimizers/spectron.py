@@ -338,12 +338,11 @@ class Spectron(BaseOptimizer):
         """Load a state; projected weights keep its factors."""
         check_writer(type(self), state_dict)
         for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
-            for key in ("rank", "pairs"):
-                if saved.get(key, group[key]) != group[key]:
-                    raise ValueError(
-                        f"{type(self).__name__}: group {number} has {key}={group[key]}, but the state was saved with "
-                        f"{saved[key]}: build the optimizer as it was"
-                    )
+            for key in [key for key in ("rank", "pairs") if saved.get(key, group[key]) != group[key]]:
+                raise ValueError(
+                    f"{type(self).__name__}: group {number} has {key}={group[key]}, but the state was saved with "
+                    f"{saved[key]}: build the optimizer as it was"
+                )
         super().load_state_dict(state_dict)
         self._done = frozenset()
 

@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import reports
 from megatron_eopt.optimizers.base import KERNEL, RATES
+from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.group_settings import (
     DECOUPLED,
@@ -26,7 +27,7 @@ from megatron_eopt.optimizers.group_settings import (
     note_short_schedule,
     own_settings,
 )
-from megatron_eopt.optimizers.muon import Batch, Chunk, chosen, muon, scaled
+from megatron_eopt.optimizers.muon import Chunk, chosen, muon, scaled
 from megatron_eopt.optimizers.muon_arguments import (
     MOMENTUM_DTYPES,
     check_graphs,
@@ -40,8 +41,10 @@ from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer, check_given
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_matrix, local
 from megatron_eopt.optimizers.state import bytes_of_entry, check_writer
+from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form, check_kept_form
 from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, SETTLED, STEPS, Traits
 from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
+from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
@@ -123,6 +126,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             bits at every layout: see :mod:`~megatron_eopt.optimizers.rounding`.
         momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
             Jordan's speedruns; 0 for none. A state saved without it goes on without it.
+        step_kernels: what does the elementwise work of a step: ``triton``, two kernels for many parameters at once, or
+            ``torch``. By default that of the checkpoint; else, on a GPU, ``triton`` where it serves.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.
@@ -136,8 +141,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     """
 
     traits = Traits(
-        carried_settings=frozenset({KERNEL, RATES, MOMENTUM_STEPS}),
-        settled=SETTLED | {"data_parallel_group", "cuda_graphs", "momentum_dtype", "momentum_warmup"},
+        carried_settings=frozenset({KERNEL, RATES, STEP_KERNELS, MOMENTUM_STEPS}),
+        settled=SETTLED | {"data_parallel_group", "cuda_graphs", "momentum_dtype", "momentum_warmup", STEP_KERNELS},
         planned_by=OrthogonalizedOptimizer.traits.planned_by | {"tp_mode", "newton_schulz", SCALE_MODE, EXTRA_SCALE},
     )
     newton_schulz_calls: int = 0
@@ -171,8 +176,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         offload_fraction: float = 0.0,
         momentum_dtype: torch.dtype | None = None,
         momentum_warmup: int = 0,
+        step_kernels: str | None = None,
     ) -> None:
         name = type(self).__name__
+        check_form(step_kernels, momentum_dtype)
         check_kernel_and_rates(symmetric_products, plan_rates)
         check_memory(name, workspace, offload_fraction, momentum_dtype, momentum_warmup)
         self.offload_fraction = offload_fraction
@@ -187,6 +194,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.tp_mode = tp_mode
         self.plan_rates, self.symmetric_products = plan_rates, symmetric_products
         self.workspace = workspace
+        self.step_kernels = step_kernels
         self.cuda_graphs = cuda_graphs
         note_short_schedule(self.newton_schulz)
         # True by default, which does not contradict what is said of the method
@@ -240,13 +248,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _run(self, batches: Sequence[Batch]) -> None:
         indices, watch = [i for batch in batches for i in batch.indices], None
         engine, scales = self._session.plans.scales
+        kernels, own = self._session.plans.kernels, type(self).program is not TensorParallelMuon.program
         assert engine is not None, "prepare() made it"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
             watch = partial(reports.show_updates, engine.watched, engine, groups, self.predicted_rms)
 
         def program(some: Sequence[int]) -> Program:
-            chunk = Chunk(chosen(batches, some), some, [scale for i in some for scale in scales[i]], watch)
+            chosen_batches = chosen(batches, some, cast=own or kernels is None)
+            chunk = Chunk(chosen_batches, some, [scale for i in some for scale in scales[i]], watch, kernels)
             return self.streamed.around(chunk, engine, self.program) if offloads else self.program(chunk, engine)
 
         if offloads := self.offload_fraction > 0:
@@ -383,6 +393,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if plans.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             plans.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
+            plans.kernels = agreed_kernels(self, engine, self.step_kernels)
+            if plans.kernels is not None and type(self).program is TensorParallelMuon.program:
+                engine.take_chunks_whole()  # other programs have temporaries of their own
         return engine
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
@@ -534,6 +547,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
         name, traits = type(self).__name__, self.traits
+        if MOMENTUM_STEPS in group:
+            check_count(f"{name}: {MOMENTUM_STEPS} of a group", group[MOMENTUM_STEPS], least=0)
+        kernels_of = self._session.plans if any(group is own for own in self.param_groups) else None
+        check_kept_form(name, group.get(STEP_KERNELS), kernels_of)
         for key in traits.no_settings & self.defaults.keys():
             if group[key] != self.defaults[key]:
                 raise ValueError(f"{name} has no {key}, got {group[key]!r}: take the setting away")

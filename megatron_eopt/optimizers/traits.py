@@ -42,6 +42,7 @@ class Traits:
         size_rule: how large an update is, where the scale settings have no effect.
         no_settings: settings of Muon's groups that a relative lacks.
         measures: whether each step measures global matrices for the size of updates.
+        multiplies: whether the kernel's products are its own, and nothing is orthogonalized.
         keeps_momenta: whether the program needs momenta after they were orthogonalized.
         weight_keys: state keys that hold a copy of the weight: ``scale_rows`` scales them too.
         live_key: state key of the training weights where the model file of a checkpoint holds ``exported()`` ones.
@@ -60,6 +61,7 @@ class Traits:
     size_rule: str | None = None
     no_settings: frozenset[str] = frozenset()
     measures: bool = False
+    multiplies: bool = False
     keeps_momenta: bool = False
     weight_keys: tuple[str, ...] = ()
     live_key: str | None = None

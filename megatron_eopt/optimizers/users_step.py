@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Mask
-from megatron_eopt.optimizers.muon import Batch, Chunk, chosen
+from megatron_eopt.optimizers.muon import Chunk, chosen
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
@@ -46,7 +47,9 @@ def users_step(
         return
     copies = [_copied(batch) for batch in batches]
     running = program(Chunk(copies, indices, [1.0] * len(engine.flat(indices))), engine)
-    momenta = engine.merge(indices, next(running))
+    shards = next(running)
+    assert not callable(shards)  # a chunk without kernels
+    momenta = engine.merge(indices, shards)
     updates = list(_updates(batches, copies, momenta, orthogonalize, waited_for, changing))
     finite = accept(dict(zip(indices, updates, strict=True)))
     masks: list[Mask] = [None] * len(batches)

@@ -31,7 +31,7 @@ _TOLERANCES = {
 _TF32_TOLERANCE = (2.0**-9, 2.0**-10)
 
 MOST_ENTRIES = 2**26  # of the factors of a check, but for square ones
-_KEPT = 128  # columns left out are a multiple of it: what is left ends inside a tile where the whole does
+KEPT = 128  # columns left out are a multiple of it: what is left ends inside a tile where the whole does
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A stack of two, with as many columns as have room."""
     stack, (short, long) = [min(2, n) for n in shape[:-2]], sorted(shape[-2:])
     most = max(short, MOST_ENTRIES // max(1, short * math.prod(stack)))
-    long -= max(0, -(-(long - most) // _KEPT)) * _KEPT
+    long -= max(0, -(-(long - most) // KEPT)) * KEPT
     return (*stack, short, long) if shape[-2] <= shape[-1] else (*stack, long, short)
 
 

@@ -126,8 +126,13 @@ class Compiler:
         high = any(iteration.fp32_matmul_prec == "high" for iteration in self.iterations.values())
         return sorted(x for x in stacks if 0 not in x), list(dtypes), self.device, "tf32" if high else "ieee"
 
-    def chunks(self, plan: Plan, parameters: Sequence[int], products: Callable[[int], Products | None]) -> list[Chunk]:
-        """A plan's chunks with these parameters; ``products`` go by rows."""
+    def chunks(
+        self, plan: Plan, parameters: Sequence[int], products: Callable[[int], Products | None], sliced: bool = True
+    ) -> list[Chunk]:
+        """A plan's chunks with these parameters; ``products`` go by rows.
+
+        Those that are ``sliced`` have programs for as many parameters as the workspace has room to copy.
+        """
         kept = set(parameters)
         numbers = [m for m, (i, _) in enumerate(self.of_matrix) if i in kept]
         part, of_chunks = subset(plan, numbers), dict[int, list[Bucket]]()
@@ -151,17 +156,17 @@ class Compiler:
                 group = self.groups.get(matrix.group)
                 jobs.append(Job(bucket, matrix, group, iteration, shapes, dtype, runs, self.first))
                 stacked.append(of_bucket)
-            compiled.append(Chunk(jobs, self._slices(plan, stacked), needed[number]))
+            compiled.append(Chunk(jobs, self._slices(plan, stacked, sliced), needed[number]))
         return compiled
 
-    def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]]) -> list[ParamSlice]:
+    def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]], sliced: bool) -> list[ParamSlice]:
         """A chunk's parameters, as many at once as hooks take."""
         slices, some, held = [], dict[int, list[int]](), dict[str, Counter[int]]()  # entries of ranks, by their group
         for m in sorted(chain(*stacked)):
             i, matrix = self.of_matrix[m][0], plan.matrices[m]
             held.setdefault(matrix.group, Counter()).update(counted := dict(matrix.held))
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
-            if some and i not in some and most * OF_ENTRY > self.workspace.part:
+            if sliced and some and i not in some and most * OF_ENTRY > self.workspace.part:
                 slices.append(self._slice(some, stacked))
                 some, held = {}, {matrix.group: Counter(counted)}
             some.setdefault(i, []).append(m)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
+from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.agreement import (
@@ -20,6 +22,7 @@ from megatron_eopt.parallel.agreement import (
     check_replicas,
     check_same,
     groups_by_label,
+    lowest_of_all,
     measured_rates,
     times_kernels,
 )
@@ -30,7 +33,7 @@ from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Plan, TpMode, whole
-from megatron_eopt.parallel.scheduler import Program, StartedChunk
+from megatron_eopt.parallel.scheduler import Program, Shards, StartedChunk
 from megatron_eopt.parallel.schemes.whole import Factors, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, reduce_statistics
 from megatron_eopt.parallel.watched import Watched
@@ -82,6 +85,7 @@ class Engine:
         self._parameters = list(parameters)
         iterated = {x.name: replace(x, max_bytes=workspace.iteration) for p in parameters if (x := p.iteration)}
         self._rows: dict[int, LocalRows] = {}
+        self._shapes: dict[int, list[tuple[int, int]]] = {}
         self._plain = set(range(len(parameters)))  # not split here
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
@@ -94,12 +98,13 @@ class Engine:
                     f"{p.name} has a layout and no iteration, but other parameters have one: an engine orthogonalizes "
                     f"all matrices of its plan, or none; give this parameter another engine"
                 )
-            self._rows[i] = local_rows(p.layout, p.split)
+            self._rows[i], self._shapes[i] = local_rows(p.layout, p.split), []
             if not p.split.is_whole or p.layout.padding:
                 self._plain.discard(i)
             for matrix, layout in p.matrices():
                 planned.append(matrix)
                 of_matrix.append((i, layout))
+                self._shapes[i].append(layout.rectangle.shape)
                 if tp_mode == "blockwise":
                     shape = layout.rectangle.shape
                     matrix = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
@@ -113,33 +118,46 @@ class Engine:
             indices = [i for i, _ in of_matrix]
             self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=indices)
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
+        self._sliced = True
         self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
         self._room = workspace.for_chunks(largest_iteration(planned if self.works else (), self.works))
         self._room *= not workspace.state  # whose slots on the device are those of the chunk at work and of the next
 
-    def prepare(self, kernel: str | None = None, kept: str | None = None, weights: Weights = ()) -> str | None:
+    def prepare(
+        self,
+        kernel: str | None = None,
+        kept: str | None = None,
+        weights: Weights = (),
+        products: KernelProducts | None = None,
+    ) -> str | None:
         """Agree with all ranks, together, on plan and kernel.
 
         Returns the choice of a kernel: ``kernel``, that of the user, else ``kept``, that of the checkpoint or the run;
-        None where nothing is orthogonalized. If neither is given, kernels are timed on a GPU, and all ranks of the
-        world agree, since replicas need not share a group; settings of replicas and ``weights`` are compared, too.
-        Raises ``ValueError`` if plan, settings or weights differ between ranks, ``RuntimeError`` if the kernel cannot
-        serve.
+        None without ``products``, which are :meth:`stacks` where something is orthogonalized. If neither is given,
+        kernels are timed on a GPU, and all ranks of the world agree, since replicas need not share a group; settings of
+        replicas and ``weights`` are compared, too. Raises ``ValueError`` if plan, settings or weights differ between
+        ranks, ``RuntimeError`` if the kernel cannot serve.
         """
         settings = {x: {p.name: p.settings for p in self._parameters if x in p.shared_by} for x in self.groups}
         check_same(self.plan, self.groups, self.device, settings)
-        if not self.works:
+        if products is None and self.works:
+            products = self.stacks()
+        if products is None:
             return None
         groups = self.groups
         if times_kernels(kernel, kept, self.device) and dist.group.WORLD is not None:
             held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
             check_replicas(held, {p.name: p.settings for p in self._parameters}, self.device, weights)
             groups = {"world": dist.group.WORLD}
-        products = self.stacks()
         choice, precision = agreed_kernel(products, kernel, kept, groups), products[-1]
         self._products = lambda rows: made(choice, rows, precision)
         self._chunks.clear()
         return choice
+
+    def take_chunks_whole(self) -> None:
+        """Start one program a chunk: none has copies of all its entries."""
+        self._sliced = False
+        self._chunks.clear()
 
     def explain(self) -> str:
         """The plan as a table of its buckets' costs."""
@@ -181,7 +199,7 @@ class Engine:
         if wanted not in self._chunks:
             if len(self._chunks) > _MOST_PLANS:
                 self._chunks.clear()
-            self._chunks[wanted] = self._compiler.chunks(self.plan, wanted, self._products)
+            self._chunks[wanted] = self._compiler.chunks(self.plan, wanted, self._products, self._sliced)
         return self._chunks[wanted]
 
     def agree(self, flags: Tensor) -> Tensor:
@@ -190,15 +208,39 @@ class Engine:
             flags = torch.where(shared, lowest(flags, group), flags)
         return flags
 
-    def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]:
+    def lowest(self, flags: Tensor, of_world: bool = False) -> Tensor:
+        """Minimum of numbers over all groups; ``of_world``, in plain torch on GPUs, over all ranks."""
+        world = dist.group.WORLD if of_world and timing.is_timed(self.device) else None
+        return lowest_of_all(flags, {"world": world} if world is not None else self.groups)
+
+    @overload
+    def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]: ...
+
+    @overload
+    def split(self, indices: Sequence[int], tensors: Shards) -> Shards: ...
+
+    def split(self, indices: Sequence[int], tensors: Shards) -> Shards:
         """This rank's shards of logical matrices, as :meth:`flat`; empties ``tensors``."""
+        if callable(tensors):  # writes the shards itself
+            return tensors
         shards = [
             shard
             for i, x in zip(indices, tensors, strict=True)
-            for shard in ([x] if i in self._plain else self._rows[i].split(x))
+            for shard in ([x if x.ndim == 2 else self._as_matrix(i, x)] if i in self._plain else self._rows[i].split(x))
         ]
         tensors.clear()
         return shards
+
+    def _as_matrix(self, index: int, x: Tensor) -> Tensor:
+        return x.flatten(1) if x.ndim > 2 and index in self._rows and not self._rows[index].stacked else x
+
+    def rows(self, index: int) -> LocalRows:
+        """This rank's rows of a parameter's logical matrices."""
+        return self._rows[index]
+
+    def shapes(self, index: int) -> list[tuple[int, int]]:
+        """The shapes of this rank's shards, as :meth:`flat`."""
+        return self._shapes[index]
 
     def merge(self, indices: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
         """The inverse of :meth:`split`."""
@@ -207,13 +249,10 @@ class Engine:
         remaining = iter(shards)
         return [self._rows[i].merge(list(islice(remaining, len(self.matrices[i])))) for i in indices]
 
-    def orthogonalize(
-        self, indices: Sequence[int], shards: list[Tensor]
-    ) -> Generator[list[Tensor], list[Tensor], list[Tensor]]:
+    def orthogonalize(self, indices: Sequence[int], shards: Shards) -> Generator[Shards, list[Tensor], list[Tensor]]:
         """Wait in a program for this rank's shards of factors.
 
-        ``indices`` are ascending, ``shards`` as :meth:`flat`; the list is emptied, they are not written to. The factors
-        are new tensors of the same shapes, in the dtypes of the updates.
+        ``indices`` are ascending, ``shards`` as :meth:`flat`: see :data:`~megatron_eopt.parallel.scheduler.Program`.
         """
         return (yield shards)
 
@@ -235,7 +274,7 @@ class Engine:
                 if waiting and not (started and started[-1].stacks):
                     needed = waiting[0].bytes + sum(other.chunk.bytes for other in started)
                     if not started or needed <= self._room:
-                        started.append(StartedChunk(waiting.popleft(), program))
+                        started.append(StartedChunk(waiting.popleft(), program, self.device))
                 if started and started[-1].stacks:
                     at_work.insert(0, (started[-1], *started[-1].next_bucket(self.watched)))
             for bucket in tuple(at_work):

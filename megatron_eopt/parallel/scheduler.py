@@ -16,10 +16,15 @@ from megatron_eopt.parallel.schemes.whole import Factors, Shapes, shards_of
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 
-Program = Generator[list[Tensor], list[Tensor], None]
-"""Yields this rank's shards once, and receives their orthogonal factors, which have memory of their own.
+Shards = list[Tensor] | Callable[[list[Tensor]], None]
+"""This rank's shards of logical matrices, or what writes them into tensors, which may have a narrower dtype."""
 
-The shards are copied, and the yielded list is emptied, so that they can be freed.
+Program = Generator[Shards, list[Tensor], None]
+"""Yields shards once, and receives their orthogonal factors.
+
+Shards in a list are copied, and the list is emptied, so that they can be freed; factors have memory of their own, and
+the shapes and dtypes of the updates. Where a program yields what writes, it receives views, of any strides and in the
+dtype that is exchanged, which are not to be written to.
 """
 
 
@@ -46,11 +51,11 @@ def rounds(waiting: Iterator[Generator[Any, None, Any]]) -> Iterator[None]:
 class StartedChunk:
     """A chunk at work: programs, waiting stacks, and finished factors."""
 
-    def __init__(self, chunk: Chunk, program: Callable[[Sequence[int]], Program]) -> None:
+    def __init__(self, chunk: Chunk, program: Callable[[Sequence[int]], Program], device: torch.device) -> None:
         self.chunk = chunk
         self.factors: dict[int, Factors] = {}
-        self.stacks: dict[int, Tensor] = {}
-        self._programs: list[Program] = []
+        self._programs: list[tuple[Program, bool]] = []  # and whether it takes views
+        stacks: list[tuple[Tensor, list[Tensor]]] = []
         for part in chunk.slices:
             running = program(part.parameters)
             if not isinstance(running, Generator):
@@ -58,15 +63,16 @@ class StartedChunk:
                     f"a program is a generator, which yields the updates of its matrices once, got {running!r}: see "
                     f"muon in megatron_eopt/optimizers/muon.py"
                 )
-            self._programs.append(running)
             shards = next(running)
-            if not self.stacks:
-                stacks = [_room(shards[0], job.shapes, job.dtype) for job in chunk.jobs]
-                self.stacks = {n: stack for n, (stack, _) in enumerate(stacks)}
-                rows = [rows_of_stack for _, rows_of_stack in stacks]
-            places = [(rows[b.bucket][row], i) for b in part.buckets for row, i in zip(b.rows, b.at, strict=True)]
-            torch._foreach_copy_([row for row, _ in places], [shards[i] for _, i in places])
-            shards.clear()
+            self._programs.append((running, callable(shards)))
+            stacks = stacks or [_room(device, job.shapes, job.dtype) for job in chunk.jobs]
+            places = {i: stacks[b.bucket][1][row] for b in part.buckets for row, i in zip(b.rows, b.at, strict=True)}
+            if callable(shards):
+                shards([places[i] for i in range(len(places))])
+            else:
+                torch._foreach_copy_(list(places.values()), [shards[i] for i in places])
+                shards.clear()
+        self.stacks = {n: stack for n, (stack, _) in enumerate(stacks)}
 
     def next_bucket(self, watched: Watched | None) -> tuple[int, Generator[None, None, Factors]]:
         """The first waiting bucket, and what orthogonalizes it."""
@@ -76,10 +82,11 @@ class StartedChunk:
 
     def finish(self) -> None:
         """Resume each program with factors in its updates' dtypes."""
-        for number, (part, running) in enumerate(zip(self.chunk.slices, self._programs, strict=True), 1):
+        for number, (part, (running, views)) in enumerate(zip(self.chunk.slices, self._programs, strict=True), 1):
             by_position: dict[int, Tensor] = {}
             for bucket in part.buckets:
-                by_position |= zip(bucket.at, _taken(self.factors[bucket.bucket], bucket), strict=True)
+                take = _rows if views else _taken
+                by_position |= zip(bucket.at, take(self.factors[bucket.bucket], bucket), strict=True)
             factors = [by_position[i] for i in range(len(by_position))]
             del by_position
             if number == len(self.chunk.slices):
@@ -96,10 +103,16 @@ def resume(program: Program, factors: list[Tensor]) -> None:
     raise AssertionError("a program orthogonalizes once")
 
 
+def _rows(factors: Factors, bucket: BucketSlice) -> list[Tensor]:
+    """A slice's factors, where they are."""
+    of_rows = factors.unbind() if isinstance(factors, Tensor) else factors
+    return [of_rows[i] for i in bucket.rows]
+
+
 def _taken(factors: Factors, bucket: BucketSlice) -> list[Tensor]:
     """A slice's factors, contiguous, in memory of their own."""
     of_rows = factors if len(bucket.rows) == len(factors) else [factors[i] for i in bucket.rows]
-    out, results = _room(factors[0], bucket.shapes, bucket.widest)
+    out, results = _room(factors[0].device, bucket.shapes, bucket.widest)
     if isinstance(of_rows, Tensor):
         out.copy_(of_rows)
     else:
@@ -107,10 +120,10 @@ def _taken(factors: Factors, bucket: BucketSlice) -> list[Tensor]:
     return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(results, bucket.dtypes, strict=True)]
 
 
-def _room(like: Tensor, shapes: Shapes, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def _room(device: torch.device, shapes: Shapes, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Memory of one stack, and its matrices."""
     if isinstance(shapes, tuple):
-        stack = like.new_empty(shapes, dtype=dtype)
+        stack = torch.empty(shapes, dtype=dtype, device=device)
         return stack, list(stack.unbind())
-    stack = like.new_empty(sum(rows * cols for rows, cols in shapes), dtype=dtype)
+    stack = torch.empty(sum(rows * cols for rows, cols in shapes), dtype=dtype, device=device)
     return stack, list(shards_of(stack, shapes))

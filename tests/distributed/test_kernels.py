@@ -13,8 +13,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.megatron.agreement import choose_kernels
+from megatron_eopt.optimizers import step_choice
 from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.distributed_muon import DistributedMuon
+from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
@@ -53,10 +55,22 @@ def on_rank(rank, ranks):
 
     warnings.simplefilter("ignore")
     found = {"run": of_run(), "failing": of_run((20,)), "named": of_run(symmetric_products="torch")}
+    # kernels of steps, where none serves on a CPU, where they serve on one rank, and on both
+    for case, faults in (("no GPU", None), ("one rank", [None, "wrong"]), ("both", [None, None])):
+        if faults is not None:
+            step_choice.reason_against = lambda optimizer, engine, faults=faults: faults[rank]
+        here = optimizer_of((20, 24))
+        choose_kernels([here])
+        found[f"steps: {case}"] = here.param_groups[0]["step_kernels"]
     # of one stage of a pipeline alone
     factored = [Spectron([torch.nn.Parameter(torch.randn(24, 20))], rank=8)] if rank == 0 else []
     choose_kernels(factored)
     found["stage"] = [kernel_of(each) for each in factored]
+    # SOAP's are in fp32, where tiles are not timed, and muon's in bf16
+    factors = SOAP([torch.nn.Parameter(torch.randn(24, 20))])
+    beside = [optimizer_of((20, 24)), factors]
+    choose_kernels(beside)
+    found["beside SOAP"] = [kernel_of(each) for each in beside]
     # plain torch
     clocked(cost, (20,) if rank == 1 else ())
     shared = optimizer_of((20, 24), (40, 50), data_parallel_group=dist.group.WORLD)
@@ -74,6 +88,7 @@ def on_rank(rank, ranks):
     found["hsdp"] = kernel_of(TensorParallelMuon([sharded]))
     dealt = DistributedMuon([torch.nn.Parameter(torch.ones(20, 24)) for _ in range(3)], collective_state_dict=True)
     found["dealt"] = kernel_of(dealt)
+    found["SOAP"] = kernel_of(SOAP([torch.nn.Parameter(torch.ones(20, 24))]))
     # one fails on one rank
     clocked(cost, (20,) if rank == 1 else ())
     found["a replica fails"] = kernel_of(optimizer_of((20, 24)))
@@ -133,12 +148,16 @@ def on_rank(rank, ranks):
 
 def test_all_ranks_of_a_run_choose_alike():
     first, second = run_ranks(on_rank, 2)
+    for case, form in (("no GPU", "torch"), ("one rank", "torch"), ("both", "triton")):
+        assert first[f"steps: {case}"] == second[f"steps: {case}"] == form
     of_both, none_for_20_rows = "triton/128x32x8x4x4", "torch, triton/128x32x8x4x4 from 32"
     # by its own times rank 0 would take other tiles, and rank 1 alone finds numbers wrong
     for case, kernel in (("run", of_both), ("failing", none_for_20_rows), ("named", "torch")):
         assert first[case] == second[case] == [kernel] * 2, case
     assert (first["stage"], second["stage"]) == (["triton/64x64x8x4x3"], [])
+    assert first["beside SOAP"] == second["beside SOAP"] == [of_both, "torch"]
     chosen = {
+        "SOAP": "torch",
         **dict.fromkeys(("shared", "resumed"), none_for_20_rows),
         **dict.fromkeys(("replicas", "hsdp", "pipeline", "dealt"), of_both),
         "no memory": of_both,  # torch has none on one rank

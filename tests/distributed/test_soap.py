@@ -235,6 +235,26 @@ def test_two_ranks_step_as_one():
             assert_equals(model, {**four, **{name: two[name] for name in names}}, rank, 2, names)
 
 
+def by_strips(rank, world_size):
+    """Of a matrix that is cut, with a factor large enough for strips."""
+    generator = torch.Generator().manual_seed(0)
+    p, *gradients = (placed(x, sharded(0), rank, world_size) for x in torch.randn(4, 520, 24, generator=generator))
+    optimizer = SOAP([p], pg_collection=groups_of(world_size), symmetric_products="blocked")
+    for gradient in gradients:
+        p.grad = gradient.detach()
+        optimizer.step()
+    return optimizer.state[p]["L"], p.detach(), optimizer.param_groups[0]["symmetric_products"]
+
+
+def test_a_kernel_of_factors_serves_on_two_ranks_as_on_one():
+    whole, weight, _ = by_strips(0, 1)
+    of_ranks = run_ranks(by_strips, 2)
+    assert {kernel for *_, kernel in of_ranks} == {"blocked"}
+    (kept,) = (factor for factor, *_ in of_ranks if factor.numel())
+    assert torch.equal(kept, whole)
+    assert torch.equal(torch.cat([shard for _, shard, _ in of_ranks]), weight)
+
+
 def on_four(rank, world_size):
     return on_ranks(rank, world_size), dealt(rank, world_size)
 

@@ -12,7 +12,7 @@ from megatron_eopt.megatron.checkpoints.torch_dist import checked_load
 from tests.checkpoints.made import block, common, save
 
 RATES = {"flops": 1e15, "bytes": 1e11, "latency": 1e-5}
-SAVED = {"symmetric_products": "torch", "plan_rates": RATES}
+SAVED = {"symmetric_products": "torch", "plan_rates": RATES, "step_kernels": "triton"}
 
 
 def saved(folder, mode="distributed", of_groups=(SAVED, SAVED)):
@@ -31,10 +31,10 @@ def decided(folder, **flags):
 
 
 def test_what_the_run_had_decided(tmp_path):
-    assert decided(saved(tmp_path)) == Decided("distributed", "torch", RATES)
+    assert decided(saved(tmp_path)) == Decided("distributed", "torch", RATES, "triton")
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     assert decided(tmp_path) == Decided()  # Megatron starts anew
-    assert decided(tmp_path, ckpt_step=5) == Decided("distributed", "torch", RATES)
+    assert decided(tmp_path, ckpt_step=5) == Decided("distributed", "torch", RATES, "triton")
 
 
 def test_the_metadata_are_read_once_for_a_run_and_then_forgotten(tmp_path, monkeypatch):
@@ -49,9 +49,29 @@ def test_the_metadata_are_read_once_for_a_run_and_then_forgotten(tmp_path, monke
     assert contents_of.cache_info().currsize == 0
 
 
+def test_the_kernel_of_soap_is_its_own(tmp_path):
+    blocks = [block(names=["a"]), block("SOAP", names=["b"])]
+    for each, kernel in zip(blocks, ("blocked", "torch"), strict=True):
+        each["groups"][0]["settings"]["symmetric_products"] = kernel
+    save(
+        tmp_path / "iter_0000005",
+        state={**common(), "optimizer": {i: {"megatron_eopt": x} for i, x in enumerate(blocks)}},
+    )
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    assert decided(tmp_path) == Decided(None, "blocked", soaps_kernel="torch")
+    del blocks[1]["groups"][0]["settings"]["symmetric_products"]
+    save(
+        tmp_path / "iter_0000006",
+        state={**common(), "optimizer": {i: {"megatron_eopt": x} for i, x in enumerate(blocks)}},
+    )
+    assert decided(tmp_path, ckpt_step=6) == Decided(None, "blocked")
+
+
 def test_settings_that_differ_between_groups_are_left_to_the_load(tmp_path):
     slower = {**SAVED, "plan_rates": {**RATES, "flops": 1e14}}
-    assert decided(saved(tmp_path, of_groups=[SAVED, slower, {}])) == Decided("distributed", "torch")
+    assert decided(saved(tmp_path, of_groups=[SAVED, slower, {}])) == Decided(
+        "distributed", "torch", step_kernels="triton"
+    )
 
 
 @pytest.mark.parametrize(

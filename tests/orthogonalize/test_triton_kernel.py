@@ -241,6 +241,19 @@ def the_choice_takes_it():
         assert made(table, 33) == Triton(tiles=Tiles(16, 32, band=2, warps=4, stages=3))
 
 
+@case
+def factors_of_soap():
+    from megatron_eopt.optimizers.soap import SOAP
+
+    for shape in ((33, 70), (70, 17)):
+        p = torch.nn.Parameter(gaussian(*shape))
+        p.grad = gaussian(*shape, seed=1)
+        optimizer = SOAP([p], symmetric_products="triton")
+        optimizer.step()
+        expect(optimizer.state[p]["L"], p.grad, p.grad)
+        expect(optimizer.state[p]["R"], p.grad.mT, p.grad.mT)
+
+
 def run(code, interpret, **environment):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     environment.pop("TRITON_INTERPRET", None)

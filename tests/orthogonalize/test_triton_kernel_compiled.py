@@ -21,10 +21,6 @@ MOST_REGISTERS, MOST_SPILLED = 255, 0  # of a thread; bytes
 
 def compiled(target, dtype, width, depth, warps, stages, precision, even, transposed):
     """Shared memory, machine code, registers and bytes spilled of the kernel for a GPU that need not be there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from megatron_eopt.orthogonalize.triton_kernel import _kernel
 
     names = _kernel.arg_names
@@ -34,13 +30,23 @@ def compiled(target, dtype, width, depth, warps, stages, precision, even, transp
     kinds = dict.fromkeys(names, "i32") | dict.fromkeys(("alpha", "beta"), "fp32") | dict.fromkeys(fixed, "constexpr")
     kinds |= dict.fromkeys(("a", "b", "c", "out"), f"*{dtype}")
     aligned = [name for name in names if name not in fixed and name not in ("alpha", "beta", "per_matrix")]
-    source = ASTSource(
-        _kernel,
-        kinds,
-        {(names.index(name),): value for name, value in fixed.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return resources(_kernel, kinds, fixed, aligned, target, options)
+
+
+def resources(kernel, kinds, fixed, aligned, target, options):
+    """Shared memory, machine code, registers and bytes spilled of a kernel for a GPU that need not be there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: kinds[name] for name in names},
+        {(names.index(name),): value for name, value in fixed.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names},
+    )
     result = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(result.asm["cubin"])

@@ -11,7 +11,13 @@ from megatron_eopt.checkpoints.states import BLOCK, blocks_of
 from megatron_eopt.megatron.checkpoints.files import contents_of, resumed
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import KERNEL, RATES
+from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.parallel.plan import TpMode
+
+Group = tuple[str, Mapping[str, Any]]  # class of its optimizer, and settings
+
+_KEPT = {KERNEL: str, RATES: dict, STEP_KERNELS: str}  # settings of groups
 
 # With these Megatron loads no optimizer state, or chooses between two folders.
 _NOT_READ = ("finetune", "no_load_optim", "moe_use_upcycling", "non_persistent_ckpt_type")
@@ -21,8 +27,10 @@ class Decided(NamedTuple):
     """Decisions of the run that saved; None where unknown."""
 
     tp_mode: TpMode | None = None
-    kernel: str | None = None  # of symmetric products
+    kernel: str | None = None  # of symmetric products, but for SOAP's
     rates: dict[str, float] | None = None  # of the plan
+    step_kernels: str | None = None
+    soaps_kernel: str | None = None
 
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
@@ -35,19 +43,22 @@ def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
             return Decided()
         modes, groups = (_of_fsdp_dtensor if megatron_fsdp else _of_torch_dist)(path)
         mode = next((mode for mode in modes if mode in get_args(TpMode)), None)
-        return Decided(mode, _common(groups, KERNEL, str), _common(groups, RATES, dict))
+        of_soap = [group for name, group in groups if name == SOAP.__name__]
+        others = [group for name, group in groups if name != SOAP.__name__]
+        kept = (_common(others, key, kind) for key, kind in _KEPT.items())
+        return Decided(mode, *kept)._replace(soaps_kernel=_common(of_soap, KERNEL, str))
     except Exception:  # whatever is wrong with it, the load says
         return Decided()
 
 
-def _of_torch_dist(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
+def _of_torch_dist(path: Path) -> tuple[list[Any], list[Group]]:
     """The modes of optimizers, and the settings of groups."""
     blocks = blocks_of(contents_of(path).common.get("optimizer"))
     modes = [block["settings"].get("tp_mode") for block in blocks]
-    return modes, [group["settings"] for block in blocks for group in block["groups"]]
+    return modes, [(block["optimizer"], group["settings"]) for block in blocks for group in block["groups"]]
 
 
-def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
+def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Group]]:
     blobs = read_layout(path).blobs
 
     def read(key: str) -> Any:
@@ -57,8 +68,8 @@ def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
         archive.seek(0)
         return json.loads(read_archive(archive))
 
-    settings = (read(key) for key in blobs if key.startswith("optimizer.settings."))
-    return [read(f"optimizer.{BLOCK}.run")["tp_mode"]], [group for _, group in settings]
+    groups = [tuple(read(key)) for key in blobs if key.startswith("optimizer.settings.")]
+    return [read(f"optimizer.{BLOCK}.run")["tp_mode"]], groups
 
 
 def _common(groups: Iterable[Mapping[str, Any]], key: str, kind: type) -> Any:

@@ -1,0 +1,150 @@
+"""Which form of the elementwise half of a step serves: kernels or torch.
+
+It is chosen once, on all ranks, and kept in the checkpoint, since torch's own kernels may round otherwise.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.batches import Batch
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.session import Plans
+from megatron_eopt.optimizers.step_kernels import DTYPES, StepForm, StepKernels
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.kernels import KERNELS
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.layout import on_one_rank
+
+STEP_KERNELS = "step_kernels"
+"""Setting of a group: the form of its step."""
+
+_SHAPE = (40, 72)  # of the matrices of a check: no tile fits
+_LIKE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # a few units in the last place
+
+
+def check_form(form: str | None, momentum_dtype: torch.dtype | None) -> None:
+    """Refuse an unknown form, and kernels for momenta in 8 bits."""
+    if form is not None:
+        check_choice(STEP_KERNELS, form, get_args(StepForm))
+    if form == "triton" and momentum_dtype == torch.int8:
+        raise ValueError(f"{STEP_KERNELS}='triton' keeps no momenta in int8: leave it away, and torch keeps them")
+
+
+def check_kept_form(name: str, form: object, plans: Plans | None) -> None:
+    """Refuse a group's unknown form, and another one than that of its steps."""
+    if form is None:
+        return
+    if form not in get_args(StepForm):
+        raise ValueError(f"{name}: {STEP_KERNELS} of a group must be one of {get_args(StepForm)}, got {form!r}")
+    if plans is not None and plans.engine is not None and form != ("torch" if plans.kernels is None else "triton"):
+        raise ValueError(f"{name}: {STEP_KERNELS} cannot change between steps, got {form!r} in a group: build it anew")
+
+
+def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: Callable[[Tensor], Tensor]) -> str:
+    """The form of a step, the same on every rank.
+
+    ``asked`` is that of the user, ``kept`` that of the checkpoint; ``reason`` says why kernels cannot serve here.
+    ``agree`` takes the minimum over the ranks. Raises ``RuntimeError`` on all if kernels are named and one rank cannot.
+    """
+    if (named := asked or kept) == "torch":
+        return "torch"
+    if bool(agree(torch.tensor([reason is None]).int()).all()):
+        return "triton"
+    why = reason or "they fail on another rank"
+    if named is not None:
+        hint = "" if asked else "; its groups have kept them, and another form may round otherwise"
+        raise RuntimeError(f"{STEP_KERNELS}='triton' cannot serve: {why}{hint}. {STEP_KERNELS}='torch' serves anywhere")
+    warnings.warn(f"{STEP_KERNELS}: torch serves, since triton cannot: {why}", stacklevel=2)
+    return "torch"
+
+
+def agreed_kernels(optimizer: OrthogonalizedOptimizer, engine: Engine, asked: str | None) -> StepKernels | None:
+    """The kernels of Muon's steps, or None for torch; its groups keep the choice."""
+    of_groups = sorted({form for group in optimizer.param_groups if (form := group.get(STEP_KERNELS)) is not None})
+    kept = of_groups[0] if of_groups else None
+    if len(of_groups) > 1 and asked is None:
+        raise ValueError(
+            f"{type(optimizer).__name__}: all groups have one {STEP_KERNELS}, got {' and '.join(of_groups)}"
+        )
+    if asked is None and kept is None and (engine.device.type == "cpu" or optimizer.momentum_dtype == torch.int8):
+        return None
+    reason = None if (asked or kept) == "torch" else reason_against(optimizer, engine)
+    form = agreed_form(asked, kept, reason, partial(engine.lowest, of_world=asked is None and kept is None))
+    for group in optimizer.param_groups:
+        group[STEP_KERNELS] = form
+    return StepKernels(engine) if form == "triton" else None
+
+
+def reason_against(optimizer: OrthogonalizedOptimizer, engine: Engine) -> str | None:
+    """Why kernels cannot serve Muon's parameters here."""
+    if reason := KERNELS["triton"].missing(engine.device):
+        return reason
+    kinds = dict[tuple[torch.dtype, torch.dtype], None]()
+    for index, (name, parameter) in enumerate(zip(optimizer._names(), optimizer._parameters(), strict=True)):
+        rows, weight = engine.rows(index), local(parameter)
+        momentum = optimizer.momentum_dtype or weight.dtype
+        if not {weight.dtype, momentum} <= set(DTYPES):
+            return f"{name} is in {weight.dtype}, its momentum in {momentum}"
+        if rows.padding:
+            return f"{name} has {rows.padding} rows of padding"
+        if weight.ndim > 2 and not rows.stacked and not weight.is_contiguous():
+            return f"{name} is read as a matrix, but its strides are {weight.stride()}"
+        kinds[weight.dtype, momentum] = None
+    try:
+        return next(filter(None, (fault(*kind, engine.device) for kind in kinds)), None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> str | None:
+    """What is wrong with a step of the kernels, beside torch's."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.randn(_SHAPE, generator=generator, device=device).to(dtype) for _ in range(3)]
+
+    weights, momenta, gradients, factors = drawn(weight), drawn(momentum), drawn(torch.float32), drawn(weight)
+    accepted = torch.tensor([True, False, True], device=device)
+    batch = Batch(
+        indices=[0, 1, 2],
+        parameters=weights,
+        weights=[x.clone() for x in weights],
+        momenta=[x.clone() for x in momenta],
+        gradients=gradients,
+        further=[[]] * 3,
+        settings={},
+        lr=0.02,
+        beta=0.9,
+        nesterov=True,
+        weight_decay=0.5,
+        decays=True,
+        decay_method="decoupled",
+        accepted=accepted,
+    )
+    specs = [ParamSpec(f"matrix {n}", weight, on_one_rank(_SHAPE)) for n in range(3)]
+    kernels, updates = StepKernels(Engine(specs, device)), [torch.empty_like(x) for x in weights]
+    kernels.momentum([batch], updates)
+    kernels.subtract([batch], factors, [0.5] * 3)
+    wide = [x.float() for x in momenta]
+    looked_ahead = foreach.average(wide, [x.to(weight).float() for x in gradients], 0.9, True, accepted)
+    foreach.scale(weights, 0.99, accepted)
+    foreach.subtract(weights, [x * 0.5 for x in factors], 0.02, accepted)
+    several = {
+        "momenta": (batch.momenta, wide),
+        "updates": (updates, looked_ahead),
+        "weights": (batch.weights, weights),
+    }
+    for called, (found, expected) in several.items():
+        for x, y in zip(found, expected, strict=True):
+            error = (x.double() - y.double()).abs().max().item()
+            if not error <= 4 * _LIKE[x.dtype]:
+                return f"{called} in {x.dtype} are off by {error:.1e}"
+    return None

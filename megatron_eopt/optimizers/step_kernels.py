@@ -1,0 +1,328 @@
+"""The elementwise half of a step in two launches for many shards.
+
+What :mod:`~megatron_eopt.optimizers.foreach` does in several passes over memory, two kernels of Triton do in one each:
+from the gradient to the bucket, and from the orthogonal factor to the weight. torch's passes are the reference, and
+what a CPU takes; the kernels round where these do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.batches import Batch
+from megatron_eopt.optimizers.foreach import Tensors
+from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS, Scalar
+from megatron_eopt.parallel.engine import Engine
+
+StepForm = Literal["triton", "torch"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_MOST_TABLES = 512  # kept: two for each chunk
+_TILE, _WIDEST, _SQUARE = 4096, 1024, 64  # entries of a tile; its most columns; a side of a square one
+_ALIGNED = 16  # bytes, and entries of a row, with which a thread reads several entries at once
+_BY_ROWS, _BY_COLUMNS, _SCATTERED = 1, 0, 2  # whether entries of a row, or of a column, lie side by side
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of a shard; a row of a table, in int64.
+
+    A tensor has an address in bytes, or an offset in entries, and its distances in entries.
+    """
+
+    rows: int
+    cols: int
+    parameter: int  # of the batch, whose flag says whether it steps
+    gradient: int
+    gradient_row: int
+    gradient_col: int
+    momentum: int
+    momentum_row: int
+    momentum_col: int
+    weight: int
+    weight_row: int
+    weight_col: int
+    other: int  # an offset: of the update in its bucket, or of the factor
+    other_row: int
+    other_col: int
+    matrix: int  # of the chunk
+    first_word: int  # of the seed of random bits
+    second_word: int
+    top: int  # of its first entry in the logical matrix
+    left: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel for alike pieces of one batch."""
+
+    batch: int  # among those of the chunk
+    table: Tensor  # of pieces, on the device
+    pieces: list[Piece]
+    first: int  # the matrix from whose memory offsets are counted
+    scale: float  # of each factor
+    constants: dict[str, Any]
+
+    @property
+    def programs(self) -> int:
+        """How many tiles there are."""
+        return len(self.pieces) * self.tiles
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles a piece has."""
+        piece = self.pieces[0]
+        return -(-piece.rows // self.constants["HEIGHT"]) * -(-piece.cols // self.constants["WIDTH"])
+
+
+class StepKernels:
+    """Runs both kernels for chunks of an engine's parameters.
+
+    Tables of addresses are kept, and sent to the device anew only after an address has changed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[object, tuple[list[object], list[Launch]]] = {}
+
+    def momentum(self, batches: Sequence[Batch], updates: Tensors, heavy: bool = False) -> None:
+        """Update momenta, and write what is orthogonalized to ``updates``.
+
+        These are this rank's shards of all logical matrices, in any dtype. ``heavy`` takes
+        :func:`~megatron_eopt.optimizers.foreach.heavy_ball` in place of the average.
+        """
+        from megatron_eopt.optimizers.triton_step import momentum_kernel
+
+        batches = [self._readable(batch) for batch in batches]
+        for x in self._launches(batches, updates, momentum=True, HEAVY=heavy):
+            batch, decay = batches[x.batch], _float(batches[x.batch].weight_decay)
+            step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
+            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], batch.beta, 1 - batch.beta, decay, step)
+
+    def subtract(self, batches: Sequence[Batch], factors: Tensors, scales: Sequence[float] | Tensors) -> None:
+        """Decay weights, and subtract factors times scale and learning rate.
+
+        ``scales`` are one for each logical matrix: numbers, or tensors on the device.
+        """
+        from megatron_eopt.optimizers.triton_step import subtract_kernel
+
+        of_matrices = [scale for scale in scales if isinstance(scale, Tensor)]
+        stacked = torch.stack(of_matrices).float() if of_matrices else None
+        on_host = [scale for scale in scales if not isinstance(scale, Tensor)]
+        constants = {"SCALES_ON_DEVICE": stacked is not None, "ON_SPHERE": False}
+        for x in self._launches(batches, factors, scales=on_host, **constants):
+            batch, scale = batches[x.batch], x.scale if stacked is None else stacked
+            launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale)
+
+    def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
+        """Apply :func:`~megatron_eopt.optimizers.hyperball.move` with coefficients in fp32."""
+        from megatron_eopt.optimizers.triton_step import subtract_kernel
+
+        for x in self._launches(batches, factors, SCALES_ON_DEVICE=True, ON_SPHERE=True):
+            launch(subtract_kernel, x, _flags(x, batches[x.batch]), factors[x.first], 0.0, 1.0, coefficients)
+
+    def _readable(self, batch: Batch) -> Batch:
+        """The batch with gradients of dtypes and strides that kernels read."""
+        flat = [
+            x.ndim > 2 and not self._engine.rows(i).stacked for i, x in zip(batch.indices, batch.weights, strict=True)
+        ]
+        pairs = list(zip(batch.gradients, flat, strict=True))
+        if all(x.dtype in DTYPES and (x.is_contiguous() or not is_flat) for x, is_flat in pairs):
+            return batch
+        copies = [x if x.dtype in DTYPES else x.float() for x in batch.gradients]
+        return replace(batch, gradients=[x.contiguous() if f else x for x, f in zip(copies, flat, strict=True)])
+
+    def _launches(
+        self,
+        batches: Sequence[Batch],
+        others: Tensors,
+        *,
+        momentum: bool = False,
+        scales: Sequence[float] = (),
+        **constants: bool,
+    ) -> list[Launch]:
+        indices = tuple([i for batch in batches for i in batch.indices])
+        seen: list[object] = [tuple(scales)]
+        for batch in batches:
+            tensors = chain(batch.weights, batch.momenta, batch.gradients) if momentum else batch.weights
+            seen += [(address(x), x.stride(), x.dtype) for x in tensors]
+            seen.append([isinstance(x, Tensor) for x in (batch.accepted, batch.lr, batch.weight_decay)])
+            seen.append((batch.nesterov, batch.decays, batch.decay_method))
+        storages: dict[int, int] = {}
+        stacks = [storages.setdefault(storage(x), len(storages)) for x in others]
+        seen += [(n, x.storage_offset(), x.stride(), x.dtype) for n, x in zip(stacks, others, strict=True)]
+        key = (indices, momentum, *constants.items())
+        known, launches = self._known.get(key, ([], []))
+        if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
+            self._known.clear()
+        if known != seen:
+            launches = self._made(batches, others, stacks, momentum, scales, constants)
+            self._known[key] = seen, launches
+        return launches
+
+    def _made(
+        self,
+        batches: Sequence[Batch],
+        others: Tensors,
+        stacks: Sequence[int],
+        momentum: bool,
+        scales: Sequence[float],
+        constants: dict[str, bool],
+    ) -> list[Launch]:
+        alike: dict[tuple[Any, ...], list[Piece]] = {}
+        matrix = 0
+        for number, batch in enumerate(batches):
+            for n, index in enumerate(batch.indices):
+                rows, sides = self._engine.rows(index), [batch.weights[n]]
+                sides = [batch.gradients[n], batch.momenta[n], *sides] if momentum else sides
+                dtypes = tuple(x.dtype for x in sides)
+                words = batch.rounded[n].words if momentum and batch.rounded is not None else None
+                for part, runs in enumerate(rows.runs):
+                    other, top = others[matrix], 0
+                    start, (of_row, of_col) = int(other.storage_offset()), map(int, other.stride())
+                    key = (number, *dtypes, other.dtype, stacks[matrix], scales[matrix] if scales else 1.0)
+                    one, two, row, left = (0, 0, 0, 0) if words is None else words[part]
+                    for layer, first, count in runs if other.numel() else ():
+                        places = [_place(x, rows.stacked, rows.transposed, layer, first) for x in sides]
+                        places = places if momentum else [(0, 0, 0)] * 2 + places
+                        places.append((start + top * of_row, of_row, of_col))
+                        shape, seeds = (count, other.size(1)), (one % 2**32, two % 2**32)
+                        piece = Piece._make([*shape, n, *chain(*places), matrix, *seeds, row + top, left])
+                        alike.setdefault((*key, *shape), []).append(piece)
+                        top += count
+                    matrix += 1
+        return [
+            _compiled(batches[key[0]], key[0], pieces, others, key[-3], momentum, constants)
+            for key, pieces in alike.items()
+        ]
+
+
+def _place(x: Tensor, stacked: bool, transposed: bool, layer: int, first: int) -> tuple[int, int, int]:
+    """Address of a run's first entry, and distances of rows and columns."""
+    if x.ndim > 2 and not stacked:  # read as a matrix
+        if not x.is_contiguous():
+            raise ValueError(f"a tensor that is read as a matrix must be contiguous, got strides {x.stride()}")
+        of_layer, of_row, of_col = 0, x.stride(0), 1
+    else:
+        of_layer, (of_row, of_col) = x.stride(0), x.stride()[-2:]
+    if transposed:
+        of_row, of_col = of_col, of_row
+    return address(x) + x.itemsize * (layer * of_layer + first * of_row), of_row, of_col
+
+
+def _compiled(
+    batch: Batch,
+    number: int,
+    pieces: list[Piece],
+    others: Tensors,
+    scale: float,
+    momentum: bool,
+    constants: dict[str, bool],
+) -> Launch:
+    from megatron_eopt.optimizers.triton_step import INTERPRETED, triton_dtype
+
+    first, n = pieces[0].matrix, pieces[0].parameter
+    start = int(others[first].storage_offset())
+    pieces = [piece._replace(other=piece.other - start) for piece in pieces]
+    sides = ("gradient", "momentum", "weight") if momentum else ("weight",)
+    lie, others_lie = _lies(pieces, sides), _lies(pieces, ("other",))
+    starts = [getattr(piece, name) for piece in pieces for name in (*sides, "other", "cols")]
+    between = [_distance(piece, name, lie) for piece in pieces for name in sides]
+    between += [_distance(piece, "other", others_lie) for piece in pieces]
+    width = _SQUARE if _BY_COLUMNS in (lie, others_lie) else min(_WIDEST, _power(pieces[0].cols))
+    weight, l2 = batch.weights[n].dtype, batch.decay_method == "l2"
+    if momentum:
+        average = torch.promote_types(batch.momenta[n].dtype, weight)
+        of_kind = {
+            "GRADIENT": triton_dtype(batch.gradients[n].dtype),
+            "MOMENTUM": triton_dtype(batch.momenta[n].dtype),
+            "AVERAGE": triton_dtype(average),
+            "L2": batch.decays and l2,
+            "DECAY_ON_DEVICE": isinstance(_float(batch.weight_decay), Tensor),
+            "NESTEROV": batch.nesterov,
+            "AT_RANDOM": batch.rounded is not None,
+        }
+    else:
+        of_kind = {
+            "DECAYS": batch.decays and not l2,
+            "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
+            "SCALED": scale != 1 or constants["SCALES_ON_DEVICE"],
+        }
+    of_kind |= constants | {
+        "HEIGHT": min(_TILE // width, _power(pieces[0].rows)),
+        "WIDTH": width,
+        "PARAMETER": triton_dtype(weight),
+        "MASKED": batch.accepted is not None,
+        "LIE": lie,
+        "OTHERS_LIE": others_lie,
+        "ALIGNED": all(number % _ALIGNED == 0 for number in (*starts, *between)),
+        "INTERPRETED": INTERPRETED,
+    }
+    table = on_device(torch.tensor(pieces, dtype=torch.int64), others[first].device)
+    return Launch(number, table, pieces, first, scale, of_kind)
+
+
+def _lies(pieces: Sequence[Piece], names: Sequence[str]) -> int:
+    """Whether entries of rows, or of columns, lie side by side."""
+    for side, lie in (("col", _BY_ROWS), ("row", _BY_COLUMNS)):
+        if all(getattr(piece, f"{name}_{side}") == 1 for piece in pieces for name in names):
+            return lie
+    return _SCATTERED
+
+
+def _distance(piece: Piece, name: str, lie: int) -> int:
+    """From one row or column to the next, whichever are apart."""
+    return int(getattr(piece, f"{name}_{'col' if lie == _BY_COLUMNS else 'row'}")) if lie != _SCATTERED else 1
+
+
+def _power(number: int) -> int:
+    """The next power of two, at least 16."""
+    return max(16, 1 << (number - 1).bit_length())
+
+
+def _float(x: Scalar) -> Scalar:
+    """A number for a kernel: by value, or in fp32 on the device."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.item() if x.device.type == "cpu" and not x.requires_grad else x.float()
+
+
+def _rates(batch: Batch) -> tuple[Scalar, Scalar]:
+    """The learning rate, and what decay leaves of a weight."""
+    lr, kept = batch.lr, 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+    tensors = [x for x in (lr, kept) if isinstance(x, Tensor) and x.device.type != "cpu"]
+    if not tensors:
+        return _float(lr), _float(kept)
+    both = [x if isinstance(x, Tensor) else torch.full_like(tensors[0], x) for x in (lr, kept)]
+    return both[0].float(), both[1].float()
+
+
+def _flags(x: Launch, batch: Batch) -> Tensor:
+    return x.table if batch.accepted is None else batch.accepted
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor lies."""
+    return x.data_ptr()
+
+
+def storage(x: Tensor) -> int:
+    """Where the memory begins that a tensor is a view of."""
+    return x.untyped_storage().data_ptr()
+
+
+def on_device(table: Tensor, device: torch.device) -> Tensor:
+    """Send a table without waiting."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def launch(kernel: Any, x: Launch, flags: Tensor, other: Tensor, *numbers: Any) -> None:
+    """Start a kernel on the device of its tensors."""
+    from megatron_eopt.optimizers.triton_step import OPTIONS
+
+    with torch.cuda.device_of(other):  # triton takes the current one
+        kernel[(x.programs,)](x.table, flags, other, *numbers, x.tiles, **x.constants, **OPTIONS)

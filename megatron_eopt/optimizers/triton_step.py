@@ -1,0 +1,256 @@
+"""Two Triton kernels for the elementwise half of a step.
+
+Each does for many shards at once what :mod:`~megatron_eopt.optimizers.foreach` does in several passes, and rounds where
+that rounds. A table in memory of the device has a row of numbers for each piece: see
+:class:`~megatron_eopt.optimizers.step_kernels.Piece`. With TRITON_INTERPRET=1 they are interpreted, for tests.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # only fma() is fused, as torch's lerp and add are
+
+# What stands where in a row of the table: see Piece.
+ROWS = tl.constexpr(0)
+COLS = tl.constexpr(1)
+FLAG = tl.constexpr(2)
+OF_GRADIENT = tl.constexpr(3)  # address, distance of rows, distance of columns
+OF_MOMENTUM = tl.constexpr(6)
+OF_WEIGHT = tl.constexpr(9)
+OF_OTHER = tl.constexpr(12)
+MATRIX = tl.constexpr(15)
+SEEDS = tl.constexpr(16)
+CORNER = tl.constexpr(18)
+FIELDS = tl.constexpr(20)
+
+
+@triton.jit
+def _fma(a, b, c, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``a * b + c``, rounded once; the interpreter would round twice."""
+    if WIDE:
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def _rounded(x, TO: tl.constexpr, BY_HAND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round fp32 to the nearest, ties to even; the interpreter cuts off bits."""
+    if BY_HAND and tl.bfloat16 == TO:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nearest = tl.where(x == x, nearest, 0x7FC0)
+        return nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(TO)
+
+
+@triton.jit
+def _lerp(a, b, weight, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``a + weight (b - a)``, from the nearer end, as torch does."""
+    return tl.where(weight < 0.5, _fma(b - a, weight, a, WIDE), _fma(a - b, 1.0 - weight, b, WIDE))
+
+
+@triton.jit
+def _number_of(x, ON_DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number in fp32: given, or what a pointer has."""
+    if ON_DEVICE:
+        return tl.load(x)
+    else:
+        return tl.full((), x, tl.float32)
+
+
+@triton.jit
+def _mixed(x):  # type: ignore[no-untyped-def]
+    """fmix32 of MurmurHash3, as in :func:`~megatron_eopt.optimizers.rounding.mixed`."""
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    x ^= x >> 16
+    return x
+
+
+@triton.jit
+def _number(row, FIELD: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number of a table's row."""
+    number = tl.load(row + FIELD)
+    if ALIGNED:  # of addresses and of distances between rows, where all of them are
+        number = tl.multiple_of(number, 16)
+    return number
+
+
+@triton.jit
+def _start(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a piece of a tensor begins."""
+    start = tl.load(row + FIELD).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return start
+
+
+@triton.jit
+def _tile(index, rows, cols, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and column numbers of a tile, and what of it lies inside."""
+    across = tl.cdiv(cols, WIDTH)
+    r = (index // across) * HEIGHT + tl.arange(0, HEIGHT)
+    c = (index % across) * WIDTH + tl.arange(0, WIDTH)
+    return r, c, (r < rows)[:, None] & (c < cols)[None, :]
+
+
+@triton.jit
+def _entries(row, FIELD: tl.constexpr, r, c, ALIGNED: tl.constexpr, LIE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a tile's entries lie, counted from a piece's first."""
+    if LIE == 1:  # entries of a row lie side by side
+        return r[:, None] * _number(row, FIELD + 1, ALIGNED) + c[None, :]
+    elif LIE == 0:  # those of a column do
+        return r[:, None] + c[None, :] * _number(row, FIELD + 2, ALIGNED)
+    else:
+        return r[:, None] * tl.load(row + FIELD + 1) + c[None, :] * tl.load(row + FIELD + 2)
+
+
+@triton.jit(do_not_specialize=["step", "tiles"])
+def momentum_kernel(  # type: ignore[no-untyped-def]
+    table,
+    flags,
+    out,
+    beta,
+    weight,
+    weight_decay,
+    step,
+    tiles,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+    L2: tl.constexpr,
+    DECAY_ON_DEVICE: tl.constexpr,
+    HEAVY: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    AT_RANDOM: tl.constexpr,
+    LIE: tl.constexpr,
+    OTHERS_LIE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Momentum, look-ahead and cast of a tile, from gradient to bucket."""
+    program = tl.program_id(0)
+    row = table + (program // tiles) * FIELDS
+    rows = tl.load(row + ROWS)
+    cols = _number(row, COLS, ALIGNED)
+    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    of_g = _start(row, OF_GRADIENT, GRADIENT, ALIGNED)
+    of_g += _entries(row, OF_GRADIENT, r, c, ALIGNED, LIE)
+    of_m = _start(row, OF_MOMENTUM, MOMENTUM, ALIGNED)
+    of_m += _entries(row, OF_MOMENTUM, r, c, ALIGNED, LIE)
+    g = tl.load(of_g, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
+    g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
+    WORK: tl.constexpr = tl.float32 if AT_RANDOM else AVERAGE  # the dtype that averages are rounded to
+    if L2:
+        of_p = _start(row, OF_WEIGHT, PARAMETER, ALIGNED)
+        of_p += _entries(row, OF_WEIGHT, r, c, ALIGNED, LIE)
+        p = tl.load(of_p, mask=inside, other=0.0).to(tl.float32)
+        g += _rounded(p * _number_of(weight_decay, DECAY_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
+        g = _rounded(g, WORK, INTERPRETED).to(tl.float32)
+    beta = _number_of(beta, False)
+    weight = _number_of(weight, False)
+    accepted = True
+    if MASKED:
+        accepted = tl.load(flags + tl.load(row + FLAG)) != 0
+    if HEAVY:
+        if MASKED:
+            g = tl.where(accepted, g, 0.0)
+        decayed = _rounded(m * beta, WORK, INTERPRETED).to(tl.float32)
+        if MASKED:
+            decayed = tl.where(accepted, decayed, m)
+        m = _rounded(decayed + g, WORK, INTERPRETED).to(tl.float32)
+        u = _fma(m, beta, g, INTERPRETED) if NESTEROV else m
+    else:
+        if MASKED:
+            g = tl.where(accepted, g, m)  # averaged with itself a momentum stays as it is
+        m = _rounded(_lerp(m, g, weight, INTERPRETED), WORK, INTERPRETED).to(tl.float32)
+        u = _lerp(g, m, beta, INTERPRETED) if NESTEROV else m
+    if AT_RANDOM:
+        first = tl.load(row + SEEDS).to(tl.uint32) + step.to(tl.uint32)
+        second = tl.load(row + SEEDS + 1).to(tl.uint32) + step.to(tl.uint32)
+        down = _mixed(_mixed(first) + (tl.load(row + CORNER) + r).to(tl.uint32))
+        right = _mixed(_mixed(second) + (tl.load(row + CORNER + 1) + c).to(tl.uint32))
+        noise = _mixed(down[:, None] + right[None, :]) >> 16
+        bits = m.to(tl.uint32, bitcast=True)
+        bits += tl.where(tl.abs(m) < 3.3895313892515355e38, noise, 0)  # the largest of bf16: what is finite stays so
+        tl.store(of_m, (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(of_m, _rounded(m, MOMENTUM, INTERPRETED), mask=inside)
+    u = _rounded(_rounded(u, WORK, INTERPRETED).to(tl.float32), PARAMETER, INTERPRETED).to(tl.float32)
+    of_u = out + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
+    tl.store(of_u, _rounded(u, out.dtype.element_ty, INTERPRETED), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def subtract_kernel(  # type: ignore[no-untyped-def]
+    table,
+    flags,
+    factors,
+    lr,
+    decay,
+    scale,
+    tiles,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    MASKED: tl.constexpr,
+    DECAYS: tl.constexpr,
+    RATES_ON_DEVICE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALES_ON_DEVICE: tl.constexpr,
+    ON_SPHERE: tl.constexpr,
+    LIE: tl.constexpr,
+    OTHERS_LIE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Decay a tile of weights, and subtract its scaled factors."""
+    program = tl.program_id(0)
+    row = table + (program // tiles) * FIELDS
+    rows = tl.load(row + ROWS)
+    cols = _number(row, COLS, ALIGNED)
+    if MASKED:
+        rows = tl.where(tl.load(flags + tl.load(row + FLAG)) != 0, rows, 0)
+    if ON_SPHERE:
+        scale += tl.load(row + MATRIX) * 3
+        rows = tl.where(tl.load(scale) > 0, rows, 0)
+    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    of_p = _start(row, OF_WEIGHT, PARAMETER, ALIGNED)
+    of_p += _entries(row, OF_WEIGHT, r, c, ALIGNED, LIE)
+    of_x = factors + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
+    p = tl.load(of_p, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)
+    x = _rounded(x, PARAMETER, INTERPRETED).to(tl.float32)
+    if ON_SPHERE:
+        moved = _rounded((p - x * tl.load(scale + 1)) * tl.load(scale + 2), PARAMETER, INTERPRETED)
+        tl.store(of_p, moved, mask=inside)
+    else:
+        if SCALES_ON_DEVICE:
+            scale += tl.load(row + MATRIX)
+        if SCALED:
+            x = _rounded(x * _number_of(scale, SCALES_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
+        x = _rounded(x * _number_of(lr, RATES_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
+        if DECAYS:
+            p = _rounded(p * _number_of(decay, RATES_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
+        tl.store(of_p, _rounded(p - x, PARAMETER, INTERPRETED), mask=inside)
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype."""
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+INTERPRETED = not isinstance(momentum_kernel, triton.JITFunction)
+"""Whether TRITON_INTERPRET was set when triton was imported."""

@@ -1,0 +1,108 @@
+"""SOAP's factors by the kernels of symmetric products: right values, kept where one was chosen, nothing else."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eopt.optimizers.base import KERNEL
+from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.optimizers.soap_chunks import Planned, factor_stacks
+from megatron_eopt.orthogonalize.products import Blocked
+from megatron_eopt.parallel.layout import on_one_rank
+from tests.optimizers.several import gradients_of, parameters, run
+from tests.optimizers.soap_reference import SETTINGS, SHAPES
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Shapes that the strips of a CPU multiply with themselves."""
+    shapes, gram = [], Blocked.gram
+    monkeypatch.setattr(Blocked, "gram", lambda self, x, out=None: shapes.append(tuple(x.shape)) or gram(self, x, out))
+    return shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(520, 24), (7, 513)])
+def test_factors_are_the_averages_of_products_by_the_kernel(dtype, shape, seen):
+    params = parameters([shape], dtype)
+    optimizer = SOAP(params, symmetric_products="blocked", **SETTINGS)
+    optimizer.prepare()
+    seen.clear()  # the checks of the start
+    (gradients,) = gradients_of(optimizer, params, range(3))
+    assert seen == [(1, *shape), (1, *shape[::-1])] * 3
+    beta, state = SETTINGS["shampoo_beta"], optimizer.state[params[0]]
+    weights = torch.tensor([beta**2, beta, 1.0], dtype=torch.float64) / (1 + beta + beta**2)
+    for key, each in (("L", gradients), ("R", [g.mT for g in gradients])):
+        expected = sum(w * (g.double() @ g.double().mT) for w, g in zip(weights, each, strict=True))
+        tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}[dtype] * expected.abs().max().item()
+        torch.testing.assert_close(state[key].double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_kl_shampoo": True, "max_dim": 5}, {"basis_of": "current"}], ids=str)
+def test_a_cpu_has_the_bits_of_torch_and_keeps_nothing_unless_a_kernel_is_named(settings):
+    plain, named = parameters(SHAPES), parameters(SHAPES)
+    unnamed, by_torch = (
+        SOAP(plain, **SETTINGS, **settings),
+        SOAP(named, symmetric_products="torch", **SETTINGS, **settings),
+    )
+    run(unnamed, plain, range(5))
+    run(by_torch, named, range(5))
+    assert all(torch.equal(p, q) for p, q in zip(plain, named, strict=True))
+    assert KERNEL not in unnamed.state_dict()["param_groups"][0]
+    assert by_torch.state_dict()["param_groups"][0][KERNEL] == "torch"
+
+
+def test_a_resumed_run_goes_on_with_its_kernel_bit_for_bit(seen):
+    straight, stopped = parameters([(520, 8)]), parameters([(520, 8)])
+    run(SOAP(straight, symmetric_products="blocked", **SETTINGS), straight, range(4))
+    first = SOAP(stopped, symmetric_products="blocked", **SETTINGS)
+    run(first, stopped, range(2))
+    second = SOAP(copy.deepcopy(stopped))
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    resumed = second.param_groups[0]["params"]
+    seen.clear()
+    run(second, resumed, range(2, 4))
+    assert (1, 520, 8) in seen
+    assert second.param_groups[0][KERNEL] == "blocked"
+    assert torch.equal(resumed[0], straight[0])
+    second.add_param_group({"params": parameters([(6, 4)])})
+    second.prepare()
+    assert second.param_groups[1][KERNEL] == "blocked"
+
+
+def test_a_state_from_before_the_setting_goes_on_with_torch_or_what_is_named():
+    (p,) = parameters([(6, 4)])
+    first = SOAP([p], **SETTINGS)
+    run(first, [p], range(2))
+    for named, kernel in ((None, None), ("blocked", "blocked")):
+        other = SOAP([p], symmetric_products=named)
+        other.load_state_dict(first.state_dict())
+        other.prepare()
+        assert other.param_groups[0].get(KERNEL) == kernel
+
+
+def test_an_unknown_kernel_and_one_that_cannot_serve_are_refused_before_anything_changes():
+    (p,) = parameters([(6, 4)])
+    with pytest.raises(ValueError, match="unknown symmetric_products 'cublas': expected one of triton, blocked, torch"):
+        SOAP([p], symmetric_products="cublas")
+    if torch.cuda.is_available():
+        return
+    optimizer, before = SOAP([p], symmetric_products="triton"), p.detach().clone()
+    with pytest.raises(RuntimeError, match="the kernel 'triton' of symmetric products cannot serve: "):
+        run(optimizer, [p], [0])
+    assert torch.equal(p, before)
+    assert not optimizer.state
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=4), st.integers(0, 300))
+def test_every_factor_is_tried_with_its_rows_and_with_columns_that_end_alike(shapes, longest):
+    stacks = factor_stacks([Planned("", on_one_rank(shape), longest) for shape in shapes])
+    for rows, cols in (of_side for m, n in shapes if m and n for of_side in ((m, n), (n, m)) if of_side[0] <= longest):
+        tried = [max(stack[1:]) for stack in stacks if min(stack[1:]) == rows]
+        assert any(found >= cols and (found - cols) % 128 == 0 for found in tried)
+    assert all(min(stack[1:]) <= longest for stack in stacks)
+    assert all(stack[0] <= len(shapes) for stack in stacks)

@@ -1,0 +1,383 @@
+"""Kernels of a step beside torch's passes, bit for bit: natively where there is a GPU, else in Triton's interpreter.
+
+Triton asks for its interpreter when it is first imported, so these tests run in a process of their own, which a test
+starts where it is missing.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import megatron_eopt
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, experts, per_shard, query_key_value, transposed
+from megatron_eopt.optimizers import step_kernels
+from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
+from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import groups_of, placed, sharded
+from tests.optimizers.family import build, having
+from tests.optimizers.field import drawn
+from tests.optimizers.on_gpu import captured, masking
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SERVES = INTERPRETED or torch.cuda.is_available()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(not SERVES, reason="runs in a process that interprets Triton")
+without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+BF16 = torch.bfloat16
+SHAPES = [(20, 12), (20, 12), (12, 33), (70, 20)]
+STEPS = 3
+VARIANTS = {
+    "plain": {},
+    "no look-ahead": {"nesterov": False},
+    "l2": {"weight_decay": 0.1, "weight_decay_method": "l2"},
+    "independent": {"weight_decay": 0.1, "weight_decay_method": "independent"},
+    "no decay": {"weight_decay": 0.0},
+    "a small momentum": {"momentum": 0.3},
+    "no momentum": {"momentum": 0.0},
+    "momenta in bf16": {"momentum_dtype": BF16},
+    "momenta in bf16, l2": {"momentum_dtype": BF16, "weight_decay": 0.1, "weight_decay_method": "l2"},
+    "a warm-up": {"momentum_warmup": 2},
+    "sent in fp32": {"fp32_matmul_prec": "highest"},
+    "state in host memory": {"offload_fraction": 1.0},
+    "many chunks": {"workspace": 2**14},
+}
+RELATIVES = {
+    **{name: (name, {}) for name in having("step_kernels") if name not in ("muon", "adaptive_muon")},
+    **{method: ("adaptive_muon", {"moment2_method": method}) for method in ("adamuon", "normuon", "namo")},
+    "adamuon, not aligned": ("adaptive_muon", {"moment2_method": "adamuon", "align_rms": False}),
+}
+
+
+@without_triton
+@pytest.mark.skipif(SERVES, reason="they run here")
+def test_kernels_and_torch_agree_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout
+
+
+def of_shapes(dtype=torch.float32, shapes=SHAPES):
+    return [nn.Parameter(drawn(shape, n).to(DEVICE, dtype)) for n, shape in enumerate(shapes)]
+
+
+def stepped(optimizer, parameters, steps=STEPS, dtype=None):
+    """Weights and state after steps, in the second of which a gradient is not finite, in the third one is missing."""
+    for step in range(steps):
+        for n, p in enumerate(parameters):
+            p.grad_dtype = dtype or p.dtype
+            p.grad = drawn(p.shape, 100 * step + n + 10).to(p.device, p.grad_dtype)
+        if step == 1:
+            parameters[0].grad.view(-1)[0] = torch.nan
+        if step == 2:
+            parameters[-1].grad = None
+        optimizer.step()
+    state = [x for p in parameters for x in optimizer.state[p].values() if isinstance(x, torch.Tensor)]
+    return [*(p.detach() for p in parameters), *state]
+
+
+def both(make, **more):
+    """What both forms leave: ``make(form)`` returns an optimizer and its parameters."""
+    by_torch, by_triton = (stepped(*make(form), **more) for form in ("torch", "triton"))
+    assert len(by_torch) == len(by_triton)
+    return list(zip(by_torch, by_triton, strict=True))
+
+
+def assert_equal(pairs):
+    for n, (expected, found) in enumerate(pairs):
+        assert found.dtype == expected.dtype
+        if DEVICE == "cuda":  # where torch's own kernels may fuse other operations, which the iteration makes larger
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+            continue
+        assert torch.equal(expected, found), (
+            f"tensor {n}: off by {(expected.double() - found.double()).abs().max():.1e}"
+        )
+
+
+@interpreted
+@pytest.mark.parametrize("masked", [False, True], ids=["on a CPU", "masked"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_steps_are_those_of_torch(dtype, masked):
+    def make(form):
+        parameters = of_shapes(dtype)
+        optimizer = TensorParallelMuon(parameters, lr=0.02, step_kernels=form)
+        return masking(optimizer) if masked else optimizer, parameters
+
+    assert_equal(both(make))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_settings_have_the_same_effect(variant, dtype):
+    def make(form):
+        parameters = of_shapes(dtype)
+        return masking(TensorParallelMuon(parameters, lr=0.02, step_kernels=form, **VARIANTS[variant])), parameters
+
+    assert_equal(both(make))
+
+
+@interpreted
+@pytest.mark.parametrize("name", RELATIVES)
+def test_relatives_take_the_same_steps(name):
+    row, more = RELATIVES[name]
+
+    def make(form):
+        parameters = of_shapes()
+        return masking(build(row, parameters, step_kernels=form, **more)), parameters
+
+    assert_equal(both(make))
+
+
+@interpreted
+def test_heavy_balls_of_more_dimensions_take_the_same_steps():
+    def make(form):
+        parameters = of_shapes(shapes=[(6, 3, 2, 2), (20, 12)])
+        return HeavyBallMuon(
+            parameters, lr=0.02, weight_decay=0.1, nesterov=form is not None, step_kernels=form
+        ), parameters
+
+    assert_equal(both(make))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_may_be_wider_and_lie_otherwise(dtype):
+    def make(form):
+        parameters = [nn.Parameter(drawn((12, 20), 1).to(BF16).T), nn.Parameter(drawn((24, 24), 2).to(BF16)[::2, ::2])]
+        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form), parameters
+
+    assert_equal(both(make, dtype=dtype))
+
+
+@interpreted
+def test_gradients_of_convolutions_may_lie_otherwise():
+    def step(form):
+        (p,) = of_shapes(shapes=[(6, 4, 3, 2)])
+        optimizer = HeavyBallMuon([p], lr=0.02, step_kernels=form)
+        for n in range(2):
+            p.grad_dtype = None
+            p.grad = drawn((6, 3, 2, 4), n).to(DEVICE).permute(0, 3, 1, 2).double()
+            optimizer.step()
+        return p.detach()
+
+    assert_equal([(step("torch"), step("triton"))])
+
+
+LOGICAL = {
+    "query, key and value": ((64, 12), query_key_value([8, 4, 4])),
+    "heads": ((64, 12), query_key_value([8, 4, 4], per_head=True)),
+    "gate and up": ((32, 12), GATE_UP),
+    "experts": ((3, 10, 16), experts(3)),
+    "experts of gate and up": ((3, 12, 8), experts(3, GATE_UP)),
+    "columns": ((12, 32), transposed(per_shard(a=None, b=None))),
+    "a transposed matrix": ((12, 32), transposed()),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("momentum_dtype", [None, BF16])
+@pytest.mark.parametrize("name", LOGICAL)
+def test_logical_matrices_take_the_same_steps(name, momentum_dtype):
+    shape, split = LOGICAL[name]
+
+    def make(form):
+        parameters = of_shapes(shapes=[shape, (12, 8)])
+        setattr(parameters[0], ATTRIBUTE, split)
+        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form, momentum_dtype=momentum_dtype), parameters
+
+    assert_equal(both(make))
+
+
+@interpreted
+def test_groups_have_their_own_settings():
+    def make(form):
+        a, b, c, d = of_shapes()
+        groups = [{"params": [a, c], "nesterov": False, "lr": 0.5}, {"params": [b], "extra_scale_factor": 0.3}]
+        groups.append({"params": [d], "weight_decay": 0.2, "weight_decay_method": "palm", "momentum": 0.5})
+        return TensorParallelMuon(groups, lr=0.02, step_kernels=form), [a, b, c, d]
+
+    assert_equal(both(make))
+
+
+@interpreted
+def test_rates_may_be_tensors_as_in_a_captured_step():
+    def make(form):
+        parameters = of_shapes()
+        groups = [
+            {"params": parameters[:2]},
+            {"params": parameters[2:], "weight_decay": 0.3, "weight_decay_method": "l2"},
+        ]
+        return captured(TensorParallelMuon(groups, lr=0.1, step_kernels=form)), parameters
+
+    assert_equal(both(make, steps=2))
+
+
+@interpreted
+def test_metrics_show_the_same_updates():
+    seen = {}
+
+    def make(form):
+        parameters = of_shapes()
+        optimizer = TensorParallelMuon(parameters, lr=0.02, step_kernels=form)
+        megatron_eopt.watch(optimizer, lambda step, metrics: seen.setdefault(form, []).append(metrics), 1)
+        return optimizer, parameters
+
+    assert_equal(both(make))
+    by_torch, by_triton = (
+        [{key: x for key, x in step["muon"].items() if not key.endswith("_ms")} for step in seen[form]]
+        for form in ("torch", "triton")
+    )
+    assert by_torch
+    for expected, found in zip(by_torch, by_triton, strict=True):  # sums of other orders
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def of_ranks(rank, ranks, form, tp_mode):
+    cases = {
+        "rows": ((48, 20), sharded(0)),
+        "columns": ((20, 48), sharded(1)),
+        "query, key and value": ((64, 12), sharded(0, **{ATTRIBUTE: query_key_value([8, 4, 4])})),
+        "whole": ((12, 20), {}),
+    }
+    parameters = [placed(drawn(shape, 7), attributes, rank, ranks) for shape, attributes in cases.values()]
+    optimizer = TensorParallelMuon(
+        parameters, lr=0.02, pg_collection=groups_of(ranks), tp_mode=tp_mode, step_kernels=form, momentum_dtype=BF16
+    )
+    return stepped(optimizer, parameters, steps=2)
+
+
+@interpreted
+@pytest.mark.parametrize("tp_mode", ["duplicated", "owner", "gram"])
+def test_ranks_take_the_same_steps(tp_mode):
+    by_torch, by_triton = (run_ranks(of_ranks, 2, form, tp_mode) for form in ("torch", "triton"))
+    for pairs in zip(by_torch, by_triton, strict=True):
+        assert_equal(zip(*pairs, strict=True))
+
+
+@interpreted
+def test_tables_are_made_again_only_where_an_address_changes(monkeypatch):
+    sent = []
+    send = step_kernels.on_device
+    monkeypatch.setattr(step_kernels, "on_device", lambda *given: sent.append(given) or send(*given))
+    parameters = of_shapes()
+    optimizer = TensorParallelMuon(parameters, lr=0.02, step_kernels="triton")
+    for step in range(4):
+        for n, p in enumerate(parameters):
+            new = drawn(p.shape, 10 * step + n).to(p.device)
+            p.grad = new if p.grad is None or step == 3 else p.grad.copy_(new)
+        before = len(sent)
+        kept = [p.grad for p in parameters]
+        optimizer.step()
+        assert (len(sent) > before) == (step in (0, 3)), step
+        del kept
+
+
+@interpreted
+@settings(max_examples=15)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 70)), min_size=1, max_size=3),
+    st.sampled_from([torch.float32, BF16, torch.float16]),
+    st.booleans(),
+    st.integers(0, 2**20),
+)
+def test_any_shapes_and_strides(shapes, dtype, nesterov, seed):
+    """``(rows, cols)`` of each parameter; every other one is the transpose of another's memory."""
+
+    def make(form):
+        several = [drawn(shape, seed + n).to(DEVICE, dtype) for n, shape in enumerate(shapes)]
+        parameters = [nn.Parameter(x.T.contiguous().T if n % 2 else x) for n, x in enumerate(several)]
+        return TensorParallelMuon(parameters, lr=0.02, nesterov=nesterov, step_kernels=form), parameters
+
+    by_torch, by_triton = make("torch"), make("triton")
+    for optimizer, parameters in (by_torch, by_triton):
+        for n, p in enumerate(parameters):
+            p.grad = drawn(p.shape, seed + 50 + n).to(p.device, dtype)
+        optimizer.step()
+    assert_equal(zip(by_torch[1], by_triton[1], strict=True))
+
+
+@interpreted
+def test_what_kernels_cannot_do_is_refused_by_name():
+    parameters = [("w", nn.Parameter(torch.randn(8, 6, device=DEVICE, dtype=torch.float64)))]
+    parameters[0][1].grad = torch.ones_like(parameters[0][1])
+    with pytest.raises(RuntimeError, match=r"step_kernels='triton' cannot serve: w is in torch.float64"):
+        TensorParallelMuon(parameters, step_kernels="triton").step()
+
+
+@interpreted
+def test_the_form_is_kept_and_a_resumed_run_goes_on_with_it():
+    parameters = of_shapes()
+    optimizer = TensorParallelMuon(parameters, lr=0.02, step_kernels="triton")
+    stepped(optimizer, parameters, steps=1)
+    state = optimizer.state_dict()
+    assert [group["step_kernels"] for group in state["param_groups"]] == ["triton"]
+    resumed = TensorParallelMuon(of_shapes(), lr=0.02)
+    resumed.load_state_dict(state)
+    resumed.prepare()
+    assert resumed._session.plans.kernels is not None
+    other = TensorParallelMuon(of_shapes(), lr=0.02, step_kernels="torch")
+    other.load_state_dict(state)
+    other.prepare()
+    assert other.param_groups[0]["step_kernels"] == "torch"
+
+
+@pytest.mark.skipif(SERVES, reason="kernels serve here")
+def test_a_cpu_takes_torch_and_says_so_where_kernels_are_asked_for():
+    (p,) = of_shapes(shapes=[(4, 3)])
+    p.grad = torch.ones_like(p)
+    optimizer = TensorParallelMuon([p])
+    optimizer.step()
+    assert "step_kernels" not in optimizer.param_groups[0]
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"step_kernels='triton' cannot serve: no GPU.* 'torch' serves|cannot serve"):
+        TensorParallelMuon([p], step_kernels="triton").step()
+    assert torch.equal(p, before)
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(ValueError, match="step_kernels"):
+        TensorParallelMuon([nn.Parameter(torch.ones(3, 2))], step_kernels="cuda")
+
+
+def test_kernels_and_momenta_in_8_bits_exclude_each_other():
+    with pytest.raises(ValueError, match="keeps no momenta in int8"):
+        TensorParallelMuon([nn.Parameter(torch.ones(3, 2))], step_kernels="triton", momentum_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("form", ["nonsense", True])
+def test_an_unknown_form_in_a_group_is_refused(form):
+    with pytest.raises(ValueError, match="step_kernels of a group must be one of"):
+        TensorParallelMuon([{"params": [nn.Parameter(torch.ones(3, 2))], "step_kernels": form}])
+
+
+def test_groups_have_one_form_which_stays():
+    a, b = of_shapes(shapes=[(4, 3), (3, 5)])
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    with pytest.raises(ValueError, match="all groups have one step_kernels, got torch and triton"):
+        TensorParallelMuon([{"params": [a], "step_kernels": "torch"}, {"params": [b], "step_kernels": "triton"}]).step()
+    optimizer = TensorParallelMuon([a, b], step_kernels="torch")
+    optimizer.step()
+    optimizer.param_groups[0]["step_kernels"] = "triton"
+    with pytest.raises(ValueError, match="step_kernels cannot change between steps, got 'triton'"):
+        optimizer.step()
+
+
+def test_a_count_of_steps_is_a_whole_number():
+    (p,) = of_shapes(shapes=[(4, 3)])
+    p.grad = torch.ones_like(p)
+    optimizer = TensorParallelMuon([p], momentum_dtype=BF16)
+    optimizer.param_groups[0]["momentum_steps"] = 1.5
+    with pytest.raises(ValueError, match="momentum_steps of a group must be a whole number"):
+        optimizer.step()

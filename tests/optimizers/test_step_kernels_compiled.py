@@ -1,0 +1,84 @@
+"""The kernels of a step are compiled for GPUs that need not be there."""
+
+import importlib.util
+import inspect
+import re
+
+import pytest
+
+from tests.orthogonalize.test_triton_kernel import run
+from tests.orthogonalize.test_triton_kernel_compiled import TARGETS, resources
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+MOST_REGISTERS, MOST_SHARED, MOST_SPILLED = 200, 16 * 1024, 8  # of a thread; bytes of a program, and of a thread
+COMMON = {"MASKED": True, "LIE": 1, "ALIGNED": True, "INTERPRETED": False}
+OF_MOMENTUM = {"L2": False, "DECAY_ON_DEVICE": False, "HEAVY": False, "NESTEROV": True, "AT_RANDOM": False}
+OF_SUBTRACT = {"DECAYS": True, "RATES_ON_DEVICE": False, "SCALED": True, "SCALES_ON_DEVICE": False, "ON_SPHERE": False}
+# Constants of each kernel beside those that hold by default: whether it reads four numbers at once is said by the last.
+MOMENTUM = (
+    ({}, True),
+    ({"HEIGHT": 256, "WIDTH": 16}, True),
+    ({"MOMENTUM": "bfloat16", "AT_RANDOM": True}, True),
+    ({"PARAMETER": "bfloat16", "MOMENTUM": "bfloat16", "AVERAGE": "bfloat16"}, True),
+    ({"L2": True, "DECAY_ON_DEVICE": True, "MASKED": False}, True),
+    ({"HEAVY": True, "LIE": 2, "ALIGNED": False}, False),
+)
+SUBTRACT = (
+    ({}, True),
+    ({"HEIGHT": 64, "WIDTH": 64, "OTHERS_LIE": 0}, True),
+    ({"PARAMETER": "bfloat16", "SCALES_ON_DEVICE": True, "RATES_ON_DEVICE": True}, True),
+    ({"ON_SPHERE": True}, True),
+    ({"LIE": 2, "ALIGNED": False, "MASKED": False}, False),
+)
+
+
+def compiled(kernel, constants, target):
+    """Shared memory, machine code, registers and bytes spilled."""
+    import triton.language as tl
+
+    from megatron_eopt.optimizers.triton_step import OPTIONS
+
+    dtypes = {name: getattr(tl, x) if isinstance(x, str) else x for name, x in constants.items()}
+    arguments = [name for name in kernel.arg_names if name not in dtypes]
+    kinds = {"table": "*i64", "flags": "*i1", "out": "*bf16", "factors": "*bf16", "step": "i32", "tiles": "i32"}
+    on_device = {"weight_decay": "DECAY_ON_DEVICE", "lr": "RATES_ON_DEVICE", "decay": "RATES_ON_DEVICE"}
+    on_device["scale"] = "ON_SPHERE" if constants.get("ON_SPHERE") else "SCALES_ON_DEVICE"
+    for name in arguments:
+        kinds.setdefault(name, "*fp32" if constants.get(on_device.get(name)) else "fp32")
+    types = {name: kinds[name] for name in arguments} | dict.fromkeys(dtypes, "constexpr")
+    return resources(kernel, types, dtypes, ["table", "out", "factors"], target, OPTIONS)
+
+
+def compile_all(target):
+    """Compile each variant, and say what is wrong; None where triton is too old."""
+    from triton.compiler import ASTSource
+
+    from megatron_eopt.optimizers.triton_step import momentum_kernel, subtract_kernel
+
+    if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
+        return None
+    wrong = []
+    of_kernels = ((momentum_kernel, MOMENTUM, OF_MOMENTUM), (subtract_kernel, SUBTRACT, OF_SUBTRACT))
+    for kernel, variants, settings in of_kernels:
+        kinds = dict.fromkeys(("GRADIENT", "MOMENTUM", "PARAMETER", "AVERAGE"), "float32")
+        standard = {**COMMON, **settings, **kinds, "HEIGHT": 4, "WIDTH": 1024, "OTHERS_LIE": 1}
+        for more, wide in variants:
+            constants = {name: x for name, x in (standard | more).items() if name in kernel.arg_names}
+            shared, code, used, spilled = compiled(kernel, constants, target)
+            said = f"{kernel.__name__} {more}: {shared} bytes shared, {used} registers, {spilled} spilled"
+            print(said)
+            by_four = len(re.findall(r"ld\.global\.v4\.b32", code)) > 1
+            if used > MOST_REGISTERS or shared > MOST_SHARED or spilled > MOST_SPILLED or by_four != wide:
+                wrong.append(f"{said}, four numbers at once: {by_four}")
+    return wrong
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles(target, tmp_path):
+    code = f"import json; from {__name__} import compile_all; print(json.dumps(compile_all({target})))"
+    wrong = run(["-c", code], interpret=False, TRITON_CACHE_DIR=str(tmp_path))
+    if wrong is None:
+        pytest.skip("this release of triton describes sources to its compiler in another way")
+    assert wrong == []

@@ -1,0 +1,112 @@
+"""What the elementwise half of a step costs with kernels: launches and bytes, on CUDA tensors without numbers."""
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+from counting import Allocations, launches
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_eopt.optimizers import step_choice, step_kernels
+from megatron_eopt.optimizers.nonfinite import NonFinite
+from megatron_eopt.parallel.schemes import whole
+from tests.optimizers.family import build
+
+pytest.importorskip("triton")
+
+SMALL = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
+# of GPT-3's 1.3B: 24 layers of hidden size 2048, and one more shape
+LARGE = [(6144, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (4096, 2048)]
+MOST_OPERATIONS, MOST_BYTES = 60, 30
+
+
+class Costs(TorchDispatchMode):
+    """Counts operations that reach a device, and the bytes that they and the kernels read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = 0  # tables
+        self.operations, self.bytes, self.beside, self.allocated = {}, 0, True, Allocations()
+
+    def count(self, name, tensors):
+        self.operations[name] = self.operations.get(name, 0) + 1
+        self.bytes += sum(x.numel() * x.itemsize for x in tensors)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if launches(func) and self.beside and func.overloadpacket.__name__ != "device":
+            read, written = (
+                [x for x in tree_leaves(t) if isinstance(x, torch.Tensor)] for t in ((args, kwargs), result)
+            )
+            if func.overloadpacket.__name__.rstrip("_") in ("copy", "_foreach_copy"):
+                read = read[len(read) // 2 :] * 2  # what is copied over is not read
+                written = []
+            self.count(func.overloadpacket.__name__, [*read, *written])
+        return result
+
+
+def cost_of_step(shapes, monkeypatch, name="muon", **settings):
+    """Operations and bytes beside the iteration in the fourth step, and its entries."""
+    costs = Costs()
+
+    def orthogonalized(stack, job, iterate=whole.orthogonalized):
+        costs.beside = False
+        factors = iterate(stack, job)
+        costs.beside = True
+        return factors
+
+    def launch(kernel, x, flags, other, *numbers):
+        fixed, entries = x.constants, sum(piece.rows * piece.cols for piece in x.pieces)
+        sizes = [fixed[key].primitive_bitwidth // 8 for key in ("PARAMETER", "GRADIENT", "MOMENTUM") if key in fixed]
+        weight, *of_momenta = sizes
+        # gradient and momentum are read and the momentum is written; or the weight is read and written
+        of_entry = of_momenta[0] + 2 * of_momenta[1] + fixed["L2"] * weight if of_momenta else 2 * weight
+        costs.operations[kernel.__name__] = costs.operations.get(kernel.__name__, 0) + 1
+        costs.bytes += entries * (of_entry + other.itemsize) + x.table.numel() * 8
+
+    monkeypatch.setattr(whole, "orthogonalized", orthogonalized)
+    monkeypatch.setattr(NonFinite, "_report", lambda self: None)
+    monkeypatch.setattr(step_choice, "reason_against", lambda *given: None)
+    monkeypatch.setattr(step_kernels, "launch", launch)
+    monkeypatch.setattr(step_kernels, "address", lambda x: 512 * id(x))
+    monkeypatch.setattr(step_kernels, "storage", lambda x: x.untyped_storage()._cdata)
+
+    def on_device(table, device):
+        costs.sent += 1
+        return SimpleNamespace(numel=table.numel)
+
+    monkeypatch.setattr(step_kernels, "on_device", on_device)
+    with ExitStack() as modes:
+        modes.enter_context(FakeTensorMode())
+        parameters = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes]
+        for p in parameters:
+            p.grad = torch.empty_like(p)
+        optimizer = build(name, parameters, symmetric_products="torch", **settings)
+        for step in range(4):
+            if step == 3:
+                costs.operations, costs.bytes, costs.sent = {}, 0, 0
+                modes.enter_context(costs)
+                modes.enter_context(costs.allocated)
+            optimizer.step()
+        assert optimizer.param_groups[0]["step_kernels"] == settings.get("step_kernels", "triton")
+    return costs, sum(p.numel() for p in parameters)
+
+
+@pytest.mark.parametrize(("shapes", "of_each"), [(SMALL, 120), (LARGE, 24)], ids=["64 x 64", "1.3B"])
+def test_a_step_of_muon_costs_few_operations_and_bytes(shapes, of_each, monkeypatch):
+    costs, entries = cost_of_step(shapes * of_each, monkeypatch)
+    assert sum(costs.operations.values()) <= MOST_OPERATIONS, str(costs.operations)
+    assert costs.bytes / entries <= MOST_BYTES, costs.operations
+    assert costs.sent == 0  # nothing is copied from the host
+
+
+@pytest.mark.parametrize(("shape", "count", "chunks"), [((2048, 7168), 96, 12), ((768, 2048), 128, 1)], ids=str)
+def test_experts_go_through_one_bucket_a_chunk_within_the_workspace(shape, count, chunks, monkeypatch):
+    """No launch a matrix, and no momentum that is copied."""
+    costs, entries = cost_of_step([shape] * count, monkeypatch)
+    assert (costs.operations["momentum_kernel"], costs.operations["subtract_kernel"]) == (chunks, chunks)
+    assert costs.bytes / entries <= MOST_BYTES, costs.operations
+    assert costs.allocated.peak <= 2**31

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, UNSET, Traits
-from megatron_eopt.orthogonalize.choices import check_choice, did_you_mean
+from megatron_eopt.orthogonalize.choices import check_choice, check_count, did_you_mean
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
@@ -317,13 +317,15 @@ def is_plain(value: Any) -> bool:
 
 
 def check_rates(name: str, group: Mapping[str, Any], *averages: str) -> None:
-    """Refuse ``lr``, ``weight_decay`` or betas out of their range."""
+    """Refuse rates, betas and counts of steps out of their range."""
     for key in ("lr", "weight_decay"):
         if key in group and not 0 <= group[key] < inf:
             raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
     for key in averages:
         if not 0 <= group[key] < 1:
             raise ValueError(f"{name}: {key} must lie in [0, 1), got {group[key]}")
+    if MOMENTUM_STEPS in group:
+        check_count(f"{name}: {MOMENTUM_STEPS} of a group", group[MOMENTUM_STEPS], least=0)
 
 
 def check_betas(name: str, betas: Any) -> None:

@@ -66,21 +66,28 @@ def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: 
     return "torch"
 
 
-def agreed_kernels(optimizer: OrthogonalizedOptimizer, engine: Engine, asked: str | None) -> StepKernels | None:
-    """The kernels of Muon's steps, or None for torch; its groups keep the choice."""
+def agreed_kernels(
+    optimizer: OrthogonalizedOptimizer, engine: Engine, asked: str | None, whole: bool
+) -> StepKernels | None:
+    """The kernels of Muon's steps, or None for torch; groups keep the choice.
+
+    ``asked`` is the user's. With ``whole`` the program has no copies of all entries of a chunk.
+    """
     of_groups = sorted({form for group in optimizer.param_groups if (form := group.get(STEP_KERNELS)) is not None})
     kept = of_groups[0] if of_groups else None
     if len(of_groups) > 1 and asked is None:
-        raise ValueError(
-            f"{type(optimizer).__name__}: all groups have one {STEP_KERNELS}, got {' and '.join(of_groups)}"
-        )
+        raise ValueError(f"{type(optimizer).__name__}: groups need one {STEP_KERNELS}, got {' and '.join(of_groups)}")
     if asked is None and kept is None and (engine.device.type == "cpu" or optimizer.momentum_dtype == torch.int8):
         return None
     reason = None if (asked or kept) == "torch" else reason_against(optimizer, engine)
     form = agreed_form(asked, kept, reason, partial(engine.lowest, of_world=asked is None and kept is None))
     for group in optimizer.param_groups:
         group[STEP_KERNELS] = form
-    return StepKernels(engine) if form == "triton" else None
+    if form == "torch":
+        return None
+    if whole:
+        engine.take_chunks_whole()
+    return StepKernels(engine)
 
 
 def reason_against(optimizer: OrthogonalizedOptimizer, engine: Engine) -> str | None:

@@ -44,7 +44,6 @@ from megatron_eopt.optimizers.state import bytes_of_entry, check_writer
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form, check_kept_form
 from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, SETTLED, STEPS, Traits
 from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
-from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
@@ -393,9 +392,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if plans.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             plans.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            plans.kernels = agreed_kernels(self, engine, self.step_kernels)
-            if plans.kernels is not None and type(self).program is TensorParallelMuon.program:
-                engine.take_chunks_whole()  # other programs have temporaries of their own
+            whole = type(self).program is TensorParallelMuon.program  # others have temporaries of their own
+            plans.kernels = agreed_kernels(self, engine, self.step_kernels, whole)
         return engine
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
@@ -547,8 +545,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
         name, traits = type(self).__name__, self.traits
-        if MOMENTUM_STEPS in group:
-            check_count(f"{name}: {MOMENTUM_STEPS} of a group", group[MOMENTUM_STEPS], least=0)
         kernels_of = self._session.plans if any(group is own for own in self.param_groups) else None
         check_kept_form(name, group.get(STEP_KERNELS), kernels_of)
         for key in traits.no_settings & self.defaults.keys():

@@ -104,8 +104,9 @@ class SavedState:
             if not tensor.like_parameter:
                 saved = block.get("state", {}).get(index, {}).get(tensor.key, [])
                 loaded = [each for each in nested_values(saved) if each is not None]
-                shape = tuple(self._torch.state[parameter][tensor.key].shape)
-                inner["state"].setdefault(index, {})[tensor.key] = sharding.joined(tensor, loaded, shape)
+                own = self._torch.state[parameter][tensor.key]
+                part = sharding.joined(tensor, loaded, tuple(local(own).shape))
+                inner["state"].setdefault(index, {})[tensor.key] = _like(own, part)
         groups = self._torch.state_dict()["param_groups"]
         kept = [{key: group[key] for key in NO_SETTINGS & group.keys()} for group in groups]  # indices, and the mark
         settings = self._settings(theirs, block)

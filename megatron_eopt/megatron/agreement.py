@@ -143,17 +143,14 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     for kind, optimizer in zip(kinds, timed, strict=True):
         for group in optimizer.param_groups:
             group.setdefault(KERNEL, choices[kind])
-    muons = [x for x in timed if isinstance(x, TensorParallelMuon)]
-    free = [
-        x
-        for x in muons
-        if x.step_kernels is None
-        and x.momentum_dtype != torch.int8
-        and step_choice.STEP_KERNELS not in x.param_groups[0]
-    ]
-    reason = in_turns(
-        lambda: next(filter(None, (step_choice.reason_against(x, x.proposed()) for x in free)), None), world
-    )
+    muons = [x for x in timed if isinstance(x, TensorParallelMuon) and x.momentum_dtype != torch.int8]
+    free = [x for x in muons if x.step_kernels is None and step_choice.STEP_KERNELS not in x.param_groups[0]]
+
+    def fault() -> str | None:
+        reasons = (step_choice.reason_against(x, x._parameters()[0].device) for x in free)
+        return next(filter(None, reasons), None)
+
+    reason = in_turns(fault, world)
     form = step_choice.agreed_form(None, None, reason, partial(lowest_of_all, groups=world))
     for group in (group for optimizer in free for group in optimizer.param_groups):
         group.setdefault(step_choice.STEP_KERNELS, form)

@@ -11,6 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
@@ -21,7 +22,7 @@ from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import on_one_rank
+from megatron_eopt.parallel.layout import is_cut_again, on_one_rank, padding_of
 
 STEP_KERNELS = "step_kernels"
 """Setting of a group: the form of its step."""
@@ -79,8 +80,8 @@ def agreed_kernels(
         raise ValueError(f"{type(optimizer).__name__}: groups need one {STEP_KERNELS}, got {' and '.join(of_groups)}")
     if asked is None and kept is None and (engine.device.type == "cpu" or optimizer.momentum_dtype == torch.int8):
         return None
-    reason = None if (asked or kept) == "torch" else reason_against(optimizer, engine)
-    form = agreed_form(asked, kept, reason, partial(engine.lowest, of_world=asked is None and kept is None))
+    reason = None if (asked or kept) == "torch" else reason_against(optimizer, engine.device)
+    form = agreed_form(asked, kept, reason, partial(engine.lowest, asked=asked, kept=kept))
     for group in optimizer.param_groups:
         group[STEP_KERNELS] = form
     if form == "torch":
@@ -90,23 +91,27 @@ def agreed_kernels(
     return StepKernels(engine)
 
 
-def reason_against(optimizer: OrthogonalizedOptimizer, engine: Engine) -> str | None:
-    """Why kernels cannot serve Muon's parameters here."""
-    if reason := KERNELS["triton"].missing(engine.device):
+def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> str | None:
+    """Why kernels cannot serve Muon's parameters on a device.
+
+    One rank may ask while others wait: neither plans nor layouts, which may need all ranks, are asked for.
+    """
+    if reason := KERNELS["triton"].missing(device):
         return reason
     kinds = dict[tuple[torch.dtype, torch.dtype], None]()
-    for index, (name, parameter) in enumerate(zip(optimizer._names(), optimizer._parameters(), strict=True)):
-        rows, weight = engine.rows(index), local(parameter)
+    for name, parameter in zip(optimizer._names(), optimizer._parameters(), strict=True):
+        weight, split = local(parameter), declared_split(parameter)
         momentum = optimizer.momentum_dtype or weight.dtype
         if not {weight.dtype, momentum} <= set(DTYPES):
             return f"{name} is in {weight.dtype}, its momentum in {momentum}"
-        if rows.padding:
-            return f"{name} has {rows.padding} rows of padding"
-        if weight.ndim > 2 and not rows.stacked and not weight.is_contiguous():
+        if is_cut_again(parameter) and (padding := padding_of(parameter)):
+            return f"{name} has {padding} rows of padding"
+        stacked = split is not None and split.stacked is not None
+        if weight.ndim > 2 and not stacked and not weight.is_contiguous():
             return f"{name} is read as a matrix, but its strides are {weight.stride()}"
         kinds[weight.dtype, momentum] = None
     try:
-        return next(filter(None, (fault(*kind, engine.device) for kind in kinds)), None)
+        return next(filter(None, (fault(*kind, device) for kind in kinds)), None)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

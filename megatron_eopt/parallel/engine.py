@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
-from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.agreement import (
@@ -208,9 +207,9 @@ class Engine:
             flags = torch.where(shared, lowest(flags, group), flags)
         return flags
 
-    def lowest(self, flags: Tensor, of_world: bool = False) -> Tensor:
-        """Minimum of numbers over all groups; ``of_world``, in plain torch on GPUs, over all ranks."""
-        world = dist.group.WORLD if of_world and timing.is_timed(self.device) else None
+    def lowest(self, flags: Tensor, asked: str | None, kept: str | None) -> Tensor:
+        """Minimum over all groups; as in :meth:`prepare` over the world if neither is given."""
+        world = dist.group.WORLD if times_kernels(asked, kept, self.device) else None
         return lowest_of_all(flags, {"world": world} if world is not None else self.groups)
 
     @overload

@@ -3,6 +3,7 @@
 import os
 import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_eopt.matrices import ATTRIBUTE, experts
 from megatron_eopt.megatron.agreement import choose_kernels
 from megatron_eopt.optimizers import step_choice
 from megatron_eopt.optimizers.base import KERNEL
@@ -21,7 +23,9 @@ from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS
-from megatron_eopt.parallel.agreement import in_turns
+from megatron_eopt.parallel import engine
+from megatron_eopt.parallel.agreement import in_turns, lowest_of_all
+from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.distributed.ranks import run_ranks
 from tests.orthogonalize.test_timing import TILES, by_size, clocked, no_memory
 
@@ -58,10 +62,23 @@ def on_rank(rank, ranks):
     # kernels of steps, where none serves on a CPU, where they serve on one rank, and on both
     for case, faults in (("no GPU", None), ("one rank", [None, "wrong"]), ("both", [None, None])):
         if faults is not None:
-            step_choice.reason_against = lambda optimizer, engine, faults=faults: faults[rank]
+            step_choice.reason_against = lambda optimizer, device, faults=faults: faults[rank]
         here = optimizer_of((20, 24))
         choose_kernels([here])
         found[f"steps: {case}"] = here.param_groups[0]["step_kernels"]
+    # a plan whose rates all ranks measure together is none that one rank of a node makes while the others wait
+    os.environ["LOCAL_RANK"], measure = str(rank), engine.measured_rates
+
+    def together(groups, *given):
+        lowest_of_all(torch.zeros(3), groups)
+        return DEFAULT_RATES
+
+    engine.measured_rates = together
+    measuring = optimizer_of((20, 24), plan_rates="measure", data_parallel_group=dist.group.WORLD)
+    choose_kernels([measuring])
+    found["steps: measured rates"] = measuring.param_groups[0]["step_kernels"]
+    del os.environ["LOCAL_RANK"]
+    engine.measured_rates = measure
     # of one stage of a pipeline alone
     factored = [Spectron([torch.nn.Parameter(torch.randn(24, 20))], rank=8)] if rank == 0 else []
     choose_kernels(factored)
@@ -148,7 +165,7 @@ def on_rank(rank, ranks):
 
 def test_all_ranks_of_a_run_choose_alike():
     first, second = run_ranks(on_rank, 2)
-    for case, form in (("no GPU", "torch"), ("one rank", "torch"), ("both", "triton")):
+    for case, form in (("no GPU", "torch"), ("one rank", "torch"), ("both", "triton"), ("measured rates", "triton")):
         assert first[f"steps: {case}"] == second[f"steps: {case}"] == form
     of_both, none_for_20_rows = "triton/128x32x8x4x4", "torch, triton/128x32x8x4x4 from 32"
     # by its own times rank 0 would take other tiles, and rank 1 alone finds numbers wrong
@@ -213,3 +230,17 @@ def test_a_process_of_its_own_times_what_its_plan_has(monkeypatch):
     resumed.load_state_dict(older)
     assert kernel_of(resumed) == "triton"
     assert kernel_of(optimizer_of((20, 24), symmetric_products="torch")) == "torch"
+
+
+def test_kernels_of_a_step_are_looked_for_without_other_ranks(monkeypatch):
+    """A DTensor that tells its chunk, as under Megatron-FSDP, gathers its layout from all of them."""
+    stack = torch.nn.Parameter(torch.ones(3, 8, 10))
+    setattr(stack, ATTRIBUTE, experts(3))
+    optimizer = TensorParallelMuon([stack])
+    monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], missing=lambda device: None))
+    for name in ("layout", "split_of", "proposed"):
+        monkeypatch.setattr(TensorParallelMuon, name, lambda *given: pytest.fail("it may need all ranks"))
+    monkeypatch.setattr(step_choice, "fault", lambda *kind: None)
+    assert step_choice.reason_against(optimizer, torch.device("cpu")) is None
+    stack.is_gtp_weight_remat, stack.pad_length = True, 2
+    assert "has 2 rows of padding" in step_choice.reason_against(optimizer, torch.device("cpu"))

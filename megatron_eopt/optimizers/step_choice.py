@@ -81,7 +81,9 @@ def agreed_kernels(
     if asked is None and kept is None and (engine.device.type == "cpu" or optimizer.momentum_dtype == torch.int8):
         return None
     reason = None if (asked or kept) == "torch" else reason_against(optimizer, engine.device)
-    form = agreed_form(asked, kept, reason, partial(engine.lowest, asked=asked, kept=kept))
+    # who named a kernel of products may have ranks that make no optimizer: then the world is not asked either
+    agree = partial(engine.lowest, asked=asked or optimizer.symmetric_products, kept=kept)
+    form = agreed_form(asked, kept, reason, agree)
     for group in optimizer.param_groups:
         group[STEP_KERNELS] = form
     if form == "torch":

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 import megatron_eopt
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, experts, per_shard, query_key_value, transposed
-from megatron_eopt.optimizers import step_kernels
+from megatron_eopt.optimizers import step_choice, step_kernels
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import groups_of, placed, sharded
@@ -349,6 +350,21 @@ def test_a_cpu_takes_torch_and_says_so_where_kernels_are_asked_for():
 def test_an_unknown_form_is_refused():
     with pytest.raises(ValueError, match="step_kernels"):
         TensorParallelMuon([nn.Parameter(torch.ones(3, 2))], step_kernels="cuda")
+
+
+def test_ranks_that_make_no_optimizer_are_not_asked_where_a_kernel_is_named(monkeypatch):
+    asked = []
+
+    def lowest(flags, **given):
+        asked.append(given)
+        return flags
+
+    engine = SimpleNamespace(device=torch.device("cuda"), lowest=lowest)
+    monkeypatch.setattr(step_choice, "reason_against", lambda *given: None)
+    for products in (None, "torch"):
+        optimizer = TensorParallelMuon([nn.Parameter(torch.ones(3, 2))], symmetric_products=products)
+        step_choice.agreed_kernels(optimizer, engine, None, whole=False)
+    assert asked == [{"asked": None, "kept": None}, {"asked": "torch", "kept": None}]
 
 
 def test_kernels_and_momenta_in_8_bits_exclude_each_other():

@@ -84,15 +84,6 @@ def _number(row, FIELD: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _start(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a piece of a tensor begins."""
-    start = tl.load(row + FIELD).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
-    return start
-
-
-@triton.jit
 def _tile(index, rows, cols, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Row and column numbers of a tile, and what of it lies inside."""
     across = tl.cdiv(cols, WIDTH)
@@ -110,6 +101,17 @@ def _entries(row, FIELD: tl.constexpr, r, c, ALIGNED: tl.constexpr, LIE: tl.cons
         return r[:, None] + c[None, :] * _number(row, FIELD + 2, ALIGNED)
     else:
         return r[:, None] * tl.load(row + FIELD + 1) + c[None, :] * tl.load(row + FIELD + 2)
+
+
+@triton.jit
+def _places(  # type: ignore[no-untyped-def]
+    row, FIELD: tl.constexpr, DTYPE: tl.constexpr, r, c, ALIGNED: tl.constexpr, LIE: tl.constexpr
+):
+    """Addresses of a tile's entries."""
+    start = tl.load(row + FIELD).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return start + _entries(row, FIELD, r, c, ALIGNED, LIE)
 
 
 @triton.jit(do_not_specialize=["step", "tiles"])
@@ -145,17 +147,14 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     rows = tl.load(row + ROWS)
     cols = _number(row, COLS, ALIGNED)
     r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
-    of_g = _start(row, OF_GRADIENT, GRADIENT, ALIGNED)
-    of_g += _entries(row, OF_GRADIENT, r, c, ALIGNED, LIE)
-    of_m = _start(row, OF_MOMENTUM, MOMENTUM, ALIGNED)
-    of_m += _entries(row, OF_MOMENTUM, r, c, ALIGNED, LIE)
+    of_g = _places(row, OF_GRADIENT, GRADIENT, r, c, ALIGNED, LIE)
+    of_m = _places(row, OF_MOMENTUM, MOMENTUM, r, c, ALIGNED, LIE)
     g = tl.load(of_g, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
     g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
     WORK: tl.constexpr = tl.float32 if AT_RANDOM else AVERAGE  # the dtype that averages are rounded to
     if L2:
-        of_p = _start(row, OF_WEIGHT, PARAMETER, ALIGNED)
-        of_p += _entries(row, OF_WEIGHT, r, c, ALIGNED, LIE)
+        of_p = _places(row, OF_WEIGHT, PARAMETER, r, c, ALIGNED, LIE)
         p = tl.load(of_p, mask=inside, other=0.0).to(tl.float32)
         g += _rounded(p * _number_of(weight_decay, DECAY_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
         g = _rounded(g, WORK, INTERPRETED).to(tl.float32)
@@ -227,8 +226,7 @@ def subtract_kernel(  # type: ignore[no-untyped-def]
         scale += tl.load(row + MATRIX) * 3
         rows = tl.where(tl.load(scale) > 0, rows, 0)
     r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
-    of_p = _start(row, OF_WEIGHT, PARAMETER, ALIGNED)
-    of_p += _entries(row, OF_WEIGHT, r, c, ALIGNED, LIE)
+    of_p = _places(row, OF_WEIGHT, PARAMETER, r, c, ALIGNED, LIE)
     of_x = factors + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
     p = tl.load(of_p, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)

@@ -1,7 +1,8 @@
-"""What the cost model predicts for steps of Muon, for docs/gpu.md: ``python benchmarks/gpu_predictions.py --docs``.
+"""What the cost model predicts for steps of Muon: ``python benchmarks/gpu_predictions.py --docs``.
 
-Nothing is measured. The rates are those that the planner assumes of every rank; what is not orthogonalization
-(momentum, weights, launches) is left out.
+Nothing is measured. For docs/gpu.md the rates are those that the planner assumes of every rank; what is not
+orthogonalization (momentum, weights, launches) is left out. For docs/planning.md, of experts, they are assumed of an
+H200.
 """
 
 import sys
@@ -12,10 +13,15 @@ from compare_figures import replaced
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from gpu_optimizers import GPTS  # noqa: E402
+import torch  # noqa: E402
+from gpu_optimizers import ENTRY_BYTES, GPTS  # noqa: E402
 from gpu_products import WORK  # noqa: E402
 
-from megatron_eopt.parallel.cost import DEFAULT_RATES, plan_cost  # noqa: E402
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz  # noqa: E402
+from megatron_eopt.parallel.chunks import ParamSpec  # noqa: E402
+from megatron_eopt.parallel.cost import DEFAULT_RATES, plan_cost, step_bytes  # noqa: E402
+from megatron_eopt.parallel.engine import Engine  # noqa: E402
+from megatron_eopt.parallel.layout import on_one_rank  # noqa: E402
 from megatron_eopt.parallel.plan import make_plan  # noqa: E402
 from megatron_eopt.parallel.records import TpMode  # noqa: E402
 from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices  # noqa: E402
@@ -24,6 +30,9 @@ PAGE = ROOT / "docs" / "gpu.md"
 LLAMAS = ("llama3-8b", "llama3-70b")
 CASES = {name: (model, 1) for name, model in GPTS.items()} | {name: (MODELS[name], 8) for name in LLAMAS}
 MODES: tuple[TpMode, ...] = ("auto", "duplicated")
+EXPERTS = ((384, (2048, 7168)), (128, (768, 2048)))
+H200 = 788e12, 4.3e12  # FLOP/s and bytes/s, assumed
+ADAM_BYTES = 28  # of an entry: the gradient 4, the weight 8, two moments 16
 HEAD = ("model", "TP", "mode", "ms", "TFLOP of a rank", "GB that it sends", "collectives")
 
 
@@ -44,7 +53,32 @@ def table() -> str:
     return "\n".join([*(f"| {' | '.join(map(str, row))} |" for row in rows), "", assumed])
 
 
+def experts() -> str:
+    """Steps of stacks of experts in Markdown, by Adam and by Muon, in milliseconds."""
+    head = "experts|chunks|MiB at most|Adam|Muon's bytes|products, quintic|products, `fast`|Muon beside Adam"
+    rows: list[list[str]] = [head.split("|"), ["---"] * 8]
+    flops, bandwidth = H200
+    for count, shape in EXPERTS:
+        adam, own = (count * shape[0] * shape[1] * each / bandwidth * 1e3 for each in (ADAM_BYTES, ENTRY_BYTES))
+        products, plans = [], []
+        for name in ("quintic", "cubic5"):
+            iteration = NewtonSchulz(coefficient_type=name)
+            specs = [ParamSpec(f"{n}", torch.float32, on_one_rank(shape), iteration=iteration) for n in range(count)]
+            engine = Engine(specs, torch.device("cuda"))
+            products.append(plan_cost(engine.plan, engine.works).flops / flops * 1e3)
+            plans.append((len(engine.plan.buckets), step_bytes(engine.plan, engine.works, engine.workspace) / 2**20))
+        (chunks, most), *_ = plans
+        times = (f"{x:.3g} ms" for x in (adam, own, *products))
+        slower = " or ".join(f"{(own + x) / adam:.1f}" for x in products)
+        rows.append([f"{count} of {shape[0]} x {shape[1]}", f"{chunks}", f"{most:,.0f}", *times, f"{slower} times"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+# page -> the mark on it, and what it shows
+TABLES = {PAGE: ("predictions", table), PAGE.with_name("planning.md"): ("experts", experts)}
+
 if __name__ == "__main__":
-    print(table())
-    if "--docs" in sys.argv[1:]:
-        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), "predictions", table()), encoding="utf-8")
+    for page, (mark, made) in TABLES.items():
+        print(made(), end="\n\n")
+        if "--docs" in sys.argv[1:]:
+            page.write_text(replaced(page.read_text(encoding="utf-8"), mark, made()), encoding="utf-8")

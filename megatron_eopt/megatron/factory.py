@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_eopt.family import LIKE_MUON
+from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
@@ -27,10 +27,10 @@ from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer
+from megatron_eopt.optimizers.presets import PRESETS, described
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
@@ -48,7 +48,7 @@ class OptimizerOfRun:
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
-        adjusted = without_sharing(with_preset(config), self.facts)
+        adjusted = without_sharing(with_preset(config, self.facts.args is not None), self.facts)
         fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
         self.config = with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
         self.model_chunks, self.groups = model_chunks, pg_collection
@@ -196,8 +196,11 @@ class OptimizerOfRun:
         check_steps(self.optimizer, self.matrices_here, compare, lambda: warn_of_unused(self.assigned))
 
 
-def with_preset(config: Any) -> Any:
-    """The config with scale mode and factor of ``muon_preset``."""
+def with_preset(config: Any, parsed: bool = False) -> Any:
+    """The config with the settings of ``muon_preset``.
+
+    A field counts as not given where it has its default: that of Megatron's parser for ``parsed``, else the config's.
+    """
     preset = getattr(config, "muon_preset", None)
     if preset is None:
         return config
@@ -208,13 +211,24 @@ def with_preset(config: Any) -> Any:
             f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and updates of {name} have a size of their own: "
             f"leave it away"
         )
-    given, (mode, factor) = (config.muon_scale_mode, config.muon_extra_scale_factor), PRESETS[preset]
-    if given not in (PRESETS["megatron"], (mode, factor)):
+    settings = PRESETS[preset].settings
+    fields = {key: _field(config, key) for key in settings}
+    defaults = {flag.setting: flag.default for flag in OPTIMIZERS["muon"].flags}
+    if not parsed:
+        defaults |= {key: getattr(type(config), field, defaults[key]) for key, field in fields.items()}
+    given = {key: getattr(config, field) for key, field in fields.items()}
+    contradict = {key: given[key] for key in settings if given[key] not in (defaults[key], settings[key])}
+    if contradict:
         raise ValueError(
-            f"--muon-preset {preset} stands for --muon-scale-mode {mode} --muon-extra-scale-factor {factor:g}, but the "
-            f"run also says {given[0]} and {given[1]:g}: keep the preset or the two"
+            f"--muon-preset {preset} stands for {described(settings)}, but the run also says {described(contradict)}: "
+            f"keep the preset, or what it stands for as flags"
         )
-    return with_fields(config, muon_scale_mode=mode, muon_extra_scale_factor=factor)
+    return with_fields(config, **{fields[key]: value for key, value in settings.items()})
+
+
+def _field(config: Any, setting: str) -> str:
+    renamed = setting == "nesterov" and hasattr(config, "muon_use_nesterov")  # up to Megatron-Core 0.17
+    return "muon_use_nesterov" if renamed else f"muon_{setting}"
 
 
 def without_sharing(config: Any, run: Run) -> Any:

@@ -18,7 +18,7 @@ from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_befor
 from megatron_eopt.megatron.checkpoints.run_mark import RunMark
 from megatron_eopt.megatron.checkpoints.sharding import keep_apart, layers_differ
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
-from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
+from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradients, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
@@ -97,6 +97,7 @@ class OptimizerOfRun:
     def describe(self) -> None:
         """Name the parameters, and mark those with declared matrices."""
         releases.mark_row_parallel(self.model_chunks)
+        releases.mark_sinks(self.model_chunks)
         if self.facts.megatron_fsdp:
             fsdp.mark_shards(self.model_chunks)
         self.parameters = trainable(self.model_chunks, self.groups)
@@ -190,10 +191,18 @@ class OptimizerOfRun:
     def guard_first_step(self) -> None:
         """Install the checks of the first step, and of replicas."""
         compare = None
+        ranks = [getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp", "tp", "expt_tp")]
         if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
-            ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp", "tp", "expt_tp"))
             compare = check_replicas(self.model_chunks, *ranks)
-        check_steps(self.optimizer, self.matrices_here, compare, lambda: warn_of_unused(self.assigned))
+
+        def look() -> None:
+            warn_of_unused(self.assigned)
+            if compare is not None:
+                refuse_partial_gradients(
+                    self.assigned, *(getattr(self.groups, name, None) for name in ("tp", "expt_tp"))
+                )
+
+        check_steps(self.optimizer, self.matrices_here, compare, look)
 
 
 def with_preset(config: Any, parsed: bool = False) -> Any:

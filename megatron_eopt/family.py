@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config, momentum_dtype_from, workspace_from
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.dion import Dion as Dion
 from megatron_eopt.optimizers.group_settings import DECOUPLED
 from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
@@ -406,6 +407,16 @@ _SPECS = (
         cls=MarsMuon,
         of_muon=MUON,
         flags=(Flag("gamma", "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients."),),
+    ),
+    OptimizerSpec(
+        name="dion",
+        cls=Dion,
+        of_muon=("split_qkv",),
+        flags=(
+            Flag("rank_fraction", "Rank of updates, as a part of the short side of a matrix, in (0, 1]."),
+            Flag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
+        ),
+        state_depends_on=("dion_rank_fraction", "muon_split"),
     ),
 )
 """In the order of the docs."""

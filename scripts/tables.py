@@ -88,19 +88,23 @@ def state() -> str:
 
 
 MATRIX = (131, 101)  # m x n; no other dimension of a state tensor has one of these lengths
+MOST_NUMBERS = 8  # that a state tensor has of each matrix; more are as many as a rank
 SIDES: dict[object, str] = {
     "rows": "m",
     "columns": "n",
     131: "m",
     101: "n",
-    OPTIMIZERS["spectron"].arguments["rank"].default: "r",
 }
 ADAM_BYTES = "8 mn"
 
 
 def _sides(tensor: StateTensor) -> list[object]:
-    """The dimensions of a state tensor: letters, and numbers that no letter stands for."""
-    return ["m", "n"] if tensor.dims is None else [SIDES.get(dim, dim) for dim in tensor.dims]
+    """The dimensions of a state tensor: letters, of which a rank is "r", and small numbers."""
+    return ["m", "n"] if tensor.dims is None else [SIDES.get(dim, _rank_or_number(dim)) for dim in tensor.dims]
+
+
+def _rank_or_number(dim: object) -> object:
+    return "r" if isinstance(dim, int) and dim > MOST_NUMBERS else dim
 
 
 def _described(tensor: StateTensor) -> str:
@@ -291,6 +295,8 @@ def costs() -> str:
     kept = {"adam": ADAM_BYTES} | {row.name: _bytes_of(row) for row in OPTIMIZERS.values()}
 
     def beside_adam(name: str) -> tuple[str, str]:
+        if name not in measured:
+            return "-", "-"
         (loss, seconds), (adams, adams_seconds) = (
             (float(measured[each][2]), float(measured[each][5])) for each in (name, "adam")
         )

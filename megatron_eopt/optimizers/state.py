@@ -7,6 +7,7 @@ that all ranks have alike, and save one rank's.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 from typing import Any, Literal, TypeGuard
 
@@ -57,7 +58,7 @@ class StateTensor:
     matrix: int = 0  # the logical one of the parameter that dims and rank speak of
     dtype: torch.dtype | None = None  # None for that of the parameter
     rank: int | None = None
-    start: Callable[[int], Tensor] | None = None  # first values along its only dimension, by its length, not zeros
+    start: Callable[[int], Tensor] | None = None  # first values along its first dimension, by its length, not zeros
     block: int | None = None  # columns of a matrix, from its first one on, that share an entry
 
     @property
@@ -96,7 +97,7 @@ def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     shard = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
     if tensor.start is not None:
         layout = layouts(parameter)[tensor.matrix]
-        side = layout if tensor.dims == ("rows",) else layout.transposed
+        side = layout if tensor.dims is not None and tensor.dims[0] == "rows" else layout.transposed
         shard.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
     if not isinstance(parameter, DTensor) or placements is None:
         return shard
@@ -341,8 +342,9 @@ def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTenso
     for tensor in tensors:
         if not _is_cut_like(parameter, tensor):
             continue
-        layout = layouts(parameter)[tensor.matrix]
-        if not lies_alike(parameter, layout.transposed if is_transposed(parameter) else layout):
+        layout, transposed = layouts(parameter)[tensor.matrix], is_transposed(parameter)
+        sides = [side in (tensor.dims or ()) for side in (SIDES[::-1] if transposed else SIDES)]
+        if not lies_alike(parameter, layout.transposed if transposed else layout, list(compress((0, 1), sides))):
             rectangles = ", ".join(f"{rectangle.shape}" for rectangle in layout.rectangles)
             raise ValueError(
                 f"{where} is a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}, which "

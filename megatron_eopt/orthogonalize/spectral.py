@@ -19,6 +19,12 @@ def start_vector(size: int, seed: int = 0) -> Tensor:
     return x / nonzero(torch.linalg.vector_norm(x))
 
 
+def start_basis(size: int, rank: int, seed: int = 0) -> Tensor:
+    """Seeded normal columns of norm near 1 (size x rank), fp32, on the CPU."""
+    x = torch.randn(size, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+    return x / max(1, size) ** 0.5
+
+
 def power_iteration(matrix: Tensor, u: Tensor, steps: int = 1) -> tuple[Tensor, Tensor]:
     """Approximate singular vectors of the largest singular value of ``W``.
 

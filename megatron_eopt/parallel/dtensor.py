@@ -4,7 +4,7 @@ Shards follow from the placements by the definitions of ``Shard`` and ``_Strided
 whether they are one rectangle, and changed between releases. Megatron-FSDP's begin at any row: each rank tells its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -87,8 +87,8 @@ def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layou
     return Layout(shape, rectangles, group, label, shards=shards)
 
 
-def lies_alike(x: DTensor, layout: Layout) -> bool:
-    """Whether ``x`` is cut like ``layout``, that of its matrix.
+def lies_alike(x: DTensor, layout: Layout, dims: Collection[int] = (0, 1)) -> bool:
+    """Whether ``x`` is cut like ``layout``, that of its matrix, along ``dims``.
 
     Rows are cut where the first dimension of ``x`` is, columns where another one is; True if it tells its chunk.
     """
@@ -104,7 +104,11 @@ def lies_alike(x: DTensor, layout: Layout) -> bool:
     pairs = zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True)
     # where nothing is held, the place of it says nothing
     compared = ((held[rank], rectangle) for rank, rectangle in pairs)
-    return all(a == b or (a.shape == b.shape and not b.numel) for a, b in compared)
+    return all(_edges(a, dims) == _edges(b, dims) or (a.shape == b.shape and not b.numel) for a, b in compared)
+
+
+def _edges(rectangle: Rectangle, dims: Collection[int]) -> list[tuple[int, int]]:
+    return [(rectangle.left, rectangle.right) if dim else (rectangle.top, rectangle.bottom) for dim in dims]
 
 
 def _cuts(x: DTensor) -> dict[int, Cut]:

@@ -27,6 +27,7 @@ LIMITS = {
     "signum": (400, "signum", {}),
     "schedule_free_adamw": (400, "schedule_free_adamw", {}),
     "spectron": (1500, "spectron", {"rank": 16}),
+    "dion": (1500, "dion", {}),
     "soap": (1500, "soap", {}),
     "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),
 }

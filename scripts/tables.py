@@ -291,6 +291,8 @@ def costs() -> str:
     kept = {"adam": ADAM_BYTES} | {row.name: _bytes_of(row) for row in OPTIMIZERS.values()}
 
     def beside_adam(name: str) -> tuple[str, str]:
+        if name not in measured:
+            return "-", "-"
         (loss, seconds), (adams, adams_seconds) = (
             (float(measured[each][2]), float(measured[each][5])) for each in (name, "adam")
         )

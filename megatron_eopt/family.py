@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config, momentum_dtype_from, workspace_from
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.ademamix import AdEMAMix as AdEMAMix
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.dion import Dion as Dion
 from megatron_eopt.optimizers.group_settings import DECOUPLED
@@ -379,6 +380,19 @@ _SPECS = (
         ),
         update_rms=ADAMW_RMS,
         state_settings=({"betas": (0.4, 0.95)},),  # below 0.5 the average is kept
+    ),
+    OptimizerSpec(
+        name="ademamix",
+        cls=AdEMAMix,
+        owns="all",
+        betas="adam",
+        flags=(
+            Flag("beta3", "Decay rate of the slow momentum, in [0, 1)."),
+            Flag("alpha", "Weight of the slow momentum in the update."),
+            Flag("alpha_warmup", "Steps in which alpha grows; take those of the run.", metavar="STEPS"),
+            Flag("beta3_warmup", "Steps in which beta3 grows; take those of the run.", metavar="STEPS"),
+        ),
+        update_rms=ADAMW_RMS,
     ),
     OptimizerSpec(
         name="scion",

@@ -38,8 +38,8 @@ class OptimizerConfig:
         name: under which a builder is registered.
         lr: learning rate; of optimizers of matrices, that of the matrices.
         weight_decay: of parameters with more than one dimension.
-        betas: of ``lion``, ``schedule_free_adamw``, ``soap`` and AdamW, also beside an optimizer of matrices. None for
-            the optimizer's own, (0.9, 0.95) of AdamW.
+        betas: of ``lion``, ``schedule_free_adamw``, ``ademamix``, ``soap`` and AdamW, also beside an optimizer of
+            matrices. None for the optimizer's own, (0.9, 0.95) of AdamW.
         eps: of the same but for ``lion``, above 0.
         fused: whether AdamW uses torch's fused kernel, if there is one; ``transformer_engine`` or ``apex``, for
             ``adamw`` alone, for that package's FusedAdam.

@@ -44,6 +44,7 @@ def run(name):
     "--optimizer soap",
     "--optimizer lion",
     "--optimizer signum",
+    "--optimizer ademamix",
     "--optimizer scion",
     "--optimizer polargrad",
     "--optimizer muon_hyperball",
@@ -128,6 +129,7 @@ BESIDE_MUON = [
     (0, "mlp.linear_fc2", {"optimizer": "scion", "lr": 4e-4, "min_lr": 4e-4}, {"momentum_buffer"}),
     (1, "mlp.linear_fc2", {"optimizer": "soap", "lr": 3e-3, "min_lr": 1e-3}, {"exp_avg", "exp_avg_sq", "L", "Q_R"}),
     (0, "self_attention.linear_proj", {"optimizer": "schedule_free_adamw"}, {"z", "exp_avg_sq", "schedule"}),
+    (0, "self_attention.linear_qkv", {"optimizer": "ademamix", "alpha_warmup": 3}, {"exp_avg_slow", "steps"}),
     (1, "self_attention.linear_proj", {"optimizer": "signum", "lr": 1e-3, "min_lr": 1e-4}, {"exp_avg"}),
 ]
 

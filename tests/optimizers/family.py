@@ -12,6 +12,7 @@ SETTINGS = {
     "spectron": {"rank": 3},
     "soap": {"precondition_frequency": 2},
     "schedule_free_adamw": {"warmup_steps": 2, "weight_decay": 0.1},
+    "ademamix": {"alpha_warmup": 2, "beta3_warmup": 4, "weight_decay": 0.1},
     "lion": {"weight_decay": 0.1},
     "signum": {"weight_decay": 0.1},
 }

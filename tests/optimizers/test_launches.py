@@ -26,6 +26,7 @@ LIMITS = {
     "lion": (400, "lion", {}),
     "signum": (400, "signum", {}),
     "schedule_free_adamw": (400, "schedule_free_adamw", {}),
+    "ademamix": (400, "ademamix", {}),
     "spectron": (1500, "spectron", {"rank": 16}),
     "dion": (1500, "dion", {}),
     "soap": (1500, "soap", {}),

@@ -32,6 +32,8 @@ OTHERS = {
     "max_dim": 4,
     "precondition_frequency": 3,
     "warmup_steps": 3,
+    "alpha_warmup": 5,
+    "beta3_warmup": 7,
     "rank": 2,
     "num_ns_steps": 3,
     "weight_decay_method": "independent",

@@ -1,0 +1,148 @@
+"""AdEMAMix: Adam with a second, slow momentum."""
+
+from collections.abc import Mapping, Sequence
+from math import inf, log
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
+from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.orthogonalize.choices import check_count
+from megatron_eopt.parallel.layout import Layout, on_one_rank
+
+FAST, SLOW, EXP_AVG_SQ, STEPS = "exp_avg_fast", "exp_avg_slow", "exp_avg_sq", "steps"
+
+
+class AdEMAMix(BaseOptimizer):
+    """AdamW with a second momentum that forgets slowly [1].
+
+    In step ``t`` of a parameter ``p``, with gradient ``g``:
+
+    1. ``m1 <- beta1 m1 + (1 - beta1) g``, ``v <- beta2 v + (1 - beta2) g^2``;
+    2. ``m2 <- b m2 + (1 - b) g``, with ``b = beta3(t)``;
+    3. ``p <- p - lr ((m1 / (1 - beta1^t) + alpha(t) m2) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)``.
+
+    ``alpha(t) = alpha min(1, t / alpha_warmup)``. With ``s = min(1, t / beta3_warmup)``, the reciprocal of
+    ``log beta3(t)`` goes evenly from that of ``log beta1`` to that of ``log beta3``: ``(1 - s) / log beta1 + s / log
+    beta3``, so that the half-life grows evenly. The authors warm both up over the whole run.
+
+    ``t`` counts the steps that the parameter took. State is kept in fp32 (fp64 for fp64 parameters): 12 bytes an entry.
+    In bf16 ``m2`` would stand still, as a step moves it by a ten-thousandth. All is elementwise: parameters of any
+    shape, shards and DTensors.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate, at least 0.
+        betas: ``beta1`` and ``beta2``, each in [0, 1).
+        beta3: of the slow momentum, in [0, 1).
+        alpha: weight of the slow momentum, at least 0; 0 makes AdamW's steps, and the paper has up to 8.
+        eps: added to the root of ``v``, above 0.
+        weight_decay: at least 0.
+        alpha_warmup: steps in which ``alpha`` grows, at least 0.
+        beta3_warmup: steps in which ``beta3`` grows from ``beta1``, at least 0.
+        maximize: ascend instead of descend.
+        pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
+
+    Raises:
+        ValueError: for a setting out of its range.
+
+    [1] Pagliardini et al., The AdEMAMix Optimizer: Better, Faster, Older, arXiv 2409.03137.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float = 0.9999,
+        alpha: float = 2.0,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        alpha_warmup: int = 0,
+        beta3_warmup: int = 0,
+        maximize: bool = False,
+        pg_collection: TensorParallelGroups | None = None,
+    ) -> None:
+        self.pg_collection = pg_collection
+        adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        slow = {"beta3": beta3, "alpha": alpha, "alpha_warmup": alpha_warmup, "beta3_warmup": beta3_warmup}
+        super().__init__(params, {**adam, **slow})
+
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        check_adam_settings(name, group, "beta3")
+        if not 0 <= group["alpha"] < inf:
+            raise ValueError(f"{name}: alpha must be a finite number of at least 0, got {group['alpha']}")
+        for warmup in ("alpha_warmup", "beta3_warmup"):
+            check_count(f"{name}: {warmup}", group[warmup], 0)
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """Both momenta, the second moment, and the steps."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        moments = [StateTensor(key, dtype=wide) for key in (FAST, SLOW, EXP_AVG_SQ)]
+        return [*moments, StateTensor(STEPS, dims=(), dtype=torch.float64)]
+
+    def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
+        """Return one column: all state is elementwise."""
+        return [on_one_rank((parameter.numel(), 1))]
+
+    def _take(self, accepted: Tensor) -> None:
+        self._session.changing = True
+        for group, some, accepted_of_some in foreach.active(self.param_groups, accepted):
+            ademamix(some, [self._states.of(p, STEPS) for p in some], accepted_of_some, group)
+
+
+def ademamix(
+    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
+) -> None:
+    """One step of parameters and states; waits for no device."""
+    weights, given = [local(p) for p in parameters], [local(p.grad) for p in parameters if p.grad is not None]
+    fast, slow, squares = ([local(state[key]) for state in states] for key in (FAST, SLOW, EXP_AVG_SQ))
+    beta1, beta2 = group["betas"]
+
+    kept = [state[STEPS] for state in states]
+    steps = torch.stack(kept)
+    steps = steps + (1.0 if accepted is None else accepted.double())
+    torch._foreach_copy_(kept, list(steps.unbind()))
+    steps = steps.clamp(min=1)  # of what is not accepted, to divide by
+    alpha, changes = scheduled(steps, group)
+    times = torch._foreach_mul_ if accepted is None else foreach.scale_each  # few launches, at the price of copies
+
+    gradients = [g.to(m.dtype) for g, m in zip(given, fast, strict=True)]
+    if group["maximize"]:
+        gradients = list(torch._foreach_neg(gradients))
+    new = list(torch._foreach_mul(gradients, gradients))
+    torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
+    torch._foreach_lerp_(squares, foreach.masked(new, squares, accepted), 1 - beta2)
+    torch._foreach_lerp_(fast, foreach.masked(gradients, fast, accepted), 1 - beta1)
+    from_gradients = torch._foreach_sub(slow, foreach.masked(gradients, slow, accepted))
+    times(from_gradients, changes.unbind())
+    torch._foreach_add_(slow, from_gradients)
+
+    updates, roots = (list(torch._foreach_mul(x, 1.0)) for x in (fast, squares))
+    times(updates, (1 / (1 - beta1**steps)).unbind())
+    mixed = list(torch._foreach_mul(slow, 1.0))
+    times(mixed, alpha.unbind())
+    torch._foreach_add_(updates, mixed)
+    times(roots, (1 / (1 - beta2**steps)).unbind())
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, group["eps"])
+    torch._foreach_div_(updates, roots)
+    if group["weight_decay"] != 0:
+        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+    foreach.subtract(weights, updates, group["lr"], accepted)
+
+
+def scheduled(steps: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """``alpha`` and ``beta3 - 1`` in steps of these numbers."""
+    alpha_share, beta3_share = ((steps / max(1, group[key])).clamp(max=1) for key in ("alpha_warmup", "beta3_warmup"))
+    # a beta of 0 has the logarithm -inf, and the sum of two -0.0 is -0.0
+    start, end = (1 / log(beta) if beta > 0 else -0.0 for beta in (group["betas"][0], group["beta3"]))
+    return alpha_share * group["alpha"], ((1 - beta3_share) * start + beta3_share * end).reciprocal().expm1()

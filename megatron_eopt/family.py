@@ -332,6 +332,7 @@ _SPECS = (
             Flag("use_kl_shampoo", "Factors as Shampoo has them, which is the default from Python.", default=True),
             Flag("basis_of", "Whether a gradient is seen in a basis made before it, as published, or with it."),
             Flag("basis_method", "How bases are refreshed."),
+            Flag("sort_bases", "Whether eigenvalues are sorted before a refresh, as published, or after it."),
             Flag("max_dim", "The longest side that has a factor and a basis."),
             Flag(
                 "share_over_dp",

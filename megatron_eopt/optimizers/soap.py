@@ -36,7 +36,7 @@ from megatron_eopt.optimizers.soap_chunks import (
     merge,
     split,
 )
-from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
+from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, SortBases, update_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
@@ -83,12 +83,15 @@ class SOAP(BaseOptimizer):
     3. ``L <- EMA(g g^T)``, ``R <- EMA(g^T g)`` by ``shampoo_beta``, corrected for their start;
     4. every ``precondition_frequency`` steps after the first (with 4 in steps 5, 9 and 13, as in the authors' code),
        the columns of each basis are sorted by their eigenvalues, ``V`` with them, and ``Q <- QR(L Q)``, or the
-       eigenvectors. The first basis always is that of the eigenvectors.
+       eigenvectors. The first basis always is that of the eigenvectors. ``sort_bases="after"`` sorts the columns of
+       the new basis instead, and leaves ``V`` as it lies.
 
     The first nonzero gradient makes the bases alone, and moves nothing: seen in a basis made of itself, it is diagonal,
     and Adam makes full steps of the rounding beside the diagonal. ``basis_of="current"`` puts 3 and 4 in front of 1, as
-    emerging-optimizers and so Megatron's ``--optimizer soap`` do: most of its first update is rounding, whose tiny
-    squares make the second far too large (18 times Adam's for 64 x 32 in fp32) unless the bases stay.
+    all releases of emerging-optimizers and so Megatron's ``--optimizer soap`` do: most of its first update is rounding,
+    whose tiny squares make the second far too large (18 times Adam's for 64 x 32 in fp32) unless the bases stay.
+    With ``sort_bases="before"``, which is the authors', it is the order of emerging-optimizers up to 0.3, which
+    Megatron pins; with ``"after"`` that of 0.4 and later.
 
     With ``use_kl_shampoo`` the factors minimize the Kullback-Leibler divergence of N(0, L x R) from the gradients'
     distribution [2]: ``L <- EMA(g R^-1 g^T / n)``, ``R <- EMA(g^T L^-1 g / m)``, of the factors so far and their bases,
@@ -123,6 +126,7 @@ class SOAP(BaseOptimizer):
         precondition_frequency: steps between refreshes of the bases, at least 1.
         basis_method: ``qr`` or ``eigh``; also as ``use_eigh``, False or True.
         basis_of: ``previous`` gradients, or ``current``, which is the last of them.
+        sort_bases: ``before`` a refresh, the second moment with them, or ``after`` it.
         use_kl_shampoo: see above.
         max_dim: the longest side that has a factor, at least 0; also as ``max_precond_dim``.
         weight_decay_method: ``decoupled``; ``independent``, without ``lr`` in it; or ``palm``, with its square.
@@ -172,6 +176,7 @@ class SOAP(BaseOptimizer):
         *,
         basis_method: BasisMethod = "qr",
         basis_of: Gradients = "previous",
+        sort_bases: SortBases = "before",
         use_kl_shampoo: bool = False,
         max_dim: int = 10000,
         weight_decay_method: Decay = "decoupled",
@@ -194,7 +199,8 @@ class SOAP(BaseOptimizer):
         adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
         shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
-        bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
+        bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method}
+        bases |= {"basis_of": basis_of, "sort_bases": sort_bases}
         further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec}
         super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
 
@@ -253,7 +259,8 @@ class SOAP(BaseOptimizer):
         check_adam_settings(name, group, "shampoo_beta")
         for key, least in (("precondition_frequency", 1), ("max_dim", 0)):
             check_count(f"{name}: {key}", group[key], least)
-        for key, of_key in (("weight_decay_method", Decay), ("basis_method", BasisMethod), ("basis_of", Gradients)):
+        named = {"weight_decay_method": Decay, "basis_method": BasisMethod, "basis_of": Gradients}
+        for key, of_key in {**named, "sort_bases": SortBases}.items():
             check_choice(f"{key} of {name}", group[key], get_args(of_key))
         validate_matmul_precision(group["fp32_matmul_prec"])
 

@@ -42,7 +42,7 @@ VARIANTS = [
     {},
     {"basis_method": "eigh", "fp32_matmul_prec": "high"},
     {"use_kl_shampoo": True},
-    {"use_kl_shampoo": True, "basis_of": "current", "maximize": True},
+    {"use_kl_shampoo": True, "basis_of": "current", "maximize": True, "sort_bases": "after"},
 ]
 
 

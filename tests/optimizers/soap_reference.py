@@ -17,6 +17,7 @@ def reference_steps(
     precondition_frequency=10,
     basis_method="qr",
     basis_of="previous",
+    sort_bases="before",
     use_kl_shampoo=False,
     max_dim=10000,
     nesterov=False,
@@ -50,9 +51,12 @@ def reference_steps(
                 Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1)
             elif (t - 1) % precondition_frequency == 0:
                 order = (Q[dim].T @ F[dim] @ Q[dim]).diag().argsort(descending=True)
-                v = v[order] if dim == 0 else v[:, order]
+                if sort_bases == "before":
+                    Q[dim], v = Q[dim][:, order], v[order] if dim == 0 else v[:, order]
                 eigh = basis_method == "eigh"
-                Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1) if eigh else torch.linalg.qr(F[dim] @ Q[dim][:, order])[0]
+                Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1) if eigh else torch.linalg.qr(F[dim] @ Q[dim])[0]
+                if sort_bases == "after":
+                    Q[dim] = Q[dim][:, (Q[dim].T @ F[dim] @ Q[dim]).diag().argsort(descending=True)]
 
     for t, g in enumerate(gradients, 1):
         g = g.double()

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_eopt.optimizers.factored import refreshes
+
 BasisMethod = Literal["qr", "eigh"]
 SortBases = Literal["before", "after"]
-
-CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which bases are refreshed
 
 
 class Side(NamedTuple):
@@ -71,8 +71,7 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
     elif kl and settings["basis_of"] == "current":
         # so that the bases turn slowly: the second moment is diagonal in the first ones, and useless in very other ones
         roots = [x if other is None else x * settings["eps"] ** -0.5 for x, other in others]
-    # the bases were made in step 1, and the authors count from there
-    refreshes = (settings[CLOCK] - 1) % settings["precondition_frequency"] == 0
+    refreshed = refreshes(settings)
     for dim, (side, root) in enumerate(zip(matrices.sides, roots, strict=True), 1):
         if side is None:
             continue
@@ -82,7 +81,7 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
         factor.lerp_(torch.where(accepted & finite, product, factor), weight.to(factor.dtype))
         if first:
             basis.copy_(_eigenbasis(factor))
-        elif refreshes:
+        elif refreshed:
             eigh, before = settings["basis_method"] == "eigh", settings["sort_bases"] == "before"
             if before:
                 order = _eigenvalues(side).argsort(descending=True)

@@ -23,12 +23,13 @@ def reference_steps(
     nesterov=False,
     correct_bias=True,
     weight_decay_method="decoupled",
+    weight_norm="none",
 ):
     """The algorithm for one tensor in fp64, from arXiv 2409.11321 (algorithm 3) and, for KL, 2509.03378."""
     p = p.detach().double()
     m, v, moments = torch.zeros_like(p), torch.zeros_like(p), 0
     dims = [dim for dim, size in enumerate(p.shape) if p.ndim == 2 and p.numel() and size <= max_dim]
-    F, Q = {}, {}
+    F, Q, radius = {}, {}, p.norm()
 
     def rotate(x, back=False):
         left, right = (Q.get(dim, torch.eye(x.shape[dim], dtype=x.dtype)) for dim in (0, 1)) if Q else (None, None)
@@ -71,7 +72,12 @@ def reference_steps(
             ahead = betas[0] * m / c[2] + (1 - betas[0]) * g / c[0] if nesterov else m / c[0]
             n = rotate(ahead) / ((v / c[1]).sqrt() + eps)
             rate = {"decoupled": lr, "independent": 1, "palm": lr**2}[weight_decay_method]
-            p = p * (1 - rate * weight_decay) - lr * rotate(n, back=True)
+            update, decayed = rotate(n, back=True), p * (1 - rate * weight_decay)
+            if weight_norm == "hold" and p.ndim == 2 and p.numel():
+                p = decayed - lr * radius * update / update.norm()
+                p *= radius / p.norm()
+            else:
+                p = decayed - lr * update
         if basis_of == "previous" and t > 1:
             absorb(t, g)
     return p

@@ -32,6 +32,8 @@ VARIANTS = [
     {"sort_bases": "after", "precondition_frequency": 1},
     {"sort_bases": "after", "precondition_frequency": 1, "use_kl_shampoo": True},
     {"sort_bases": "after", "basis_method": "eigh"},
+    {"weight_norm": "hold", "use_kl_shampoo": True, "precondition_frequency": 1},
+    {"weight_norm": "hold", "max_dim": 4, "weight_decay": 0.0, "nesterov": True},
     {"max_dim": 5},
     {"max_dim": 3},
     {"nesterov": True},

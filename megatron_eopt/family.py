@@ -30,6 +30,8 @@ from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.presets import PRESETS
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion as Scion
+from megatron_eopt.optimizers.shampoo import KLShampoo as KLShampoo
+from megatron_eopt.optimizers.shampoo import Shampoo as Shampoo
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.optimizers.state import StateTensor
@@ -190,6 +192,23 @@ MUON = (
 )
 """All settings of Muon."""
 
+_OF_SHAMPOO = (
+    Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
+    Flag("shampoo_beta", "Decay rate of the factors, in [0, 1)."),
+    Flag("damping", "Added to the factors, relative to them."),
+    Flag("precondition_frequency", "Steps from one making of the roots to the next, counted from the first step."),
+    Flag("root_method", "How inverse roots are made: by eigenvectors, or by products alone."),
+    Flag("scale_mode", "How the size of an update follows from the shape."),
+    Flag("weight_norm", "Whether every matrix keeps the norm that it starts with."),
+    Flag("max_dim", "The longest side that has a factor; a matrix without one is refused."),
+    Flag(
+        "share_over_dp",
+        "Every data-parallel rank keeps and computes all, as where Megatron deals out parameters and where checkpoints "
+        "are not torch_dist.",
+        default=True,
+    ),
+)
+
 _SPECS = (
     OptimizerSpec(
         name="muon",
@@ -334,6 +353,8 @@ _SPECS = (
             Flag("use_kl_shampoo", "Factors as Shampoo has them, which is the default from Python.", default=True),
             Flag("basis_of", "Whether a gradient is seen in a basis made before it, as published, or with it."),
             Flag("basis_method", "How bases are refreshed."),
+            Flag("sort_bases", "Whether eigenvalues are sorted before a refresh, as published, or after it."),
+            Flag("weight_norm", "Whether every matrix keeps the norm that it starts with (KL-SOAP-H)."),
             Flag("max_dim", "The longest side that has a factor and a basis."),
             Flag(
                 "share_over_dp",
@@ -342,8 +363,25 @@ _SPECS = (
                 default=True,
             ),
         ),
-        state_depends_on=("soap_max_dim", "muon_split"),
+        state_settings=({"weight_norm": "hold"},),
+        state_depends_on=("soap_max_dim", "soap_weight_norm", "muon_split"),
         update_rms=ADAMW_RMS,
+    ),
+    OptimizerSpec(
+        name="shampoo",
+        cls=Shampoo,
+        of_muon=("symmetric_products",),
+        flags=_OF_SHAMPOO,
+        state_settings=({"weight_norm": "hold"},),
+        state_depends_on=("shampoo_max_dim", "shampoo_weight_norm", "muon_split"),
+    ),
+    OptimizerSpec(
+        name="kl_shampoo",
+        cls=KLShampoo,
+        of_muon=("symmetric_products",),
+        flags=_OF_SHAMPOO,
+        state_settings=({"weight_norm": "hold"},),
+        state_depends_on=("kl_shampoo_max_dim", "kl_shampoo_weight_norm", "muon_split"),
     ),
     OptimizerSpec(
         name="lion",

@@ -32,6 +32,8 @@ OTHER_DEFAULTS = {
     ("soap", "precondition_frequency"),
     ("soap", "use_kl_shampoo"),
     ("soap", "share_over_dp"),
+    ("shampoo", "share_over_dp"),
+    ("kl_shampoo", "share_over_dp"),
 }
 
 

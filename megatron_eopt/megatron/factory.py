@@ -27,8 +27,8 @@ from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer
+from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.optimizers.presets import PRESETS, described
-from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.records import TpMode
@@ -150,7 +150,7 @@ class OptimizerOfRun:
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
         ours = [x for x in here if isinstance(x, BaseOptimizer)]
         for optimizer in ours:
-            kernel = self.decided.soaps_kernel if isinstance(optimizer, SOAP) else self.decided.kernel
+            kernel = self.decided.factors_kernel if isinstance(optimizer, FactoredOptimizer) else self.decided.kernel
             kept = {KERNEL: kernel, RATES: self.decided.rates, STEP_KERNELS: self.decided.step_kernels}
             for key in kept.keys() & optimizer.traits.carried_settings:
                 for group in optimizer.param_groups if kept[key] is not None else ():
@@ -241,11 +241,12 @@ def _field(config: Any, setting: str) -> str:
 
 
 def without_sharing(config: Any, run: Run) -> Any:
-    """The config; SOAP shares work only where data-parallel ranks can."""
+    """The config; factors are shared only where data-parallel ranks can."""
     all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
-    if not on(config, "soap_share_over_dp") or (all_save and not run.layer_wise):
+    fields = [f"{name}_share_over_dp" for name, row in OPTIMIZERS.items() if issubclass(row.cls, FactoredOptimizer)]
+    if not on(config, *fields) or (all_save and not run.layer_wise):
         return config
-    return with_fields(config, soap_share_over_dp=False)
+    return with_fields(config, **dict.fromkeys(fields, False))
 
 
 @around

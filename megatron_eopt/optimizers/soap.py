@@ -1,59 +1,36 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.foreach import decay_power, stacked
+from megatron_eopt.optimizers.factored import (
+    Decay,
+    FactoredOptimizer,
+    WeightNorm,
+    Working,
+    apply,
+    first_moment,
+    gram_of,
+    kept_sides,
+    steps_taken,
+    write_sides,
+)
+from megatron_eopt.optimizers.factored_chunks import EXP_AVG, Chunk, EqualMatrices, split
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_matrix,
-    check_shard,
-    checked_split,
-    names_of_last,
-)
-from megatron_eopt.optimizers.soap_chunks import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MOST_BYTES,
-    STEPS,
-    Chunk,
-    EqualMatrices,
-    ParameterStep,
-    Planned,
-    chunks_of,
-    factor_stacks,
-    merge,
-    split,
-)
-from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
-from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
-from megatron_eopt.orthogonalize.choices import check_choice, check_count
-from megatron_eopt.orthogonalize.kernels import KERNELS, made
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
-from megatron_eopt.orthogonalize.products import Fp32Precision
-from megatron_eopt.parallel.agreement import KernelProducts
-from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.optimizers.parameters import TensorParallelGroups
+from megatron_eopt.optimizers.soap_math import BasisMethod, Preconditioned, Side, SortBases, update_of
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
-from megatron_eopt.parallel.scheduler import rounds
+
+EXP_AVG_SQ = "exp_avg_sq"
 
 Gradients = Literal["previous", "current"]
-Decay = Literal["decoupled", "independent", "palm"]
 
 
-def soap(chunk: Chunk, engine: Engine) -> Generator[None, None, None]:
+def soap(chunk: Chunk, engine: Engine) -> Working:
     """SOAP's step of a chunk, equal matrices as stacks.
 
     Each matrix ``p`` has a gradient ``g``, moments ``M`` and ``V``, factors ``L`` and ``R``, and bases ``Q_L`` and
@@ -61,18 +38,15 @@ def soap(chunk: Chunk, engine: Engine) -> Generator[None, None, None]:
     """
     matrices = split(chunk, engine)
     spread = [equal.spread for equal in matrices]
-    stacks = [first_moment(equal) for equal in matrices]  # g;  M <- beta1 M + (1 - beta1) g;  V
+    stacks = [first_moment(x, x.settings["betas"][0]) for x in matrices]  # g;  M <- beta1 M + (1 - beta1) g;  V
     stacks = yield from engine.gather_whole(stacks, spread)
     for i, equal in enumerate(matrices):
         stacks[i] = updated(equal, *stacks[i])  # U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T;  V, L, R, Q_L, Q_R
     stacks = yield from engine.scatter_back(stacks, spread)
-    for equal, stack in zip(matrices, stacks, strict=True):
-        if equal.moves:
-            subtract(equal, *stack)  # p <- (1 - lr weight_decay) p - lr U
-    merge(matrices, engine)
+    apply(matrices, stacks, engine)  # p <- (1 - lr weight_decay) p - lr U
 
 
-class SOAP(BaseOptimizer):
+class SOAP(FactoredOptimizer):
     """Adam in the eigenbasis of Shampoo's factors [1].
 
     For a matrix ``p`` (m x n) with gradient ``g``, of which ``Q_L`` and ``Q_R`` are the bases so far:
@@ -83,17 +57,25 @@ class SOAP(BaseOptimizer):
     3. ``L <- EMA(g g^T)``, ``R <- EMA(g^T g)`` by ``shampoo_beta``, corrected for their start;
     4. every ``precondition_frequency`` steps after the first (with 4 in steps 5, 9 and 13, as in the authors' code),
        the columns of each basis are sorted by their eigenvalues, ``V`` with them, and ``Q <- QR(L Q)``, or the
-       eigenvectors. The first basis always is that of the eigenvectors.
+       eigenvectors. The first basis always is that of the eigenvectors. ``sort_bases="after"`` sorts the columns of
+       the new basis instead, and leaves ``V`` as it lies.
 
     The first nonzero gradient makes the bases alone, and moves nothing: seen in a basis made of itself, it is diagonal,
     and Adam makes full steps of the rounding beside the diagonal. ``basis_of="current"`` puts 3 and 4 in front of 1, as
-    emerging-optimizers and so Megatron's ``--optimizer soap`` do: most of its first update is rounding, whose tiny
-    squares make the second far too large (18 times Adam's for 64 x 32 in fp32) unless the bases stay.
+    all releases of emerging-optimizers and so Megatron's ``--optimizer soap`` do: most of its first update is rounding,
+    whose tiny squares make the second far too large (18 times Adam's for 64 x 32 in fp32) unless the bases stay.
+    With ``sort_bases="before"``, which is the authors', it is the order of emerging-optimizers up to 0.3, which
+    Megatron pins; with ``"after"`` that of 0.4 and later.
 
     With ``use_kl_shampoo`` the factors minimize the Kullback-Leibler divergence of N(0, L x R) from the gradients'
     distribution [2]: ``L <- EMA(g R^-1 g^T / n)``, ``R <- EMA(g^T L^-1 g / m)``, of the factors so far and their bases,
     the identity before the first. With ``basis_of="current"`` it is ``eps`` times that, as in emerging-optimizers: the
     first gradient outweighs others for some 300 steps, and bases stay nearly as it made them.
+
+    ``weight_norm="hold"`` keeps each logical matrix at the norm ``R`` that it has before the first step: with ``U`` the
+    update of 2, ``p <- R normalize((1 - lr weight_decay) p - lr R normalize(U))``, as
+    :class:`~megatron_eopt.optimizers.hyperball.MuonHyperball` does. A step is an angle of about ``lr``. With KL factors
+    it is KL-SOAP-H [3], but for how eigenvalues are found: there as averages of their own.
 
     A side longer than ``max_dim`` has no factor and no basis. Matrices with neither, and all that are not matrices, get
     Adam. Everything is kept in fp32 (fp64 for fp64 parameters); ``M`` in the basis of the parameter.
@@ -123,6 +105,8 @@ class SOAP(BaseOptimizer):
         precondition_frequency: steps between refreshes of the bases, at least 1.
         basis_method: ``qr`` or ``eigh``; also as ``use_eigh``, False or True.
         basis_of: ``previous`` gradients, or ``current``, which is the last of them.
+        sort_bases: ``before`` a refresh, the second moment with them, or ``after`` it.
+        weight_norm: ``hold``, see above, or ``none``.
         use_kl_shampoo: see above.
         max_dim: the longest side that has a factor, at least 0; also as ``max_precond_dim``.
         weight_decay_method: ``decoupled``; ``independent``, without ``lr`` in it; or ``palm``, with its square.
@@ -149,15 +133,17 @@ class SOAP(BaseOptimizer):
 
     [1] Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, arXiv 2409.11321.
     [2] Lin et al., Understanding and Improving Shampoo and SOAP via Kullback-Leibler Minimization, arXiv 2509.03378.
+    [3] https://github.com/KellerJordan/modded-nanogpt/pull/290
     """
 
-    traits = Traits(
-        carried_settings=frozenset({CLOCK, KERNEL}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True, multiplies=True
+    side_keys = (("L", "Q_L"), ("R", "Q_R"))
+    moments = (EXP_AVG, EXP_AVG_SQ)
+    choices = (
+        *FactoredOptimizer.choices,
+        ("basis_method", BasisMethod),
+        ("basis_of", Gradients),
+        ("sort_bases", SortBases),
     )
-
-    _based: set[Tensor] | None = None  # parameters known to have a basis
-    _plans: dict[Tensor, list[Planned]] | None = None
-    _updated: int = 0
 
     @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim="max_dim")
     def __init__(
@@ -172,6 +158,8 @@ class SOAP(BaseOptimizer):
         *,
         basis_method: BasisMethod = "qr",
         basis_of: Gradients = "previous",
+        sort_bases: SortBases = "before",
+        weight_norm: WeightNorm = "none",
         use_kl_shampoo: bool = False,
         max_dim: int = 10000,
         weight_decay_method: Decay = "decoupled",
@@ -186,214 +174,38 @@ class SOAP(BaseOptimizer):
         share_over_dp: bool = False,
         symmetric_products: str | None = None,
     ) -> None:
-        check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
-        split = split_qkv, is_qkv_fn, qkv_split_shapes
-        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
-        self.pg_collection, self.share_over_dp = pg_collection, share_over_dp
-        self.symmetric_products = symmetric_products
+        fused = split_qkv, is_qkv_fn, qkv_split_shapes
+        self._set(symmetric_products, fused, pg_collection=pg_collection, share_over_dp=share_over_dp)
         adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
         shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
         bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
-        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec}
+        norm = {"sort_bases": sort_bases, "weight_norm": weight_norm}
+        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec, **norm}
         super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that a checkpoint describes."""
-        return super().settings() | {"split_qkv": self.split_qkv}
-
-    @property
-    def matrices_updated(self) -> int:
-        """Also counts matrices without a factor, which get Adam."""
-        return self._updated
-
-    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter."""
-        described: dict[Tensor, list[DescribedMatrix]] = {}
-        for parameter in (p for p in self._parameters() if p.ndim > 1):
-            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            described[parameter] = []
-            for name, plan in zip(names, self._planned(parameter), strict=True):
-                dealt, alone = ("owner", "duplicated") if plan.layout.sharded else ("share", "local")
-                scheme = alone if plan.compute_rank is None else dealt
-                described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
-        return described
-
-    def layout(self, parameter: Tensor) -> Layout:
-        """The layout of a parameter; a vector is a column."""
-        if parameter.ndim == 0 or (parameter.ndim == 1 and not isinstance(parameter, DTensor)):
-            return on_one_rank((parameter.numel(), 1))
-        layout, name = super().layout(parameter), "expt_dp" if is_expert(parameter) else "dp_cp"
-        if not self.share_over_dp or isinstance(parameter, DTensor):
-            return layout
-        group, joint = (getattr(self.pg_collection, group_name, None) for group_name in (name, f"tp_{name}"))
-        return layout if group is None else shared_out(layout, group, joint, name)
-
-    def split_of(self, parameter: Tensor) -> Split:
-        """The logical matrices of a parameter; others are never split."""
-        return WHOLE if parameter.ndim < 2 else super().split_of(parameter)
-
-    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """Adam's moments, the steps, and each matrix's factors and bases."""
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        return [
-            StateTensor(EXP_AVG, dtype=wide),
-            StateTensor(EXP_AVG_SQ, dtype=wide),
-            StateTensor(STEPS, dims=(), dtype=torch.float64),
-            *(
-                StateTensor(key, (length, length), part, wide, plan.compute_rank)
-                for part, plan in enumerate(self._planned(parameter))
-                for keys, length in zip(plan.sides, plan.layout.shape, strict=True)
-                for key in keys
-            ),
-        ]
-
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        check_adam_settings(name, group, "shampoo_beta")
-        for key, least in (("precondition_frequency", 1), ("max_dim", 0)):
-            check_count(f"{name}: {key}", group[key], least)
-        for key, of_key in (("weight_decay_method", Decay), ("basis_method", BasisMethod), ("basis_of", Gradients)):
-            check_choice(f"{key} of {name}", group[key], get_args(of_key))
-        validate_matmul_precision(group["fp32_matmul_prec"])
+        check_adam_settings(type(self).__name__, group, "shampoo_beta")
+        super()._check_ranges(group)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        name, indices = type(self).__name__, names_of_last(self.param_groups, shapes=False)
-        for parameter, called, index in zip(group["params"], names_of_last(self.param_groups), indices, strict=True):
-            try:
-                self.layout(parameter)
-            except ValueError as error:
-                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
-            if parameter.ndim > 1:
-                check_matrix(type(self).__name__, parameter, f"takes matrices and vectors, but {index}")
-                self._check_split(parameter)
-                check_shard(parameter, self.pg_collection, called)
-        group.setdefault(CLOCK, 0)
+    def rests(self, group: Mapping[str, Any]) -> bool:
+        """Not where a gradient is seen in a basis of itself."""
+        return bool(group["basis_of"] == "previous")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state."""
-        super().load_state_dict(state_dict)
-        self._based = None
-
-    def kernel_products(self) -> KernelProducts:
-        """Those that update factors, in the strictest precision of a group."""
-        parameters, used = self._parameters(), {group["fp32_matmul_prec"] for group in self.param_groups}
-        dtypes = sorted({torch.promote_types(p.dtype, torch.float32) for p in parameters}, key=str)
-        stacks = factor_stacks([plan for p in parameters for plan in self._planned(p)])
-        strictest: MatmulPrecision = "highest" if "highest" in used else "high"
-        return stacks, dtypes, parameters[0].device, _precision(strictest)
-
-    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        spec = super()._described(name, parameter)
-        return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
-
-    def _planned(self, parameter: Tensor) -> list[Planned]:
-        """Plan matrices; a new group changes no other's compute ranks."""
-        if self._plans is None or parameter not in self._plans:
-            planned: dict[Tensor, list[Planned]] = {}
-            loads: dict[str, list[int]] = {}
-            for group in self.param_groups:
-                for p in group["params"]:
-                    pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
-                    planned[p] = [Planned(*pair, group["max_dim"] if p.ndim > 1 else -1) for pair in pairs]
-                plans = (planned[p] for p in group["params"] if not isinstance(p, DTensor))
-                dealt = (plan for of_one in plans for plan in of_one if plan.gathered)
-                for plan in sorted(dealt, key=lambda plan: -plan.cost):
-                    load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
-                    plan.compute_rank = load.index(min(load))
-                    load[plan.compute_rank] += plan.cost
-            self._plans = planned
-        return self._plans[parameter]
-
-    def _take(self, accepted: Tensor) -> None:
-        self._session.changing = True
-        for group in self.param_groups:
-            group[CLOCK] += 1
-        if not (parameters := self._parameter_steps(accepted)):
-            return
-        steps = [p.state[STEPS] for p in parameters]
-        counted = torch.stack(steps) + torch.stack([p.accepted for p in parameters])
-        torch._foreach_copy_(steps, list(counted.unbind()))
-        for chunks in chunks_of(parameters, MOST_BYTES):
-            for _ in rounds(soap(chunk, self.engine) for chunk in chunks):
-                pass
-        self._updated += sum(len(p.plans) for p in parameters if p.parameter.ndim > 1)
-
-    def _parameter_steps(self, accepted: Tensor) -> list[ParameterStep]:
-        based = self._based = set() if self._based is None else self._based
-        grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        steps, states = [], self._states
-        for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
-            plans = self._planned(parameter)
-            # also without a gradient where others wait for this rank's part
-            if parameter.grad is not None or any(plan.gathered for plan in plans):
-                state = self.state.get(parameter, {}) if parameter.grad is None else states.of(parameter, STEPS)
-                first = parameter not in based and any(plan.cost for plan in plans)
-                steps.append(ParameterStep(index, parameter, state, group, flag, first, plans))
-        # a device is waited for until all bases are known to be there, and no longer
-        if starting := [p for p in steps if p.first]:
-            has_bases, makes_them = _known(starting, self.engine)
-            based |= {p.parameter for p, *known in zip(starting, has_bases, makes_them, strict=True) if any(known)}
-            old = {p.index for p, has in zip(starting, has_bases, strict=True) if has}
-            steps = [replace(p, first=False) if p.index in old else p for p in steps]
-        return [p for p in steps if not p.first or p.parameter in based]
-
-
-def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[bool]]:
-    """Which parameters have bases, and which can make them now."""
-    has_entries = []  # a basis of nothing would turn to that of the gradients to come only step by step
-    for p in parameters:
-        shards = zip(p.plans, engine.split([p.index], [p.gradient]), strict=True)
-        has_entries.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())
-    some = torch.stack(engine.sums(has_entries, [p.label for p in parameters])) > 0
-    steps = torch.stack([p.state.get(STEPS, torch.zeros_like(has_entries[0])) for p in parameters])
-    accepted = torch.stack([p.accepted for p in parameters])
-    return torch.stack([steps > 0, accepted & some]).tolist()
-
-
-def _precision(precision: MatmulPrecision) -> Fp32Precision:
-    return "ieee" if precision == "highest" else "tf32"
-
-
-def first_moment(equal: EqualMatrices) -> list[Tensor]:
-    """Update first moments; returns stacked gradients and moments."""
-    settings, momentum = equal.settings, stacked(equal.momenta)
-    gradient = stacked(equal.gradients).to(momentum.dtype)
-    gradient = torch.where(equal.accepted, -gradient if settings["maximize"] else gradient, 0.0)
-    if equal.moves:
-        taken = torch.where(equal.accepted, gradient, momentum)
-        momentum = torch.lerp(momentum, taken, 1 - settings["betas"][0])
-        torch._foreach_copy_(equal.momenta, list(momentum.unbind()))
-    return [gradient, momentum, stacked(equal.squares)]
+    def program(self, chunk: Chunk) -> Working:
+        """One chunk's step."""
+        return soap(chunk, self.engine)
 
 
 def updated(equal: EqualMatrices, gradient: Tensor, momentum: Tensor, squares: Tensor) -> list[Tensor]:
     """Update factors and bases; returns updates and second moments."""
     update: Tensor | None = squares if equal.moves else None
-    if mine := equal.members[equal.own]:
-        sides = [[[p.state[key] for key in p.plans[i].sides[dim]] for p, i in mine] for dim in (0, 1)]
-        kept = [[list(of_all) for of_all in zip(*of_side, strict=True)] for of_side in sides]
-        stacks = [[stacked(of_all) for of_all in of_side] for of_side in kept]
+    if equal.members[equal.own]:
+        kept, stacks = kept_sides(equal)
         left, right = (Side(*stack) if stack else None for stack in stacks)
-        accepted = equal.accepted[equal.own]
-        steps = torch.stack([p.state[STEPS] for p, _ in mine]).view(accepted.shape)
-
-        def gram(x: Tensor) -> Tensor:
-            precision = _precision(equal.settings["fp32_matmul_prec"])
-            return made(equal.settings.get(KERNEL, "torch"), x.size(-2), precision).gram(x)
-
-        matrices = Preconditioned(gradient, momentum, squares, steps, accepted, gram, (left, right))
+        accepted, gram = equal.accepted[equal.own], gram_of(equal.settings)
+        matrices = Preconditioned(gradient, momentum, squares, steps_taken(equal), accepted, gram, (left, right))
         with fp32_products(equal.settings["fp32_matmul_prec"]):
             update = update_of(matrices, equal.settings, equal.first)
-        for old, new in zip(chain(*kept), chain(*stacks), strict=True):
-            torch._foreach_copy_(old, list(new.unbind()))
+        write_sides(kept, stacks)
     return [] if update is None else [update, squares]
-
-
-def subtract(equal: EqualMatrices, update: Tensor, squares: Tensor) -> None:
-    """Subtract updates with weight decay, and write the second moments."""
-    lr, weights = equal.settings["lr"], stacked(equal.weights)
-    decay = decay_power(lr, equal.settings["weight_decay_method"]) * equal.settings["weight_decay"]
-    moved = (weights.to(update.dtype) * (1 - decay) - update * lr).to(weights.dtype)
-    torch._foreach_copy_(equal.weights, list(torch.where(equal.accepted, moved, weights).unbind()))
-    torch._foreach_copy_(equal.squares, list(squares.unbind()))

@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-BasisMethod = Literal["qr", "eigh"]
+from megatron_eopt.optimizers.factored import refreshes
 
-CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which bases are refreshed
+BasisMethod = Literal["qr", "eigh"]
+SortBases = Literal["before", "after"]
 
 
 class Side(NamedTuple):
@@ -52,9 +53,10 @@ def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool
 def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> None:
     """Update factors with gradients, and make or refresh bases.
 
-    A product that is not finite would stay in a factor for ever, and is left out. A refresh sorts a basis by
-    eigenvalues, the largest first, and ``squares`` with it. Then ``qr`` makes one step of orthogonal iteration,
-    ``QR(F Q)``, and ``eigh`` takes the eigenvectors themselves.
+    A product that is not finite would stay in a factor for ever, and is left out. A refresh by ``qr`` makes one step of
+    orthogonal iteration, ``QR(F Q)``, and ``eigh`` takes the eigenvectors themselves. ``before`` that the columns of
+    ``Q`` are sorted by their eigenvalues, the largest first, and ``squares`` with them; ``after`` it those of the new
+    basis alone.
     """
     beta, gradient, accepted = settings["shampoo_beta"], matrices.gradient, matrices.accepted
     kl, squares = settings["use_kl_shampoo"], matrices.squares
@@ -69,8 +71,7 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
     elif kl and settings["basis_of"] == "current":
         # so that the bases turn slowly: the second moment is diagonal in the first ones, and useless in very other ones
         roots = [x if other is None else x * settings["eps"] ** -0.5 for x, other in others]
-    # the bases were made in step 1, and the authors count from there
-    refreshes = (settings[CLOCK] - 1) % settings["precondition_frequency"] == 0
+    refreshed = refreshes(settings)
     for dim, (side, root) in enumerate(zip(matrices.sides, roots, strict=True), 1):
         if side is None:
             continue
@@ -80,11 +81,15 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
         factor.lerp_(torch.where(accepted & finite, product, factor), weight.to(factor.dtype))
         if first:
             basis.copy_(_eigenbasis(factor))
-        elif refreshes:
-            order = _eigenvalues(side).argsort(descending=True)
-            eigh = settings["basis_method"] == "eigh"
-            new = _eigenbasis(factor) if eigh else torch.linalg.qr(factor @ _in_order(basis, order, 2)).Q
-            squares.copy_(torch.where(accepted, _in_order(squares, order, dim), squares))
+        elif refreshed:
+            eigh, before = settings["basis_method"] == "eigh", settings["sort_bases"] == "before"
+            if before:
+                order = _eigenvalues(side).argsort(descending=True)
+                squares.copy_(torch.where(accepted, _in_order(squares, order, dim), squares))
+            columns = _in_order(basis, order, 2) if before else basis
+            new = _eigenbasis(factor) if eigh else torch.linalg.qr(factor @ columns).Q
+            if not (before or eigh):
+                new = _in_order(new, _eigenvalues(Side(factor, new)).argsort(descending=True), 2)
             basis.copy_(torch.where(accepted, new, basis))
 
 

@@ -36,6 +36,7 @@ SHAPES = {
     "scalar": (),
 }
 SPLITS = {"gate and up": GATE_UP, "heads": heads("q", 5)}
+HELD = {"uneven", "wide", "one row", "heads"}
 SETTINGS = {"lr": 0.05, "precondition_frequency": 2, "max_dim": 9, "use_kl_shampoo": True}
 
 
@@ -54,7 +55,12 @@ def made(spread):
     parameters = {name: torch.nn.Parameter(spread(name, x)) for name, x in drawn(0).items()}
     for name, split in SPLITS.items():
         parameters[name].logical_matrices = split
-    return parameters, SOAP(list(parameters.items()), **SETTINGS)
+    return parameters, built(parameters)
+
+
+def built(parameters):
+    kinds = [[named for named in parameters.items() if (named[0] in HELD) is held] for held in (False, True)]
+    return SOAP([{"params": kinds[0]}, {"params": kinds[1], "weight_norm": "hold"}], **SETTINGS)
 
 
 def steps(optimizer, parameters, spread, numbers, bad=None):
@@ -131,7 +137,7 @@ def goes_on(mesh, spread):
     steps(optimizer, straight, spread, range(6))
     parameters, first = made(spread)
     steps(first, parameters, spread, range(3))
-    second = SOAP(list(parameters.items()), **SETTINGS)
+    second = built(parameters)
     second.load_state_dict(first.state_dict())
     steps(second, parameters, spread, range(3, 6))
     return all(torch.equal(whole(p), whole(straight[name])) for name, p in parameters.items())
@@ -155,7 +161,7 @@ def sharded_model(rank, folder):
     model = Model()
     for layer in (model.first, model.second, model):
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = SOAP(model.parameters(), **SETTINGS)
+    optimizer = SOAP(model.parameters(), weight_norm="hold", **SETTINGS)
     first = losses(model, optimizer, range(4), rank, 2)
     checkpoint.save(
         {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
@@ -169,7 +175,7 @@ def loaded(rank, world_size, folder):
     model = Model()
     if world_size > 1:
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    optimizer = SOAP(model.parameters(), **SETTINGS)
+    optimizer = SOAP(model.parameters(), weight_norm="hold", **SETTINGS)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     checkpoint.load(state, checkpoint_id=folder, no_dist=world_size == 1)
     set_model_state_dict(model, state["model"])
@@ -227,7 +233,7 @@ def test_ranks_step_as_one(tmp_path):
         for place in range(3):
             assert_same_to_the_bit([found[0][place][0] for found in of_ranks])
     model = Model()
-    alone = torch.tensor(losses(model, SOAP(model.parameters(), **SETTINGS), range(8)))
+    alone = torch.tensor(losses(model, SOAP(model.parameters(), weight_norm="hold", **SETTINGS), range(8)))
     assert alone[-1] < alone[0]
     of_mean = [[each[3] for each in of_two], [each[1] for each in of_four], [loaded(0, 1, tmp_path)]]
     for found, expected in zip(of_mean, (alone, alone[4:], alone[4:]), strict=True):

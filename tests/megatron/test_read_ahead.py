@@ -58,7 +58,7 @@ def test_the_kernel_of_soap_is_its_own(tmp_path):
         state={**common(), "optimizer": {i: {"megatron_eopt": x} for i, x in enumerate(blocks)}},
     )
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    assert decided(tmp_path) == Decided(None, "blocked", soaps_kernel="torch")
+    assert decided(tmp_path) == Decided(None, "blocked", factors_kernel="torch")
     del blocks[1]["groups"][0]["settings"]["symmetric_products"]
     save(
         tmp_path / "iter_0000006",

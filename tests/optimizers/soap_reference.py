@@ -17,17 +17,19 @@ def reference_steps(
     precondition_frequency=10,
     basis_method="qr",
     basis_of="previous",
+    sort_bases="before",
     use_kl_shampoo=False,
     max_dim=10000,
     nesterov=False,
     correct_bias=True,
     weight_decay_method="decoupled",
+    weight_norm="none",
 ):
     """The algorithm for one tensor in fp64, from arXiv 2409.11321 (algorithm 3) and, for KL, 2509.03378."""
     p = p.detach().double()
     m, v, moments = torch.zeros_like(p), torch.zeros_like(p), 0
     dims = [dim for dim, size in enumerate(p.shape) if p.ndim == 2 and p.numel() and size <= max_dim]
-    F, Q = {}, {}
+    F, Q, radius = {}, {}, p.norm()
 
     def rotate(x, back=False):
         left, right = (Q.get(dim, torch.eye(x.shape[dim], dtype=x.dtype)) for dim in (0, 1)) if Q else (None, None)
@@ -50,9 +52,12 @@ def reference_steps(
                 Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1)
             elif (t - 1) % precondition_frequency == 0:
                 order = (Q[dim].T @ F[dim] @ Q[dim]).diag().argsort(descending=True)
-                v = v[order] if dim == 0 else v[:, order]
+                if sort_bases == "before":
+                    Q[dim], v = Q[dim][:, order], v[order] if dim == 0 else v[:, order]
                 eigh = basis_method == "eigh"
-                Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1) if eigh else torch.linalg.qr(F[dim] @ Q[dim][:, order])[0]
+                Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1) if eigh else torch.linalg.qr(F[dim] @ Q[dim])[0]
+                if sort_bases == "after":
+                    Q[dim] = Q[dim][:, (Q[dim].T @ F[dim] @ Q[dim]).diag().argsort(descending=True)]
 
     for t, g in enumerate(gradients, 1):
         g = g.double()
@@ -67,7 +72,12 @@ def reference_steps(
             ahead = betas[0] * m / c[2] + (1 - betas[0]) * g / c[0] if nesterov else m / c[0]
             n = rotate(ahead) / ((v / c[1]).sqrt() + eps)
             rate = {"decoupled": lr, "independent": 1, "palm": lr**2}[weight_decay_method]
-            p = p * (1 - rate * weight_decay) - lr * rotate(n, back=True)
+            update, decayed = rotate(n, back=True), p * (1 - rate * weight_decay)
+            if weight_norm == "hold" and p.ndim == 2 and p.numel():
+                p = decayed - lr * radius * update / update.norm()
+                p *= radius / p.norm()
+            else:
+                p = decayed - lr * update
         if basis_of == "previous" and t > 1:
             absorb(t, g)
     return p

@@ -29,6 +29,11 @@ VARIANTS = [
     {"use_kl_shampoo": True, "shampoo_beta": 0.9},
     {"basis_of": "current"},
     {"basis_of": "current", "basis_method": "eigh", "precondition_frequency": 1},
+    {"sort_bases": "after", "precondition_frequency": 1},
+    {"sort_bases": "after", "precondition_frequency": 1, "use_kl_shampoo": True},
+    {"sort_bases": "after", "basis_method": "eigh"},
+    {"weight_norm": "hold", "use_kl_shampoo": True, "precondition_frequency": 1},
+    {"weight_norm": "hold", "max_dim": 4, "weight_decay": 0.0, "nesterov": True},
     {"max_dim": 5},
     {"max_dim": 3},
     {"nesterov": True},
@@ -119,15 +124,17 @@ def test_bases_are_refreshed_in_the_steps_of_the_authors_code_and_stay_orthogona
     assert [step + 1 for step in range(1, 14) if not torch.equal(seen[step], seen[step - 1])] == expected
 
 
-def test_squares_are_permuted_with_the_columns_of_the_basis():
+@pytest.mark.parametrize(("sort_bases", "expected"), [("before", [4.5, 0.5]), ("after", [0.5, 4.5])])
+def test_squares_are_permuted_with_the_columns_of_the_basis_that_are_sorted_before(sort_bases, expected):
     # a diagonal gradient has unit vectors as its basis: the second is the larger from the second step on
     p = torch.nn.Parameter(torch.zeros(2, 2))
-    optimizer = SOAP([p], lr=1.0, betas=(0.0, 0.5), shampoo_beta=0.0, weight_decay=0.0, precondition_frequency=1)
+    settings = {"lr": 1.0, "betas": (0.0, 0.5), "shampoo_beta": 0.0, "weight_decay": 0.0, "precondition_frequency": 1}
+    optimizer = SOAP([p], sort_bases=sort_bases, **settings)
     for sizes in ([2.0, 1.0], [1.0, 3.0]):
         p.grad = torch.tensor(sizes).diag()
         optimizer.step()
     squares = optimizer.state[p]["exp_avg_sq"]
-    torch.testing.assert_close(squares, torch.tensor([[4.5, 0.0], [0.0, 0.5]]))
+    torch.testing.assert_close(squares, torch.tensor(expected).diag())
     torch.testing.assert_close(optimizer.state[p]["Q_L"].abs(), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
 
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, get_args
 from megatron_eopt.checkpoints.contents import CheckpointError, read_archive, read_blob, read_layout
 from megatron_eopt.checkpoints.pickles import faults
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of
+from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron.checkpoints.files import contents_of, resumed
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import KERNEL, RATES
-from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.parallel.plan import TpMode
 
@@ -27,10 +28,10 @@ class Decided(NamedTuple):
     """Decisions of the run that saved; None where unknown."""
 
     tp_mode: TpMode | None = None
-    kernel: str | None = None  # of symmetric products, but for SOAP's
+    kernel: str | None = None  # of symmetric products, but for those of factors
     rates: dict[str, float] | None = None  # of the plan
     step_kernels: str | None = None
-    soaps_kernel: str | None = None
+    factors_kernel: str | None = None
 
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
@@ -43,10 +44,11 @@ def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
             return Decided()
         modes, groups = (_of_fsdp_dtensor if megatron_fsdp else _of_torch_dist)(path)
         mode = next((mode for mode in modes if mode in get_args(TpMode)), None)
-        of_soap = [group for name, group in groups if name == SOAP.__name__]
-        others = [group for name, group in groups if name != SOAP.__name__]
+        factored = {name for name, cls in CLASSES.items() if issubclass(cls, FactoredOptimizer)}
+        of_factors = [group for name, group in groups if name in factored]
+        others = [group for name, group in groups if name not in factored]
         kept = (_common(others, key, kind) for key, kind in _KEPT.items())
-        return Decided(mode, *kept)._replace(soaps_kernel=_common(of_soap, KERNEL, str))
+        return Decided(mode, *kept)._replace(factors_kernel=_common(of_factors, KERNEL, str))
     except Exception:  # whatever is wrong with it, the load says
         return Decided()
 

@@ -1,4 +1,4 @@
-"""SOAP's chunks of equal matrices and their compute ranks."""
+"""Chunks of equal matrices with factors, and their compute ranks."""
 
 import math
 from collections import Counter
@@ -16,20 +16,22 @@ from megatron_eopt.orthogonalize.kernels import KEPT, Shapes
 from megatron_eopt.parallel.engine import Engine, Spread
 from megatron_eopt.parallel.layout import Layout
 
-EXP_AVG, EXP_AVG_SQ, STEPS = "exp_avg", "exp_avg_sq", "steps"
+EXP_AVG, STEPS = "exp_avg", "steps"
 
-SIDES = (("L", "Q_L"), ("R", "Q_R"))  # state keys of factor and basis, of the rows and of the columns
+Sides = tuple[tuple[str, str], tuple[str, str]]
+"""State keys of the factor and of what is made of it, of the rows and of the columns."""
+
 MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 
 class Planned:
     """How a logical matrix is worked on."""
 
-    def __init__(self, end: str, layout: Layout, longest: int) -> None:
-        (rows, cols), self.layout = layout.shape, layout
+    def __init__(self, end: str, layout: Layout, longest: int, sides: Sides) -> None:
+        (rows, cols), self.layout, self.end = layout.shape, layout, end
         has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
-        # keys of factor and basis of each side; none where it has no factor
-        self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(SIDES, has_factor, strict=True)]
+        # keys of each side; none where it has no factor
+        self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(sides, has_factor, strict=True)]
         # of a step, up to a factor that is the same for all: cubes of sides, and products with them
         self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
         self.gathered = any(has_factor) and layout.ranks > 1  # whether a rank needs what others have of it
@@ -61,7 +63,9 @@ class ParameterStep:
     state: dict[str, Any]
     settings: Mapping[str, Any]
     accepted: Tensor  # if not, everything stays as it is
-    first: bool  # whether it has no bases so far, but is to have some; only if accepted
+    first: bool  # whether its factors are zero so far, but are to be made; only if accepted
+    rests: bool  # whether the first gradient makes the factors alone
+    moments: Sequence[str]  # keys of state in its shape
     plans: list[Planned]  # of each logical matrix
 
     @property
@@ -84,7 +88,7 @@ class ParameterStep:
     @property
     def written(self) -> list[Tensor]:
         """Views of local weight and moments, scalars as vectors."""
-        return [torch.atleast_1d(local(x)) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
+        return [torch.atleast_1d(local(x)) for x in (self.parameter, *(self.state[key] for key in self.moments))]
 
 
 Chunk = list[tuple[ParameterStep, int]]  # logical matrices, by index, that are worked on and exchanged together
@@ -116,15 +120,19 @@ class EqualMatrices:
 
     members: Chunk
     settings: Mapping[str, Any]  # of their group
-    first: bool  # whether this step makes their bases
-    moves: bool  # whether there is an update; without, the gradients make the bases alone
+    first: bool  # whether this step makes their factors
+    moves: bool  # whether there is an update; without, the gradients make the factors alone
     own: slice  # those that this rank computes
     spread: Spread | None  # as what they are exchanged; None where nothing is
     accepted: Tensor  # of each, with as many dimensions as a stack has
-    weights: list[Tensor]  # this rank's shards, which may be copies
-    momenta: list[Tensor]
-    squares: list[Tensor]
-    gradients: list[Tensor]
+    gradients: list[Tensor]  # this rank's shards, which may be copies
+    weights: list[Tensor]
+    moments: list[list[Tensor]]  # the first moments, and more if there are more
+
+    @property
+    def held(self) -> bool:
+        """Whether they keep their norms; vectors do not."""
+        return self.settings["weight_norm"] == "hold" and self.members[0][0].parameter.ndim > 1
 
 
 def split(chunk: Chunk, engine: Engine) -> list[EqualMatrices]:
@@ -137,12 +145,13 @@ def split(chunk: Chunk, engine: Engine) -> list[EqualMatrices]:
     for members in kinds.values():
         (p, i), ranks = members[0], [q.plans[j].compute_rank for q, j in members]
         plan, rank = p.plans[i], p.plans[i].layout.rank
-        moves = not (p.first and plan.cost and p.settings["basis_of"] == "previous")
+        moves = not (p.first and plan.cost and p.rests)
         numbers = [] if ranks[0] is None else [ranks.count(compute_rank) for compute_rank in range(plan.layout.ranks)]
         own = slice(sum(numbers[:rank]), sum(numbers[: rank + 1]) if numbers else None)
         spread = Spread(engine.matrices[p.index][i], numbers) if plan.gathered else None
-        tensors = [[shards[q][n][j] for q, j in members] for n in range(4)]
-        accepted = torch.stack([q.accepted for q, _ in members]).view(-1, *[1] * tensors[0][0].ndim)
+        weights, *moments, gradients = ([shards[q][n][j] for q, j in members] for n in range(2 + len(p.moments)))
+        accepted = torch.stack([q.accepted for q, _ in members]).view(-1, *[1] * weights[0].ndim)
+        tensors = gradients, weights, moments
         equal.append(EqualMatrices(members, p.settings, p.first, moves, own, spread, accepted, *tensors))
     return equal
 
@@ -151,7 +160,7 @@ def merge(matrices: Sequence[EqualMatrices], engine: Engine) -> None:
     """Write shards that are copies back to weights and moments."""
     written: dict[ParameterStep, dict[int, list[Tensor]]] = {}
     for equal in matrices:
-        for (p, i), *of_one in zip(equal.members, equal.weights, equal.momenta, equal.squares, strict=True):
+        for (p, i), *of_one in zip(equal.members, equal.weights, *equal.moments, strict=True):
             written.setdefault(p, {})[i] = of_one
     for p, of_matrices in written.items():
         for n, x in enumerate(p.written):

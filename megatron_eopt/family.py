@@ -25,6 +25,7 @@ from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
+from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.presets import PRESETS
@@ -188,6 +189,7 @@ MOMENTUM = ("momentum", "momentum_warmup", "nesterov")
 MUON = (
     *ITERATION,
     *MOMENTUM,
+    *MODIFIERS,
     *"step_kernels scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
 )
 """All settings of Muon."""
@@ -208,6 +210,8 @@ _OF_SHAMPOO = (
         default=True,
     ),
 )
+BOUNDS = tuple(key for key in MODIFIERS if key != "cautious_weight_decay")
+"""Modifiers of what has no weight decay."""
 
 _SPECS = (
     OptimizerSpec(
@@ -302,6 +306,30 @@ _SPECS = (
                 "Steps in which the momentum grows from 0.85 to its value; 0 for none.",
                 shared=True,
                 metavar="STEPS",
+            ),
+            Flag(
+                "cautious_weight_decay",
+                "Decay only entries whose signs do not differ from their update's (arXiv 2510.12402).",
+                shared=True,
+            ),
+            Flag(
+                "weight_norm",
+                "What is done to the norm of a matrix: hold keeps it, as muon_hyperball does, and steps have lr times "
+                "the norm; brake lets a part of its change through.",
+                shared=True,
+            ),
+            Flag("brake_outward", "For brake: the part of a norm's growth, in [0, 1].", shared=True),
+            Flag("brake_inward", "For brake: the part of what a norm shrinks by, in [0, 1].", shared=True),
+            Flag(
+                "relative_update",
+                "The norm of an update, before the rate: match makes it --muon-update-ratio times that of its weight, "
+                "bound makes it that at most.",
+                shared=True,
+            ),
+            Flag(
+                "update_ratio",
+                "For --muon-relative-update: the norm of an update over that of its weight.",
+                shared=True,
             ),
             Flag(
                 "momentum_from_adam",
@@ -435,7 +463,7 @@ _SPECS = (
     OptimizerSpec(
         name="scion",
         cls=Scion,
-        of_muon=(*ITERATION, "step_kernels", "momentum_warmup"),
+        of_muon=(*ITERATION, *BOUNDS, "step_kernels", "momentum_warmup"),
         flags=(
             Flag("momentum", "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
             Flag("radius", "Radius of the ball of every matrix."),
@@ -445,7 +473,7 @@ _SPECS = (
     OptimizerSpec(
         name="polargrad",
         cls=PolarGrad,
-        of_muon=(*ITERATION, "step_kernels", "momentum_warmup"),
+        of_muon=(*ITERATION, *MODIFIERS, "step_kernels", "momentum_warmup"),
         flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1)."),),
     ),
     OptimizerSpec(

@@ -340,7 +340,7 @@ class BaseOptimizer(Optimizer):
                 nothing is changed then.
         """
         check_writer(type(self), state_dict, warn=True)
-        needed = self.defaults.keys() | self.traits.carried_settings | {STATE_OF}
+        needed = self.defaults.keys() | self.traits.carried_settings | {STATE_OF, *dict(self.traits.planned_in_groups)}
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong

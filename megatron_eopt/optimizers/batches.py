@@ -1,12 +1,15 @@
 """What a step knows of groups: parameters, state and settings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.foreach import Mask
 from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar
+from megatron_eopt.optimizers.modifiers import NONE, Modifiers
 from megatron_eopt.optimizers.rounding import Numbered
 
 
@@ -30,13 +33,31 @@ class Batch:
     accepted: Mask = None
     rounded: list[Numbered] | None = None  # the entries of momenta in bf16 or 8 bits: random bits follow from them
     scales: list[Tensor] | None = None  # of momenta in 8 bits
+    modifiers: Modifiers = NONE
 
     @property
     def changed(self) -> list[list[Tensor]]:
-        """Weights, momenta and each kind of further state, which steps change."""
-        scales = [] if self.scales is None else [self.scales]
-        return [self.weights, self.momenta, *scales, *map(list, zip(*self.further, strict=True))]
+        """Each parameter's weight, momentum and further state, which steps change."""
+        scales = [[]] * len(self.indices) if self.scales is None else [[x] for x in self.scales]
+        several = zip(self.weights, self.momenta, scales, self.further, strict=True)
+        return [[weight, momentum, *scale, *further] for weight, momentum, scale, further in several]
 
     def flag(self, index: int) -> Tensor | bool:
         """Whether one of the parameters steps."""
         return True if self.accepted is None else self.accepted[index]
+
+    def masked(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """``x``, which has entries of each parameter, or 0 where it does not step."""
+        return x if self.accepted is None else x * repeated(self.accepted, counts)
+
+    def column(self, value: Scalar, counts: Sequence[int] | None = None) -> Tensor:
+        """A number in fp64 for each of several entries of parameters, 0 where one does not step."""
+        counts = [1] * len(self.indices) if counts is None else counts
+        made = torch.ones(sum(counts), dtype=torch.float64, device=self.weights[0].device) * value
+        return self.masked(made, counts)
+
+
+def repeated(flags: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each entry so many times."""
+    entries = flags.unbind()
+    return torch.stack([entries[i] for i, count in enumerate(counts) for _ in range(count)])

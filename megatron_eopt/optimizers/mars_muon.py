@@ -116,7 +116,7 @@ class MarsMuon(TensorParallelMuon):
         c = list[Tensor]()
         for batch in chunk.batches:
             strength = batch.settings["gamma"] * batch.beta / (1 - batch.beta)
-            previous, has_previous = zip(*batch.further, strict=True)
+            previous, has_previous = zip(*(kept[-2:] for kept in batch.further), strict=True)
             c += corrected(batch.gradients, previous, has_previous, strength)
         c = clipped(engine, chunk.indices, c)
         u = engine.split(chunk.indices, momentum(with_gradients(chunk, c)))
@@ -144,7 +144,7 @@ def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> 
 
 def keep(batch: Batch) -> None:
     """``g`` becomes ``g_prev`` where it is accepted."""
-    previous, has_previous = (list(tensors) for tensors in zip(*batch.further, strict=True))
+    previous, has_previous = map(list, zip(*(kept[-2:] for kept in batch.further), strict=True))
     torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
     flags = torch.stack(has_previous)
     accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)

@@ -15,8 +15,10 @@ from megatron_eopt.optimizers.foreach import MomentumRule, Tensors
 from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS
 from megatron_eopt.optimizers.rounding import in_fp32, store
 from megatron_eopt.optimizers.step_kernels import StepKernels
+from megatron_eopt.optimizers.weight_step import decay_cautiously, move, on_spheres, resized
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, Shards
+from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ def muon(chunk: Chunk, engine: Engine) -> Program:
     """Muon's step of the parameters of a chunk [1].
 
     ``p`` is a parameter, ``g`` its gradient, ``m`` its momentum; without ``nesterov`` ``u`` is ``m``. ``O`` is the
-    orthogonal factor of a whole logical matrix of ``u``, on whichever ranks it lies, and ``s`` its scale.
+    orthogonal factor of a whole logical matrix of ``u``, on whichever ranks it lies, and ``s`` its scale. What groups
+    modify is in :mod:`~megatron_eopt.optimizers.modifiers`.
 
     [1] Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://kellerjordan.github.io/posts/muon/
     """
@@ -47,10 +50,10 @@ def muon(chunk: Chunk, engine: Engine) -> Program:
 def decay(chunk: Chunk) -> None:
     """Apply weight decay; ``l2`` changes no parameter.
 
-    Kernels do it when they subtract.
+    Kernels do it when they subtract; cautious decay waits for the update.
     """
     for batch in chunk.batches if chunk.kernels is None else ():
-        if batch.decays and batch.decay_method != "l2":
+        if batch.decays and batch.decay_method != "l2" and not batch.modifiers.cautious_weight_decay:
             factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
             foreach.scale(batch.weights, factor, batch.accepted)
 
@@ -104,27 +107,82 @@ def scaled(factors: list[Tensor], scales: Sequence[float] | Tensors) -> list[Ten
 
 
 def subtract(chunk: Chunk, engine: Engine, factors: list[Tensor], scales: Sequence[float] | Tensors) -> None:
-    """``p -= lr * scale * factor``, of logical matrices; may write to ``factors``."""
+    """``p -= lr * scale * factor``, as modifiers have it; may write to ``factors``."""
+    remaining = iter(factors)
+    of_batches = [(batch, list(islice(remaining, sum(_counts(engine, batch))))) for batch in chunk.batches]
     if chunk.kernels is not None:
-        if chunk.watch is not None:
-            dtypes = (
-                w.dtype
-                for b in chunk.batches
-                for i, w in zip(b.indices, b.weights, strict=True)
-                for _ in engine.matrices[i]
-            )
-            copies = [x.to(dtype, copy=True) for x, dtype in zip(factors, dtypes, strict=True)]
-            chunk.watch(chunk.indices, scaled(copies, scales))
-        chunk.kernels.subtract(chunk.batches, factors, scales)
+        _by_kernels(chunk, chunk.kernels, engine, of_batches, factors, scales)
         return
     updates = scaled(factors, scales)
     if chunk.watch is not None:
         chunk.watch(chunk.indices, updates)
-    merged = iter(engine.merge(chunk.indices, updates))
-    for batch in chunk.batches:
-        pairs = zip(batch.weights, merged, strict=False)
-        of_batch = [x if x.ndim == weight.ndim else x.view(weight.shape) for weight, x in pairs]
-        foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
+    for batch, of_batch in of_batches:
+        if batch.decays and batch.modifiers.cautious_weight_decay:
+            rate = foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+            decay_cautiously(batch.weights, _merged(batch, engine, of_batch), 1 - batch.column(rate))
+    coefficients = iter(_coefficients(engine, [each for each in of_batches if each[0].modifiers.measures]))
+    for batch, of_batch in of_batches:
+        if not batch.modifiers.measures:
+            foreach.subtract(batch.weights, _merged(batch, engine, of_batch), batch.lr, batch.accepted)
+            continue
+        shards = engine.split(batch.indices, list(batch.weights))
+        move(shards, of_batch, next(coefficients))
+        for weight, x in zip(batch.weights, engine.merge(batch.indices, shards), strict=True):
+            if weight is not x:
+                weight.copy_(x)
+
+
+def _by_kernels(
+    chunk: Chunk,
+    kernels: StepKernels,
+    engine: Engine,
+    of_batches: list[tuple[Batch, list[Tensor]]],
+    factors: list[Tensor],
+    scales: Sequence[float] | Tensors,
+) -> None:
+    if chunk.watch is not None:
+        several = (zip(_counts(engine, batch), batch.weights, strict=True) for batch in chunk.batches)
+        dtypes = [weight.dtype for of_batch in several for count, weight in of_batch for _ in range(count)]
+        copies = [x.to(dtype, copy=True) for x, dtype in zip(factors, dtypes, strict=True)]
+        chunk.watch(chunk.indices, scaled(copies, scales))
+    if of_batches[0][0].modifiers.measures:  # all hold norms, else kernels do not serve
+        kernels.rotate(chunk.batches, factors, torch.cat(_coefficients(engine, of_batches)).float())
+    else:
+        kernels.subtract(chunk.batches, factors, scales)
+
+
+def _counts(engine: Engine, batch: Batch) -> list[int]:
+    return [len(engine.matrices[i]) or 1 for i in batch.indices]  # without a layout one update
+
+
+def _merged(batch: Batch, engine: Engine, updates: Tensors) -> list[Tensor]:
+    pairs = zip(batch.weights, engine.merge(batch.indices, updates), strict=True)
+    return [x if x.ndim == weight.ndim else x.view(weight.shape) for weight, x in pairs]
+
+
+def _coefficients(engine: Engine, of_batches: Sequence[tuple[Batch, list[Tensor]]]) -> list[Tensor]:
+    """Rows ``(moves, a, b)`` of each ``W <- (W - a U) b``, by one reduction."""
+    if not of_batches:
+        return []
+    weights, updates = list[StatisticsRequest](), list[StatisticsRequest]()
+    for batch, of_batch in of_batches:
+        shards = engine.split(batch.indices, list(batch.weights))
+        for W, x, u in zip(engine.flat(batch.indices), shards, of_batch, strict=True):
+            weights.append(StatisticsRequest(matrix=W, x=x, squared_norm=True, inner=u))
+            updates.append(StatisticsRequest(matrix=W, x=u, squared_norm=True))
+    statistics, done, coefficients = engine.statistics([*weights, *updates]), 0, list[Tensor]()
+    squares = norms_of(statistics).view(2, -1)
+    inner = torch.stack([of_matrix["inner_product"] for of_matrix in statistics[: len(weights)]])
+    for batch, of_batch in of_batches:
+        at, counts = slice(done, done := done + len(of_batch)), _counts(engine, batch)
+        if batch.modifiers.weight_norm == "hold":
+            of_each = zip(batch.further, counts, strict=True)
+            radii = torch.stack([radius for kept, count in of_each for radius in kept[:count]])
+            lengths = batch.masked(radii * batch.lr, counts)
+            coefficients.append(on_spheres(squares[:, at], inner[at], radii, lengths))
+        else:
+            coefficients.append(resized(squares[:, at], inner[at], batch.column(batch.lr, counts), batch.modifiers))
+    return coefficients
 
 
 def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None, cast: bool = True) -> list[Batch]:

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.modifiers import RelativeUpdate, WeightNorm
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, check_shard
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -25,7 +26,14 @@ MOMENTUM_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Execution(TypedDict, total=False):
-    """Arguments that say where and how steps are computed."""
+    """Arguments that say where and how steps are computed, and modifiers."""
+
+    cautious_weight_decay: bool
+    weight_norm: WeightNorm
+    brake_outward: float
+    brake_inward: float
+    relative_update: RelativeUpdate
+    update_ratio: float
 
     cuda_graphs: bool
     data_parallel_group: ProcessGroup | None
@@ -57,7 +65,8 @@ def spelled_out[**P](kind: type[Execution], base: type) -> Callable[[Callable[P,
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         signature, of_base = inspect.signature(init), inspect.signature(base).parameters
         written = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in of_base.items() if name in kind.__annotations__]
+        names = kind.__annotations__.keys() - {p.name for p in written}
+        taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in of_base.items() if name in names]
         init.__signature__ = signature.replace(parameters=[*written, *taken])  # type: ignore[attr-defined]
         return init
 

@@ -23,6 +23,7 @@ from megatron_eopt.optimizers.group_settings import (
     rename,
     renamed,
 )
+from megatron_eopt.optimizers.modifiers import NONE, Modifiers
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.parameters import (
     check_matrix,
@@ -246,6 +247,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         scales = StateTensor(MOMENTUM_SCALES, dtype=torch.float32, block=BLOCK)
         return [StateTensor(MOMENTUM_CODES, dtype=torch.int8), scales]
 
+    def modifiers_of(self, group: Mapping[str, Any]) -> Modifiers:
+        """What a group has done between updates and weights."""
+        return NONE
+
     # The step.
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
@@ -387,6 +392,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
                     rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in chosen],
                     scales=[local(self.state[p][MOMENTUM_SCALES]) for p in chosen] if in_codes else None,
+                    modifiers=self.modifiers_of(group),
                 )
             )
         return batches
@@ -406,5 +412,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             momentum = (MOMENTUM_BUFFER, MOMENTUM_CODES, MOMENTUM_SCALES)
             known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key not in momentum]
         keys, state = known[parameter], self.state[parameter]
+        if not keys:
+            return []
         state = state if state.keys() >= set(keys) else self._states.of(parameter)
         return [local(state[key]) for key in keys]

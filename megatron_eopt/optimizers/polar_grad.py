@@ -43,7 +43,11 @@ class PolarGrad(TensorParallelMuon):
     """
 
     traits = replace(
-        TensorParallelMuon.traits, size_rule="the nuclear norm of the momentum", measures=True, keeps_momenta=True
+        TensorParallelMuon.traits,
+        size_rule="the nuclear norm of the momentum",
+        measures=True,
+        keeps_momenta=True,
+        has_modifiers={"weight_norm": ("none", "brake"), "relative_update": ("none", "bound")},
     )
 
     @spelled_out(Transport, TensorParallelMuon)

@@ -58,6 +58,11 @@ class Scion(TensorParallelMuon):
         size_rule="radius * sqrt(rows / cols)",
         no_settings=frozenset({"nesterov"}),
         instead_of_decay="constrained=True bounds matrices by their radius",
+        has_modifiers={
+            "weight_norm": ("none", "brake"),
+            "relative_update": ("none", "bound"),
+            "cautious_weight_decay": (False,),
+        },
     )
 
     @also_called(spectral_radius=RADIUS)

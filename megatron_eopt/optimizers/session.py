@@ -28,6 +28,7 @@ class Plans:
     further_keys: dict[Tensor, list[str]] = field(default_factory=dict)  # of state beside the momentum
     numbered: tuple[Engine, dict[Tensor, Numbered]] | None = None  # entries of momenta in bf16, and for which engine
     scales: tuple[Engine | None, list[list[float]]] = (None, [])  # of each parameter's matrices, and for which engine
+    normed: Engine | None = None  # the engine for which norms of weights were measured
     graphed: GraphedUpdate | None = None
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
 

@@ -60,6 +60,7 @@ class StateTensor:
     rank: int | None = None
     start: Callable[[int], Tensor] | None = None  # first values along its first dimension, by its length, not zeros
     block: int | None = None  # columns of a matrix, from its first one on, that share an entry
+    optional: bool = False  # it begins anew where a loaded state lacks it
 
     @property
     def like_parameter(self) -> bool:
@@ -187,6 +188,8 @@ class States:
         """Set what torch's load moved, cast or left out."""
         state = self.kept[parameter]
         for tensor in self.described(parameter):
+            if tensor.key not in saved and tensor.optional:
+                continue
             if self.is_on_host(parameter, tensor):
                 state[tensor.key] = self.initial(parameter, tensor).copy_(saved[tensor.key])
             elif tensor.rank is not None and tensor.is_elsewhere(self.layouts(parameter)):  # once all had it
@@ -264,6 +267,8 @@ def check_loaded(
     converted: set[str] = set()
     for parameter, state in states:
         for tensor in described(parameter):
+            if tensor.key not in state and tensor.optional:
+                continue
             if tensor.key not in state:
                 raise ValueError(
                     f"{name} needs {tensor.key!r} for the parameter of shape {tuple(parameter.shape)}, but the state "

@@ -98,7 +98,7 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
 
     One rank may ask while others wait: neither plans nor layouts, which may need all ranks, are asked for.
     """
-    if reason := KERNELS["triton"].missing(device):
+    if reason := KERNELS["triton"].missing(device) or _modified(optimizer):
         return reason
     kinds = dict[tuple[torch.dtype, torch.dtype], None]()
     for name, parameter in zip(optimizer._names(), optimizer._parameters(), strict=True):
@@ -116,6 +116,14 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
         return next(filter(None, (fault(*kind, device) for kind in kinds)), None)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _modified(optimizer: OrthogonalizedOptimizer) -> str:
+    """What of the groups' modifiers kernels do not do; empty if they serve."""
+    modifiers = [optimizer.modifiers_of(group) for group in optimizer.param_groups]
+    if by_torch := sorted(filter(None, {each.by_torch for each in modifiers})):
+        return f"groups have {' and '.join(by_torch)}"
+    return "weight_norm 'hold' is not that of all groups" if len({each.measures for each in modifiers}) > 1 else ""
 
 
 def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> str | None:

@@ -119,7 +119,7 @@ class StepKernels:
             launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
-        """Apply :func:`~megatron_eopt.optimizers.hyperball.move` with coefficients in fp32."""
+        """Apply :func:`~megatron_eopt.optimizers.weight_step.move` with coefficients in fp32."""
         from megatron_eopt.optimizers.triton_step import subtract_kernel
 
         for x in self._launches(batches, factors, SCALES_ON_DEVICE=True, ON_SPHERE=True):

@@ -1,6 +1,7 @@
 """Muon for parameters that may be sharded."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import reports
+from megatron_eopt.optimizers import held_norms, reports
 from megatron_eopt.optimizers.base import KERNEL, RATES
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
@@ -26,7 +27,9 @@ from megatron_eopt.optimizers.group_settings import (
     decay_method,
     note_short_schedule,
     own_settings,
+    warn,
 )
+from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, Modifiers, RelativeUpdate, WeightNorm
 from megatron_eopt.optimizers.muon import Chunk, chosen, muon, scaled
 from megatron_eopt.optimizers.muon_arguments import (
     MOMENTUM_DTYPES,
@@ -40,7 +43,7 @@ from megatron_eopt.optimizers.muon_arguments import (
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer, check_given
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_matrix, local
-from megatron_eopt.optimizers.state import bytes_of_entry, check_writer
+from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry, check_writer
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form, check_kept_form
 from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, SETTLED, STEPS, Traits
 from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
@@ -75,9 +78,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     tensor parallelism under them) work in their own layouts. Query groups of fused projections are interleaved,
     ``(groups, q + k + v, hidden)``, as Megatron stores them. :func:`muon` is the step.
 
-    A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, and its
-    own ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and
-    ``weight_decay_method``::
+    A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, its own
+    ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and ``weight_decay_method``,
+    and its own modifiers, the arguments from ``cautious_weight_decay`` to ``update_ratio``::
 
         TensorParallelMuon([{"params": a, "num_ns_steps": 10}, {"params": b, "extra_scale_factor": 0.5}])
 
@@ -125,6 +128,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             bits at every layout: see :mod:`~megatron_eopt.optimizers.rounding`.
         momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
             Jordan's speedruns; 0 for none. A state saved without it goes on without it.
+        cautious_weight_decay: decay only entries whose signs do not differ from their update's. This modifier and the
+            following ones are written out in :mod:`~megatron_eopt.optimizers.modifiers`.
+        weight_norm: ``hold`` keeps the norm that each logical matrix has before the first step, and updates have ``lr``
+            times that norm; ``brake`` lets a part of what a step changes the norm by through; or ``none``.
+        brake_outward: the part, in [0, 1], of what the norm would grow by.
+        brake_inward: the part of what it would shrink by.
+        relative_update: ``match`` or ``bound``: before the rate, the norm of an update is, or is at most,
+            ``update_ratio`` times that of its weight; or ``none``.
+        update_ratio: above 0.
         step_kernels: what does the elementwise work of a step: ``triton``, two kernels for many parameters at once, or
             ``torch``. By default that of the checkpoint; else, on a GPU, ``triton`` where it serves.
 
@@ -176,6 +188,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         momentum_dtype: torch.dtype | None = None,
         momentum_warmup: int = 0,
         step_kernels: str | None = None,
+        cautious_weight_decay: bool = False,
+        weight_norm: WeightNorm = "none",
+        brake_outward: float = 0.5,
+        brake_inward: float = 1.0,
+        relative_update: RelativeUpdate = "none",
+        update_ratio: float = 1.0,
     ) -> None:
         name = type(self).__name__
         check_form(step_kernels, momentum_dtype)
@@ -194,6 +212,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.plan_rates, self.symmetric_products = plan_rates, symmetric_products
         self.workspace = workspace
         self.step_kernels = step_kernels
+        modified = (cautious_weight_decay, weight_norm, brake_outward, brake_inward, relative_update, update_ratio)
+        self.modifiers = Modifiers(*modified).checked(name, self.traits.has_modifiers)
+        self.modifiers.with_effect(self.modifiers.described())
         self.cuda_graphs = cuda_graphs
         note_short_schedule(self.newton_schulz)
         # True by default, which does not contradict what is said of the method
@@ -227,6 +248,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return muon(chunk, engine)
 
     def _take(self, accepted: Tensor) -> None:
+        plans = self._session.plans
+        if plans.normed is not self.engine:
+            held_norms.find_norms(self)  # another try measures the same
+            plans.normed = self.engine
         if self._of_user(*OF_PARAMETERS):
             batches = self._take_users(accepted)
         else:
@@ -270,6 +295,26 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if group.get(MOMENTUM_STEPS, 0) < self.momentum_warmup and beta > WARMUP_FROM:
             beta = WARMUP_FROM + (beta - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
         return beta, weight_decay
+
+    def modifiers_of(self, group: Mapping[str, Any]) -> Modifiers:
+        """The modifiers of a group; a ``ValueError`` for impossible ones."""
+        return self.modifiers.of_group(group)
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum, and the norm of each matrix where it is held."""
+        group: Mapping[str, Any] = {}
+        with suppress(KeyError):  # of a tensor that is no parameter
+            group = self.group_of(parameter)
+        held = self.modifiers_of(group).weight_norm == "hold"
+        return [*super().state_tensors(parameter), *(held_norms.radii(self.key_ends(parameter)) if held else ())]
+
+    def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+        """Also scale the norms that matrices keep."""
+        held = [p for p in parameters if self.modifiers_of(self.group_of(p)).weight_norm == "hold"]
+        before = held_norms.norms_of_weights(self, held)[1]
+        super().scale_rows(parameters, factors)
+        if held:
+            held_norms.scale_radii(self, held, before)
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         warm = {MOMENTUM_STEPS: self.momentum_warmup} if self.momentum_warmup and MOMENTUM_STEPS not in saved else {}
@@ -393,6 +438,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             plans.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
             whole = type(self).program is TensorParallelMuon.program  # others have temporaries of their own
+            plans.further_keys.clear()
             plans.kernels = agreed_kernels(self, engine, self.step_kernels, whole)
         return engine
 
@@ -405,17 +451,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                     f"{key} has no effect here, got {group[key]!r}: {user[0]} of your own decides; take the setting "
                     f"away"
                 )
-            if self.traits.size_rule is not None and key in group and "scale_factor_fn" in names:
+            rule = self.traits.size_rule or self.modifiers_of(group).sizes
+            if rule is not None and key in group and "scale_factor_fn" in names:
                 raise ValueError(
-                    f"{key} has no effect here, got {group[key]!r}: the size of an update is {self.traits.size_rule}; "
-                    f"take the setting away, and set lr"
+                    f"{key} has no effect here, got {group[key]!r}: the size of an update is {rule}; take the setting "
+                    f"away, and set lr"
                 )
         return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients decide."""
-        users = self._of_user(*OF_MATRICES, "scale_factor_fn")
-        return None if self.traits.measures or users else self.update_settings(group or {}).predicted_rms(rows, cols)
+        users, modifiers = self._of_user(*OF_MATRICES, "scale_factor_fn"), self.modifiers_of(group or {})
+        unknown = self.traits.measures or users or modifiers.needs_norm
+        return None if unknown else self.update_settings(group or {}).predicted_rms(rows, cols)
 
     def explain(self) -> str:
         """The plan of a step, a table; all ranks ask."""
@@ -454,6 +502,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             METHOD: decay_method(type(self).__name__, self.defaults),
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
+            **self.modifiers.described(self.traits.has_modifiers),
             **({} if kept == "fp32" else {"momentum_dtype": kept}),
             **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
             **({"of_groups": of_groups} if of_groups else {}),
@@ -467,7 +516,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         )
         sized_otherwise = self.traits.size_rule or self._of_user("scale_factor_fn")
         sizes = {} if sized_otherwise else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
-        known = super().settings_of_groups() | iteration | sizes
+        known = super().settings_of_groups() | iteration | sizes | self.modifiers.settable(self.traits.has_modifiers)
         return {key: value for key, value in known.items() if key not in without}
 
     def _further_settings(self) -> dict[str, Any]:
@@ -484,7 +533,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """The scale of a group's matrices; None for 1."""
         if self._of_user("scale_factor_fn"):
             return self.scale_factor_fn
-        return None if self.traits.measures else self.update_settings(group).scale
+        measures = self.traits.measures or self.modifiers_of(group).sizes
+        return None if measures else self.update_settings(group).scale
 
     def _planned_settings(self) -> object:
         return (
@@ -509,6 +559,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._check_update_settings(group, number)
         super().load_state_dict(state_dict)
         self._session.plans.graphed = None  # the momenta that it was captured with are gone
+        if dropped := held_norms.drop_unused(self):
+            warn(
+                f"{type(self).__name__}: the state has norms of weights, for {len(dropped)} parameters whose "
+                f"weight_norm is not 'hold' here, such as {dropped[0]}: they are dropped"
+            )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -522,14 +577,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
                 f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
             )
-        if self.traits.size_rule and self._of_user("scale_factor_fn"):
-            raise ValueError(
-                f"scale_factor_fn has no effect here: the size of an update is {self.traits.size_rule}; set lr"
-            )
+        modifiers = self.modifiers_of(group)
+        if (rule := self.traits.size_rule or modifiers.sizes) and self._of_user("scale_factor_fn"):
+            raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
         for parameter in group["params"]:
             check_kept(name, parameter, self.offload_fraction, self.momentum_dtype)
             check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
-            if self.traits.measures:
+            if self.traits.measures or modifiers.measures:
                 refuse_blockwise(self, parameter, "norms")
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
@@ -550,11 +604,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         for key in traits.no_settings & self.defaults.keys():
             if group[key] != self.defaults[key]:
                 raise ValueError(f"{name} has no {key}, got {group[key]!r}: take the setting away")
-        if traits.decays_weights:
-            return
-        if (method := decay_method(name, group)) != "decoupled":
+        modifiers, method = self.modifiers_of(group).checked(name, traits.has_modifiers), decay_method(name, group)
+        if modifiers.cautious_weight_decay and method == "l2":
             raise ValueError(
-                f"{name} has no weight decay, but its {METHOD} is {method!r}: {traits.instead_of_decay}; take {METHOD} "
+                f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
+                f"take another {METHOD}, or leave it off"
+            )
+        if traits.decays_weights and modifiers.weight_norm != "hold":
+            return
+        name += "" if traits.instead_of_decay else " with weight_norm 'hold'"
+        instead_of_decay = traits.instead_of_decay or INSTEAD_OF_DECAY
+        if method != "decoupled":
+            raise ValueError(
+                f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
                 f"and {DECOUPLED} away"
             )
         # a scheduler may set it in any step; a group that is to be loaded is not one of these yet
@@ -562,5 +624,5 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             if own_group is group:
                 raise ValueError(
                     f"{name} has no weight decay, got {group['weight_decay']} for group {number}: "
-                    f"{traits.instead_of_decay}; set the weight_decay of its matrices to 0"
+                    f"{instead_of_decay}; set the weight_decay of its matrices to 0"
                 )

@@ -1,15 +1,17 @@
 """What one kind of optimizer has otherwise than another."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 
 SPLIT_ATTRIBUTES = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
 """Attributes that describe fused projections."""
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
-PLANNED_IN_GROUPS = tuple((key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE))
+PLANNED_IN_GROUPS = tuple((key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE, *MODIFIERS))
 UNSET: dict[str, Any] = {
     **dict.fromkeys(("pg_collection", "is_qkv_fn", "qkv_split_shapes", "symmetric_products")),
     "split_qkv": False,
@@ -41,6 +43,8 @@ class Traits:
         instead_of_decay: what replaces weight decay, for messages.
         size_rule: how large an update is, where the scale settings have no effect.
         no_settings: settings of Muon's groups that a relative lacks.
+        has_modifiers: the values of modifiers that it has, where it lacks some: see
+            :mod:`~megatron_eopt.optimizers.modifiers`.
         measures: whether each step measures global matrices for the size of updates.
         multiplies: whether the kernel's products are its own, and nothing is orthogonalized.
         keeps_momenta: whether the program needs momenta after they were orthogonalized.
@@ -60,6 +64,7 @@ class Traits:
     instead_of_decay: str = ""
     size_rule: str | None = None
     no_settings: frozenset[str] = frozenset()
+    has_modifiers: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     measures: bool = False
     multiplies: bool = False
     keeps_momenta: bool = False

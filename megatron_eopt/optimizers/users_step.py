@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.batches import Batch
+from megatron_eopt.optimizers.batches import Batch, repeated
 from megatron_eopt.optimizers.foreach import Mask
 from megatron_eopt.optimizers.muon import Chunk, chosen
 from megatron_eopt.optimizers.users_functions import checked
@@ -60,8 +61,9 @@ def users_step(
     resume(running, engine.split(indices, updates))
     changing(True)
     for batch, copy, mask in zip(batches, copies, masks, strict=True):
-        for old, new in zip(batch.changed, copy.changed, strict=True):
-            torch._foreach_copy_(old, foreach.masked(new, old, mask))
+        old, new = list(chain(*batch.changed)), list(chain(*copy.changed))
+        of_each = None if mask is None else repeated(mask, list(map(len, batch.changed)))
+        torch._foreach_copy_(old, foreach.masked(new, old, of_each))
 
 
 def _copied(batch: Batch) -> Batch:

@@ -7,8 +7,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import MuonHyperball as Theirs
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.hyperball import MuonHyperball, rotate
-from megatron_eopt.optimizers.muon import Chunk
+from megatron_eopt.optimizers.hyperball import MuonHyperball
+from megatron_eopt.optimizers.muon import Chunk, subtract
 from megatron_eopt.parallel import statistics
 from tests.distributed.test_statistics import allocations
 from tests.optimizers.field import (
@@ -203,10 +203,11 @@ def test_a_large_matrix_moves_by_pieces(tmp_path, monkeypatch):
     run(whole, p, [0])
     run(cut, q, [0])
     update = drawn((150, 100), 1)
-    rotate(chunk_of(whole), whole.engine, [update])
+    subtract(chunk_of(whole), whole.engine, [update], [1.0])
     for module in (foreach, statistics):
         monkeypatch.setattr(module, "MOST_BYTES", 2**14)  # of 60,000
-    bytes_of_each, _ = allocations(lambda: rotate(chunk_of(cut), cut.engine, [update]), tmp_path / "trace.json")
+    chunk = chunk_of(cut)
+    bytes_of_each, _ = allocations(lambda: subtract(chunk, cut.engine, [update], [1.0]), tmp_path / "trace.json")
     assert max(bytes_of_each) <= 2**14
     assert_close(q.detach(), p.detach().double(), 1e-6)
 

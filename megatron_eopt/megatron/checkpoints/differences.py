@@ -11,12 +11,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, split_key
+from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, blocks_of, split_key
 from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
 from megatron_eopt.megatron.agreement import distinct, say, union
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums
 from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
+from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER, MOMENTUM_CODES
 from megatron_eopt.registry import list_optimizers, optimizer_class
 
@@ -66,9 +67,9 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
                 f"parameters: save it with --dist-ckpt-optim-fully-reshardable, or {FRESH}"
             )
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
-    optional = frozenset[str]()
+    optional = frozenset[str](OPTIONAL if any(each[BLOCK].get("modifies") for each in optimizers) else ())
     if any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes):
-        optional = frozenset({_SECOND_MOMENT, _DISTRIBUTED_MAIN})
+        optional |= {_SECOND_MOMENT, _DISTRIBUTED_MAIN}
         theirs = {MOMENTUM_BUFFER: _FIRST_MOMENT}
         if any(split_key(key)[0] == _DISTRIBUTED_MAIN for key in stored.shapes):
             theirs[MAIN] = _DISTRIBUTED_MAIN
@@ -85,6 +86,23 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
     return stacks_layers(stored.shapes) if any(each[BLOCK]["layers_differ"] for each in optimizers) else None
 
 
+def leave_out_missing(optimizers: Iterable[dict[Any, Any]], stored: Stored) -> None:
+    """Take out of the request what modifiers keep and the checkpoint lacks, or say what they drop."""
+    missing, wanted = set[str](), set[str]()
+    blocks = [each[BLOCK] for each in optimizers if each[BLOCK].get("modifies")]
+    for states in (of_parameter for block in blocks for of_parameter in block["state"].values()):
+        for state in [state for state in states if base(state) in OPTIONAL]:
+            wanted |= {tensor.key for tensor in states[state]}
+            missing |= {base(state)} if any(tensor.key not in stored.shapes for tensor in states[state]) else set()
+            states[state] = [tensor for tensor in states[state] if tensor.key in stored.shapes]
+    for state in union(missing):
+        say(f"the checkpoint lacks {state} of some parameters, which modifiers of this run keep: it begins anew there")
+    kept = set(union(wanted))
+    unused = {base(split_key(key)[0]) for key in stored.shapes.keys() - kept} & {*OPTIONAL}
+    for state in sorted(unused) if blocks else ():
+        say(f"the checkpoint holds {state} of some parameters, which no modifier of this run keeps: it is left out")
+
+
 def too_new(written: int) -> str | None:
     """Why this format cannot be read; None if it can."""
     if written <= FORMAT:
@@ -98,7 +116,7 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
     parameters = {split_key(key)[1] for key in wanted}
     missing = sorted(wanted.keys() - stored.keys())
     split = ((key, *split_key(key)) for key in sorted(stored.keys() - wanted.keys()))
-    unused = [key for key, state, name in split if name in parameters and state not in optional | {""}]
+    unused = [key for key, state, name in split if name in parameters and base(state) not in optional | {""}]
     if missing or unused:
         example = split_key((missing or unused)[0])[1]
         needs, has = ({split_key(key)[0] for key in keys if split_key(key)[1] == example} for keys in (wanted, stored))

@@ -19,6 +19,7 @@ from megatron_eopt.manifest.families import compressed as boxes_of
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.optimizers.state import NO_SETTINGS
 from megatron_eopt.registry import list_optimizers, optimizer_class
 
@@ -33,7 +34,10 @@ _SCHEDULED = frozenset({"lr", "weight_decay"})
 _SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})  # what it starts from
 # What a user gives to single groups: where a run no longer has one of them, it goes on without.
 _OVERRIDES = frozenset(
-    {"optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"}
+    {
+        *("optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode"),
+        *("extra_scale_factor", *MODIFIERS),
+    }
 )
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
 

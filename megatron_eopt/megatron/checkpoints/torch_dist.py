@@ -27,6 +27,7 @@ from megatron_eopt.megatron.parameters import model_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.layout import is_cut_again
 from megatron_eopt.redirect import around
 
@@ -80,6 +81,7 @@ class SavedState:
         if is_loading:
             block["import_adam"] = bool(getattr(config, "muon_momentum_from_adam", False))
             block["layers_differ"] = self._layers_differ
+            block["modifies"] = isinstance(self._torch, TensorParallelMuon)
             # A run may have other groups than the one that saved: ours are put together in load_state_dict.
             matching.torch_state(state_dict)["param_groups"] = []
         else:
@@ -104,6 +106,8 @@ class SavedState:
             if not tensor.like_parameter:
                 saved = block.get("state", {}).get(index, {}).get(tensor.key, [])
                 loaded = [each for each in nested_values(saved) if each is not None]
+                if tensor.optional and not loaded:
+                    continue
                 own = self._torch.state[parameter][tensor.key]
                 part = sharding.joined(tensor, loaded, tuple(local(own).shape))
                 inner["state"].setdefault(index, {})[tensor.key] = _like(own, part)
@@ -236,6 +240,8 @@ def checked_load(
         if problem := differences.of_another(None, wanted, blocks_of(stored.optimizer)):
             raise CheckpointError(f"{checkpoint_dir}: {problem}")
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    if stored.damage is None:
+        differences.leave_out_missing(optimizers, stored)
     if problem := stored.damage or differences.problem_of(optimizers, stored):
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
     tensors = sharding.sharded_tensors(sharded_state_dict)

@@ -1,0 +1,79 @@
+"""The mathematics of :mod:`~megatron_eopt.optimizers.modifiers`, over lists of shards."""
+
+from collections.abc import Iterator
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.foreach import Tensors
+from megatron_eopt.optimizers.modifiers import Modifiers
+from megatron_eopt.orthogonalize.forms import nonzero
+
+
+def decay_cautiously(weights: Tensors, updates: Tensors, factors: Tensor) -> None:
+    """``p *= factor`` in place, of entries whose signs do not differ from the update's.
+
+    An entry that is zero in either decays, as the paper has it. ``factors`` has one for each weight.
+    """
+    for xs, before, update, (factor,) in _stacks(weights, updates, factors[:, None]):
+        decayed = (before.to(factor.dtype) * factor).to(before.dtype)
+        agrees = before.sign() * update.sign() >= 0  # of signs: a product of small entries may become zero
+        torch._foreach_copy_(xs, torch.where(agrees, decayed, before).unbind())
+
+
+def move(weights: Tensors, updates: Tensors, coefficients: Tensor) -> None:
+    """Apply ``W <- (W - a U) b`` in place, rounded once; each has ``(moves, a, b)``."""
+    for xs, before, update, (moves, step, resize) in _stacks(weights, updates, coefficients):
+        moved = (before.to(step.dtype) - step * update.to(step.dtype)) * resize
+        torch._foreach_copy_(xs, torch.where(moves > 0, moved.to(before.dtype), before).unbind())
+
+
+def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -> Tensor:
+    """Coefficients ``(moves, a, b)`` of each step ``(W - a U) b`` that holds a norm.
+
+    That is ``R normalize(W - lr R normalize(U))``. The norm of the difference follows from those of its terms, so one
+    reduction is enough; fp64 leaves enough digits where they cancel. All is in fp64: ``squares`` are squared norms of
+    all ``W``, and of all ``U``; ``lengths`` are ``lr R``, and 0 where a matrix stays. Waits for no device.
+    """
+    squared_weights, squared_updates = squares
+    steps = lengths / nonzero(squared_updates.sqrt())
+    squared = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0)
+    # nearer to the center, what a step leaves of a matrix is rounding, and so is its direction
+    moves = (steps != 0) & (squared_updates > 0) & (squared > 1e-12 * squared_weights)
+    return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
+
+
+def resized(squares: Tensor, inner: Tensor, rates: Tensor, modifiers: Modifiers) -> Tensor:
+    """As :func:`on_spheres`, of other modifiers; ``rates`` are ``lr``, 0 where a matrix stays."""
+    squared_weights, squared_updates = squares
+    norms, steps = squared_weights.sqrt(), rates
+    if modifiers.relative_update != "none":
+        ratios = modifiers.update_ratio * norms / nonzero(squared_updates.sqrt())
+        steps = steps * (ratios.clamp(max=1) if modifiers.relative_update == "bound" else ratios)
+    resize = torch.ones_like(norms)
+    if modifiers.weight_norm == "brake":
+        after = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0).sqrt()
+        change = after - norms
+        kept = torch.where(change > 0, modifiers.brake_outward, modifiers.brake_inward)
+        resize = (norms + kept * change) / nonzero(after)
+    return torch.stack([(steps != 0) & (squared_updates > 0), steps, resize], 1)
+
+
+def _stacks(
+    weights: Tensors, updates: Tensors, of_each: Tensor
+) -> Iterator[tuple[list[Tensor], Tensor, Tensor, tuple[Tensor, ...]]]:
+    """Equal pieces as they lie and stacked, of updates too, with columns of numbers.
+
+    A piece has few enough rows that a copy is bounded. Numbers have the dtype to compute in.
+    """
+    pieces = list[tuple[Tensor, ...]]()
+    for x, update, row in zip(weights, updates, of_each.unbind(), strict=True):
+        height = max(1, foreach.MOST_BYTES // 4 // max(1, x.shape[1:].numel()))
+        pieces += zip(x.split(height), update.split(height), repeat(row), strict=False)
+    for some in foreach.alike(*zip(*pieces, strict=True)):
+        xs, us, rows = map(list, zip(*(pieces[i] for i in some), strict=True))
+        before, update = torch.stack(xs), torch.stack(us)
+        numbers = torch.stack(rows).to(torch.promote_types(before.dtype, torch.float32))
+        yield xs, before, update, numbers.view(*numbers.shape, *[1] * xs[0].ndim).unbind(1)

@@ -52,6 +52,18 @@ RUN_FLAGS = (  # whatever the optimizer
         choices=tuple(MOMENTUM_DTYPES),
     ),
     Flag(
+        "optimizer_weight_average",
+        "Average the weights of all parameters, and evaluate at it: ema:DECAY, or tail:STEPS for the mean of the last "
+        "steps.",
+        default=None,
+        metavar="RULE",
+    ),
+    Flag(
+        "save_weight_average",
+        "Let the model of checkpoints be that average; what is trained is in the optimizer state.",
+        default=False,
+    ),
+    Flag(
         "optimizer_metrics_interval",
         "Steps from one that is measured to the next; by default --log-interval, 0 for none.",
         default=None,
@@ -210,6 +222,11 @@ def _check_effect(args: argparse.Namespace) -> None:
     if name in ("adam", "sgd") and momentum_dtype != "fp32":
         raise ValueError(
             f"--optimizer-momentum-dtype {momentum_dtype} is for the momenta of this package's optimizers of matrices, "
+            f"and --optimizer {name} is Megatron's own: leave it away"
+        )
+    if name in ("adam", "sgd") and (average := getattr(args, "optimizer_weight_average", None)) is not None:
+        raise ValueError(
+            f"--optimizer-weight-average {average} is for runs with this package's optimizers and what is beside them, "
             f"and --optimizer {name} is Megatron's own: leave it away"
         )
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late

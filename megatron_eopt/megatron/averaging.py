@@ -1,7 +1,7 @@
-"""Optimizers that evaluate and save an average of their path."""
+"""Runs that evaluate, and may save as the model, an average of weights."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,11 +9,29 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.parameters import model_parameters, optimizers_of, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.weight_average import WeightAverage, average_in, average_of, swapped
 from megatron_eopt.redirect import around
+
+TRAINED = "weight_trained"  # state key of trained weights in fp32, where the model of a checkpoint is an average
+
+
+def average_weights(optimizers: Sequence[Optimizer], config: Any, args: Any) -> None:
+    """Begin the run's average of weights, if it has one; ``tail`` ends with it."""
+    rule = getattr(config, "optimizer_weight_average", None)
+    if rule is None:
+        return
+
+    def remaining() -> int | None:
+        last, now = getattr(args, "train_iters", None), getattr(releases.training_args(), "curr_iteration", None)
+        return None if last is None or now is None else last - now - 1
+
+    WeightAverage(rule, *optimizers, remaining=remaining)
 
 
 @around
@@ -21,37 +39,35 @@ def averaged(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces ``evaluate``: the model is at the average meanwhile."""
     model = inspect.signature(evaluate).bind(*args, **kwargs).arguments["model"]
     chunks = model if isinstance(model, list) else [model]
-    before: list[tuple[Tensor, Tensor]] = []
+    wrappers = [wrapper for optimizer in optimizers_of(chunks) for wrapper in plain_wrappers(optimizer)]
+    averaging = [wrapper for wrapper in wrappers if exports(wrapper, average_of(wrapper.optimizer) is not None)]
     try:
-        with torch.no_grad():
-            for wrapper in (wrapper for optimizer in optimizers_of(chunks) for wrapper in plain_wrappers(optimizer)):
-                for own, parameter in _pairs(wrapper):
-                    average = wrapper.optimizer.exported(own)
-                    before.append((parameter, parameter.detach().clone()))
-                    parameter.copy_(average)
-        return evaluate(*args, **kwargs)
+        with swapped(pair for wrapper in averaging for pair in _exported(wrapper)):
+            return evaluate(*args, **kwargs)
     finally:
-        with torch.no_grad():
-            for parameter, trained_at in before:
-                parameter.copy_(trained_at)
         for module in (module for chunk in chunks for module in chunk.modules()):
-            if before and isinstance(module, FSDPModule):
+            if averaging and isinstance(module, FSDPModule):
                 module.reshard()  # which may have kept the average, gathered, for the next step
+
+
+def exports(wrapper: Any, average: bool = False) -> bool:
+    """Whether the model is to be an average: Schedule-Free's always, others' if asked for."""
+    own = isinstance(wrapper.optimizer, BaseOptimizer) and wrapper.optimizer.traits.live_key is not None
+    return own or average
 
 
 def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
     """Save the average as the model, in separate tensors."""
-    averages = ((model, wrapper.optimizer.exported(own)) for own, model in _pairs(wrapper))
-    exported = {id(shard_of(model)): local(average).to(model.dtype) for model, average in averages}
-    for tensor in nested_values(model_sharded_state_dict) if exported else ():
+    exported = {id(shard_of(model)): local(average).to(model.dtype, copy=True) for model, average in _exported(wrapper)}
+    for tensor in nested_values(model_sharded_state_dict):
         if isinstance(tensor, ShardedTensor | ShardedTensorFactory) and id(tensor.data) in exported:
             tensor.data = exported[id(tensor.data)]
 
 
 def trained(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
-    """Parameters to save as state (others have an fp32 copy)."""
-    pairs = enumerate(_pairs(wrapper))
-    return {i: (wrapper.optimizer.traits.live_key, own.detach()) for i, (own, model) in pairs if own is model}
+    """Parameters to save as state where the model is an average (others have an fp32 copy)."""
+    key = wrapper.optimizer.traits.live_key if exports(wrapper) else TRAINED
+    return {i: (key, own.detach()) for i, (own, model) in enumerate(_pairs(wrapper)) if own is model}
 
 
 def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
@@ -64,9 +80,16 @@ def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
                 model.copy_(own)
 
 
+def _exported(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Model parameters and their averages."""
+    for own, model in _pairs(wrapper):
+        if exports(wrapper):
+            yield model, wrapper.optimizer.exported(own)
+        else:
+            yield model, average_in(wrapper.optimizer.state.get(own, {}), own)
+
+
 def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
-    """Trained and model parameters; none where they are the same."""
-    if not isinstance(wrapper.optimizer, BaseOptimizer) or wrapper.optimizer.traits.live_key is None:
-        return []
-    trained = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
-    return list(zip(trained, model_parameters(wrapper), strict=True))
+    """Trained and model parameters, which in fp32 are the same."""
+    of_optimizer = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
+    return list(zip(of_optimizer, model_parameters(wrapper), strict=True))

@@ -12,6 +12,7 @@ from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
+from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
@@ -131,6 +132,7 @@ class OptimizerOfRun:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
         remember(self.optimizer, self.model_chunks)
+        average_weights(list(torch_optimizers(self.optimizer)), self.config, self.facts.args)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for optimizer in torch_optimizers(self.optimizer):

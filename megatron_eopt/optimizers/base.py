@@ -46,6 +46,7 @@ from megatron_eopt.optimizers.state import (
 )
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
 from megatron_eopt.optimizers.users_functions import refuse_uncalled
+from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -340,6 +341,7 @@ class BaseOptimizer(Optimizer):
                 nothing is changed then.
         """
         check_writer(type(self), state_dict, warn=True)
+        state_dict = without_unused(self, state_dict)
         needed = self.defaults.keys() | self.traits.carried_settings | {STATE_OF, *dict(self.traits.planned_in_groups)}
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]

@@ -21,6 +21,7 @@ from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
 from megatron_eopt.optimizers.state import StateTensor, check_shape, check_state_dict, check_writer
 from megatron_eopt.optimizers.traits import STEPS
+from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 
 ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_key()
@@ -343,7 +344,7 @@ class Muon(Optimizer):
         try:
             self.matrices.load_state_dict(of_matrices)
             if self.adamw is not None:
-                self.adamw.load_state_dict(of_adamw)
+                self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
         except Exception:
             for part, attributes in before:
                 vars(part).update(attributes)

@@ -14,11 +14,14 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, blocks_of, split_key
 from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
 from megatron_eopt.megatron.agreement import distinct, say, union
+from megatron_eopt.megatron.averaging import TRAINED
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums
 from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
+from megatron_eopt.megatron.checkpoints.matching import torch_state
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER, MOMENTUM_CODES
+from megatron_eopt.optimizers.weight_average import AVERAGE
 from megatron_eopt.registry import list_optimizers, optimizer_class
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
@@ -67,7 +70,8 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
                 f"parameters: save it with --dist-ckpt-optim-fully-reshardable, or {FRESH}"
             )
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
-    optional = frozenset[str](OPTIONAL if any(each[BLOCK].get("modifies") for each in optimizers) else ())
+    modified = OPTIONAL if any(each[BLOCK].get("modifies") for each in optimizers) else ()
+    optional = frozenset({AVERAGE, *modified})
     if any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes):
         optional |= {_SECOND_MOMENT, _DISTRIBUTED_MAIN}
         theirs = {MOMENTUM_BUFFER: _FIRST_MOMENT}
@@ -81,7 +85,11 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
     requested_here = [(each[BLOCK]["optimizer"], requested_of(each)) for each in optimizers]
     for of_ranks in zip(*distinct(requested_here), strict=True):
         name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
-        if problem := mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks):
+        if (
+            problem := of_average(wanted, stored.shapes)
+            or mismatch(name, wanted, stored.shapes, optional)
+            or of_another(name, wanted, blocks)
+        ):
             return problem
     return stacks_layers(stored.shapes) if any(each[BLOCK]["layers_differ"] for each in optimizers) else None
 
@@ -101,6 +109,26 @@ def leave_out_missing(optimizers: Iterable[dict[Any, Any]], stored: Stored) -> N
     unused = {base(split_key(key)[0]) for key in stored.shapes.keys() - kept} & {*OPTIONAL}
     for state in sorted(unused) if blocks else ():
         say(f"the checkpoint holds {state} of some parameters, which no modifier of this run keeps: it is left out")
+
+
+def leave_averages(optimizers: Sequence[dict[Any, Any]], stored: Iterable[str]) -> None:
+    """Take averages of weights, and what belongs to them, out of a request if there are none."""
+    there = {split_key(key)[0] for key in stored}
+    for each in optimizers:
+        for values in torch_state(each)["state"].values():
+            for key in {AVERAGE, TRAINED} - there if isinstance(values, dict) else ():
+                values.pop(key, None)
+
+
+def of_average(wanted: Iterable[str], stored: Iterable[str]) -> str | None:
+    """Why a checkpoint whose model is an average cannot serve."""
+    parameters = {split_key(key)[1] for key in wanted}
+    if any(state == TRAINED and name in parameters for state, name in map(split_key, {*stored} - {*wanted})):
+        return (
+            f"its model is an average of weights (--save-weight-average), and this run, which has none, would go on "
+            f"from it: name its --optimizer-weight-average, or {FRESH}"
+        )
+    return None
 
 
 def too_new(written: int) -> str | None:

@@ -162,7 +162,8 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     block = {"state": loaded.get(BLOCK, {}).get("state", {})} | ({"groups": groups} if groups else {})
     modes = [each["settings"]["tp_mode"] for each in blocks if "tp_mode" in each.get("settings", {})]
     block |= {"tp_mode": modes[0]} if modes else {}
-    block |= next(({"manifest": each["manifest"]} for each in blocks if "manifest" in each), {})
+    for key in ("manifest", "average"):
+        block |= next(({key: each[key]} for each in blocks if key in each), {})
     if "optimizer" not in requested:
         return inner | {BLOCK: block}
     main = loaded.get(MAIN_PARAMETERS, [])

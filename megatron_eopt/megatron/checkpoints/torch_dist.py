@@ -19,7 +19,7 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, say, union
-from megatron_eopt.megatron.averaging import export, go_on_from, trained
+from megatron_eopt.megatron.averaging import export, exports, go_on_from, trained
 from megatron_eopt.megatron.checkpoints import differences, matching, sharding
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, checksums, loaded_tensors
 from megatron_eopt.megatron.checkpoints.files import contents_of
@@ -28,6 +28,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
 from megatron_eopt.parallel.layout import is_cut_again
 from megatron_eopt.redirect import around
 
@@ -43,6 +44,9 @@ class SavedState:
         self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
         self._state_dict, optimizer.state_dict = optimizer.state_dict, self.state_dict
+        asked = bool(getattr(optimizer.config, "save_weight_average", False))
+        self._exports = exports(optimizer, asked)  # whether the model of a checkpoint is an average
+        self._with_trained = False  # whether the state dict at work has what is trained, too
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Megatron's, as plain tensors without attributes: files allow no others."""
@@ -61,6 +65,8 @@ class SavedState:
             )
         if isinstance(self._torch, BaseOptimizer):
             self._torch.init_state()  # also of what has had no gradient yet: who loads asks for it
+        # of a run that may have exported an average, what is trained is asked for, and left out if it is not there
+        self._with_trained = self._exports or (is_loading and average_of(self._torch) is not None)
         # Megatron takes every tensor of the state for one of the shape of the parameter.
         hook = self._torch.register_state_dict_post_hook(self._shaped_as_parameters)
         try:
@@ -87,7 +93,10 @@ class SavedState:
         else:
             block |= self._about(matching.torch_state(state_dict)["state"].get("common_step"))
             block |= {} if self._run is None else {"manifest": to_json(self._run.families)}
-            export(self._megatron, model_sharded_state_dict)
+            if (average := average_of(self._torch)) is not None:
+                block["average"] = {"schedule": average.schedule(), "exported": self._exports}
+            if self._exports:
+                export(self._megatron, model_sharded_state_dict)
         return ({"optimizer": state_dict} if self._nested else state_dict) | {BLOCK: block}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -111,19 +120,27 @@ class SavedState:
                 own = self._torch.state[parameter][tensor.key]
                 part = sharding.joined(tensor, loaded, tuple(local(own).shape))
                 inner["state"].setdefault(index, {})[tensor.key] = _like(own, part)
+        average = block.get("average", {})
+        if average and average_of(self._torch) is None:
+            say(f"{type(self._torch).__name__} leaves the average of weights in the checkpoint, as this run has none")
         groups = self._torch.state_dict()["param_groups"]
         kept = [{key: group[key] for key in NO_SETTINGS & group.keys()} for group in groups]  # indices, and the mark
         settings = self._settings(theirs, block)
         inner["param_groups"] = [each | ours for each, ours in zip(settings, kept, strict=True)]
-        live = {index: inner["state"][index].pop(key) for index, (key, _) in trained(self._megatron).items()}
+        wanted = ((index, key) for index, (key, _) in self._trained().items())
+        live = {i: inner["state"][i].pop(key) for i, key in wanted if key in inner["state"].get(i, {})}
         self._place(state_dict)
+        for values in inner["state"].values():
+            if isinstance(values, dict) and AVERAGE in values:
+                values[SCHEDULE] = torch.tensor(average["schedule"], dtype=torch.float64)
         # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
         self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
         try:
             self._load(inner if self._nested else state_dict)
         finally:
             del self._megatron._filter_and_reorder_param_groups
-        go_on_from(self._megatron, live)
+        if exports(self._megatron) or average.get("exported"):
+            go_on_from(self._megatron, live)
         self._check_finite()
 
     def _place(self, state_dict: dict[str, Any]) -> None:
@@ -143,9 +160,16 @@ class SavedState:
         hidden = {(index, tensor.key) for index, _, tensor in self._described() if not tensor.like_parameter}
         found = state_dict["state"].items()
         state = {i: {key: x for key, x in values.items() if (i, key) not in hidden} for i, values in found}
-        for index, (key, parameter) in trained(self._megatron).items():
+        averaging = average_of(optimizer) is not None
+        for index, parameter in enumerate(self._parameters()):
+            if state.get(index, {}).pop(SCHEDULE, None) is not None or (averaging and state.get(index)):
+                state[index][AVERAGE] = average_in(state[index], parameter)
+        for index, (key, parameter) in self._trained().items():
             state[index][key] = parameter.clone()  # what is trained goes on while an asynchronous save writes
         return {**state_dict, "state": state}
+
+    def _trained(self) -> dict[int, tuple[str, Tensor]]:
+        return trained(self._megatron) if self._with_trained else {}
 
     def _described(self) -> Iterator[tuple[int, Tensor, StateTensor]]:
         if isinstance(self._torch, BaseOptimizer):
@@ -159,7 +183,7 @@ class SavedState:
         here = list(zip(map(matching.compressed, self._names_of_groups()), settings, strict=True))
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
         keys = [(index, tensor.key) for index, _, tensor in self._described()]
-        keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
+        keys += [(index, key) for index, (key, _) in self._trained().items()]
         for index, key in keys:
             having[base(key)].add(self._names[index])
         everywhere = distinct((step, here, {state: matching.compressed(names) for state, names in having.items()}))
@@ -240,6 +264,7 @@ def checked_load(
         if problem := differences.of_another(None, wanted, blocks_of(stored.optimizer)):
             raise CheckpointError(f"{checkpoint_dir}: {problem}")
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    differences.leave_averages(optimizers, stored.shapes)
     if stored.damage is None:
         differences.leave_out_missing(optimizers, stored)
     if problem := stored.damage or differences.problem_of(optimizers, stored):

@@ -281,6 +281,32 @@ RULES = (
         lambda run: run.averages and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "") == "torch"),
     ),
     Rule(
+        "schedule_free_adamw is an average of weights itself, and optimizer_weight_average "
+        "{run.weight_average} would be another one",
+        "leave one of the two away",
+        lambda run: run.averages and run.weight_average is not None,
+    ),
+    Rule(
+        "optimizer_weight_average {run.weight_average} evaluates at the average of each parameter, which a "
+        "data-parallel rank of the distributed optimizer, or of Megatron-FSDP, has of its own parameters only",
+        "leave --use-distributed-optimizer and --use-megatron-fsdp away",
+        lambda run: run.weight_average is not None and (run.layer_wise or run.megatron_fsdp),
+    ),
+    Rule(
+        "save_weight_average saves the average of optimizer_weight_average as the model, and this run has none",
+        "add --optimizer-weight-average, or leave --save-weight-average away",
+        lambda run: on(run.config, "save_weight_average") and run.weight_average is None,
+    ),
+    Rule(
+        "save_weight_average saves the average as the model and goes on from the optimizer state, which this run would "
+        "not save",
+        "leave --no-save-optim away, and take --ckpt-format torch_dist",
+        lambda run: (
+            on(run.config, "save_weight_average")
+            and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "") == "torch")
+        ),
+    ),
+    Rule(
         "Megatron-Core drops --dump-param-to-param-group-map with {run.optimizer!r}, and nothing would be written",
         "leave it away",
         lambda run: getattr(run.args, "dump_param_to_param_group_map", None) is not None,

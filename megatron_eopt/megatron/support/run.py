@@ -144,6 +144,11 @@ class Run:
         names = (self.optimizer, *self.assigned)
         return any(registry.traits_of(name).live_key is not None for name in names)
 
+    @property
+    def weight_average(self) -> str | None:
+        """The rule of an average of weights beside the optimizers."""
+        return getattr(self.config, "optimizer_weight_average", None)
+
 
 def on(settings: Any, *names: str) -> bool:
     """Whether a config, or None, has any of these set."""

@@ -1,0 +1,202 @@
+"""Averages of weights in real Megatron: what they are, evaluated, saved, resumed, moved to other ranks, refused.
+
+Saved in every step, a run leaves the weights from which the average follows by its definition.
+"""
+
+import pytest
+import torch
+
+from megatron_eopt.checkpoints.states import split_key
+from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE
+from tests.megatron.runs import MUON, TP2, assert_same, assert_same_ranks, losses, refused, resumed, train, whole
+from tests.megatron.test_schedule_free import EVALUATED, loaded, validation_losses
+from tests.optimizers.test_weight_average import by_definition
+
+RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 6]
+EMA, TAIL = (["--optimizer-weight-average", rule] for rule in ("ema:0.8", "tail:4"))
+SAVED_AS_MODEL = ["--save-weight-average"]
+
+
+def folder(path, iteration):
+    return path / f"iter_{iteration:07d}"
+
+
+def weights_and_averages(path, steps):
+    """Parameter -> its weights after each step, in fp32, and its average after the last."""
+    weights, averages = {}, {}
+    for step in range(1, steps + 1):
+        stored = loaded(folder(path, step), "")
+        of_state = {split_key(key): value for key, value in stored.items()}
+        in_bf16 = {name for state, name in of_state if state == "fp32_param"}
+        averages = {name: value for (state, name), value in of_state.items() if state == AVERAGE}
+        for (state, name), value in of_state.items():
+            if name in averages and state == ("fp32_param" if name in in_bf16 else ""):
+                weights.setdefault(name, []).append(value)
+    assert weights.keys() == averages.keys()
+    return {name: (of_steps, averages[name]) for name, of_steps in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flags"),
+    [
+        (MUON, TP2),
+        pytest.param(MUON, [*TP2, "--bf16"], id="muon-bf16"),
+        pytest.param([*MUON, "--muon-scalar-optimizer", "lion"], [], marks=pytest.mark.wide),
+        pytest.param(["--optimizer", "soap"], TP2, marks=pytest.mark.wide),
+        pytest.param(["--optimizer", "lion", "--lr", "1e-3", "--min-lr", "1e-3"], ["--bf16"], marks=pytest.mark.wide),
+    ],
+)
+@pytest.mark.parametrize("rule", ["ema:0.8", "tail:4"])
+@pytest.mark.shows("--optimizer-weight-average")
+def test_the_average_of_every_parameter_is_what_its_definition_says(tmp_path, optimizer, flags, rule):
+    """tail:4 ends with the run: the last window of six steps is that of the steps three to six."""
+    run = [*RUN, *optimizer, *flags, "--optimizer-weight-average", rule, "--save", tmp_path / "saved"]
+    train(tmp_path / "run", 2, *run, "--save-interval", 1)
+    found = weights_and_averages(tmp_path / "saved", 6)
+    assert {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"} <= found.keys()
+    assert any("linear_fc1.weight" in name for name in found)
+    for name, (of_steps, average) in found.items():
+        assert average.dtype == torch.float32
+        expected = by_definition(rule, of_steps if rule.startswith("ema") else of_steps[-4:])
+        torch.testing.assert_close(average.double(), expected, rtol=2e-6, atol=1e-6, msg=name)
+        assert not torch.equal(average, of_steps[-1]), name
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_evaluation_is_at_the_average_which_may_be_saved_as_the_model_and_training_goes_on(tmp_path, precision):
+    run = [*RUN, *MUON, *precision, *TP2]
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 4]
+    without, output = train(tmp_path / "without", 2, *run, *EVALUATED)
+    trained_at = validation_losses(output)[1]
+    straight, _ = train(tmp_path / "straight", 2, *run, *EMA)
+    evaluated, output = train(tmp_path / "evaluated", 2, *run, *EMA, *EVALUATED, *saved, *SAVED_AS_MODEL)
+    for other in (straight, evaluated):  # neither the average nor its evaluation changes what is trained
+        assert [rank["losses"] for rank in other] == [rank["losses"] for rank in without]
+    assert_same_ranks(evaluated, straight)
+    at_4 = validation_losses(output)[1]
+    assert at_4 != pytest.approx(trained_at, rel=1e-4)
+
+    # whoever knows nothing of averages finds this one in the model
+    exported = ["--load", tmp_path / "checkpoint", "--ckpt-step", 4, "--finetune", "--no-load-optim", "--skip-train"]
+    _, output = train(tmp_path / "exported", 2, *run, *EVALUATED, *exported, "--optimizer", "lion")
+    assert validation_losses(output)[0] == at_4
+
+    resumed, _ = train(tmp_path / "resumed", 2, *run, *EMA, *exported[:4])  # also without the flag
+    assert_same_ranks(resumed, straight)
+    for one, other in zip(resumed, straight, strict=True):
+        assert one["losses"] == other["losses"][-len(one["losses"]) :]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param([*MUON, *TP2, *TAIL], id="TP2-tail"),
+        pytest.param([*MUON, *EMA, "--bf16"], id="DP2-bf16", marks=pytest.mark.wide),
+        pytest.param([*MUON, *TP2, *EMA, "--optimizer-cpu-offload", "--bf16"], id="offload", marks=pytest.mark.wide),
+        pytest.param([*MUON, *EMA, "--use-torch-fsdp2", "--micro-batch-size", 1, "--eval-iters", 1], id="FSDP2"),
+        pytest.param(
+            [*MUON, *EMA, "--use-torch-fsdp2", "--micro-batch-size", 1, "--bf16", *SAVED_AS_MODEL, "--eval-iters", 1],
+            id="FSDP2-bf16-model",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param([*MUON, *TP2, *EMA, "--ckpt-format", "torch"], id="torch", marks=pytest.mark.wide),
+        pytest.param(
+            [*MUON, *EMA, "--pipeline-model-parallel-size", 2, *SAVED_AS_MODEL], id="PP2", marks=pytest.mark.wide
+        ),
+    ],
+)
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, flags):
+    (straight, _), _ = resumed(tmp_path, 2, *RUN, *flags, "--no-create-attention-mask-in-dataloader")
+    kept = whole([rank["after"] for rank in straight])
+    assert all(AVERAGE in of_one for of_one in kept.values())
+
+
+def test_the_average_moves_to_other_ranks_unchanged(tmp_path):
+    run = [*RUN, *MUON, *EMA]
+    train(tmp_path / "a", 2, *run, *TP2, "--save", tmp_path / "saved", "--save-interval", 4)
+    load = ["--load", tmp_path / "saved", "--ckpt-step", 4]
+    layouts = {"TP2": (2, TP2), "TP1": (1, []), "DP2": (2, []), "FSDP2": (2, ["--use-torch-fsdp2"])}
+    ran = {name: train(tmp_path / name, ranks, *run, *flags, *load)[0] for name, (ranks, flags) in layouts.items()}
+    started = {name: whole([rank["before"] for rank in ranks]) for name, ranks in ran.items()}
+    for name, of_one in started["TP2"].items():
+        assert of_one[SCHEDULE].tolist() == [0.8, 0, 4]
+        assert not torch.equal(of_one[AVERAGE], of_one["parameter"])
+        for layout in ("TP1", "DP2", "FSDP2"):
+            for key in ("parameter", AVERAGE, SCHEDULE):
+                assert torch.equal(started[layout][name][key], of_one[key]), (layout, name, key)
+
+
+def test_one_and_two_tensor_parallel_ranks_have_the_same_average(tmp_path):
+    run = [*RUN, *MUON, *TAIL, "--muon-fp32-matmul-prec", "highest"]
+    alone, _ = train(tmp_path / "alone", 1, *run)
+    both, _ = train(tmp_path / "both", 2, *run, *TP2)
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-5)
+    one, two = (whole([rank["after"] for rank in ranks]) for ranks in (alone, both))
+    for name in one:
+        torch.testing.assert_close(two[name][AVERAGE], one[name][AVERAGE], rtol=0, atol=1e-4, msg=name)
+        assert torch.equal(two[name][SCHEDULE], one[name][SCHEDULE])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A run's checkpoints of the second step, by the name of the average that it has."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    run = [*RUN, *MUON, "--train-iters", 3, "--save-interval", 2]
+    for name, flags in {"none": [], "ema": EMA, "model": [*EMA, *SAVED_AS_MODEL]}.items():
+        train(path / f"run-{name}", 1, *run, *flags, "--save", path / name)
+    return path
+
+
+AT_2 = ["--ckpt-step", 2, "--train-iters", 3]
+BEGINS = "begins anew, with the weights after the next step"
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "message"),
+    [
+        ("none", EMA, f"loads a state with no average of weights, and this run's is ema:0.8: it {BEGINS}"),
+        ("none", [*EMA, *SAVED_AS_MODEL], f"with no average of weights, and this run's is ema:0.8: it {BEGINS}"),
+        ("ema", [], "leaves the average of weights in the checkpoint, as this run has none"),
+        ("ema", TAIL, f"loads a state with the average ema:0.8 of weights, and this run's is tail:4: it {BEGINS}"),
+    ],
+    ids=["begun", "begun for the model", "left", "another"],
+)
+def test_a_checkpoint_of_a_run_with_another_average_is_loaded_and_said_so(tmp_path, checkpoints, saved, flags, message):
+    run = [*RUN, *MUON, *flags, "--load", checkpoints / saved, *AT_2]
+    (found,), output = train(tmp_path / "run", 1, *run)
+    assert message in output
+    (other,), _ = train(tmp_path / "other", 1, *RUN, *MUON, "--load", checkpoints / "none", *AT_2)
+    for name, of_one in found["after"].items():  # the average is the weights after that step, which are the same
+        assert torch.equal(of_one["parameter"], other["after"][name]["parameter"])
+        assert not flags or torch.equal(of_one[AVERAGE], of_one["parameter"])
+        assert flags or AVERAGE not in of_one
+
+
+def test_a_model_that_is_an_average_is_no_place_to_go_on_from_unasked(tmp_path, checkpoints):
+    run = [*RUN, *MUON, "--load", checkpoints / "model", *AT_2]
+    said = refused(*run)
+    assert (
+        "its model is an average of weights (--save-weight-average), and this run, which has none, would go on" in said
+    )
+    assert "name its --optimizer-weight-average, or pass --no-load-optim to load the weights alone" in said
+    (straight,), _ = train(tmp_path / "ema", 1, *RUN, *MUON, *EMA, "--load", checkpoints / "ema", *AT_2)
+    (found,), _ = train(tmp_path / "model", 1, *run, *EMA)
+    assert_same(found["after"], straight["after"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*MUON, "--optimizer-weight-average", "ema"], "an average of weights is ema:DECAY with 0 < DECAY < 1"),
+        (["--optimizer", "schedule_free_adamw", *EMA], "schedule_free_adamw is an average of weights itself"),
+        ([*MUON, *SAVED_AS_MODEL], "add --optimizer-weight-average, or leave --save-weight-average away"),
+        ([*MUON, *EMA, *SAVED_AS_MODEL, "--no-save-optim"], "leave --no-save-optim away, and take --ckpt-format"),
+        (
+            [*MUON, *EMA, "--bf16", "--use-distributed-optimizer"],
+            "leave --use-distributed-optimizer and --use-megatron-",
+        ),
+        (["--optimizer", "adam", *EMA], "--optimizer adam is Megatron's own: leave it away"),
+    ],
+)
+def test_what_cannot_have_an_average_is_refused_at_start(flags, message):
+    assert message in refused(*RUN, *flags)

@@ -201,6 +201,32 @@ def resumed(folder, ranks, *run, at=2, **how):
     return straight, again
 
 
+RATES = ("max_lr", "min_lr", "lr", "start_wd", "end_wd", "weight_decay")
+
+
+def assert_flags_win(folder, *run, before, after, ranks=1, **how):
+    """A resume with ``--override-opt-param-scheduler`` has, at once and later, the rates of a run with the same flags.
+
+    ``before`` and ``after`` are the flags of the run that saves and of the one that goes on. Returns what that one's
+    ranks recorded, and its output.
+    """
+
+    def rates(groups):
+        return [[{key: group.get(key) for key in RATES} for group in of_one] for of_one in groups]
+
+    run = [*run, "--lr-decay-style", "cosine", "--lr-decay-iters", 8, "--train-iters", 4]
+    two = ["--save", folder / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
+    train(folder / "saved", ranks, *run, *before, *two, **how)
+    load = ["--load", folder / "checkpoint", "--override-opt-param-scheduler"]
+    loaded, output = train(folder / "loaded", ranks, *run, *after, *load, **how)
+    fresh, _ = train(folder / "fresh", ranks, *run, *after, **how)
+    half, _ = train(folder / "half", ranks, *run, *after, "--exit-interval", 2, **how)
+    for rank in range(ranks):
+        assert rates(loaded[rank]["groups_before"]) == rates(half[rank]["groups"])
+        assert rates(loaded[rank]["groups"]) == rates(fresh[rank]["groups"])
+    return loaded, output
+
+
 def summary(output):
     """The line that says which optimizer owns how many parameters."""
     (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:") and " owns " in line]

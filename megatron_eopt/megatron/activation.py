@@ -214,6 +214,7 @@ def _forward_registry() -> None:
 def _is_megatrons_own(entry: Any) -> bool:
     """Whether nothing in an entry is a user's."""
     routing = [getattr(getattr(key, "predicate", None), "fn", None) for key in entry.default_param_overrides]
-    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, entry.config_to_kwargs or type(entry), *routing]
+    chosen = (entry.config_to_kwargs, getattr(entry, "config_to_cls", None))
+    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, *filter(None, chosen), *routing]
     homes = ("megatron.core.optimizer.emerging_optimizers", "emerging_optimizers.")
     return bool(routing) and all(str(getattr(each, "__module__", "")).startswith(homes) for each in made_of)

@@ -115,5 +115,7 @@ def _compared(model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None]
 
 
 def _is_whole(name: str, parameter: Tensor) -> bool:
-    cut = is_unmarked(parameter) or is_sharded(parameter) or is_cut_again(parameter)
+    # vectors of a gated delta product are marked as cut, without a partition_dim
+    marked = is_unmarked(parameter) or getattr(parameter, "tensor_model_parallel", False)
+    cut = marked or is_sharded(parameter) or is_cut_again(parameter)
     return not cut and not name.endswith(".softmax_offset")  # of which each rank has those of its heads

@@ -15,7 +15,13 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config, momentum_dtype_from, workspace_from
+from megatron_eopt.from_config import (
+    get_qkv_split_shapes,
+    kwargs_from_config,
+    momentum_dtype_from,
+    symmetric_products_from,
+    workspace_from,
+)
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.ademamix import AdEMAMix as AdEMAMix
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -152,6 +158,7 @@ class OptimizerSpec:
             of_muon["nesterov"] = config.muon_use_nesterov
         kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
         kwargs |= kwargs_from_config(self.cls, self.name, config)
+        kwargs |= symmetric_products_from(config) if self.takes("symmetric_products") else {}
         kwargs |= workspace_from(config) if self.takes("workspace") else {}
         kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
         if takes_l2_decay:  # Megatron's field is for Adam, too

@@ -47,6 +47,18 @@ def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
     return {} if dtype is None else {"momentum_dtype": dtype}
 
 
+def symmetric_products_from(config: Any) -> dict[str, str]:
+    """The argument ``symmetric_products``, of Megatron's ``--muon-use-syrk``."""
+    if not getattr(config, "muon_use_syrk", False):
+        return {}
+    if (named := getattr(config, "muon_symmetric_products", None)) not in (None, "triton"):
+        raise ValueError(
+            f"--muon-use-syrk asks for symmetric products by Triton, and --muon-symmetric-products for {named}: keep "
+            f"one of the two"
+        )
+    return {"symmetric_products": "triton"}
+
+
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
     """Rows of q, (gate,) k, v in a query group."""
     query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels

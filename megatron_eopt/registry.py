@@ -40,7 +40,7 @@ def is_nonlinear_or_embedding(param: Tensor) -> bool:
 
 
 def is_muon_excluded(param: Tensor) -> bool:
-    """True also for ``use_muon = False`` (Megatron-Core after 0.19)."""
+    """True also for ``use_muon = False`` (Megatron-Core 0.20)."""
     return not getattr(param, "use_muon", True) or is_nonlinear_or_embedding(param)
 
 
@@ -106,12 +106,14 @@ class EmergingOptimizerEntry:
             :func:`default_adam_based_eopt_config_to_kwargs`.
         default_param_overrides: Megatron's ``ParamKey`` -> settings, or a function that returns them; the default gives
             parameters that are no matrices, and embeddings, to Adam.
+        config_to_cls: ``(config) -> optimizer_cls`` of a run; None for the one above.
     """
 
     optimizer_cls: type[Optimizer] | Callable[..., Optimizer]
     init_state_fn: InitStateFn = eopt_init_state_fn
     config_to_kwargs: Callable[[Any, Sequence[Any], Any], dict[str, Any]] | None = None
     default_param_overrides: Any = _DefaultOverrides()
+    config_to_cls: Callable[[Any], Callable[..., Optimizer]] | None = None
 
     def __post_init__(self) -> None:
         made_by = self.optimizer_cls
@@ -140,7 +142,7 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
         # hasattr of an entry of ours would read the overrides, and so import Megatron
-        names = [field.name for field in fields(EmergingOptimizerEntry)]
+        names = [field.name for field in fields(EmergingOptimizerEntry) if field.name != "config_to_cls"]  # not in 0.19
         lacking = [x for x in names if not (isinstance(entry, EmergingOptimizerEntry) or hasattr(entry, x))]
         if lacking:
             raise TypeError(
@@ -289,7 +291,9 @@ def create_emerging_optimizer(
     eopt_name = names.pop()
     entry = get_optimizer_entry(eopt_name)
     to_kwargs = entry.config_to_kwargs or partial(default_adam_based_eopt_config_to_kwargs, eopt_name)
-    optimizer = entry.optimizer_cls(param_groups, **to_kwargs(config, model_chunks, pg_collection))
+    to_cls = getattr(entry, "config_to_cls", None)
+    cls = entry.optimizer_cls if to_cls is None else to_cls(config)
+    optimizer = cls(param_groups, **to_kwargs(config, model_chunks, pg_collection))
     BUILT_AS[optimizer] = eopt_name
     return optimizer, entry.init_state_fn
 

@@ -248,6 +248,35 @@ def test_what_is_left_to_adam(shape, embedding, expected):
     assert registry.is_muon_excluded(p) is True
 
 
+def test_an_entry_may_choose_its_class_by_the_config():
+    """As entries of later Megatrons do; those of the installed one have no such field."""
+
+    class Other(Plain):
+        pass
+
+    def chosen(config):
+        return Other if config.use_other else Plain
+
+    registry.register_optimizer("plain", registry.EmergingOptimizerEntry(Plain, config_to_cls=chosen))
+    parameters = [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}]
+    for use_other, cls in ((True, Other), (False, Plain)):
+        made = registry.create_emerging_optimizer(config(use_other=use_other), parameters, "plain", model(), None)
+        assert type(made[0]) is cls
+
+
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon", "spectron", "soap"])
+def test_megatrons_flag_for_symmetric_products_names_the_kernel(name):
+    def asked(**settings):
+        fields = {"decoupled_weight_decay": True, "muon_symmetric_products": None, "muon_use_syrk": True, **settings}
+        given = config(**fields)
+        return registry.EMERGING_OPTIMIZERS[name].config_to_kwargs(given, model(), None)["symmetric_products"]
+
+    assert asked() == asked(muon_symmetric_products="triton") == "triton"
+    assert asked(muon_use_syrk=False) is None
+    with pytest.raises(ValueError, match=r"--muon-use-syrk asks for symmetric products by Triton, and .* for torch"):
+        asked(muon_symmetric_products="torch")
+
+
 def test_megatrons_names_are_aliases():
     for name in (
         "create_emerging_optimizer",

@@ -35,7 +35,7 @@ COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 INTEGRITY = "integrity.json"  # SHA-256 of files (Megatron's --verify-integrity, from 0.19 on)
 TRACKER = "latest_checkpointed_iteration.txt"
-OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state"})  # without chunks
+OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state", "tokenizer"})  # without chunks
 
 _METADATA_CLASSES: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in OF_METADATA.split()},

@@ -153,7 +153,10 @@ def _of_training() -> list[Redirection]:
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     full = "an error on a disk that is full does not say so, above all where a writer of Megatron's had it"
-    in_place = "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2"
+    in_place = (
+        "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2; and each "
+        "group keeps its own rate, where Megatron 0.20 sets all to --lr for --override-opt-param-scheduler"
+    )
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
     amended = around(lambda add_arguments, parser: arguments.amend(add_arguments(parser), releases.unavailable()))
     fsdp = (
@@ -211,6 +214,7 @@ def _forward_registry() -> None:
 def _is_megatrons_own(entry: Any) -> bool:
     """Whether nothing in an entry is a user's."""
     routing = [getattr(getattr(key, "predicate", None), "fn", None) for key in entry.default_param_overrides]
-    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, entry.config_to_kwargs or type(entry), *routing]
+    chosen = (entry.config_to_kwargs, getattr(entry, "config_to_cls", None))
+    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, *filter(None, chosen), *routing]
     homes = ("megatron.core.optimizer.emerging_optimizers", "emerging_optimizers.")
     return bool(routing) and all(str(getattr(each, "__module__", "")).startswith(homes) for each in made_of)

@@ -1,6 +1,7 @@
 """What our optimizers change in Megatron's command line."""
 
 import argparse
+import dataclasses
 import json
 import os
 import time
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import MUON, OPTIMIZERS, Flag
+from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
 from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
@@ -79,13 +81,20 @@ RUN_FLAGS = (  # whatever the optimizer
     ),
     Flag("check_replicas", "Never compare parameters over ranks that have the same.", default=True),
 )
-FLAGS = (*(flag for row in OPTIMIZERS.values() for flag in row.flags if not flag.megatrons), *RUN_FLAGS)
+LATER = (  # flags of Megatron's since 0.20
+    Flag("use_syrk", "", default=False, shared=True, megatrons=True, optimizer="muon"),
+    Flag("split_glu", "", default=True, shared=True, megatrons=True, optimizer="muon"),
+)
+_KNOWN = (*(flag for row in OPTIMIZERS.values() for flag in row.flags), *LATER)  # of optimizers
+FLAGS = (*(flag for flag in _KNOWN if not flag.megatrons), *RUN_FLAGS)
 
 
 class _StoreNamed(argparse._StoreAction):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         super().__call__(parser, namespace, values, option_string)
-        setattr(namespace, TP_MODE_SOURCE, option_string)
+        apart = values == DEFAULT_TP_MODE and self.megatron_has_it  # type: ignore[attr-defined]
+        ours = ": megatron_eopt's plan, not Megatron's cost model" if apart else ""
+        setattr(namespace, TP_MODE_SOURCE, f"{option_string}{ours}")
 
 
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
@@ -101,6 +110,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     ):
         actions[name].choices = list(choices)
         actions[name].help = f"{(actions[name].help or '').split(' Valid types')[0]} One of {', '.join(choices)}."
+    tp_mode.megatron_has_it = DEFAULT_TP_MODE in (tp_mode.choices or ())  # type: ignore[attr-defined]
     tp_mode.choices, tp_mode.default = list(get_args(TpMode)), DEFAULT_TP_MODE
     tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
     tp_mode.__class__ = _StoreNamed
@@ -197,6 +207,14 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
     return config, overrides
 
 
+def unread(config: Any) -> list[str]:
+    """Settings of Megatron's Muon that a run has changed and nothing here reads."""
+    read = {flag.dest for flag in _KNOWN} | {"muon_use_nesterov"}  # of 0.17
+    fields = dataclasses.fields(releases.core_optimizer(".optimizer_config").OptimizerConfig)
+    others = ((field, getattr(config, field.name, None)) for field in fields if "muon" in field.name)
+    return [f"{field.name}={value}" for field, value in others if field.name not in read and value != field.default]
+
+
 def builds(args: argparse.Namespace) -> bool:
     """Whether the run's optimizer is in this package's table."""
     return args.optimizer.removeprefix("dist_") in OPTIMIZERS
@@ -231,7 +249,7 @@ def _check_effect(args: argparse.Namespace) -> None:
         )
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
     all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
-    flags = [flag for row in OPTIMIZERS.values() for flag in row.flags if all_known or not flag.megatrons]
+    flags = [flag for flag in _KNOWN if all_known or not flag.megatrons]
     built = {name, getattr(args, "muon_scalar_optimizer", "adam") if takes_matrices(name) else name}
     others = [flag for flag in flags if flag.optimizer not in built and not _is_shared_with(flag, name)]
     given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]

@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
+from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, unread
 from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
@@ -67,6 +67,8 @@ class OptimizerOfRun:
         The seconds of each phase are printed.
         """
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
+        if others := unread(self.config):
+            agreement.say(f"warning: {', '.join(others)} without effect: settings of Megatron's Muon, unknown here")
         self.describe()
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         matrices, overrides = agreement.on_all_ranks(self.check)

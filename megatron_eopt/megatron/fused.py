@@ -26,6 +26,7 @@ class Fused:
     what: str  # in words
     matrices: Split  # those that are geometrically right
     per_head: Split | None = None  # with each head by itself, where there are heads
+    gated: bool = False  # whether it is gate and up, which Megatron splits by muon_split_glu, where it has that
     known: bool = True  # whether Megatron orthogonalizes it in a way that somebody chose; if not, the user has to say
 
 
@@ -42,13 +43,13 @@ class Matrices:
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
     """Logical matrices of all parameters that have a matrix optimizer."""
     of_run: SplitName = getattr(config, "muon_split", "default")
-    splits_qkv = getattr(config, "muon_split_qkv", False)
+    splits_qkv, splits_glu = (getattr(config, f"muon_split_{kind}", False) for kind in ("qkv", "glu"))
     # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone
     rounds = getattr(config, "optimizer_momentum_dtype", "fp32") != "fp32"
     tags = []
     for each in assigned:
         if each.has_matrix_optimizer:
-            split, qkv = split_of(each, of_run), _qkv_shapes(each.parameter) if splits_qkv else None
+            split, qkv = split_of(each, of_run, splits_glu), _qkv_shapes(each.parameter) if splits_qkv else None
             own = fused(each.parameter) if rounds else None
             rows = own.matrices if own is not None and own.matrices.order == "per_shard" else None
             tags.append(Matrices(each.parameter, split, qkv, rows))
@@ -94,8 +95,11 @@ def is_declared(parameter: ModelParameter) -> bool:
     return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
 
 
-def split_of(assigned: Assignment, of_run: SplitName) -> Split | None:
-    """The declared split of a parameter, else that of its setting."""
+def split_of(assigned: Assignment, of_run: SplitName, splits_glu: bool = False) -> Split | None:
+    """The declared split of a parameter, else that of its setting.
+
+    ``splits_glu`` is Megatron's setting of gate and up, for ``default``.
+    """
     own, parameter = assigned.settings.get("split"), assigned.parameter
     name: SplitName = own or of_run
     if is_declared(parameter):
@@ -117,6 +121,8 @@ def split_of(assigned: Assignment, of_run: SplitName) -> Split | None:
                 f"give it to another optimizer"
             )
         name = "all" if name == "default" else name
+    if name == "default" and made_of.gated and splits_glu:
+        name = "all"
     split = {"none": WHOLE, "per_head": made_of.per_head or made_of.matrices, "all": made_of.matrices}.get(name)
     if split is None and not made_of.known:  # "default", and Megatron has none
         raise ValueError(
@@ -172,7 +178,15 @@ def fused(parameter: ModelParameter) -> Fused | None:
         case "linear_fc1" if config.gated_linear_unit:
             of_expert = "moe_shared_expert" if "shared_experts" in name else "moe_mlp"
             interleaved = getattr(config, f"{of_expert}_glu_interleave_size", None) if "experts" in name else None
-            return Fused("gate and up", GATE_UP if interleaved is None else matrices.interleaved_gate_up(interleaved))
+            split = GATE_UP if interleaved is None else matrices.interleaved_gate_up(interleaved)
+            return Fused("gate and up", split, gated=True)
+        case "mapping_proj" if hasattr(config, "mhc_num_residual_streams"):
+            streams = config.mhc_num_residual_streams
+            split = matrices.concatenated(pre=streams, post=streams, res=streams**2)
+            return Fused("the pre, post and residual mappings of hyper-connections", split)
+        case "in_proj" if hasattr(module, "num_householder"):
+            split = matrices.per_shard(**releases.delta_product_rows(module))
+            return Fused("z, V, K, Q, b and a of a gated delta product", split, known=False)
         case "in_proj" if all(hasattr(module, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
             between = module.ngroups * module.d_state
             split = matrices.per_shard(z=module.d_inner, x=module.d_inner, B=between, C=between, dt=module.nheads)

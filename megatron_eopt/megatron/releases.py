@@ -173,6 +173,17 @@ def linear_attention_rows(module: Any) -> dict[str, int]:
     return {}
 
 
+def delta_product_rows(module: Any) -> dict[str, int]:
+    """Global rows of matrices in a gated delta product's ``in_proj`` (0.20).
+
+    Each Householder step has its own V, K and b.
+    """
+    steps, group = range(module.num_householder), module.ngroups * module.d_state
+    values, keys = ({f"{name}{i}": rows for i in steps} for name, rows in (("V", module.d_inner), ("K", group)))
+    betas = {f"b{i}": module.nheads for i in steps}
+    return {"z": module.d_inner} | values | keys | {"Q": group} | betas | {"a": module.nheads}
+
+
 def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
     """Builds a GPT's stage of ``pre_process``, ``post_process``, ``vp_stage``."""
     from megatron.training import argument_utils

@@ -131,7 +131,8 @@ def choose(
             ". It is the kernel of the checkpoint, and on another one the run would not go on bit-equal: "
             f"resume where it can serve, or name one that serves here ({', '.join(kernels)}) as symmetric_products"
         )
-        hint = of_checkpoint if kernel is None else ""
+        named = " (named as symmetric_products, or by --muon-use-syrk): without a name the fastest that serves is taken"
+        hint = of_checkpoint if kernel is None else named
         raise RuntimeError(f"the kernel {asked!r} of symmetric products cannot serve: {dropped[asked]}{hint}")
     chosen = agreed[0]
     for name, reason in reasons.items():

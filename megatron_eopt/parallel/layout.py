@@ -110,7 +110,9 @@ def is_cut_again(parameter: Tensor) -> bool:
 
 def is_replicated(parameter: Tensor) -> bool:
     """Whether every tensor-parallel rank has all of a parameter."""
-    return not (is_unmarked(parameter) or is_sharded(parameter) or is_cut_again(parameter))
+    # vectors of a gated delta product are marked as cut, without a partition_dim
+    marked = is_unmarked(parameter) or bool(getattr(parameter, "tensor_model_parallel", False))
+    return not (marked or is_sharded(parameter) or is_cut_again(parameter))
 
 
 def padding_of(parameter: Tensor) -> int:

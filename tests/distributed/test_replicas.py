@@ -52,6 +52,8 @@ def tensor_parallel(rank):
         layers.unmarked.partition_dim = 0
         layers.gate.allreduce = False
         layers.attention = torch.nn.Module()
+        layers.dt_bias = torch.nn.Parameter(torch.full((3,), float(rank)))  # as a gated delta product marks it
+        layers.dt_bias.tensor_model_parallel = True
         layers.attention.softmax_offset = torch.nn.Parameter(torch.full((3,), float(rank)))
         mark_sinks([layers])
         getattr(layers, name).data.fill_(value)

@@ -2,8 +2,8 @@
 
 Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatron the way that the installed release
 wants: 0.19 builds the model from the configuration, 0.18 from a provider, 0.17 parses in pretrain. Where RECORD names a
-folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, parameters and optimizer state as they were before
-the first step and after the last, the settings of the optimizers' groups at the end, and its bytes of state.
+folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, its bytes of state, and parameters, optimizer state
+and the settings of the optimizers' groups as they were before the first step and after the last.
 ON_ONE_RANK has a rank, and flags that only this rank gets.
 """
 
@@ -63,13 +63,13 @@ class Record:
 
     def __init__(self):
         self.losses, self.grad_norms, self.before, self.after = [], [], None, None
-        self.models, self.optimizer, self.groups = {}, None, []
+        self.models, self.optimizer, self.groups_before, self.groups = {}, None, [], []
         step = ChainedOptimizer.step
 
         def recorded_step(optimizer, *args, **kwargs):
             if self.optimizer is None:
                 self.optimizer = optimizer
-                self.before = self.snapshot()
+                self.before, self.groups_before = self.snapshot(), self.settings()
             result = step(optimizer, *args, **kwargs)
             self.grad_norms.append(float(result[1]))
             return result
@@ -116,7 +116,8 @@ class Record:
         states = [state for each in self.optimizers() for state in each.state.values()] if self.optimizer else []
         held = [getattr(value, "_local_tensor", value) for state in states for value in state.values()]
         kept = {"state_bytes": sum(value.nbytes for value in held if torch.is_tensor(value) and value.ndim)}
-        kept |= {key: getattr(self, key) for key in ("losses", "grad_norms", "before", "after", "groups")}
+        of_run = ("losses", "grad_norms", "before", "after", "groups_before", "groups")
+        kept |= {key: getattr(self, key) for key in of_run}
         torch.save(kept, Path(folder) / f"{os.environ['RANK']}.pt")
 
 

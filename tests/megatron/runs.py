@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_eopt.megatron import releases
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
@@ -46,6 +48,8 @@ LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
 FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
 CASES = [*LAUNCHER[:-1], str(HERE / "user_cases.py")]
 UPSTREAM = [str(HERE / "upstream.py"), str(HERE / "pretrain.py")]
+# scripts/megatron_sources.py runs these
+since_0_20 = pytest.mark.skipif(releases.number(releases.version()) < (0, 20), reason="Megatron-Core 0.20 has it")
 
 
 def free_port():
@@ -199,6 +203,32 @@ def resumed(folder, ranks, *run, at=2, **how):
         assert one["grad_norms"] == other["grad_norms"][at:]
         assert one["losses"] == other["losses"][len(other["losses"]) - len(one["losses"]) :]
     return straight, again
+
+
+RATES = ("max_lr", "min_lr", "lr", "start_wd", "end_wd", "weight_decay")
+
+
+def assert_flags_win(folder, *run, before, after, ranks=1, **how):
+    """A resume with ``--override-opt-param-scheduler`` has, at once and later, the rates of a run with the same flags.
+
+    ``before`` and ``after`` are the flags of the run that saves and of the one that goes on. Returns what that one's
+    ranks recorded, and its output.
+    """
+
+    def rates(groups):
+        return [[{key: group.get(key) for key in RATES} for group in of_one] for of_one in groups]
+
+    run = [*run, "--lr-decay-style", "cosine", "--lr-decay-iters", 8, "--train-iters", 4]
+    two = ["--save", folder / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
+    train(folder / "saved", ranks, *run, *before, *two, **how)
+    load = ["--load", folder / "checkpoint", "--override-opt-param-scheduler"]
+    loaded, output = train(folder / "loaded", ranks, *run, *after, *load, **how)
+    fresh, _ = train(folder / "fresh", ranks, *run, *after, **how)
+    half, _ = train(folder / "half", ranks, *run, *after, "--exit-interval", 2, **how)
+    for rank in range(ranks):
+        assert rates(loaded[rank]["groups_before"]) == rates(half[rank]["groups"])
+        assert rates(loaded[rank]["groups"]) == rates(fresh[rank]["groups"])
+    return loaded, output
 
 
 def summary(output):

@@ -1,6 +1,7 @@
 """What is refused, and what is said, between the command line and the first step."""
 
 import argparse
+import dataclasses
 import re
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt import run as launcher
 from megatron_eopt.megatron import activation, releases
-from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, summary, train
+from megatron_eopt.megatron.arguments import TP_MODE_SOURCE, amend, unread
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, since_0_20, summary, train
 
 
 @pytest.fixture
@@ -102,6 +104,50 @@ def test_flags_without_effect_are_named(parse, capsys, optimizer, flags, without
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("megatron_eopt:")]
     warned = f"megatron_eopt: warning: {without_effect} without effect, with --optimizer {optimizer}"
     assert said == ([] if without_effect is None else [warned])
+
+
+@pytest.mark.parametrize(("optimizer", "without_effect"), [("muon", False), ("soap", False), ("lion", True)])
+def test_flags_of_megatron_0_20_without_effect_are_named(parse, capsys, optimizer, without_effect):
+    from megatron.training import training
+
+    args = with_dtypes(parse("--optimizer", optimizer, "--lr", "0.1"))
+    args.muon_use_syrk, args.muon_split_glu = True, False
+    training.get_megatron_optimizer_config(args)
+    said = (
+        f"megatron_eopt: warning: --muon-use-syrk, --muon-no-split-glu without effect, with --optimizer {optimizer}\n"
+    )
+    assert capsys.readouterr().out == (said if without_effect else "")
+
+
+def test_settings_of_a_later_megatron_that_nothing_reads_are_named(monkeypatch):
+    from megatron.core.optimizer import optimizer_config
+
+    given = [("muon_ns_batch_size", int, 1), ("use_layer_sharding_muon", bool, False), ("muon_use_syrk", bool, False)]
+    fields = [(name, kind, dataclasses.field(default=default)) for name, kind, default in given]
+    later = dataclasses.make_dataclass("OptimizerConfig", fields, bases=(optimizer_config.OptimizerConfig,))
+    monkeypatch.setattr(optimizer_config, "OptimizerConfig", later)
+    assert unread(later(optimizer="muon", muon_num_ns_steps=7, muon_tp_mode="owner", muon_use_syrk=True)) == []
+    assert unread(later(muon_ns_batch_size=8, use_layer_sharding_muon=True)) == [
+        "muon_ns_batch_size=8",
+        "use_layer_sharding_muon=True",
+    ]
+
+
+@pytest.mark.parametrize("megatron_has_it", [False, True])
+def test_auto_is_told_apart_from_megatrons(megatron_has_it):
+    """Which chooses for each weight between duplicated and distributed, by a model of costs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--optimizer")
+    for flag in ("coefficient-type", "fp32-matmul-prec"):
+        parser.add_argument(f"--muon-{flag}")
+    choices = ["duplicated", "distributed"] + ["auto"] * megatron_has_it
+    parser.add_argument("--muon-tp-mode", choices=choices, default="duplicated")
+    of_megatron = ": megatron_eopt's plan, not Megatron's cost model" if megatron_has_it else ""
+    sources = {"auto": f"--muon-tp-mode{of_megatron}", "distributed": "--muon-tp-mode"}
+    amend(parser)
+    for mode, source in sources.items():
+        args = parser.parse_args(["--muon-tp-mode", mode])
+        assert (args.muon_tp_mode, getattr(args, TP_MODE_SOURCE)) == (mode, source)
 
 
 def test_no_flag_of_megatrons_counts_as_misspelt(activated):
@@ -312,6 +358,12 @@ def test_one_line_says_who_owns_what(tmp_path):
 def test_what_cannot_run_is_refused_at_start():
     said = refused("--num-layers", 1, "--train-iters", 1, *MUON, "--muon-num-ns-steps", 6)
     assert "ValueError: quintic has 5 polynomials" in said
+
+
+@since_0_20
+def test_megatrons_flag_for_symmetric_products_is_taken_at_its_word():
+    said = refused("--num-layers", 1, "--train-iters", 1, *MUON, "--muon-use-syrk")
+    assert re.search(r"kernel 'triton' of symmetric products cannot serve: .*by --muon-use-syrk", said)
 
 
 def test_adam_is_left_as_it_is(tmp_path):

@@ -90,6 +90,36 @@ def test_a_state_space_layer(ranks):
     assert rows_of(mamba(ranks), tp=ranks) == {"z": 64, "x": 64, "B": 32, "C": 32, "dt": 16}
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_gated_delta_product(ranks):
+    """Which has what a state-space layer has, and each Householder step a V, a K and a b of its own."""
+    linear = Linear(3 * 64 + 3 * 32 + 3 * 16, ranks)
+    module = Module("in_proj", linear, d_inner=64, ngroups=4, d_state=8, nheads=16, num_householder=2)
+    steps = {"V0": 64, "V1": 64, "K0": 32, "K1": 32}
+    assert rows_of(module, tp=ranks) == {"z": 64, **steps, "Q": 32, "b0": 16, "b1": 16, "a": 16}
+
+
+def test_mappings_of_hyper_connections():
+    module = Module("mapping_proj", Linear(24))
+    assert split_of(described(module), "all") is None  # another's of this name
+    module.config.mhc_num_residual_streams = 4
+    assert rows_of(module) == {"pre": 4, "post": 4, "res": 16}
+    assert split_of(described(module), "default") is None  # as Megatron
+
+
+@pytest.mark.parametrize(
+    ("split", "splits_glu", "expected"),
+    [("default", True, GATE_UP), ("default", False, None), ("none", True, WHOLE), ("all", False, GATE_UP)],
+)
+def test_gate_and_up_are_split_as_megatrons_config_says(split, splits_glu, expected):
+    """Its ``muon_split_glu`` counts where this package's own setting leaves it to Megatron."""
+    module = Module("linear_fc1", Linear(32))
+    module.config.gated_linear_unit = True
+    config = SimpleNamespace(muon_split=split, muon_split_glu=splits_glu)
+    (tagged,) = logical_matrices([Assignment(described(module), "muon", Resolved({}, {}))], config)
+    assert tagged.split == expected
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_linear_attention_of_either_release(ranks):
     expected = {"query": 32, "key": 32, "value": 64, "z": 64, "beta": 8, "alpha": 8}

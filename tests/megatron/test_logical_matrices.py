@@ -7,7 +7,7 @@ import torch
 
 from megatron_eopt.orthogonalize import newton_schulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from tests.megatron.runs import CASES, HERE, MLA, MUON, TP2, WITHOUT_GQA, refused, train, whole
+from tests.megatron.runs import CASES, HERE, MLA, MUON, TP2, WITHOUT_GQA, refused, since_0_20, train, whole
 
 pytestmark = pytest.mark.wide
 
@@ -108,20 +108,70 @@ MIXER = {"program": CASES, "environment": {"DO": "mamba"}}
 IN_PROJ = {"z": 128, "x": 128, "B": 16, "C": 16, "dt": 8}
 
 
-def test_a_state_space_layer_has_to_be_declared():
-    assert "decoder.mixer.in_proj.weight is fused of z, x, B, C and dt of a state-space layer" in refused(*RUN, **MIXER)
+def to_muon(folder):
+    """Flags that give the mixer to Muon, which Megatron gives to Adam from 0.20 on."""
+    file = folder / "overrides.json"
+    file.write_text('[{"select": "mixer.in_proj.weight", "optimizer": "muon"}]')
+    return ["--optimizer-overrides", file]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "what"),
+    [
+        ("mamba", "z, x, B, C and dt of a state-space layer"),
+        pytest.param("delta_product", "z, V, K, Q, b and a of a gated delta product", marks=since_0_20),
+    ],
+)
+def test_a_mixer_has_to_be_declared(tmp_path, mixer, what):
+    said = refused(*RUN, *to_muon(tmp_path), program=CASES, environment={"DO": mixer})
+    assert f"decoder.mixer.in_proj.weight is fused of {what}" in said
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_state_space_layer(tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("mixer", "expected"),
+    [
+        ("mamba", IN_PROJ),
+        pytest.param(
+            "delta_product",
+            {"z": 128, "V0": 128, "V1": 128, "K0": 16, "K1": 16, "Q": 16, "b0": 8, "b1": 8, "a": 8},
+            marks=since_0_20,
+        ),
+    ],
+)
+def test_a_mixer(tmp_path, mixer, expected, ranks):
     """Each shard has its part of every matrix."""
     manifest, name = tmp_path / "manifest.json", "decoder.mixer.in_proj.weight"
     flags = ["--muon-split", "all", "--optimizer-manifest-file", manifest, "--tensor-model-parallel-size", ranks]
-    found = recorded(train(tmp_path / "run", ranks, *RUN, *flags, **MIXER)[0])
-    shards = torch.arange(sum(IN_PROJ.values())).view(ranks, -1)
-    parts = shards.split([size // ranks for size in IN_PROJ.values()], dim=1)
+    how = {"program": CASES, "environment": {"DO": mixer}}
+    found = recorded(train(tmp_path / "run", ranks, *RUN, *flags, *to_muon(tmp_path), **how)[0])
+    shards = torch.arange(sum(expected.values())).view(ranks, -1)
+    parts = shards.split([size // ranks for size in expected.values()], dim=1)
     assert_updated(found, name, [part.flatten() for part in parts])
-    assert matrices(manifest, name) == {part: (size, 64) for part, size in IN_PROJ.items()}
+    assert matrices(manifest, name) == {part: (size, 64) for part, size in expected.items()}
+
+
+@since_0_20
+@pytest.mark.parametrize("mixer", ["mamba", "delta_product"])
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_what_megatron_keeps_from_muon_is_adams(tmp_path, mixer, precision):
+    how = {"program": CASES, "environment": {"DO": mixer}}
+    (rank,), _ = train(tmp_path / "run", 1, *RUN, *precision, **how)
+    assert rank["after"]["decoder.mixer.in_proj.weight"].keys() >= {"exp_avg", "exp_avg_sq"}
+
+
+@since_0_20
+@pytest.mark.parametrize("split", ["default", "all"])
+def test_mappings_of_hyper_connections(tmp_path, split):
+    """Four residual streams: as many rows of pre and post, and sixteen of the residual mapping."""
+    manifest, name = tmp_path / "manifest.json", "decoder.mixer.mapping_proj.weight"
+    flags = ["--muon-split", split, "--optimizer-manifest-file", manifest]
+    how = {"program": CASES, "environment": {"DO": "hyper_connection"}}
+    found = recorded(train(tmp_path / "run", 1, *RUN, *flags, **how)[0])
+    sizes = {"pre": 4, "post": 4, "res": 16} if split == "all" else {"": 24}
+    assert_updated(found, name, blocks(24, *sizes.values()))
+    if split == "all":
+        assert matrices(manifest, name) == {part: (size, 256) for part, size in sizes.items()}
 
 
 def test_statistics_of_a_state_space_layer_move_to_another_size(tmp_path):

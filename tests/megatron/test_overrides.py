@@ -11,7 +11,16 @@ from megatron_eopt import EmergingOptimizerEntry
 from megatron_eopt.megatron.assignment import Assignment, refuse_bad_values
 from megatron_eopt.overrides import OverrideError, Resolved
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
-from tests.megatron.runs import MUON, SMALL_GPT, assert_same_ranks, refused, resumed, start, train
+from tests.megatron.runs import (
+    MUON,
+    SMALL_GPT,
+    assert_flags_win,
+    assert_same_ranks,
+    refused,
+    resumed,
+    start,
+    train,
+)
 
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 4, *MUON]
 ADAPTIVE = ["--optimizer", "adaptive_muon", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
@@ -143,6 +152,35 @@ def test_matrices_have_a_rate_and_a_decay_of_their_own_through_scheduler_and_res
         assert {group["weight_decay"] for group in adam} == {0.0, 0.1}
     assert half["groups"][0][0]["lr"] > straight["groups"][0][0]["lr"]
     assert_same_ranks([loaded, overriding], [straight, straight])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--decoupled-lr", "3e-3"], ["--bf16", "--use-mup", "--mup-base-hidden-size", 32]],
+    ids=["own rates of embeddings", "muP in bf16"],
+)
+def test_new_rates_of_every_family_count_at_a_resume_that_is_to_override_the_schedule(tmp_path, overrides, flags):
+    """Megatron 0.20 gives all groups --lr and --min-lr there."""
+    own = {"select": "linear_proj.weight", "lr_mult": 0.5, "momentum": 0.8}
+    files = overrides({"select": "linear_fc1.weight", "lr": 0, "min_lr": 0}, own)
+    before = ["--lr", "1e-2", "--min-lr", "1e-3", "--muon-lr", "4e-2", "--muon-min-lr", "4e-3", "--weight-decay", 0.1]
+    after = ["--lr", "5e-3", "--min-lr", "5e-4", "--muon-lr", "3e-2", "--muon-min-lr", "3e-3", "--weight-decay", 0.2]
+    (rank,), _ = assert_flags_win(tmp_path, *RUN, *files, *flags, before=before, after=after)
+    assert rank["after"].keys() - changed(rank) == {FC1.format(0), FC1.format(1)}
+    if "--use-mup" not in flags:
+        # halfway down a cosine: of what has no rate, of the factor (on lr, not on min_lr), and of the rest
+        halfway = [0, (0.015 + 0.003) / 2, (0.03 + 0.003) / 2]
+        assert sorted({group["lr"] for group in rank["groups"][0]}) == pytest.approx(halfway)
+
+
+@pytest.mark.wide
+def test_new_rates_count_in_files_of_the_torch_format(tmp_path, overrides):
+    """From 0.19 on Megatron finds groups by their rates there, so that only what is no rate of theirs can change."""
+    files = overrides({"select": "linear_fc1.weight", "lr": 0, "min_lr": 0})
+    rates = ["--lr", "1e-2", "--min-lr", "1e-3", "--muon-lr", "4e-2", "--muon-min-lr", "4e-3"]
+    run = [*RUN, "--ckpt-format", "torch", *rates, *files]
+    (rank,), _ = assert_flags_win(tmp_path, *run, before=[], after=["--weight-decay", 0.2])
+    assert rank["after"].keys() - changed(rank) == {FC1.format(0), FC1.format(1)}
 
 
 def test_settings_of_single_optimizers_take_effect_and_resume_as_they_were(tmp_path, overrides):

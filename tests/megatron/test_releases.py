@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_eopt.family import OPTIMIZERS
-from tests.megatron.runs import MUON, ROOT, UPSTREAM, assert_same, refused, resumed, train
+from tests.megatron.runs import MUON, ROOT, UPSTREAM, assert_flags_win, assert_same, refused, resumed, train
 
 full = pytest.mark.full
 OWN = {
@@ -146,6 +146,21 @@ def test_overrides_change_what_they_name_and_resume(release, tmp_path):
     held = {name for name in after if (before[name]["parameter"] == after[name]["parameter"]).all()}
     assert held == {"decoder.layers.1.mlp.linear_fc1.weight"}
     assert ("moment2_buffer" in after["decoder.layers.0.mlp.linear_fc2.weight"]) == (version >= "0.18")
+
+
+@pytest.mark.wide
+def test_new_rates_count_at_a_resume_that_is_to_override_the_schedule(release, tmp_path):
+    version, megatron = release
+    file = tmp_path / "overrides.yaml"
+    file.write_text("- {select: linear_fc1.weight, lr: 0, min_lr: 0}\n- {select: linear_proj.weight, lr_mult: 0.5}\n")
+    before = ["--lr", "1e-2", "--min-lr", "1e-3", "--muon-lr", "4e-2", "--muon-min-lr", "4e-3"]
+    after = ["--lr", "5e-3", "--min-lr", "5e-4", "--muon-lr", "3e-2", "--muon-min-lr", "3e-3"]
+    run = [*TP2, *muon(version), "--ckpt-format", "torch_dist", "--optimizer-overrides", file]
+    ranks, _ = assert_flags_win(tmp_path, *run, before=before, after=after, ranks=2, megatron=megatron)
+    for rank in ranks:
+        names = [name for name in rank["after"] if name.endswith("linear_fc1.weight")]
+        assert len(names) == 2
+        assert all((rank["before"][name]["parameter"] == rank["after"][name]["parameter"]).all() for name in names)
 
 
 @full

@@ -18,6 +18,7 @@ from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
 from megatron_eopt.manifest.families import compressed as boxes_of
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
+from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.optimizers.state import NO_SETTINGS
@@ -103,6 +104,26 @@ def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[dict[st
         group = f"group {number} of {type(optimizer).__name__}"
         say(f"{group} goes on with other settings than the checkpoint has: {listed}")
     return settings
+
+
+def schedules(optimizer: Any) -> list[list[dict[str, Any]]]:
+    """What the schedules of all groups start from, by torch optimizers."""
+    groups = (each.param_groups for each in torch_optimizers(optimizer))
+    return [[{key: group[key] for key in _SCHEDULE & group.keys()} for group in of_one] for of_one in groups]
+
+
+def restore_schedules(optimizer: Any, of_run: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Give all groups back what :func:`schedules` returned; changes are printed."""
+    changed = 0
+    for each, before in zip(torch_optimizers(optimizer), of_run, strict=True):
+        for group, kept in zip(each.param_groups, before, strict=True):
+            changed += any(group.get(key) != value for key, value in kept.items())
+            group.update(kept)
+    if changed:
+        say(
+            f"--override-opt-param-scheduler: Megatron gave {changed} parameter groups other rates in the load, and "
+            f"they are again as the flags and overrides of this run say"
+        )
 
 
 def _differs(a: Any, b: Any) -> bool:

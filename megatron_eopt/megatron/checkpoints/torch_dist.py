@@ -18,12 +18,14 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
 from megatron_eopt.manifest import to_json
+from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, say, union
 from megatron_eopt.megatron.averaging import export, exports, go_on_from, trained
 from megatron_eopt.megatron.checkpoints import differences, matching, sharding
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, checksums, loaded_tensors
 from megatron_eopt.megatron.checkpoints.files import contents_of
 from megatron_eopt.megatron.parameters import model_parameters
+from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
@@ -293,11 +295,23 @@ def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, 
 
 
 @around
-def with_optimizer(load: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``load_checkpoint``: our optimizers are always told what was loaded."""
-    if hasattr(optimizer, "megatron_eopt") and kwargs.get("skip_load_to_model_and_opt"):
+def with_optimizer(
+    load: Callable[..., Any], model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces ``load_checkpoint``: optimizers see what was loaded, and keep rates.
+
+    For ``--override-opt-param-scheduler`` Megatron 0.20 gives every group ``--lr`` and ``--min-lr`` after the load.
+    """
+    if not hasattr(optimizer, "megatron_eopt"):
+        return load(model, optimizer, opt_param_scheduler, *args, **kwargs)
+    if kwargs.get("skip_load_to_model_and_opt"):
         kwargs["skip_load_to_model_and_opt"] = False
-    return load(model, optimizer, *args, **kwargs)
+    of_run = matching.schedules(optimizer)
+    result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
+    if on(releases.training_args(), "override_opt_param_scheduler") and opt_param_scheduler is not None:
+        matching.restore_schedules(optimizer, of_run)
+        opt_param_scheduler.step(0)
+    return result
 
 
 def _compare(stored: differences.Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:

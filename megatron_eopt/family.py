@@ -31,6 +31,7 @@ from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
+from megatron_eopt.optimizers.presets import PRESETS
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
@@ -40,7 +41,6 @@ from megatron_eopt.optimizers.step_kernels import StepForm
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.kernels import KERNELS
-from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
 
 MEGATRONS_DECOUPLED = "decoupled_weight_decay"  # field of Megatron's config
@@ -211,7 +211,7 @@ _SPECS = (
             ),
             Flag(
                 "preset",
-                "Size of the updates: sets the scale mode and the extra factor.",
+                "Settings of a publication: the size of updates, and of some also momentum and Newton-Schulz steps.",
                 default=None,
                 choices=tuple(PRESETS),
                 shared=True,  # refused by those whose updates have a size of their own

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_eopt.family import LIKE_MUON
+from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, unread
@@ -18,7 +18,7 @@ from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_befor
 from megatron_eopt.megatron.checkpoints.run_mark import RunMark
 from megatron_eopt.megatron.checkpoints.sharding import keep_apart, layers_differ
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
-from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
+from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradients, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
@@ -27,10 +27,10 @@ from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer
+from megatron_eopt.optimizers.presets import PRESETS, described
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
@@ -48,7 +48,7 @@ class OptimizerOfRun:
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
-        adjusted = without_sharing(with_preset(config), self.facts)
+        adjusted = without_sharing(with_preset(config, self.facts.args is not None), self.facts)
         fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
         self.config = with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
         self.model_chunks, self.groups = model_chunks, pg_collection
@@ -101,6 +101,7 @@ class OptimizerOfRun:
     def describe(self) -> None:
         """Name the parameters, and mark those with declared matrices."""
         releases.mark_row_parallel(self.model_chunks)
+        releases.mark_sinks(self.model_chunks)
         if self.facts.megatron_fsdp:
             fsdp.mark_shards(self.model_chunks)
         self.parameters = trainable(self.model_chunks, self.groups)
@@ -194,14 +195,25 @@ class OptimizerOfRun:
     def guard_first_step(self) -> None:
         """Install the checks of the first step, and of replicas."""
         compare = None
+        ranks = [getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp", "tp", "expt_tp")]
         if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
-            ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp", "tp", "expt_tp"))
             compare = check_replicas(self.model_chunks, *ranks)
-        check_steps(self.optimizer, self.matrices_here, compare, lambda: warn_of_unused(self.assigned))
+
+        def look() -> None:
+            warn_of_unused(self.assigned)
+            if compare is not None:
+                refuse_partial_gradients(
+                    self.assigned, *(getattr(self.groups, name, None) for name in ("tp", "expt_tp"))
+                )
+
+        check_steps(self.optimizer, self.matrices_here, compare, look)
 
 
-def with_preset(config: Any) -> Any:
-    """The config with scale mode and factor of ``muon_preset``."""
+def with_preset(config: Any, parsed: bool = False) -> Any:
+    """The config with the settings of ``muon_preset``.
+
+    A field counts as not given where it has its default: that of Megatron's parser for ``parsed``, else the config's.
+    """
     preset = getattr(config, "muon_preset", None)
     if preset is None:
         return config
@@ -212,13 +224,24 @@ def with_preset(config: Any) -> Any:
             f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and updates of {name} have a size of their own: "
             f"leave it away"
         )
-    given, (mode, factor) = (config.muon_scale_mode, config.muon_extra_scale_factor), PRESETS[preset]
-    if given not in (PRESETS["megatron"], (mode, factor)):
+    settings = PRESETS[preset].settings
+    fields = {key: _field(config, key) for key in settings}
+    defaults = {flag.setting: flag.default for flag in OPTIMIZERS["muon"].flags}
+    if not parsed:
+        defaults |= {key: getattr(type(config), field, defaults[key]) for key, field in fields.items()}
+    given = {key: getattr(config, field) for key, field in fields.items()}
+    contradict = {key: given[key] for key in settings if given[key] not in (defaults[key], settings[key])}
+    if contradict:
         raise ValueError(
-            f"--muon-preset {preset} stands for --muon-scale-mode {mode} --muon-extra-scale-factor {factor:g}, but the "
-            f"run also says {given[0]} and {given[1]:g}: keep the preset or the two"
+            f"--muon-preset {preset} stands for {described(settings)}, but the run also says {described(contradict)}: "
+            f"keep the preset, or what it stands for as flags"
         )
-    return with_fields(config, muon_scale_mode=mode, muon_extra_scale_factor=factor)
+    return with_fields(config, **{fields[key]: value for key, value in settings.items()})
+
+
+def _field(config: Any, setting: str) -> str:
+    renamed = setting == "nesterov" and hasattr(config, "muon_use_nesterov")  # up to Megatron-Core 0.17
+    return "muon_use_nesterov" if renamed else f"muon_{setting}"
 
 
 def without_sharing(config: Any, run: Run) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
@@ -15,7 +16,9 @@ from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.parallel.layout import is_expert, is_replicated
 
+PARTIAL = 0.1  # of a gradient's norm: what is further off the mean of the ranks is a part, not rounding
 _NUMBER_OF_EXPERT = re.compile(r"(?<=^local_experts\.)\d+|(?<=\.weight)\d+|(?<=\.bias)\d+")
 
 
@@ -68,9 +71,7 @@ def warn_of_unused(assigned: Sequence[Assignment]) -> None:
     reached: dict[str, list[Tensor]] = {}
     for each in assigned:
         if each.optimizer is not None and 0 not in (each.settings.get("lr"), each.settings.get("lr_mult")):
-            parameter = each.parameter.tensor
-            held = (getattr(parameter, name, None) for name in ("decoupled_grad", "grad", "main_grad"))
-            gradient = next((local(x) for x in held if x is not None), None)
+            parameter, gradient = each.parameter.tensor, _gradient(each.parameter.tensor)
             none = torch.zeros((), dtype=torch.bool, device=parameter.device)
             head, experts, tail = each.name.partition(".experts.")
             name = head + experts + (_NUMBER_OF_EXPERT.sub("*", tail) if experts else "")
@@ -85,3 +86,45 @@ def warn_of_unused(assigned: Sequence[Assignment]) -> None:
             f"uses it, or its output is multiplied by zero so far. Freeze what is not trained before Megatron wraps "
             f"the model, or exclude it by an override"
         )
+
+
+def refuse_partial_gradients(
+    assigned: Sequence[Assignment], tp: dist.ProcessGroup | None, expert_tp: dist.ProcessGroup | None
+) -> None:
+    """Refuse whole parameters whose gradients differ over tensor-parallel ranks.
+
+    A module that gives each rank a part of a sum, and no attribute by which Megatron adds them up, makes ranks train
+    different models (as MLM 7452, finding 11). All ranks call it before the first step. A gradient differs where it is
+    off the mean of the ranks by more than :data:`PARTIAL` of its norm. A ``RuntimeError`` is on all ranks of a group.
+    """
+    names, distances = list[str](), list[Tensor]()
+    for each in assigned:
+        parameter = each.parameter.tensor
+        group = expert_tp if is_expert(parameter) else tp
+        if group is None or group.size() == 1 or isinstance(parameter, DTensor) or not is_replicated(parameter):
+            continue
+        found = _gradient(parameter)
+        gradient = torch.zeros_like(parameter, dtype=torch.float32) if found is None else found.float()
+        mean = gradient / group.size()
+        dist.all_reduce(mean, group=group)
+        off = (gradient - mean).norm() / gradient.norm().clamp(min=torch.finfo(torch.float32).tiny)
+        dist.all_reduce(off, dist.ReduceOp.MAX, group=group)
+        names.append(each.name)
+        distances.append(off)
+    off_by = torch.stack(distances).tolist() if distances else []
+    different = sorted(((off, name) for off, name in zip(off_by, names, strict=True) if off > PARTIAL), reverse=True)
+    if different:
+        off, name = different[0]
+        raise RuntimeError(
+            f"the gradients of {len(different)} parameters that every tensor-parallel rank has whole differ between "
+            f"these ranks, most that of {name}, by {100 * off:.0f} % of its size: the ranks would train different "
+            f"models. Expected are equal gradients. A module whose ranks have parts of the sum says so by "
+            f"parameter.sequence_parallel = True, which Megatron obeys under --sequence-parallel; one whose ranks have "
+            f"shards, by tensor_model_parallel and partition_dim. Known is the out_norm of gated delta nets without "
+            f"--sequence-parallel. --no-check-replicas leaves this check out"
+        )
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    held = (getattr(parameter, name, None) for name in ("decoupled_grad", "grad", "main_grad"))
+    return next((local(x) for x in held if x is not None), None)

@@ -21,6 +21,7 @@ from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import plain
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
+from megatron_eopt.optimizers.presets import preset_line
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.parallel.dtensor import tells_its_chunk
@@ -67,6 +68,8 @@ def build_manifest(
 
 def _report(families: list[ParamPattern], config: Any) -> None:
     form, file = getattr(config, "optimizer_manifest", "short"), getattr(config, "optimizer_manifest_file", None)
+    if (name := getattr(config, "muon_preset", None)) is not None:
+        print(f"megatron_eopt: {preset_line(name)}", flush=True)
     if form != "none":
         listed = manifest.table(families, full=form == "full")
         print(f"megatron_eopt: the optimizer of every trainable parameter\n{listed}", flush=True)

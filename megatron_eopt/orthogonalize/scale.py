@@ -7,14 +7,6 @@ from megatron_eopt.orthogonalize.choices import check_choice
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
-PRESETS: dict[str, tuple[ScaleMode, float]] = {
-    "megatron": ("spectral", 1.0),
-    "match_adamw": ("spectral", 0.2),
-    "keller": ("shape_scaling", 1.0),
-    "unit_rms": ("unit_rms_norm", 1.0),
-}
-"""Name -> scale mode and further factor; RMS 0.2 is AdamW's. See :func:`muon_scale_factor`."""
-
 
 def validate_scale_mode(mode: str) -> None:
     """Raise ``ValueError`` for an unknown mode, naming the known ones."""

@@ -108,6 +108,13 @@ def is_cut_again(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "is_gtp_weight_remat", False))
 
 
+def is_replicated(parameter: Tensor) -> bool:
+    """Whether every tensor-parallel rank has all of a parameter."""
+    # vectors of a gated delta product are marked as cut, without a partition_dim
+    marked = is_unmarked(parameter) or getattr(parameter, "tensor_model_parallel", False)
+    return not (marked or is_sharded(parameter) or is_cut_again(parameter))
+
+
 def padding_of(parameter: Tensor) -> int:
     """Rows of padding, where :func:`is_cut_again`."""
     return getattr(parameter, "pad_length", None) or 0

@@ -13,6 +13,7 @@ from megatron_eopt.megatron.agreement import from_rank_0, on_all_ranks
 from megatron_eopt.megatron.checkpoints import checksums
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.first_step import check_steps
+from megatron_eopt.megatron.releases import mark_sinks
 from megatron_eopt.overrides import OverrideError
 from tests.distributed.ranks import run_ranks
 
@@ -54,6 +55,7 @@ def tensor_parallel(rank):
         layers.dt_bias = torch.nn.Parameter(torch.full((3,), float(rank)))  # as a gated delta product marks it
         layers.dt_bias.tensor_model_parallel = True
         layers.attention.softmax_offset = torch.nn.Parameter(torch.full((3,), float(rank)))
+        mark_sinks([layers])
         getattr(layers, name).data.fill_(value)
         optimizer = Optimizer()
         check_steps(optimizer, 0, check_replicas([layers], None, None, dist.group.WORLD, dist.group.WORLD))

@@ -211,6 +211,10 @@ REFUSED = {
         run(args=SimpleNamespace(dump_param_to_param_group_map="map")),
         r"nothing would be written: leave it away",
     ),
+    "instructions over context-parallel ranks without the loss of each token": (
+        run(args=SimpleNamespace(sft=True), model=SimpleNamespace(context_parallel_size=2)),
+        r"weighed by how the masks fall on ranks.*: add --calculate-per-token-loss",
+    ),
     "optimizers chosen by overrides": (
         run(release="0.17.1", routes_optimizers=True),
         r"overrides that give parameters another optimizer need megatron-core 0\.18 or later, found 0\.17\.1",

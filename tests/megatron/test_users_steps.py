@@ -207,12 +207,32 @@ def test_a_preset_makes_updates_of_the_size_that_it_predicts(tmp_path, preset, p
             assert rms(updates[name]) == pytest.approx(row.update_rms, rel=0.15), name
 
 
+PUBLISHED = {
+    "kimi-k2": "--muon-momentum 0.95 --muon-extra-scale-factor 0.2 --muon-coefficient-type simple",
+    "deepseek-v4": "--muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.18 --muon-num-ns-steps 10 "
+    "--muon-coefficient-type deepseekv4",
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_published_preset_is_the_run_of_its_flags(tmp_path, preset):
+    run = ["--num-layers", 1, "--optimizer", "muon", "--train-iters", 2]
+    (by_name,), output = train(tmp_path / "name", 1, *run, "--muon-preset", preset)
+    (by_flags,), _ = train(tmp_path / "flags", 1, *run, *PUBLISHED[preset].split())
+    assert_same_ranks([by_name], [by_flags])
+    (line,) = [line for line in output.splitlines() if f"--muon-preset {preset} sets" in line]
+    assert "momentum 0.95" in line
+    assert "published with --weight-decay 0.1" in line
+
+
 def test_a_preset_that_the_run_contradicts_is_refused():
-    run = ["--num-layers", 1, "--optimizer", "muon", "--train-iters", 1, "--muon-preset", "match_adamw"]
+    run = ["--num-layers", 1, "--optimizer", "muon", "--train-iters", 1, "--muon-preset"]
     assert (
-        "--muon-preset match_adamw stands for --muon-scale-mode spectral --muon-extra-scale-factor 0.2, but the run "
-        "also says shape_scaling and 1: keep the preset or the two"
-    ) in refused(*run, "--muon-scale-mode", "shape_scaling")
+        "--muon-preset match_adamw stands for scale_mode spectral, extra_scale_factor 0.2, but the run also says "
+        "scale_mode shape_scaling: keep the preset, or what it stands for as flags"
+    ) in refused(*run, "match_adamw", "--muon-scale-mode", "shape_scaling")
+    # 0.95 is the default of Megatron's config, and not that of its flag
+    assert "but the run also says momentum 0.95:" in refused(*run, "eo-0.5", "--muon-momentum", 0.95)
 
 
 def test_updates_that_are_far_from_adams_are_warned_of(tmp_path):

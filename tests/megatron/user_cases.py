@@ -13,6 +13,7 @@ from pathlib import Path
 
 import megatron.core.optimizer as core_optimizer
 import megatron.training.training as training
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import (
@@ -198,6 +199,33 @@ def lose_a_gradient():
     def step(real, self, *args):
         self.param_groups[0]["params"][0].grad = None
         return real(self, *args)
+
+
+def part_gradient(pattern):
+    """Each rank has every other entry of a gradient, and zeros, as where it computes a part of a sum."""
+
+    def part(gradient):
+        numbers = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape)
+        return torch.where(numbers % 2 == int(os.environ["RANK"]) % 2, gradient, 0)
+
+    @replaced(GPTModel, "__init__")
+    def init(real, self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            if re.search(pattern, name):
+                parameter.register_hook(part)
+
+
+def even_sinks():
+    """Attention sinks begin with zero, and without random numbers, of which each number of ranks would take others."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    @replaced(DotProductAttention, "__init__")
+    def init(real, self, *args, **kwargs):
+        state = torch.get_rng_state()
+        real(self, *args, **kwargs)
+        torch.set_rng_state(state)
+        torch.nn.init.zeros_(self.softmax_offset)
 
 
 def multiply_loss(factor, only_in=None):

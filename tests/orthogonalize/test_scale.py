@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from megatron_eopt.orthogonalize import muon_scale_factor, newton_schulz, predicted_update_rms
-from megatron_eopt.orthogonalize.scale import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -24,12 +23,3 @@ def test_the_predicted_rms_is_that_of_an_update(mode, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     update = 0.2 * muon_scale_factor(*shape, mode) * newton_schulz(x, 8, "polar_express")
     assert update.square().mean().sqrt().item() == pytest.approx(predicted_update_rms(*shape, mode, 0.2), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("preset", "tall", "wide"),
-    [("megatron", 1.0, 1.0), ("match_adamw", 0.2, 0.2), ("keller", 2 / 4, 1 / 4), ("unit_rms", 2 / 4, 0.5 / 4)],
-)
-def test_updates_of_a_preset_have_its_size(preset, tall, wide):
-    assert predicted_update_rms(16, 4, *PRESETS[preset]) == pytest.approx(tall)
-    assert predicted_update_rms(4, 16, *PRESETS[preset]) == pytest.approx(wide)

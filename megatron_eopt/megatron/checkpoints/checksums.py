@@ -22,7 +22,7 @@ from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.optimizers.nonfinite import to_host
 from megatron_eopt.parallel.checksum import INTEGERS, checksum
 from megatron_eopt.parallel.collectives import total
-from megatron_eopt.parallel.layout import is_cut_again, is_sharded, is_unmarked
+from megatron_eopt.parallel.layout import is_replicated
 
 CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
 Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
@@ -102,7 +102,7 @@ def _compared(model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None]
             of_expert = not getattr(parameter, "allreduce", True)
             called = f"{number}.{name}" if len(model_chunks) > 1 else name
             parameters[of_expert][called] = parameter.detach()
-            if not quickly and _is_whole(name, parameter):
+            if not quickly and is_replicated(parameter):
                 parameters[2 + of_expert][called] = parameter.detach()
     for index, (group, named) in enumerate(zip(groups, parameters, strict=False)):
         if group is not None and group.size() > 1 and named:
@@ -112,10 +112,3 @@ def _compared(model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None]
             extremes = torch.stack([sums, ~sums])  # the largest is the complement of the least complement
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
             yield "tensor-parallel" if index > 1 else "data-parallel", list(named), to_host(extremes, extremes.device)
-
-
-def _is_whole(name: str, parameter: Tensor) -> bool:
-    # vectors of a gated delta product are marked as cut, without a partition_dim
-    marked = is_unmarked(parameter) or getattr(parameter, "tensor_model_parallel", False)
-    cut = marked or is_sharded(parameter) or is_cut_again(parameter)
-    return not cut and not name.endswith(".softmax_offset")  # of which each rank has those of its heads

@@ -286,6 +286,16 @@ RULES = (
         lambda run: getattr(run.args, "dump_param_to_param_group_map", None) is not None,
     ),
     Rule(
+        "with --sft and --context-parallel-size, each rank's loss is a mean over its own tokens, so that gradients are "
+        "weighed by how masks fall on ranks (MLM 7452, finding 9)",
+        "add --calculate-per-token-loss",
+        lambda run: (
+            on(run.args, "sft")
+            and getattr(run.model, "context_parallel_size", 1) > 1
+            and not on(run.model, "calculate_per_token_loss")
+        ),
+    ),
+    Rule(
         "overrides that give parameters another optimizer need megatron-core 0.18 or later, found {run.release}",
         "upgrade megatron-core, or leave them away",
         lambda run: run.routes_optimizers and not run.has_registry,

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support.matrix import RELEASES, Row, support_matrix
+from megatron_eopt.megatron.releases import SUPPORTED
+from megatron_eopt.megatron.support.matrix import Row, support_matrix
 from megatron_eopt.orthogonalize.kernels import KERNELS, choose
 from megatron_eopt.registry import list_optimizers
 
@@ -211,7 +212,12 @@ def problems(facts: Facts) -> Iterator[Problem]:
     for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
         if releases.number(version) < releases.number(oldest):
             yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
-    engine, apex, core, supported = facts.transformer_engine, facts.apex, facts.core, f"{RELEASES[-1]} to {RELEASES[0]}"
+    engine, apex, core, supported = (
+        facts.transformer_engine,
+        facts.apex,
+        facts.core,
+        f"{SUPPORTED[-1]} to {SUPPORTED[0]}",
+    )
     if engine is not None and engine.error is not None:
         yield Problem(
             f"{_named('Transformer Engine', engine)} cannot be imported: {engine.error}",
@@ -229,7 +235,7 @@ def problems(facts: Facts) -> Iterator[Problem]:
         )
     if core is None:
         yield Problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
-    elif releases.number(core.version) < releases.number(RELEASES[-1]):
+    elif releases.number(core.version) < releases.number(SUPPORTED[-1]):
         yield Problem(f"megatron-core {core.version} is too old", f"take one of {supported}")
     elif core.error is not None:
         yield Problem(
@@ -260,8 +266,8 @@ def notes(facts: Facts) -> Iterator[str]:
             f"triton's interpreter (TRITON_INTERPRET=1, for tests without a GPU) does not run with numpy {numpy}: "
             f"triton {triton} needs numpy below 2.4 for it, and none on a GPU"
         )
-    if facts.core is not None and releases.number(facts.core.version) > releases.number(RELEASES[0]):
-        yield f"megatron-core {facts.core.version} is newer than {RELEASES[0]}, the latest that was tried"
+    if facts.core is not None and (caveat := releases.caveat(facts.core.version)) is not None:
+        yield caveat
     if facts.megatron is not None and facts.megatron.training_error is not None:
         yield (
             f"megatron.training cannot be imported ({facts.megatron.training_error}): Megatron's scripts need it (pip "
@@ -273,7 +279,7 @@ def notes(facts: Facts) -> Iterator[str]:
 
 def matrix(facts: Facts) -> list[Row]:
     """What the installed Megatron-Core supports; empty if none is usable."""
-    if facts.core is None or releases.number(facts.core.version) < releases.number(RELEASES[-1]):
+    if facts.core is None or releases.number(facts.core.version) < releases.number(SUPPORTED[-1]):
         return []
     links = re.compile(r"\[([^]]*)\]\([^)]*\)")  # the docs print the notes, too
     return [row._replace(note=links.sub(r"\1", row.note)) for row in support_matrix(facts.core.version)]

@@ -19,6 +19,7 @@ from state_bytes import DATA, bytes_rows, share_rows
 
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
 from megatron_eopt.megatron.arguments import RUN_FLAGS
+from megatron_eopt.megatron.releases import MAIN
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.overrides import Known
@@ -153,7 +154,8 @@ def support() -> str:
         notes = [line.note for line in lines if line.works == "no"] or [line.note for line in lines]
         shown = ", ".join(sorted(tests.get(lines[0].feature, ())))
         rows.append((lines[0].feature, *(line.works for line in lines), shown, notes[0]))
-    return table(("feature", *RELEASES, "shown by", ""), rows)
+    of_releases = (f"{release} (main)" if release == MAIN else release for release in RELEASES)
+    return table(("feature", *of_releases, "shown by", ""), rows)
 
 
 def shown_by() -> dict[str, set[str]]:

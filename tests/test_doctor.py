@@ -15,7 +15,8 @@ import torch
 
 from megatron_eopt.cli import main
 from megatron_eopt.doctor import Apex, Facts, Kernels, Megatron, Package, matrix, notes, problems
-from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
+from megatron_eopt.megatron.releases import SUPPORTED
+from megatron_eopt.megatron.support.matrix import support_matrix
 from megatron_eopt.registry import list_optimizers
 from tests.megatron.runs import without_emerging_optimizers
 
@@ -139,7 +140,7 @@ def test_without_megatron(tmp_path):
     assert status == 1
     assert said["facts"]["core"] is None
     assert said["support"] == []
-    releases = f"{RELEASES[-1]} to {RELEASES[0]}"
+    releases = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
     expected = f"megatron-core is not installed: pip install megatron-core, {releases} are supported"
     assert told(said) == [expected]
     _, text = doctor(tmp_path, flags=())
@@ -151,7 +152,7 @@ def test_a_megatron_that_is_too_old(tmp_path):
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("__version__ = '0.16.1'\n")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert told(said) == [f"megatron-core 0.16.1 is too old: take one of {RELEASES[-1]} to {RELEASES[0]}"]
+    assert told(said) == [f"megatron-core 0.16.1 is too old: take one of {SUPPORTED[-1]} to {SUPPORTED[0]}"]
     assert said["support"] == []
 
 
@@ -255,7 +256,11 @@ def test_an_apex_that_megatron_does_not_take_is_no_problem():
 
 def test_what_is_newer_than_what_was_tried_is_noted():
     (note,) = notes(replace(HEALTHY, core=Package("1.0.0rc1")))
-    assert note == f"megatron-core 1.0.0rc1 is newer than {RELEASES[0]}, the latest that was tried"
+    assert note == "megatron-core 1.0.0rc1 is newer than 0.20, the latest that was tried"
+    (note,) = notes(replace(HEALTHY, core=Package("0.20.0")))
+    tried = "megatron-core 0.20.0 is supported as Megatron's main branch was on 22 August 2026"
+    assert note == f"{tried}: what has changed since then is untried"
+    assert list(notes(replace(HEALTHY, core=Package("0.19.2")))) == []
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ class OptimizerOfRun:
         The seconds of each phase are printed.
         """
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
+        if (caveat := releases.caveat(self.facts.release)) is not None:
+            agreement.say(caveat)
         if others := unread(self.config):
             agreement.say(f"warning: {', '.join(others)} without effect: settings of Megatron's Muon, unknown here")
         self.describe()

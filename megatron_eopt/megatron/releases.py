@@ -1,4 +1,4 @@
-"""What differs between Megatron-Core 0.17, 0.18 and 0.19; imports none."""
+"""What differs between Megatron-Core 0.17 to 0.20; imports none."""
 
 import importlib
 import importlib.util
@@ -18,6 +18,19 @@ from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
 
 SUPPORTED = ("0.19", "0.18", "0.17")  # the latest first
+MAIN, MAIN_AS_OF = "0.20", "22 August 2026"  # what Megatron's main branch was to become, and when it was tried
+
+
+def caveat(release: str) -> str | None:
+    """What was not tried of a release; None for :data:`SUPPORTED` ones."""
+    if number(release) <= number(SUPPORTED[0]):
+        return None
+    if number(release) == number(MAIN):
+        return (
+            f"megatron-core {release} is supported as Megatron's main branch was on {MAIN_AS_OF}: what has changed "
+            f"since then is untried"
+        )
+    return f"megatron-core {release} is newer than {MAIN}, the latest that was tried"
 
 
 def number(release: str) -> tuple[int, int]:

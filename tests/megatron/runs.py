@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_eopt.megatron import releases
-
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
@@ -48,8 +46,7 @@ LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
 FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
 CASES = [*LAUNCHER[:-1], str(HERE / "user_cases.py")]
 UPSTREAM = [str(HERE / "upstream.py"), str(HERE / "pretrain.py")]
-# scripts/megatron_sources.py runs these
-since_0_20 = pytest.mark.skipif(releases.number(releases.version()) < (0, 20), reason="Megatron-Core 0.20 has it")
+since_0_20 = pytest.mark.since(0, 20)
 
 
 def free_port():

@@ -154,6 +154,7 @@ def test_matrices_have_a_rate_and_a_decay_of_their_own_through_scheduler_and_res
     assert_same_ranks([loaded, overriding], [straight, straight])
 
 
+@pytest.mark.shows("--override-opt-param-scheduler")
 @pytest.mark.parametrize(
     "flags",
     [["--decoupled-lr", "3e-3"], ["--bf16", "--use-mup", "--mup-base-hidden-size", 32]],

@@ -9,7 +9,7 @@ from megatron_eopt.megatron.support.rules import TORCH_FSDP2, unsupported
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
 
-RELEASES = releases.SUPPORTED
+RELEASES = (releases.MAIN, *releases.SUPPORTED)
 
 
 class Row(NamedTuple):
@@ -121,6 +121,7 @@ FEATURES = (
     Feature("--ckpt-format torch", {"args.ckpt_format": "torch"}, "the number of ranks stays"),
     Feature("--ckpt-format torch_dcp, fsdp_dtensor", {"args.ckpt_format": "torch_dcp"}),
     Feature("--no-save-optim with schedule_free_adamw", _AVERAGING | {"args.no_save_optim": True}),
+    Feature("--override-opt-param-scheduler", note="every group has the rates that the flags of this run give it"),
     Feature("--async-save", note="with --ckpt-format torch_dist"),
     Feature("--dump-param-to-param-group-map", {"args.dump_param_to_param_group_map": "a file"}),
     Feature("overrides that give parameters another optimizer", {"routes_optimizers": True}),

@@ -51,9 +51,13 @@ REFUSED = {
         run(settings={"fp16": True, "bf16": False}),
         r"optimizer 'muon' does not run with fp16.*: take --bf16, or fp32",
     ),
-    "buffers for whole matrices in fp32": (
-        run(**DEALT, settings={"bf16": False}),
-        r"optimizer of all that is no matrix then loads no checkpoint in fp32: take --no-use-layer-wise-param-layout",
+    "lion beside matrices whose buffers are apart": (
+        run(**DEALT, settings={"muon_scalar_optimizer": "lion"}),
+        r"steps, of which lion keeps none: take --muon-scalar-optimizer adam, --no-use-layer-wise-param-layout",
+    ),
+    "files of the torch format where buffers are apart": (
+        run(**DEALT, args=SimpleNamespace(ckpt_format="torch", load="a folder")),
+        r"ckpt_format 'torch' has no file for .*: take --ckpt-format torch_dist, --no-use-layer-wise-param-layout",
     ),
     "a scalar optimizer that cannot be built": (
         run(release="0.18.2", scalar_optimizers=("adam",), settings={"muon_scalar_optimizer": "lion"}),
@@ -248,6 +252,7 @@ def plain_model():
         run(**LION, layer_wise=True, data_parallel=2),  # the way of 0.19's scripts: whole gradients on every rank
         run(release="0.17.1", layer_wise=True, data_parallel=2, settings={"overlap_param_gather": True}),
         run(**DEALT, settings={"overlap_param_gather": True}),
+        run(**DEALT, settings={"bf16": False}),
         run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}, release="0.18.2"),
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(**DEALT | {"data_parallel": 1}),
@@ -277,7 +282,13 @@ def test_experts_of_one_rank_have_nobody_to_gather_from_in_0_17():
 
 def test_one_error_names_all_that_was_found():
     with pytest.raises(ValueError, match="cannot work") as error:
-        refuse_unsupported(run(**DEALT, settings={"bf16": False, "fp16": True, "optimizer_cuda_graph": True}))
+        refuse_unsupported(
+            run(
+                **DEALT,
+                args=SimpleNamespace(ckpt_format="torch", save="a"),
+                settings={"fp16": True, "optimizer_cuda_graph": True},
+            )
+        )
     first, *reasons = str(error.value).splitlines()
     assert first == "this run cannot work with optimizer 'muon', for 3 reasons:"
     assert [re.search(r"fp16|buffers|optimizer_cuda_graph", reason)[0] for reason in reasons] == [

@@ -106,6 +106,11 @@ class Run:
         return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1 and not self.megatron_fsdp
 
     @property
+    def laid_out(self) -> bool:
+        """Whether whole matrices have gradient buffers apart from the rest."""
+        return self.layer_wise and self.whole_matrices and on(self.ddp, "use_distributed_optimizer")
+
+    @property
     def quantized(self) -> str | None:
         """Flags that keep parameters in fp8 or fp4, for messages."""
         asked = (k for k in ("fp8", "fp4") if on(self.ddp, f"{k}_param_gather") or on(self.model, f"{k}_param"))

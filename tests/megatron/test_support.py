@@ -111,6 +111,10 @@ REFUSED = {
         run(release="0.18.2", ddp=FSDP),
         r"Megatron-FSDP with 'muon' needs megatron-core 0\.19 or later, found 0\.18\.2: upgrade",
     ),
+    "the second Megatron-FSDP": (
+        run(release="0.20.0", ddp=SimpleNamespace(use_megatron_fsdp=True, megatron_fsdp_version=2)),
+        r"Megatron-FSDP 2 cannot save optimizer state yet.*: take --megatron-fsdp-version 1, or --use-torch-fsdp2",
+    ),
     "Megatron-FSDP that shards nothing": (
         run(ddp=DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="no_shard")),
         r"'no_shard' of Megatron-FSDP leaves whole parameters.*: take optim, optim_grads or optim_grads_params",
@@ -256,6 +260,9 @@ def plain_model():
         run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}, release="0.18.2"),
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(**DEALT | {"data_parallel": 1}),
+        run(release="0.20.0", ddp=SimpleNamespace(use_megatron_fsdp=True, megatron_fsdp_version=1)),
+        run(wrapper="FullyShardedDataParallelV1", release="0.20.0"),
+        run(wrapper="TorchFullyShardedDataParallel", release="0.20.0"),
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
         run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
         run("lion", cut_twice="weight", weight_shards=2),  # element by element, at any cut
@@ -266,6 +273,11 @@ def plain_model():
 def test_what_works_is_not_refused(works):
     assert unsupported(works) == []
     refuse_unsupported(works)
+
+
+def test_the_second_megatron_fsdp_is_known_by_its_class():
+    with pytest.raises(ValueError, match="Megatron-FSDP 2 cannot save optimizer state yet"):
+        refuse_unsupported(run(release="0.20.0", wrapper="FullyShardedDataParallelV2"))
 
 
 def test_the_layer_wise_optimizer_needs_its_layout_on_one_rank_too():

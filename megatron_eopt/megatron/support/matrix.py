@@ -82,6 +82,7 @@ FEATURES = (
     Feature("--overlap-param-gather-with-optimizer-step", {"config.overlap_param_gather_with_optimizer_step": True}),
     Feature("--num-distributed-optimizer-instances above 1", {"ddp.num_distributed_optimizer_instances": 2}),
     Feature("--use-megatron-fsdp", _FSDP, "optim, optim_grads and optim_grads_params"),
+    Feature("--use-megatron-fsdp with --megatron-fsdp-version 2", _FSDP | {"ddp.megatron_fsdp_version": 2}),
     Feature(
         "--use-megatron-fsdp with --num-distributed-optimizer-instances above 1",
         _INSTANCES,

@@ -145,6 +145,11 @@ RULES = (
         lambda run: run.megatron_fsdp and not releases.has("Megatron-FSDP", run.release),
     ),
     Rule(
+        "Megatron-FSDP 2 cannot save optimizer state yet, and Megatron-Core allows it with adam and sgd alone",
+        "take --megatron-fsdp-version 1, or --use-torch-fsdp2 in place of --use-megatron-fsdp",
+        lambda run: run.megatron_fsdp_2,
+    ),
+    Rule(
         "data_parallel_sharding_strategy 'no_shard' of Megatron-FSDP leaves whole parameters on each rank",
         "take optim, optim_grads or optim_grads_params, or leave --use-megatron-fsdp away",
         lambda run: run.megatron_fsdp and getattr(run.ddp, "data_parallel_sharding_strategy", "") == "no_shard",

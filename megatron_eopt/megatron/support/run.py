@@ -87,7 +87,13 @@ class Run:
     @property
     def megatron_fsdp(self) -> bool:
         """Whether the model is sharded by Megatron-FSDP."""
-        return on(self.ddp, "use_megatron_fsdp") or self.wrapper == "FullyShardedDataParallel"
+        return on(self.ddp, "use_megatron_fsdp") or self.wrapper.startswith("FullyShardedDataParallel")
+
+    @property
+    def megatron_fsdp_2(self) -> bool:
+        """Whether that is its second implementation, from 0.20 on."""
+        version = getattr(self.ddp, "megatron_fsdp_version", 1)
+        return self.megatron_fsdp and (version == 2 or self.wrapper == "FullyShardedDataParallelV2")
 
     @property
     def accumulates(self) -> bool:

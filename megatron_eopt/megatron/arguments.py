@@ -16,6 +16,7 @@ from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
+from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
@@ -180,9 +181,12 @@ def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any
     vars(args).update(hidden)
     try:
         with Redirections(changes):
-            return validate(args, *rest, **kwargs)
+            result = validate(args, *rest, **kwargs)
     finally:
         vars(args).update(given)
+    if name.removeprefix("dist_") in EMERGING_OPTIMIZERS:
+        clear_where_refused(args)
+    return result
 
 
 @around

@@ -13,6 +13,7 @@ from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, unread
 from megatron_eopt.megatron.averaging import average_weights
+from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
@@ -23,7 +24,15 @@ from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradie
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
-from megatron_eopt.megatron.parameters import frozen_names, mark, plain_wrappers, remember, torch_optimizers, trainable
+from megatron_eopt.megatron.parameters import (
+    distributed_wrappers,
+    frozen_names,
+    mark,
+    plain_wrappers,
+    remember,
+    torch_optimizers,
+    trainable,
+)
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
@@ -176,6 +185,8 @@ class OptimizerOfRun:
             return
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
         keep_apart(self.model_chunks, differ)
+        for wrapper in distributed_wrappers(self.optimizer):
+            AdamOfBuffers(wrapper)
         for number, wrapper in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
             SavedState(wrapper, self if number == 0 else None, differ, self.facts.layer_wise)
 

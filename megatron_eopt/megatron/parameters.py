@@ -79,6 +79,11 @@ def plain_wrappers(optimizer: Any) -> list[Any]:
     return [x for x in wrappers(optimizer) if type(x).__name__ in kinds and x.optimizer is not None]
 
 
+def distributed_wrappers(optimizer: Any) -> list[Any]:
+    """The :func:`wrappers` of a torch optimizer of shards of buffers."""
+    return [x for x in wrappers(optimizer) if hasattr(x, "gbuf_ranges")]
+
+
 def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
     """The torch optimizers inside Megatron's wrappers, in their order."""
     for wrapper in wrappers(optimizer):

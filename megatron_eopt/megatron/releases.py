@@ -61,11 +61,12 @@ def scalar_optimizers_of(release: str) -> tuple[str, ...]:
 def distributed_optimizer(release: str) -> dict[str, Any]:
     """What ``--use-distributed-optimizer`` means, as facts of ``support``'s Run.
 
-    0.18 lays gradient buffers out for whole matrices; 0.19's ``pretrain`` does not; 0.17 leaves the flag on the config.
+    0.18 and 0.20 lay gradient buffers out for whole matrices; 0.19's ``pretrain`` does not; 0.17 leaves the flag on the
+    config.
     """
     if number(release) < (0, 18):
         return {"config.use_distributed_optimizer": True}
-    laid_out = {"whole_matrices": True, "ddp.use_distributed_optimizer": True} if number(release) == (0, 18) else {}
+    laid_out = {"whole_matrices": True, "ddp.use_distributed_optimizer": True} if number(release) != (0, 19) else {}
     return {"layer_wise": True, "data_parallel": 2} | laid_out
 
 

@@ -4,7 +4,8 @@ Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatro
 wants: 0.19 builds the model from the configuration, 0.18 from a provider, 0.17 parses in pretrain. Where RECORD names a
 folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, its bytes of state, and parameters, optimizer state
 and the settings of the optimizers' groups as they were before the first step and after the last.
-ON_ONE_RANK has a rank, and flags that only this rank gets.
+ON_ONE_RANK has a rank, and flags that only this rank gets. Where FROM_PROVIDER is set, 0.19 builds the model from a
+provider, too: only then it lays gradient buffers out for whole matrices, as later releases do in either way.
 """
 
 import inspect
@@ -76,12 +77,16 @@ class Record:
 
         ChainedOptimizer.step = recorded_step
 
-    def optimizers(self):
-        """The torch optimizers on this rank, without Megatron's wrappers."""
+    def wrappers(self):
+        """Megatron's wrappers of a torch optimizer on this rank."""
         chained = [
             inner for each in self.optimizer.chained_optimizers for inner in getattr(each, "chained_optimizers", [each])
         ]
-        return [each.optimizer for each in chained if getattr(each, "optimizer", None) is not None]
+        return [each for each in chained if getattr(each, "optimizer", None) is not None]
+
+    def optimizers(self):
+        """The torch optimizers on this rank."""
+        return [each.optimizer for each in self.wrappers()]
 
     def snapshot(self):
         """Name in the whole model -> {"parameter", "main" in bf16 where this rank updates it, state keys, "cut"}.
@@ -90,6 +95,9 @@ class Record:
         parameter and which of the parts this is; (-1, 0) where it does not.
         """
         states = {parameter: state for each in self.optimizers() for parameter, state in each.state.items()}
+        for each in self.wrappers():  # whose optimizer may have a shard of a parameter
+            for parameter, (group, index) in getattr(each, "model_param_group_index_map", {}).items():
+                states[parameter] = states.get(each.optimizer.param_groups[group]["params"][index], {})
         tensors = {}
         for model in self.models.values():
             if hasattr(model, "megatron_fsdp_dist_index"):
@@ -262,7 +270,10 @@ def main():
         from megatron.core.models.backends import LocalSpecProvider
 
         LocalSpecProvider.core_attention = lambda provider: Attention
-    if hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
+    if "FROM_PROVIDER" in os.environ:
+        config = argument_utils.pretrain_cfg_container_from_args(args)
+        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step, model_provider=model_provider)
+    elif hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
         config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
         pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
     else:  # 0.18

@@ -20,7 +20,8 @@ from tests.megatron.runs import (
 
 FP32 = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest"]
 RUN = [*FP32, "--bf16"]
-SHARED = [*RUN, "--use-distributed-optimizer"]
+DEALT = ["--use-distributed-optimizer", "--no-use-layer-wise-param-layout"]  # in whose layout nobody deals by time
+SHARED = [*RUN, *DEALT]
 BY_SIZE = "--no-balanced-deal"
 
 
@@ -65,7 +66,7 @@ def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
 def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path, overlap):
     run = [*FP32, "--train-iters", 5, "--clip-grad", 0.5, "--ckpt-format", "torch_dist"]
     alone, _ = train(tmp_path / "one", 1, *run)
-    run += ["--use-distributed-optimizer", *overlap]
+    run += [*DEALT, *overlap]
     (two, output), _ = resumed(tmp_path, 2, *run)
     assert len(deal(output)) == 1
     assert not set.intersection(*hands(two))
@@ -120,7 +121,7 @@ def test_biases_of_experts_are_dealt_beside_their_matrices(tmp_path):
 def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags):
     run = [*flags, "--train-iters", 4, "--ckpt-format", "torch_dist"]
     expected, _ = train(tmp_path / "muon", ranks, *SHARED, *run)
-    (found, _), _ = resumed(tmp_path, ranks, *RUN, "--optimizer", "dist_muon", *run)
+    (found, _), _ = resumed(tmp_path, ranks, *RUN, DEALT[1], "--optimizer", "dist_muon", *run)
     assert_same_ranks(found, expected)
 
 
@@ -131,7 +132,7 @@ def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags
     ids=["fp32", "bf16"],
 )
 def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path, precision):
-    shared = [*FP32, *precision, "--use-distributed-optimizer"]
+    shared = [*FP32, *precision, *DEALT]
     (_, output), _ = resumed(tmp_path, 2, *shared, "--ckpt-format", "torch", "--train-iters", 4)
     assert not deal(output)
 

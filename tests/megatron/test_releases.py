@@ -164,19 +164,27 @@ def test_new_rates_count_at_a_resume_that_is_to_override_the_schedule(release, t
 
 
 @full
-def test_an_owner_whose_buffers_are_laid_out_for_another_is_refused(release, tmp_path):
-    """0.18 lays the buffers of matrices out before it reads any override."""
+@pytest.mark.parametrize("flags", [[], ["--bf16"], ["--optimizer", "lion"]], ids=["fp32", "bf16", "lion"])
+def test_resumes_where_0_18_lays_buffers_out_for_whole_matrices(release, tmp_path, flags):
+    version, megatron = release
+    if version < "0.18":
+        return  # which has no such flag
+    run = ["--num-layers", 2, *muon(version), *flags, "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
+    (_, output), _ = resumed(tmp_path, 2, *run, "--train-iters", 4, megatron=megatron)
+    assert ("gradient buffers are not laid out for whole matrices" in output) == ("lion" in flags)
+
+
+@full
+def test_an_override_of_the_optimizer_leaves_the_layout_away(release, tmp_path):
+    """0.18 lays the buffers of matrices out before it builds an optimizer."""
     version, megatron = release
     if version < "0.18":
         return  # refused anyway: test_another_optimizer_for_single_parameters_needs_a_registry
     file = tmp_path / "overrides.yaml"
     file.write_text("- {select: linear_proj.weight, optimizer: adam}\n")
     run = ["--num-layers", 2, *muon(version), "--bf16", "--use-distributed-optimizer", "--train-iters", 1]
-    said = refused(*run, "--optimizer-overrides", file, ranks=2, megatron=megatron)
-    assert "linear_proj.weight and 1 more are given to adam, but Megatron laid their buffers out for a" in said
-    moved, output = train(
-        tmp_path / "run", 2, *run, "--optimizer-overrides", file, "--no-use-layer-wise-param-layout", megatron=megatron
-    )
+    moved, output = train(tmp_path / "run", 2, *run, "--optimizer-overrides", file, megatron=megatron)
+    assert "gradient buffers are not laid out for whole matrices" in output
     assert "matrix: " in output
     assert len(moved[0]["losses"]) == 1
 

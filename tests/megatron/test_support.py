@@ -51,9 +51,13 @@ REFUSED = {
         run(settings={"fp16": True, "bf16": False}),
         r"optimizer 'muon' does not run with fp16.*: take --bf16, or fp32",
     ),
-    "buffers for whole matrices in fp32": (
-        run(**DEALT, settings={"bf16": False}),
-        r"optimizer of all that is no matrix then loads no checkpoint in fp32: take --no-use-layer-wise-param-layout",
+    "lion beside matrices whose buffers are apart": (
+        run(**DEALT, settings={"muon_scalar_optimizer": "lion"}),
+        r"steps, of which lion keeps none: take --muon-scalar-optimizer adam, --no-use-layer-wise-param-layout",
+    ),
+    "files of the torch format where buffers are apart": (
+        run(**DEALT, args=SimpleNamespace(ckpt_format="torch", load="a folder")),
+        r"ckpt_format 'torch' has no file for .*: take --ckpt-format torch_dist, --no-use-layer-wise-param-layout",
     ),
     "a scalar optimizer that cannot be built": (
         run(release="0.18.2", scalar_optimizers=("adam",), settings={"muon_scalar_optimizer": "lion"}),
@@ -106,6 +110,10 @@ REFUSED = {
     "Megatron-FSDP of an earlier release": (
         run(release="0.18.2", ddp=FSDP),
         r"Megatron-FSDP with 'muon' needs megatron-core 0\.19 or later, found 0\.18\.2: upgrade",
+    ),
+    "the second Megatron-FSDP": (
+        run(release="0.20.0", ddp=SimpleNamespace(use_megatron_fsdp=True, megatron_fsdp_version=2)),
+        r"Megatron-FSDP 2 cannot save optimizer state yet.*: take --megatron-fsdp-version 1, or --use-torch-fsdp2",
     ),
     "Megatron-FSDP that shards nothing": (
         run(ddp=DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="no_shard")),
@@ -252,9 +260,13 @@ def plain_model():
         run(**LION, layer_wise=True, data_parallel=2),  # the way of 0.19's scripts: whole gradients on every rank
         run(release="0.17.1", layer_wise=True, data_parallel=2, settings={"overlap_param_gather": True}),
         run(**DEALT, settings={"overlap_param_gather": True}),
+        run(**DEALT, settings={"bf16": False}),
         run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}, release="0.18.2"),
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(**DEALT | {"data_parallel": 1}),
+        run(release="0.20.0", ddp=SimpleNamespace(use_megatron_fsdp=True, megatron_fsdp_version=1)),
+        run(wrapper="FullyShardedDataParallelV1", release="0.20.0"),
+        run(wrapper="TorchFullyShardedDataParallel", release="0.20.0"),
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
         run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
         run("lion", cut_twice="weight", weight_shards=2),  # element by element, at any cut
@@ -265,6 +277,11 @@ def plain_model():
 def test_what_works_is_not_refused(works):
     assert unsupported(works) == []
     refuse_unsupported(works)
+
+
+def test_the_second_megatron_fsdp_is_known_by_its_class():
+    with pytest.raises(ValueError, match="Megatron-FSDP 2 cannot save optimizer state yet"):
+        refuse_unsupported(run(release="0.20.0", wrapper="FullyShardedDataParallelV2"))
 
 
 def test_the_layer_wise_optimizer_needs_its_layout_on_one_rank_too():
@@ -281,7 +298,13 @@ def test_experts_of_one_rank_have_nobody_to_gather_from_in_0_17():
 
 def test_one_error_names_all_that_was_found():
     with pytest.raises(ValueError, match="cannot work") as error:
-        refuse_unsupported(run(**DEALT, settings={"bf16": False, "fp16": True, "optimizer_cuda_graph": True}))
+        refuse_unsupported(
+            run(
+                **DEALT,
+                args=SimpleNamespace(ckpt_format="torch", save="a"),
+                settings={"fp16": True, "optimizer_cuda_graph": True},
+            )
+        )
     first, *reasons = str(error.value).splitlines()
     assert first == "this run cannot work with optimizer 'muon', for 3 reasons:"
     assert [re.search(r"fp16|buffers|optimizer_cuda_graph", reason)[0] for reason in reasons] == [

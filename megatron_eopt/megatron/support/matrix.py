@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.support.layout import against_layout, without_layout
 from megatron_eopt.megatron.support.rules import TORCH_FSDP2, unsupported
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
@@ -81,6 +82,7 @@ FEATURES = (
     Feature("--overlap-param-gather-with-optimizer-step", {"config.overlap_param_gather_with_optimizer_step": True}),
     Feature("--num-distributed-optimizer-instances above 1", {"ddp.num_distributed_optimizer_instances": 2}),
     Feature("--use-megatron-fsdp", _FSDP, "optim, optim_grads and optim_grads_params"),
+    Feature("--use-megatron-fsdp with --megatron-fsdp-version 2", _FSDP | {"ddp.megatron_fsdp_version": 2}),
     Feature(
         "--use-megatron-fsdp with --num-distributed-optimizer-instances above 1",
         _INSTANCES,
@@ -141,6 +143,7 @@ def support_matrix(release: str) -> list[Row]:
             part, _, field = name.rpartition(".")
             (vars(settings[part]) if part else facts)[field] = value
         run = Run(**facts)
+        run = without_layout(run) if against_layout(run) else run
         reasons = [rule.instead.format(run=run) for rule in unsupported(run)]
         works: Literal["yes", "unproven", "no"] = "no" if reasons else "unproven" if feature.unproven else "yes"
         rows.append(Row(feature.name, works, "; ".join(reasons) or feature.note))

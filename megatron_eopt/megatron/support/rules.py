@@ -44,9 +44,16 @@ RULES = (
     ),
     Rule(
         "Megatron-Core lays gradient buffers out for whole matrices, and its distributed optimizer of all that is no "
-        "matrix then loads no checkpoint in fp32",
-        "take --no-use-layer-wise-param-layout, add --bf16, or leave --use-distributed-optimizer away",
-        lambda run: run.layer_wise and on(run.ddp, "use_distributed_optimizer") and not on(run.config, "bf16"),
+        "matrix asks for a count of steps, of which lion keeps none",
+        "take --muon-scalar-optimizer adam, --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer "
+        "away",
+        lambda run: run.laid_out and run.scalar == "lion",
+    ),
+    Rule(
+        "ckpt_format 'torch' has no file for the distributed optimizer of all that is no matrix, which is one of its "
+        "own where Megatron-Core lays gradient buffers out for whole matrices",
+        "take --ckpt-format torch_dist, --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away",
+        lambda run: run.laid_out and getattr(run.args, "ckpt_format", None) == "torch" and on(run.args, "save", "load"),
     ),
     Rule(
         "muon_scalar_optimizer {run.scalar!r} cannot be built with this Megatron-Core ({run.release})",
@@ -136,6 +143,11 @@ RULES = (
         "Megatron-FSDP with {run.optimizer!r} needs megatron-core 0.19 or later, found {run.release}",
         "upgrade megatron-core, or take --use-distributed-optimizer with --bf16",
         lambda run: run.megatron_fsdp and not releases.has("Megatron-FSDP", run.release),
+    ),
+    Rule(
+        "Megatron-FSDP 2 cannot save optimizer state yet, and Megatron-Core allows it with adam and sgd alone",
+        "take --megatron-fsdp-version 1, or --use-torch-fsdp2 in place of --use-megatron-fsdp",
+        lambda run: run.megatron_fsdp_2,
     ),
     Rule(
         "data_parallel_sharding_strategy 'no_shard' of Megatron-FSDP leaves whole parameters on each rank",

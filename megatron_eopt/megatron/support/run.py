@@ -87,7 +87,13 @@ class Run:
     @property
     def megatron_fsdp(self) -> bool:
         """Whether the model is sharded by Megatron-FSDP."""
-        return on(self.ddp, "use_megatron_fsdp") or self.wrapper == "FullyShardedDataParallel"
+        return on(self.ddp, "use_megatron_fsdp") or self.wrapper.startswith("FullyShardedDataParallel")
+
+    @property
+    def megatron_fsdp_2(self) -> bool:
+        """Whether that is its second implementation, from 0.20 on."""
+        version = getattr(self.ddp, "megatron_fsdp_version", 1)
+        return self.megatron_fsdp and (version == 2 or self.wrapper == "FullyShardedDataParallelV2")
 
     @property
     def accumulates(self) -> bool:
@@ -104,6 +110,11 @@ class Run:
     def scatters(self) -> bool:
         """Whether data-parallel ranks keep gradient shards, other than FSDP's."""
         return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1 and not self.megatron_fsdp
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether whole matrices have gradient buffers apart from the rest."""
+        return self.layer_wise and self.whole_matrices and on(self.ddp, "use_distributed_optimizer")
 
     @property
     def quantized(self) -> str | None:

@@ -1,0 +1,195 @@
+"""Gradient buffers laid out for whole matrices: what is kept there, and which runs do without the layout."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
+from megatron_eopt.megatron.support.layout import clear_where_refused
+from megatron_eopt.megatron.support.matrix import support_matrix
+from tests.megatron.runs import ADAPTIVE, EXPERTS, MUON, SMALL_GPT, resumed
+from tests.megatron.test_command_line import activated as activated  # fixtures
+from tests.megatron.test_command_line import parse as parse
+from tests.megatron.test_resume import SCHEDULE
+
+LAID_OUT = {"environment": {"FROM_PROVIDER": "1"}}
+MODEL = ["--num-layers", 2, *SCHEDULE, "--ckpt-format", "torch_dist"]
+SHARED = ["--use-distributed-optimizer"]
+RUN = [*MODEL, *SHARED, *MUON]
+BF16 = ["--bf16"]
+
+
+def is_laid_out(ranks):
+    """Whether the moments of what is no matrix are flat, as of ranges of a buffer, on one rank or the other."""
+    states = [rank["after"]["embedding.word_embeddings.weight"] for rank in ranks]
+    return {state["exp_avg"].ndim for state in states if "exp_avg" in state} == {1}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        BF16,
+        *(
+            pytest.param(flags, marks=pytest.mark.wide)
+            for flags in (
+                [*BF16, "--overlap-grad-reduce", "--overlap-param-gather"],
+                ["--overlap-grad-reduce", "--overlap-param-gather"],
+                [*BF16, "--dist-ckpt-optim-fully-reshardable"],
+                ["--dist-ckpt-optim-fully-reshardable"],
+                [*BF16, "--optimizer", "dist_muon"],
+                [*BF16, *ADAPTIVE, "normuon"],
+                [*BF16, "--optimizer", "soap"],
+                [*BF16, "--optimizer-momentum-dtype", "bf16"],
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+def test_a_resumed_run_is_the_straight_one(tmp_path, flags):
+    (straight, _), _ = resumed(tmp_path, 2, *RUN, *flags, "--train-iters", 6, at=3, **LAID_OUT)
+    assert is_laid_out(straight)
+    counts = {state["step"].item() for rank in straight for state in rank["after"].values() if "step" in state}
+    assert counts == {6}
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([], None),
+        (BF16, None),
+        ([*BF16, "--optimizer", "dist_muon"], None),
+        ([*BF16, *EXPERTS], None),
+        ([*BF16, "--ckpt-format", "torch"], None),  # which neither saves nor loads
+        (["--optimizer", "lion"], "'lion' has parameters that are no matrices"),
+        (["--muon-scalar-optimizer", "lion"], "of which lion keeps none"),
+        ([*EXPERTS, "--with-biases"], "a bias is expert-parallel and no matrix"),
+        (
+            [*BF16, "--ckpt-format", "torch", "--save", "a folder", "--save-interval", 1],
+            "ckpt_format 'torch' has no file",
+        ),
+        ("- {select: linear_proj.weight, optimizer: adam}", "overrides give parameters another optimizer"),
+        ("- {select: linear_proj.weight, exclude: true}", "overrides give parameters another optimizer, or exclude"),
+        ("- {select: linear_proj.weight, lr_mult: 0.5}", None),
+        ("- {select: linear_proj.weight, lr_mlt: 0.5}", None),  # which the builder refuses
+        ("no overrides", None),
+    ],
+    ids=str,
+)
+def test_the_layout_stays_where_no_rule_refuses_it(parse, monkeypatch, tmp_path, capsys, flags, why):
+    from megatron.training import arguments
+
+    if isinstance(flags, str):
+        (tmp_path / "overrides.yaml").write_text(flags)
+        flags = ["--optimizer-overrides", str(tmp_path / "overrides.yaml")]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
+    model = [flag for flag in SMALL_GPT if flag != "--disable-bias-linear" or "--with-biases" not in flags]
+    run = [*model, "--num-layers", 1, "--train-iters", 1, *SHARED, *MUON, *flags]
+    args = parse(*(str(flag) for flag in run if flag != "--with-biases"))
+    args.rank, args.world_size = 0, 2
+    arguments.validate_args(args)
+    assert args.use_layer_wise_distributed_optimizer
+    assert args.use_layer_wise_param_layout == (why is None)
+    said = re.findall("^megatron_eopt: gradient buffers are not laid out .*", capsys.readouterr().out, re.MULTILINE)
+    assert [why in line and "--no-use-layer-wise-param-layout" in line for line in said] == [True] * (why is not None)
+
+
+def test_the_layout_is_no_matter_without_the_layer_wise_optimizer(parse):
+    args = parse("--optimizer", "lion")
+    args.use_layer_wise_distributed_optimizer = False
+    clear_where_refused(args)
+    assert args.use_layer_wise_param_layout
+
+
+def test_what_the_layout_alone_forbids_works_in_each_release_that_lays_out():
+    rows = {release: {row.feature: row.works for row in support_matrix(release)} for release in ("0.18.2", "0.20.0")}
+    for works in rows.values():
+        for what in ("with --bf16", "in fp32", "with lion", "with biases in experts"):
+            assert works[f"--use-distributed-optimizer {what}"] == "yes"
+        assert works["--use-distributed-optimizer with schedule_free_adamw"] == "no"
+        assert works["--muon-share-over-dp with --use-distributed-optimizer"] == "no"
+    assert rows["0.20.0"]["--use-megatron-fsdp"] == "yes"
+
+
+@pytest.mark.wide
+def test_overrides_that_name_an_optimizer_run_without_the_layout_and_resume(tmp_path):
+    file = tmp_path / "overrides.yaml"
+    file.write_text(
+        "- {select: layers.0.self_attention.linear_proj.weight, optimizer: adam}\n"
+        "- {select: layers.1.self_attention.linear_proj.weight, exclude: true}\n"
+    )
+    run = [*RUN, *BF16, "--train-iters", 4, "--optimizer-overrides", file]
+    (straight, output), _ = resumed(tmp_path, 2, *run, **LAID_OUT)
+    assert "gradient buffers are not laid out for whole matrices" in output
+    assert not is_laid_out(straight)
+    states = [
+        {key for rank in straight for key in rank["after"][f"decoder.layers.{i}.self_attention.linear_proj.weight"]}
+        for i in (0, 1)
+    ]
+    assert "exp_avg" in states[0]
+    assert states[1] == {"parameter", "cut"}
+
+
+class Buffers:
+    """As much of Megatron's distributed optimizer as its Adam is saved and loaded through."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def _get_main_param_and_optimizer_states(self, parameter):
+        return {"param": parameter, **self.optimizer.state[parameter]}
+
+    def _set_main_param_and_optimizer_states(self, parameter, tensors):
+        for key, value in self._get_main_param_and_optimizer_states(parameter).items():
+            value.copy_(tensors[key])
+
+
+def test_adam_begins_with_the_state_that_it_would_make_in_its_first_step():
+    mine, its_own = ([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))] for _ in range(2))
+    begun, adam = torch.optim.AdamW(mine), torch.optim.AdamW(its_own)
+    AdamOfBuffers(Buffers(begun))
+    assert {state["step"].item() for state in begun.state_dict()["state"].values()} == {0}
+    for parameter in (*mine, *its_own):
+        parameter.grad = torch.arange(1.0, len(parameter) + 1)
+    begun.step()
+    adam.step()
+    for one, other in zip(mine, its_own, strict=True):
+        assert torch.equal(one, other)
+        assert all(torch.equal(value, adam.state[other][key]) for key, value in begun.state[one].items())
+
+
+def test_a_loaded_count_of_steps_is_each_parameters_own():
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+    buffers = Buffers(torch.optim.AdamW(parameters))
+    AdamOfBuffers(buffers)
+    loaded, step = buffers.optimizer.state_dict(), torch.tensor(7.0)
+    for state in loaded["state"].values():
+        state["step"] = step  # as Megatron loads it
+    loaded["param_groups"][0]["step"] = 7.0
+    buffers.optimizer.load_state_dict(loaded)
+    for parameter in parameters:
+        saved = buffers._get_main_param_and_optimizer_states(parameter)
+        assert saved.keys() == {"param", "exp_avg", "exp_avg_sq"}
+        buffers._set_main_param_and_optimizer_states(
+            parameter, {key: torch.full_like(value, 2) for key, value in saved.items()}
+        )
+        parameter.grad = torch.ones_like(parameter)
+    assert all((parameter == 2).all() for parameter in parameters)
+    buffers.optimizer.step()
+    assert [state["step"].item() for state in buffers.optimizer.state.values()] == [8, 8]
+    assert "step" not in buffers.optimizer.param_groups[0]
+
+
+def test_a_rank_without_any_range_has_a_count_to_save():
+    adam = torch.optim.AdamW([{"params": []}])
+    AdamOfBuffers(Buffers(adam))
+    assert [state["step"].item() for state in adam.state_dict()["state"].values()] == [0]
+
+
+def test_optimizers_that_count_in_their_groups_are_left_alone():
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    AdamOfBuffers(buffers := Buffers(other))
+    assert not other.state
+    assert vars(buffers) == {"optimizer": other}

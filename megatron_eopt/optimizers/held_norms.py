@@ -15,9 +15,9 @@ from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 
-def radii(ends: Sequence[str]) -> list[StateTensor]:
+def radii(ends: Sequence[str], optional: bool) -> list[StateTensor]:
     """Each matrix's norm, zero until measured."""
-    return [StateTensor(RADIUS + end, (), index, torch.float64, optional=True) for index, end in enumerate(ends)]
+    return [StateTensor(RADIUS + end, (), index, torch.float64, optional=optional) for index, end in enumerate(ends)]
 
 
 def find_norms(optimizer: OrthogonalizedOptimizer) -> None:

@@ -305,8 +305,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         group: Mapping[str, Any] = {}
         with suppress(KeyError):  # of a tensor that is no parameter
             group = self.group_of(parameter)
-        held = self.modifiers_of(group).weight_norm == "hold"
-        return [*super().state_tensors(parameter), *(held_norms.radii(self.key_ends(parameter)) if held else ())]
+        tensors = super().state_tensors(parameter)
+        if self.modifiers_of(group).weight_norm == "hold":
+            tensors += held_norms.radii(self.key_ends(parameter), optional="weight_norm" in self.settings_of_groups())
+        return tensors
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
@@ -619,10 +621,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
                 f"and {DECOUPLED} away"
             )
-        # a scheduler may set it in any step; a group that is to be loaded is not one of these yet
-        for number, own_group in enumerate(self.param_groups if group["weight_decay"] else ()):
+        # by these Megatron's scheduler sets it before the first step, and in any step
+        decays = [group[key] for key in ("start_wd", "end_wd") if key in group] or [group["weight_decay"]]
+        # a group that is to be loaded is not one of these yet
+        for number, own_group in enumerate(self.param_groups if any(decays) else ()):
             if own_group is group:
                 raise ValueError(
-                    f"{name} has no weight decay, got {group['weight_decay']} for group {number}: "
+                    f"{name} has no weight decay, got {max(decays)} for group {number}: "
                     f"{instead_of_decay}; set the weight_decay of its matrices to 0"
                 )

@@ -20,7 +20,10 @@ MODIFIED = {
     "brake, cautious": {"weight_norm": "brake", "brake_outward": 0.1, "cautious_weight_decay": True},
     "match, cautious": {"relative_update": "match", "cautious_weight_decay": True},
     "bound, brake": {"relative_update": "bound", "update_ratio": 0.3, "weight_norm": "brake"},
+    "hold, normuon": {"weight_norm": "hold", "weight_decay": 0.0, "moment2_method": "normuon"},
 }
+# second moments are in fp32, so that another order of a sum moves them by a rounding
+TOLERANCES = dict.fromkeys(MODIFIED, TOLERANCE) | {"hold, normuon": 1e-6}
 MODES = ("duplicated", "auto", "gram")
 
 
@@ -89,10 +92,11 @@ def test_ranks_take_the_steps_of_one(results, kind):
         for name, (_, attributes) in CASES.items():
             expected = cut(alone[name], attributes, rank, len(results))
             for mode in MODES:
-                assert_close(of_rank[kind, mode][0][name], expected, TOLERANCE, (mode, rank, name))
+                assert_close(of_rank[kind, mode][0][name], expected, TOLERANCES[kind], (mode, rank, name))
             assert torch.equal(of_rank[kind, "resumed"][0][name], of_rank[kind, "duplicated"][0][name])
-        # parameters are gathered, so what is summed are statistics: one for each of the groups tp and expt_tp
-        assert of_rank[kind, "duplicated"][1].get("all_reduce", 0) == 2
+        # parameters are gathered, so what is summed are statistics: one for each of the groups tp and expt_tp, and of
+        # the moment
+        assert of_rank[kind, "duplicated"][1].get("all_reduce", 0) == (4 if "normuon" in kind else 2)
 
 
 @pytest.mark.parametrize("kind", MODIFIED)
@@ -104,4 +108,4 @@ def test_dtensors_take_the_steps_of_one_rank(results, kind):
         opt.step()
     for of_rank in results:
         for name in PLACEMENTS:
-            assert_close(of_rank[kind, name], p.detach(), TOLERANCE, (kind, name))
+            assert_close(of_rank[kind, name], p.detach(), TOLERANCES[kind], (kind, name))

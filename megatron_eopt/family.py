@@ -31,7 +31,7 @@ from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
-from megatron_eopt.optimizers.modifiers import MODIFIERS
+from megatron_eopt.optimizers.modifiers import MODIFIERS, OF_MOMENT
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.presets import PRESETS
@@ -193,10 +193,16 @@ ITERATION = tuple(
 """How Muon orthogonalizes and exchanges matrices."""
 
 MOMENTUM = ("momentum", "momentum_warmup", "nesterov")
+OF_WEIGHTS = tuple(key for key in MODIFIERS if key not in OF_MOMENT)
+"""Modifiers that relatives have, too."""
+
+BOUNDS = tuple(key for key in OF_WEIGHTS if key != "cautious_weight_decay")
+"""Those of what has no weight decay."""
+
 MUON = (
     *ITERATION,
     *MOMENTUM,
-    *MODIFIERS,
+    *OF_WEIGHTS,
     *"step_kernels scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
 )
 """All settings of Muon."""
@@ -217,8 +223,6 @@ _OF_SHAMPOO = (
         default=True,
     ),
 )
-BOUNDS = tuple(key for key in MODIFIERS if key != "cautious_weight_decay")
-"""Modifiers of what has no weight decay."""
 
 _SPECS = (
     OptimizerSpec(
@@ -338,6 +342,10 @@ _SPECS = (
                 "For --muon-relative-update: the norm of an update over that of its weight.",
                 shared=True,
             ),
+            Flag("moment2_method", "Whose second moment divides factors; none is Muon's own step."),
+            Flag("beta2", "Decay rate of the second moment, in [0, 1)."),
+            Flag("eps", "Bounds the division by the second moment from below."),
+            Flag("align_rms", "Leave adamuon's update as large as the division makes it."),
             Flag(
                 "momentum_from_adam",
                 "Where --load has a checkpoint of Adam's, its first moment is the momentum.",
@@ -480,13 +488,13 @@ _SPECS = (
     OptimizerSpec(
         name="polargrad",
         cls=PolarGrad,
-        of_muon=(*ITERATION, *MODIFIERS, "step_kernels", "momentum_warmup"),
+        of_muon=(*ITERATION, *OF_WEIGHTS, "step_kernels", "momentum_warmup"),
         flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1)."),),
     ),
     OptimizerSpec(
         name="muon_hyperball",
         cls=MuonHyperball,
-        of_muon=(*ITERATION, *MOMENTUM, "step_kernels"),
+        of_muon=(*ITERATION, *MOMENTUM, *OF_MOMENT, "step_kernels"),
         state_depends_on=("muon_split",),
     ),
     OptimizerSpec(

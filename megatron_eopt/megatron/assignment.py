@@ -176,14 +176,15 @@ def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Seque
         if each.optimizer is None:
             continue
         _refuse_decay(each, each.optimizer, config)
-        name, settings = trial = each.optimizer, _of_optimizer(each)
+        decay = {"weight_decay": each.settings["weight_decay"]} if "weight_decay" in each.settings else {}
+        name, settings, _ = trial = each.optimizer, _of_optimizer(each), decay
         if name not in EMERGING_OPTIMIZERS or not settings or trial in tried:
             continue
         tried.append(trial)
-        if error(name, {}) is not None:
+        if error(name, decay) is not None:
             continue  # whatever the overrides say: the run will meet it, or it has parameters to show
-        if (together := error(name, settings)) is not None:
-            alone = ((key, error(name, {key: value})) for key, value in settings.items())
+        if (together := error(name, decay | settings)) is not None:
+            alone = ((key, error(name, decay | {key: value})) for key, value in settings.items())
             key, what = next((each for each in alone if each[1] is not None), (next(iter(settings)), together))
             mistakes.append(f"{each.resolved.sources[key]}: {key}: {what}, for {each.name}")
     if mistakes:

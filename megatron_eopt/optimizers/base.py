@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers import group_settings
 from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16, warned_of_unmarked
+from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -342,7 +343,8 @@ class BaseOptimizer(Optimizer):
         """
         check_writer(type(self), state_dict, warn=True)
         state_dict = without_unused(self, state_dict)
-        needed = self.defaults.keys() | self.traits.carried_settings | {STATE_OF, *dict(self.traits.planned_in_groups)}
+        needed = self.defaults.keys() | self.traits.carried_settings | {STATE_OF, *MODIFIERS}
+        needed |= dict(self.traits.planned_in_groups).keys()
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
@@ -389,7 +391,8 @@ class BaseOptimizer(Optimizer):
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if self.offload_fraction]
         state = max(of_entries, default=0)
-        workspace = Workspace(bytes=self.workspace, kept=4 * self.traits.keeps_momenta + state, state=state)
+        keeps = self.traits.keeps_momenta or any(group.get("moment2_method") == "namo" for group in self.param_groups)
+        workspace = Workspace(bytes=self.workspace, kept=4 * keeps + state, state=state)
         return Engine(described, device, self.tp_mode, used, workspace)
 
     def kernel_products(self) -> KernelProducts:

@@ -23,7 +23,11 @@ NS_STEPS = "ns_steps"  # setting of a group
 class HeavyBallMuon(TensorParallelMuon):
     """The matrices of Muon beside AdamW: heavy-ball momentum, any dimensions."""
 
-    traits = replace(TensorParallelMuon.traits, planned_in_groups=(*PLANNED_IN_GROUPS, (NS_STEPS, STEPS)))
+    traits = replace(
+        TensorParallelMuon.traits,
+        planned_in_groups=(*PLANNED_IN_GROUPS, (NS_STEPS, STEPS)),
+        has_modifiers={"moment2_method": ("none",)},
+    )
 
     def _further_settings(self) -> dict[str, Any]:
         return {NS_STEPS: self.newton_schulz.steps}

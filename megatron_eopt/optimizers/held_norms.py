@@ -6,7 +6,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.modifiers import RADIUS
+from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
@@ -15,9 +15,9 @@ from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 
-def radii(ends: Sequence[str]) -> list[StateTensor]:
+def radii(ends: Sequence[str], optional: bool) -> list[StateTensor]:
     """Each matrix's norm, zero until measured."""
-    return [StateTensor(RADIUS + end, (), index, torch.float64, optional=True) for index, end in enumerate(ends)]
+    return [StateTensor(RADIUS + end, (), index, torch.float64, optional=optional) for index, end in enumerate(ends)]
 
 
 def find_norms(optimizer: OrthogonalizedOptimizer) -> None:
@@ -60,15 +60,14 @@ def scale_radii(optimizer: OrthogonalizedOptimizer, parameters: Sequence[Tensor]
 
 
 def drop_unused(optimizer: OrthogonalizedOptimizer) -> list[str]:
-    """Drop loaded norms that no setting keeps; returns the names of their parameters."""
-    dropped = []
-    for name, parameter in zip(optimizer._names(), optimizer._parameters(), strict=True):
+    """Drop loaded state that no modifier keeps; returns its keys."""
+    dropped = set()
+    for parameter in optimizer._parameters():
         state, used = optimizer.state.get(parameter, {}), {x.key for x in optimizer.state_tensors(parameter)}
-        unused = [key for key in state if key not in used and RADIUS in (key, key.rpartition("_")[0])]
-        for key in unused:
+        for key in [key for key in state if key not in used and {key, key.rpartition("_")[0]} & {*OPTIONAL}]:
             del state[key]
-        dropped += [name] if unused else []
-    return dropped
+            dropped.add(key if key in OPTIONAL else key.rpartition("_")[0])
+    return sorted(dropped)
 
 
 def norms_of_weights(optimizer: OrthogonalizedOptimizer, parameters: Sequence[Tensor]) -> tuple[list[Matrix], Tensor]:

@@ -1,11 +1,11 @@
 """Muon on a hyperball: matrices keep their initial norm."""
 
 from dataclasses import replace
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY
+from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, Moment2Method
 from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 
@@ -36,6 +36,8 @@ class MuonHyperball(TensorParallelMuon):
         lr: learning rate, at least 0: the length of a step relative to the norm of its matrix.
         weight_decay: 0, since the norm is kept anyway; here for those who fill it from a config.
         weight_norm: ``hold``.
+        moment2_method: a second moment, as in Muon: ``normuon`` makes it NorMuon on a hyperball. So are ``beta2``,
+            ``eps`` and ``align_rms``.
         **transport: these, ``momentum`` and ``nesterov`` are those of
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
@@ -65,6 +67,17 @@ class MuonHyperball(TensorParallelMuon):
         weight_decay: float = 0.0,
         *,
         weight_norm: Literal["hold"] = "hold",
+        moment2_method: Moment2Method = "none",
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        align_rms: bool = True,
         **transport: Unpack[Transport],
     ) -> None:
-        super().__init__(params, lr, momentum, nesterov, weight_decay, weight_norm=weight_norm, **transport)
+        of_moment: dict[str, Any] = {
+            "moment2_method": moment2_method,
+            "beta2": beta2,
+            "eps": eps,
+            "align_rms": align_rms,
+        }
+        of_moment |= {"weight_norm": weight_norm}
+        super().__init__(params, lr, momentum, nesterov, weight_decay, **of_moment, **transport)

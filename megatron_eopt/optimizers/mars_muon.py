@@ -1,6 +1,7 @@
 """MARS-Muon: Muon of variance-reduced gradients."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any, Unpack
 
@@ -64,6 +65,8 @@ class MarsMuon(TensorParallelMuon):
 
     [1] Yuan et al., MARS: Unleashing the Power of Variance Reduction for Training Large Models, arXiv 2411.10438.
     """
+
+    traits = replace(TensorParallelMuon.traits, has_modifiers={"moment2_method": ("none",)})
 
     @spelled_out(Transport, TensorParallelMuon)
     def __init__(

@@ -22,6 +22,8 @@ from math import inf
 from numbers import Real
 from typing import Any, Literal, get_args
 
+from torch import Tensor
+
 from megatron_eopt.orthogonalize.choices import check_choice
 
 WeightNorm = Literal["none", "hold", "brake"]
@@ -30,9 +32,13 @@ WeightNorm = Literal["none", "hold", "brake"]
 RelativeUpdate = Literal["none", "match", "bound"]
 """Whether the norm of an update is, or is at most, ``update_ratio`` times that of its weight."""
 
-RADIUS = "radius"  # kept of each logical matrix whose norm is held
+Moment2Method = Literal["none", "adamuon", "normuon", "namo"]
+"""Whose second moment divides factors: see :mod:`~megatron_eopt.optimizers.second_moment`."""
 
-OPTIONAL = (RADIUS,)
+RADIUS = "radius"  # kept of each logical matrix whose norm is held
+MOMENT2_BUFFER = "moment2_buffer"
+
+OPTIONAL = (RADIUS, MOMENT2_BUFFER)
 """State keys of modifiers, without the number of a matrix: a run with them goes on from a state without, and without
 them from a state with."""
 
@@ -42,6 +48,9 @@ ONLY_WITH = {
     "brake_outward": ("weight_norm", ("brake",)),
     "brake_inward": ("weight_norm", ("brake",)),
     "update_ratio": ("relative_update", ("match", "bound")),
+    "beta2": ("moment2_method", ("adamuon", "normuon", "namo")),
+    "eps": ("moment2_method", ("adamuon", "normuon", "namo")),
+    "align_rms": ("moment2_method", ("adamuon",)),
 }
 """Setting -> another one, and the values of that with which it has an effect."""
 
@@ -56,12 +65,24 @@ class Modifiers:
     brake_inward: float = 1.0
     relative_update: RelativeUpdate = "none"
     update_ratio: float = 1.0
+    moment2_method: Moment2Method = "none"
+    beta2: float = 0.95
+    eps: float = 1e-8
+    align_rms: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cautious_weight_decay, bool):
-            raise TypeError(f"cautious_weight_decay must be True or False, got {self.cautious_weight_decay!r}")
+        for key in ("cautious_weight_decay", "align_rms"):
+            if not isinstance(getattr(self, key), bool):
+                raise TypeError(f"{key} must be True or False, got {getattr(self, key)!r}")
         check_choice("weight_norm", self.weight_norm, get_args(WeightNorm))
         check_choice("relative_update", self.relative_update, get_args(RelativeUpdate))
+        check_choice("moment2_method", self.moment2_method, get_args(Moment2Method))
+        if not isinstance(self.beta2, Tensor) and not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}")
+        if not isinstance(self.eps, Tensor) and not 0 < self.eps < inf:
+            raise ValueError(
+                f"eps must be a finite number above 0, since the second moment is divided by it, got {self.eps}"
+            )
         for key in ("brake_outward", "brake_inward", "update_ratio"):
             value, most = getattr(self, key), inf if key == "update_ratio" else 1
             number = isinstance(value, Real) and not isinstance(value, bool)
@@ -106,7 +127,7 @@ class Modifiers:
     @property
     def by_torch(self) -> str:
         """What kernels of steps do not do; empty if they serve."""
-        others = {key for key in self.described() if key not in ONLY_WITH} - {"weight_norm"}
+        others = {key for key in self.described() if key not in ONLY_WITH} - {"weight_norm", "moment2_method"}
         brake = {"weight_norm 'brake'"} if self.weight_norm == "brake" else set()
         return " and ".join(sorted(others | brake))
 
@@ -142,5 +163,8 @@ class Modifiers:
 
 MODIFIERS: dict[str, Any] = {field.name: field.default for field in fields(Modifiers)}
 """Name -> default."""
+
+OF_MOMENT = ("moment2_method", "beta2", "eps", "align_rms")
+"""Those of the second moment, which programs of relatives lack."""
 
 NONE = Modifiers()

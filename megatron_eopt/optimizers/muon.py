@@ -20,6 +20,8 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, Shards
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
+Scales = Sequence[float | Tensor]  # of logical matrices
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -94,22 +96,23 @@ def kept_momentum(chunk: Chunk, engine: Engine) -> list[Tensor]:
     return updates
 
 
-def scaled(factors: list[Tensor], scales: Sequence[float] | Tensors) -> list[Tensor]:
+def scaled(factors: list[Tensor], scales: Scales) -> list[Tensor]:
     """``s O`` of each logical matrix, in place."""
-    on_host = [scale for scale in scales if not isinstance(scale, Tensor)]
-    if len(on_host) < len(scales):  # all are tensors
-        foreach.scale_each(factors, [scale for scale in scales if isinstance(scale, Tensor)])
-    for scale in dict.fromkeys(on_host):  # one for each shape
+    pairs = list(zip(factors, scales, strict=True))
+    if on_device := [(x, scale) for x, scale in pairs if isinstance(scale, Tensor)]:
+        foreach.scale_each(*map(list, zip(*on_device, strict=True)))
+    on_host = [(x, scale) for x, scale in pairs if not isinstance(scale, Tensor)]
+    for scale in dict.fromkeys(scale for _, scale in on_host):  # one for each shape
         if scale != 1:
             exact = torch.as_tensor(scale, dtype=torch.float64) if factors[0].device.type == "cpu" else scale
-            torch._foreach_mul_([x for x, s in zip(factors, on_host, strict=True) if s == scale], exact)
+            torch._foreach_mul_([x for x, s in on_host if s == scale], exact)
     return factors
 
 
-def subtract(chunk: Chunk, engine: Engine, factors: list[Tensor], scales: Sequence[float] | Tensors) -> None:
+def subtract(chunk: Chunk, engine: Engine, factors: list[Tensor], scales: Scales) -> None:
     """``p -= lr * scale * factor``, as modifiers have it; may write to ``factors``."""
     remaining = iter(factors)
-    of_batches = [(batch, list(islice(remaining, sum(_counts(engine, batch))))) for batch in chunk.batches]
+    of_batches = [(batch, list(islice(remaining, sum(counts_of(engine, batch))))) for batch in chunk.batches]
     if chunk.kernels is not None:
         _by_kernels(chunk, chunk.kernels, engine, of_batches, factors, scales)
         return
@@ -138,10 +141,10 @@ def _by_kernels(
     engine: Engine,
     of_batches: list[tuple[Batch, list[Tensor]]],
     factors: list[Tensor],
-    scales: Sequence[float] | Tensors,
+    scales: Scales,
 ) -> None:
     if chunk.watch is not None:
-        several = (zip(_counts(engine, batch), batch.weights, strict=True) for batch in chunk.batches)
+        several = (zip(counts_of(engine, batch), batch.weights, strict=True) for batch in chunk.batches)
         dtypes = [weight.dtype for of_batch in several for count, weight in of_batch for _ in range(count)]
         copies = [x.to(dtype, copy=True) for x, dtype in zip(factors, dtypes, strict=True)]
         chunk.watch(chunk.indices, scaled(copies, scales))
@@ -151,7 +154,8 @@ def _by_kernels(
         kernels.subtract(chunk.batches, factors, scales)
 
 
-def _counts(engine: Engine, batch: Batch) -> list[int]:
+def counts_of(engine: Engine, batch: Batch) -> list[int]:
+    """How many logical matrices each parameter of a batch has."""
     return [len(engine.matrices[i]) or 1 for i in batch.indices]  # without a layout one update
 
 
@@ -174,7 +178,7 @@ def _coefficients(engine: Engine, of_batches: Sequence[tuple[Batch, list[Tensor]
     squares = norms_of(statistics).view(2, -1)
     inner = torch.stack([of_matrix["inner_product"] for of_matrix in statistics[: len(weights)]])
     for batch, of_batch in of_batches:
-        at, counts = slice(done, done := done + len(of_batch)), _counts(engine, batch)
+        at, counts = slice(done, done := done + len(of_batch)), counts_of(engine, batch)
         if batch.modifiers.weight_norm == "hold":
             of_each = zip(batch.further, counts, strict=True)
             radii = torch.stack([radius for kept, count in of_each for radius in kept[:count]])

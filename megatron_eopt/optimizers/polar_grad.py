@@ -47,7 +47,11 @@ class PolarGrad(TensorParallelMuon):
         size_rule="the nuclear norm of the momentum",
         measures=True,
         keeps_momenta=True,
-        has_modifiers={"weight_norm": ("none", "brake"), "relative_update": ("none", "bound")},
+        has_modifiers={
+            "weight_norm": ("none", "brake"),
+            "relative_update": ("none", "bound"),
+            "moment2_method": ("none",),
+        },
     )
 
     @spelled_out(Transport, TensorParallelMuon)

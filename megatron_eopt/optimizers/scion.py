@@ -61,6 +61,7 @@ class Scion(TensorParallelMuon):
         has_modifiers={
             "weight_norm": ("none", "brake"),
             "relative_update": ("none", "bound"),
+            "moment2_method": ("none",),
             "cautious_weight_decay": (False,),
         },
     )

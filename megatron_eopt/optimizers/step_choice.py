@@ -123,7 +123,8 @@ def _modified(optimizer: OrthogonalizedOptimizer) -> str:
     modifiers = [optimizer.modifiers_of(group) for group in optimizer.param_groups]
     if by_torch := sorted(filter(None, {each.by_torch for each in modifiers})):
         return f"groups have {' and '.join(by_torch)}"
-    return "weight_norm 'hold' is not that of all groups" if len({each.measures for each in modifiers}) > 1 else ""
+    differ = [key for key in ("weight_norm", "moment2_method") if len({getattr(each, key) for each in modifiers}) > 1]
+    return f"groups differ in {' and '.join(differ)}" if differ else ""
 
 
 def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> str | None:

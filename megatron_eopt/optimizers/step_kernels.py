@@ -103,7 +103,7 @@ class StepKernels:
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
             launch(momentum_kernel, x, _flags(x, batch), updates[x.first], batch.beta, 1 - batch.beta, decay, step)
 
-    def subtract(self, batches: Sequence[Batch], factors: Tensors, scales: Sequence[float] | Tensors) -> None:
+    def subtract(self, batches: Sequence[Batch], factors: Tensors, scales: Sequence[float | Tensor]) -> None:
         """Decay weights, and subtract factors times scale and learning rate.
 
         ``scales`` are one for each logical matrix: numbers, or tensors on the device.

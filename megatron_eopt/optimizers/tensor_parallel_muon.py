@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import held_norms, reports
+from megatron_eopt.optimizers import held_norms, reports, second_moment
 from megatron_eopt.optimizers.base import KERNEL, RATES
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
@@ -29,7 +29,7 @@ from megatron_eopt.optimizers.group_settings import (
     own_settings,
     warn,
 )
-from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, Modifiers, RelativeUpdate, WeightNorm
+from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, Modifiers, Moment2Method, RelativeUpdate, WeightNorm
 from megatron_eopt.optimizers.muon import Chunk, chosen, muon, scaled
 from megatron_eopt.optimizers.muon_arguments import (
     MOMENTUM_DTYPES,
@@ -42,7 +42,14 @@ from megatron_eopt.optimizers.muon_arguments import (
 )
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer, check_given
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_matrix, local
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_matrix,
+    local,
+    names_of_last,
+)
+from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry, check_writer
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form, check_kept_form
 from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, SETTLED, STEPS, Traits
@@ -80,7 +87,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, its own
     ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and ``weight_decay_method``,
-    and its own modifiers, the arguments from ``cautious_weight_decay`` to ``update_ratio``::
+    and its own modifiers, the arguments from ``cautious_weight_decay`` to ``align_rms``::
 
         TensorParallelMuon([{"params": a, "num_ns_steps": 10}, {"params": b, "extra_scale_factor": 0.5}])
 
@@ -137,6 +144,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         relative_update: ``match`` or ``bound``: before the rate, the norm of an update is, or is at most,
             ``update_ratio`` times that of its weight; or ``none``.
         update_ratio: above 0.
+        moment2_method: ``adamuon``, ``normuon`` or ``namo`` divides factors by a second moment, as
+            :mod:`~megatron_eopt.optimizers.second_moment` has it; or ``none``.
+        beta2: of the second moment, in [0, 1).
+        eps: above 0, bounds that division.
+        align_rms: whether updates of ``adamuon`` have Muon's size.
         step_kernels: what does the elementwise work of a step: ``triton``, two kernels for many parameters at once, or
             ``torch``. By default that of the checkpoint; else, on a GPU, ``triton`` where it serves.
 
@@ -194,6 +206,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         brake_inward: float = 1.0,
         relative_update: RelativeUpdate = "none",
         update_ratio: float = 1.0,
+        moment2_method: Moment2Method = "none",
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        align_rms: bool = True,
     ) -> None:
         name = type(self).__name__
         check_form(step_kernels, momentum_dtype)
@@ -212,9 +228,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.plan_rates, self.symmetric_products = plan_rates, symmetric_products
         self.workspace = workspace
         self.step_kernels = step_kernels
-        modified = (cautious_weight_decay, weight_norm, brake_outward, brake_inward, relative_update, update_ratio)
-        self.modifiers = Modifiers(*modified).checked(name, self.traits.has_modifiers)
+        of_weights = (cautious_weight_decay, weight_norm, brake_outward, brake_inward, relative_update, update_ratio)
+        self.modifiers = Modifiers(*of_weights, moment2_method, beta2, eps, align_rms).checked(
+            name, self.traits.has_modifiers
+        )
         self.modifiers.with_effect(self.modifiers.described())
+        if moment2_method == "namo":
+            self.traits = replace(self.traits, keeps_momenta=True)
         self.cuda_graphs = cuda_graphs
         note_short_schedule(self.newton_schulz)
         # True by default, which does not contradict what is said of the method
@@ -244,8 +264,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return super().state_dict()
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """One chunk's step, :func:`muon`; a relative has its own."""
-        return muon(chunk, engine)
+        """One chunk's step, :func:`muon` or :func:`adaptive_muon`; a relative has its own."""
+        adapts = any(batch.modifiers.moment2_method != "none" for batch in chunk.batches)
+        return (adaptive_muon if adapts else muon)(chunk, engine)
+
+    def _reads_all(self) -> bool:
+        """Whether the program has copies of all entries of a chunk, and reads gradients."""
+        groups = map(self.modifiers_of, self.param_groups)
+        own = type(self).program is not TensorParallelMuon.program
+        return own or any(modifiers.moment2_method != "none" for modifiers in groups)
 
     def _take(self, accepted: Tensor) -> None:
         plans = self._session.plans
@@ -272,7 +299,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _run(self, batches: Sequence[Batch]) -> None:
         indices, watch = [i for batch in batches for i in batch.indices], None
         engine, scales = self._session.plans.scales
-        kernels, own = self._session.plans.kernels, type(self).program is not TensorParallelMuon.program
+        kernels, own = self._session.plans.kernels, self._reads_all()
         assert engine is not None, "prepare() made it"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
@@ -301,12 +328,18 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return self.modifiers.of_group(group)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum, and the norm of each matrix where it is held."""
+        """The momentum, held norms of matrices, and second moments."""
         group: Mapping[str, Any] = {}
         with suppress(KeyError):  # of a tensor that is no parameter
             group = self.group_of(parameter)
-        held = self.modifiers_of(group).weight_norm == "hold"
-        return [*super().state_tensors(parameter), *(held_norms.radii(self.key_ends(parameter)) if held else ())]
+        tensors, modifiers = super().state_tensors(parameter), self.modifiers_of(group)
+        free = self.modifiers.settable(self.traits.has_modifiers)  # what is fixed, every state has
+        if modifiers.weight_norm == "hold":
+            tensors += held_norms.radii(self.key_ends(parameter), optional="weight_norm" in free)
+        if (method := modifiers.moment2_method) != "none":
+            ends, layouts = self.key_ends(parameter), self.matrix_layouts(parameter)
+            tensors += second_moment.moments(method, ends, layouts, optional="moment2_method" in free)
+        return tensors
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
@@ -437,9 +470,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if plans.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             plans.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            whole = type(self).program is TensorParallelMuon.program  # others have temporaries of their own
             plans.further_keys.clear()
-            plans.kernels = agreed_kernels(self, engine, self.step_kernels, whole)
+            plans.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
         return engine
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
@@ -451,8 +483,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                     f"{key} has no effect here, got {group[key]!r}: {user[0]} of your own decides; take the setting "
                     f"away"
                 )
-            rule = self.traits.size_rule or self.modifiers_of(group).sizes
-            if rule is not None and key in group and "scale_factor_fn" in names:
+            scales = key in group and "scale_factor_fn" in names
+            rule = self.traits.size_rule or self.modifiers_of(group).sizes if scales else None
+            if rule is not None:
                 raise ValueError(
                     f"{key} has no effect here, got {group[key]!r}: the size of an update is {rule}; take the setting "
                     f"away, and set lr"
@@ -461,9 +494,17 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients decide."""
-        users, modifiers = self._of_user(*OF_MATRICES, "scale_factor_fn"), self.modifiers_of(group or {})
+        rates = {**self.defaults, **(group or {})}
+        users, modifiers = self._of_user(*OF_MATRICES, "scale_factor_fn"), self.modifiers_of(rates)
         unknown = self.traits.measures or users or modifiers.needs_norm
-        return None if unknown else self.update_settings(group or {}).predicted_rms(rows, cols)
+        if unknown:
+            return None
+        settings = self.update_settings(group or {})
+        muon_rms, scale = settings.predicted_rms(rows, cols), settings.scale(rows, cols)
+        if modifiers.moment2_method == "none":
+            return muon_rms
+        momentum, nesterov = rates[self.traits.momentum_key], rates[self.traits.nesterov_key]
+        return second_moment.first_rms(modifiers, muon_rms, scale, momentum, nesterov)
 
     def explain(self) -> str:
         """The plan of a step, a table; all ranks ask."""
@@ -516,7 +557,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         )
         sized_otherwise = self.traits.size_rule or self._of_user("scale_factor_fn")
         sizes = {} if sized_otherwise else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
-        known = super().settings_of_groups() | iteration | sizes | self.modifiers.settable(self.traits.has_modifiers)
+        free = self.modifiers.settable(self.traits.has_modifiers)
+        known = free | super().settings_of_groups() | iteration | sizes
         return {key: value for key, value in known.items() if key not in without}
 
     def _further_settings(self) -> dict[str, Any]:
@@ -560,10 +602,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         super().load_state_dict(state_dict)
         self._session.plans.graphed = None  # the momenta that it was captured with are gone
         if dropped := held_norms.drop_unused(self):
-            warn(
-                f"{type(self).__name__}: the state has norms of weights, for {len(dropped)} parameters whose "
-                f"weight_norm is not 'hold' here, such as {dropped[0]}: they are dropped"
-            )
+            warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -585,6 +624,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if self.traits.measures or modifiers.measures:
                 refuse_blockwise(self, parameter, "norms")
+        if (method := modifiers.moment2_method) != "none":
+            if users and "moment2_method" in self.modifiers.settable(self.traits.has_modifiers):
+                raise ValueError(
+                    f"{name} has an {users[0]} of its own, and moment2_method {method!r} needs the orthogonal factors "
+                    f"of all matrices together: leave the setting away, or take TensorParallelAdaptiveMuon"
+                )
+            for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
+                second_moment.check_moments(self, parameter, called, method)
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
         check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
@@ -605,6 +652,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             if group[key] != self.defaults[key]:
                 raise ValueError(f"{name} has no {key}, got {group[key]!r}: take the setting away")
         modifiers, method = self.modifiers_of(group).checked(name, traits.has_modifiers), decay_method(name, group)
+        decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
+        if modifiers.moment2_method == "namo" and decays and method == "l2":
+            raise ValueError(
+                f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
+                f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
+            )
         if modifiers.cautious_weight_decay and method == "l2":
             raise ValueError(
                 f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
@@ -619,10 +672,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
                 f"and {DECOUPLED} away"
             )
-        # a scheduler may set it in any step; a group that is to be loaded is not one of these yet
-        for number, own_group in enumerate(self.param_groups if group["weight_decay"] else ()):
+        # by these Megatron's scheduler sets it before the first step, and in any step
+        decays = [group[key] for key in ("start_wd", "end_wd") if key in group] or [group["weight_decay"]]
+        # a group that is to be loaded is not one of these yet
+        for number, own_group in enumerate(self.param_groups if any(decays) else ()):
             if own_group is group:
                 raise ValueError(
-                    f"{name} has no weight decay, got {group['weight_decay']} for group {number}: "
+                    f"{name} has no weight decay, got {max(decays)} for group {number}: "
                     f"{instead_of_decay}; set the weight_decay of its matrices to 0"
                 )

@@ -11,7 +11,9 @@ SPLIT_ATTRIBUTES = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
 """Attributes that describe fused projections."""
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
-PLANNED_IN_GROUPS = tuple((key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE, *MODIFIERS))
+PLANNED_IN_GROUPS = tuple(
+    (key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE, *MODIFIERS) if key not in ("beta2", "eps")
+)
 UNSET: dict[str, Any] = {
     **dict.fromkeys(("pg_collection", "is_qkv_fn", "qkv_split_shapes", "symmetric_products")),
     "split_qkv": False,

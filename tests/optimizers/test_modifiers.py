@@ -165,7 +165,7 @@ def test_a_state_without_norms_goes_on_with_those_of_the_weights_and_one_with_th
     assert not caplog.records
     plain.load_state_dict({**held.state_dict(), "param_groups": plain.state_dict()["param_groups"]})
     assert list(plain.state[p]) == ["momentum_buffer"]
-    assert "norms of weights, for 1 parameters whose weight_norm is not 'hold' here" in caplog.text
+    assert "the state has radius, which no modifier here keeps: dropped" in caplog.text
 
 
 def test_settings_of_groups_stay_where_a_state_lacks_them():
@@ -259,3 +259,72 @@ def test_a_weight_that_would_never_move_is_refused_before_anything_changes(setti
     with pytest.raises(ValueError, match="that of second is 0: initialize it, or give it to another optimizer"):
         opt.step()
     assert torch.equal(p, before)
+
+
+METHODS = ("adamuon", "normuon", "namo")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_moment_is_that_of_adaptive_muon_bit_for_bit(method):
+    one, p = trained({"moment2_method": method, "beta2": 0.9}, range(4), dtype=torch.float32)
+    q = matrix(9, 6)
+    kind = OPTIMIZERS["adaptive_muon"].cls
+    other = kind([q], LR, BETA, weight_decay=DECAY, fp32_matmul_prec="highest", moment2_method=method, beta2=0.9)
+    run(other, q, range(4))
+    assert torch.equal(p, q)
+    assert list(one.state[p]) == list(other.state[q]) == ["momentum_buffer", "moment2_buffer"]
+    assert one.predicted_rms(9, 6) == other.predicted_rms(9, 6)
+
+
+@pytest.mark.parametrize("name", ["muon", "muon_hyperball"])
+def test_normuon_on_a_hyperball_is_two_settings(name):
+    p = matrix(9, 6, dtype=torch.float64)
+    w, m, v, radius = p.detach().clone(), 0.0, 0.0, p.detach().norm()
+    for step in range(6):  # in fp64, but for the moment
+        g = gradient(p, step)
+        m = BETA * m + (1 - BETA) * g
+        o = factor(BETA * m + (1 - BETA) * g)
+        v = 0.9 * v + 0.1 * o.square().mean(1, keepdim=True)
+        w = stepped(w, o / v.sqrt(), LR, 0.0, radius, {"weight_norm": "hold"})
+    hold = {"weight_norm": "hold", "weight_decay": 0.0} if name == "muon" else {}
+    opt = OPTIMIZERS[name].cls([p], LR, BETA, fp32_matmul_prec="highest", moment2_method="normuon", beta2=0.9, **hold)
+    run(opt, p, range(6))
+    assert_close(p.detach(), w, 1e-6)
+    assert list(opt.state[p]) == ["momentum_buffer", "radius", "moment2_buffer"]
+
+
+def test_groups_have_second_moments_of_their_own():
+    modifiers = [{}, *({"moment2_method": method, "beta2": 0.8} for method in METHODS)]
+    modifiers += [{"moment2_method": "normuon", "weight_norm": "brake"}]
+    together, alone = ([matrix(9, 6) for _ in modifiers] for _ in range(2))
+    groups = [{"params": [p], **settings} for p, settings in zip(together, modifiers, strict=True)]
+    opts = [TensorParallelMuon(groups, LR, BETA)]
+    opts += [TensorParallelMuon([p], LR, BETA, **settings) for p, settings in zip(alone, modifiers, strict=True)]
+    for step in range(3):
+        for p in together + alone:
+            p.grad = gradient(p, step)
+        for opt in opts:
+            opt.step()
+    assert all(map(torch.equal, together, alone))
+    assert not any(torch.equal(p, q) for p, q in itertools.combinations(together, 2))
+
+
+def test_a_state_without_second_moments_goes_on_with_new_ones():
+    plain, p = trained({}, range(3))
+    other, q = trained({"moment2_method": "normuon"}, ())
+    q.data.copy_(p.detach())
+    other.load_state_dict({**plain.state_dict(), "param_groups": other.state_dict()["param_groups"]})
+    run(other, q, [3])
+    fresh, r = trained({"moment2_method": "normuon"}, ())
+    run(fresh, r, [3])
+    assert other.state[q]["moment2_buffer"].shape == fresh.state[r]["moment2_buffer"].shape == (9,)
+    # (1 - beta2) times means of squares, whose sum is that of squared singular values over the columns
+    assert other.state[q]["moment2_buffer"].sum().item() == pytest.approx(0.05 * 6 / 6, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["scion", "polargrad", "mars_muon"])
+def test_relatives_have_no_second_moment(name):
+    cls = OPTIMIZERS[name].cls
+    with pytest.raises(ValueError, match=f"{cls.__name__} has no moment2_method 'normuon', only 'none'"):
+        cls([{"params": [matrix()], "moment2_method": "normuon"}])
+    assert not {"moment2_method", "beta2", "eps", "align_rms"} & cls([matrix()]).settings_of_groups().keys()

@@ -163,17 +163,17 @@ def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int,
 
 
 def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bool:
-    """Whether layers have different optimizers; one layer's experts may not."""
-    kinds: dict[str, set[tuple[str | None, int]]] = defaultdict(set)
+    """Whether layers have different optimizers or state; one layer's experts may not."""
+    kinds: dict[str, set[tuple[str | None, int, int]]] = defaultdict(set)
     for row in rows(families):
-        kinds[_EXPERT.sub("*", row.name)].add((row.optimizer, len(row.matrices)))
+        kinds[_EXPERT.sub("*", row.name)].add((row.optimizer, len(row.matrices), row.state_bytes))
     for name in union(_EXPERT.sub("*", name) for name in frozen):
-        kinds[name].add((None, 0))
+        kinds[name].add((None, 0, 0))
     args = releases.training_args()
     saves = getattr(args, "save", None) is not None and getattr(args, "ckpt_format", None) == "torch_dist"
     for name, treated in sorted(kinds.items()):
         if saves and len(treated) > 1:
-            optimizers = " and ".join(sorted({optimizer or "none" for optimizer, _ in treated}))
+            optimizers = " and ".join(sorted({optimizer or "none" for optimizer, *_ in treated}))
             raise ValueError(
                 f"experts of one layer ({name}) are treated differently (optimizers: {optimizers}), and Megatron "
                 f"stacks their state in torch_dist checkpoints: let overrides select all experts of a layer, or leave "

@@ -29,7 +29,6 @@ from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
 from megatron_eopt.parallel.layout import is_cut_again
 from megatron_eopt.redirect import around
@@ -89,7 +88,8 @@ class SavedState:
         if is_loading:
             block["import_adam"] = bool(getattr(config, "muon_momentum_from_adam", False))
             block["layers_differ"] = self._layers_differ
-            block["modifies"] = isinstance(self._torch, TensorParallelMuon)
+            ours = isinstance(self._torch, BaseOptimizer)
+            block["modifies"] = ours and "weight_norm" in self._torch.settings_of_groups()
             # A run may have other groups than the one that saved: ours are put together in load_state_dict.
             matching.torch_state(state_dict)["param_groups"] = []
         else:

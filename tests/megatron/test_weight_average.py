@@ -8,7 +8,9 @@ from math import prod
 import pytest
 import torch
 
+from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.checkpoints.states import split_key
+from megatron_eopt.checkpoints.would_load import parse_flags, would_load
 from megatron_eopt.megatron.described import planned_run
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE
 from tests.megatron.runs import (
@@ -198,6 +200,25 @@ def test_a_model_that_is_an_average_is_no_place_to_go_on_from_unasked(tmp_path, 
     (straight,), _ = train(tmp_path / "ema", 1, *RUN, *MUON, *EMA, "--load", checkpoints / "ema", *AT_2)
     (found,), _ = train(tmp_path / "model", 1, *run, *EMA)
     assert_same(found["after"], straight["after"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "said"),
+    [
+        ("none", [], ""),
+        ("none", EMA, "the average of weights begins anew: it is ema:0.8 and was none"),
+        ("ema", EMA, ""),
+        ("ema", [], "the average ema:0.8 of weights is not loaded: the run has none"),
+        ("ema", TAIL, "the average of weights begins anew: it is tail:4 and was ema:0.8"),
+        ("model", EMA, ""),
+        ("model", [], "its model is the average ema:0.8 of weights, and the run has none and would go on from it"),
+    ],
+)
+def test_verify_checkpoint_says_the_same(checkpoints, saved, flags, said):
+    given = map(str, [*SMALL_GPT, *RUN, *MUON, *flags, "--train-iters", 3])
+    problems, notes = would_load(read_contents(folder(checkpoints / saved, 2)), *parse_flags(list(given)))
+    assert [problem.what for problem in problems] == ([said] if said.startswith("its model") else [])
+    assert [note for note in notes if "average" in note] == ([said] if said and not problems else [])
 
 
 @pytest.mark.parametrize(

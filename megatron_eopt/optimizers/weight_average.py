@@ -157,6 +157,12 @@ class AverageOfOne:
         """What is kept beside each average: the rule, and the steps in it."""
         return [self.rule.decay, self.rule.window, self.steps]
 
+    def begin(self, parameter: Tensor) -> None:
+        """Let a parameter's state have its average, if it lacks one."""
+        state = self.optimizer.state[parameter]
+        state.setdefault(AVERAGE, average_in(state, parameter))
+        state[SCHEDULE] = self._schedule
+
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self.at_average:
             raise RuntimeError(
@@ -181,16 +187,14 @@ class AverageOfOne:
             state = optimizer.state.get(p, {})
             if not state and p.grad is None:  # torch's optimizers take any state for their own, begun
                 continue
-            state = optimizer.state[p]
             weight = local(p.detach())
             if AVERAGE not in state:
-                state[AVERAGE] = average_in({}, p)
+                self.begin(p)
             elif (average := local(state[AVERAGE])).dtype == weight.dtype:
                 averages.append(average)
                 weights.append(weight)
             else:  # one after another: the copies would take as much memory as the averages
                 average.lerp_(weight.to(average.dtype), share)
-            state[SCHEDULE] = self._schedule
         if averages:
             torch._foreach_lerp_(averages, weights, share)
 

@@ -222,6 +222,8 @@ def _kind(flag: Flag) -> str:
     kind = flag.kind if flag.default is None else type(flag.default)
     if flag.metavar == "NAMES":
         return "names"
+    if flag.metavar == "RULE":
+        return "`ema:DECAY`, `tail:STEPS`"
     return {int: "a whole number", float: "a number", str: "a file"}[kind]
 
 

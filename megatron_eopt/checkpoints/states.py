@@ -11,6 +11,7 @@ import torch
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.problems import Problem
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 
 BLOCK = "megatron_eopt"  # key under which this package writes into each of Megatron's optimizers: our block
 MAIN = "fp32_param"  # state key of the main copy in runs with bf16 or fp16
@@ -122,7 +123,7 @@ def _shaped_as_parameter() -> set[str]:
     """State keys of tensors that are shaped as their parameter."""
     tensors = [tensor for row in OPTIMIZERS.values() for tensor in row.state]
     weights = {row.cls.traits.live_key for row in OPTIMIZERS.values() if row.cls.traits.live_key is not None}
-    return {MAIN, *_ADAM, *_MOMENTA, *weights, *(x.key for x in tensors)} - {
+    return {MAIN, AVERAGE, TRAINED, *_ADAM, *_MOMENTA, *weights, *(x.key for x in tensors)} - {
         x.key for x in tensors if x.dims is not None
     }
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from megatron_eopt.checkpoints.contents import Contents
 from megatron_eopt.checkpoints.problems import Problem
-from megatron_eopt.checkpoints.states import MAIN, base, distributed_format, state_keys
+from megatron_eopt.checkpoints.states import MAIN, base, blocks_of, distributed_format, state_keys
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.optimizers.weight_average import AverageRule
 
 # Flags by the names of Megatron's arguments, and their types.
 _OF_MODEL: dict[type, str] = {
@@ -23,7 +24,7 @@ _OF_RUN: dict[type, str] = {
     int: """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
         expert_tensor_parallel_size train_iters lr_decay_iters lr_warmup_iters global_batch_size""",
     float: "lr min_lr weight_decay",
-    str: "optimizer optimizer_momentum_dtype lr_decay_style ckpt_format",
+    str: "optimizer optimizer_momentum_dtype optimizer_weight_average lr_decay_style ckpt_format",
     bool: """group_query_attention bf16 fp16 no_load_optim finetune use_checkpoint_args override_opt_param_scheduler
         use_checkpoint_opt_param_scheduler""",
 }
@@ -46,6 +47,7 @@ _DEFAULTS: dict[str, Any] = {
     "optimizer_momentum_dtype": "fp32",
     **dict.fromkeys(("num_experts", "mtp_num_layers", "moe_shared_expert_intermediate_size")),
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),
+    "optimizer_weight_average": None,
     "min_lr": 0.0,
     "lr_decay_style": "linear",
     "weight_decay": 0.01,
@@ -124,6 +126,8 @@ def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) ->
         problems.append(_error("the run wants optimizer state, and there is none", "load it"))
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
+        of_average, said = _average(contents, run)
+        problems, notes = problems + of_average, notes + said
         row = OPTIMIZERS.get(_kept(contents, saved))
         others = (*_OF_LOADING, *(row.state_depends_on if row else ()))  # of no update, or problems
         for flag in _OF_OPTIMIZERS:
@@ -181,6 +185,20 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
         yield _error(f"{what}: its {lost} would be dropped without a word", f"keep {was}")
     else:
         yield _error(f"{what}, of which something is missing", f"keep --optimizer {was}")
+
+
+def _average(contents: Contents, run: dict[str, Any]) -> tuple[list[Problem], list[str]]:
+    blocks = blocks_of(contents.common.get("optimizer"))
+    kept = next((AverageRule.of(block["average"]["schedule"]) for block in blocks if block.get("average")), None)
+    was, now = None if kept is None else str(kept), run.get("optimizer_weight_average", kept)
+    if was is not None and now is None and any(block["average"]["exported"] for block in blocks):
+        what = f"its model is the average {was} of weights, and the run has none and would go on from it"
+        return [_error(what, f"give --optimizer-weight-average {was}")], []
+    if was is not None and now is None:
+        return [], [f"the average {was} of weights is not loaded: the run has none"]
+    if now is not None and AverageRule.parse(str(now)) != kept:
+        return [], [f"the average of weights begins anew: it is {now} and was {was or 'none'}"]
+    return [], []
 
 
 def _precision(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:

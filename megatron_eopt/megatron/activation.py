@@ -166,6 +166,7 @@ def _of_training() -> list[Redirection]:
     noticed = f"two runs that save to one folder are noticed; {full}"
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
+    at_average = "an average of weights, Schedule-Free's or --optimizer-weight-average's, is what is evaluated"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
         Redirection(checkpointing, "_load_base_checkpoint", files.checked_base, whole),
@@ -179,7 +180,7 @@ def _of_training() -> list[Redirection]:
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
         Redirection(training, "get_megatron_optimizer_config", arguments.with_flags, flags),
-        Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
+        Redirection(training, "evaluate", averaged, at_average),
         *([Redirection(training, "clip_qk", clip, clipped)] if hasattr(training, "clip_qk") else []),
     ]
 

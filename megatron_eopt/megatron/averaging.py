@@ -15,10 +15,14 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.parameters import model_parameters, optimizers_of, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.weight_average import WeightAverage, average_in, average_of, swapped
+from megatron_eopt.optimizers.weight_average import TRAINED, AverageRule, WeightAverage, average_in, average_of, swapped
 from megatron_eopt.redirect import around
 
-TRAINED = "weight_trained"  # state key of trained weights in fp32, where the model of a checkpoint is an average
+
+def check_rule(config: Any) -> None:
+    """Refuse what is no rule of an average."""
+    if (rule := getattr(config, "optimizer_weight_average", None)) is not None:
+        AverageRule.parse(rule)
 
 
 def average_weights(optimizers: Sequence[Optimizer], config: Any, args: Any) -> None:

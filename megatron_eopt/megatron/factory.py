@@ -12,7 +12,7 @@ from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, unread
-from megatron_eopt.megatron.averaging import average_weights
+from megatron_eopt.megatron.averaging import average_weights, check_rule
 from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
@@ -63,6 +63,7 @@ class OptimizerOfRun:
         self.config = with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
         self.model_chunks, self.groups = model_chunks, pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
+        check_rule(config)
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made

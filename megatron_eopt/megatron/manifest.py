@@ -124,7 +124,7 @@ def _row(
         settings={key: value for key, value in assigned.settings.items() if key in sources.keys() - _SHOWN_ELSEWHERE},
         sources=sources,
         overruled=tuple(f"{each.key} {each.value} by {each.source}" for each in resolved.overruled),
-        state_bytes=0 if updated is None else _state_bytes(info, updated, name),
+        state_bytes=0 if updated is None else _state_bytes(info, updated, name) + _of_average(info, config),
         tied_to=_TIED.get(info.name) if getattr(parameter, "shared_embedding", False) else None,
         excluded=assigned.optimizer is None,
     )
@@ -160,6 +160,10 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
         cuts.append(("rows", "dp_cp"))
     listed = [f"{what} over {name} {sizes[name]}" for what, name in cuts if sizes.get(name, 1) > 1]
     return ", ".join(listed) or "whole"
+
+
+def _of_average(info: ParameterInfo, config: Any) -> int:
+    return 0 if getattr(config, "optimizer_weight_average", None) is None else prod(info.shape) * 4
 
 
 def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str | None) -> int:

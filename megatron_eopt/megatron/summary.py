@@ -14,6 +14,7 @@ from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.weight_average import average_of
 
 
 def print_summary(optimizer: Any, tp_mode_source: str) -> None:
@@ -27,7 +28,9 @@ def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -
     alike: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:
         alike.setdefault(type(optimizer).__name__, []).append(optimizer)
-    return "; ".join(_updated(name, group, tp_mode_source) for name, group in alike.items())
+    text = "; ".join(_updated(name, group, tp_mode_source) for name, group in alike.items())
+    rules = dict.fromkeys(str(average) for each in optimizers if (average := average_of(each)) is not None)
+    return text + "".join(f"; weights are averaged by {rule}, and evaluated at it" for rule in rules)
 
 
 def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:

@@ -1,6 +1,6 @@
 """Averages of weights beside any optimizer, in its state."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,6 +14,7 @@ from megatron_eopt.optimizers.parameters import local
 
 AVERAGE = "weight_average"  # in the state of a parameter, in fp32 at least
 SCHEDULE = "weight_average_schedule"  # beside it, three numbers in fp64: the rule's two, and how many steps are in it
+TRAINED = "weight_trained"  # in checkpoints whose model is the average: the weights in fp32 that are trained
 _FORMS = "ema:DECAY with 0 < DECAY < 1, such as ema:0.999, or tail:STEPS with at least one step, such as tail:200"
 
 
@@ -38,8 +39,13 @@ class AverageRule:
             raise ValueError(f"an average of weights is {_FORMS}, got {text!r}")
         return rule
 
+    @classmethod
+    def of(cls, schedule: Sequence[float]) -> Self:
+        """Read the first two numbers of a :data:`SCHEDULE`."""
+        return cls(schedule[0], int(schedule[1]))
+
     def __str__(self) -> str:
-        return f"tail:{self.window}" if self.window else f"ema:{self.decay:g}"
+        return f"tail:{self.window}" if self.window else f"ema:{self.decay}"
 
     def share(self, steps: int) -> float:
         """Share of the newest weights in an average of so many."""
@@ -151,6 +157,12 @@ class AverageOfOne:
         """What is kept beside each average: the rule, and the steps in it."""
         return [self.rule.decay, self.rule.window, self.steps]
 
+    def begin(self, parameter: Tensor) -> None:
+        """Let a parameter's state have its average, if it lacks one."""
+        state = self.optimizer.state[parameter]
+        state.setdefault(AVERAGE, average_in(state, parameter))
+        state[SCHEDULE] = self._schedule
+
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self.at_average:
             raise RuntimeError(
@@ -175,16 +187,14 @@ class AverageOfOne:
             state = optimizer.state.get(p, {})
             if not state and p.grad is None:  # torch's optimizers take any state for their own, begun
                 continue
-            state = optimizer.state[p]
             weight = local(p.detach())
             if AVERAGE not in state:
-                state[AVERAGE] = average_in({}, p)
+                self.begin(p)
             elif (average := local(state[AVERAGE])).dtype == weight.dtype:
                 averages.append(average)
                 weights.append(weight)
             else:  # one after another: the copies would take as much memory as the averages
                 average.lerp_(weight.to(average.dtype), share)
-            state[SCHEDULE] = self._schedule
         if averages:
             torch._foreach_lerp_(averages, weights, share)
 
@@ -201,12 +211,11 @@ class AverageOfOne:
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loading = self._loading, []
         schedules = [state[SCHEDULE] for state in loaded if AVERAGE in state and SCHEDULE in state]
-        decay, window, steps = schedules[0].tolist() if schedules else (0.0, 0.0, 0.0)
-        was = AverageRule(decay, int(window))
-        goes_on = was == self.rule
-        self.steps = int(steps) if goes_on else 0
+        was = schedules[0].tolist() if schedules else [0.0, 0.0, 0.0]
+        goes_on = AverageRule.of(was) == self.rule
+        self.steps = int(was[2]) if goes_on else 0
         if not goes_on:
-            found = f"the average {was}" if schedules else "no average"
+            found = f"the average {AverageRule.of(was)}" if schedules else "no average"
             warn(
                 f"{type(optimizer).__name__} loads a state with {found} of weights, and this run's is {self}: it "
                 f"begins anew, with the weights after the next step"

@@ -21,7 +21,7 @@ from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
 from megatron_eopt.optimizers.state import StateTensor, check_shape, check_state_dict, check_writer
 from megatron_eopt.optimizers.traits import STEPS
-from megatron_eopt.optimizers.weight_average import without_unused
+from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 
 ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_key()
@@ -297,7 +297,7 @@ class Muon(Optimizer):
             return
         self.matrices.init_state()
         groups = list(zip(self.adamw.param_groups, self._adam_names(), strict=True))
-        state, carried = self.state[self._carrier], self._carried
+        state, carried, average = self.state[self._carrier], self._carried, average_of(self.adamw)
         replaced = {key: state[key] for key, x in carried.items() if key in state and state[key] is not x}
         for key, of_one in itertools.product(carried, self.state.values()):
             of_one.pop(key, None)
@@ -308,6 +308,8 @@ class Muon(Optimizer):
                     device = parameter.device if group["capturable"] or group["fused"] else "cpu"
                     zeros = {key: torch.zeros_like(parameter) for key in _moments(group)}
                     of_one.update(step=torch.zeros((), dtype=torch.float32, device=device), **zeros)
+                if average is not None:
+                    average.begin(parameter)
                 of_one.update({key: replaced.get(state_key(name, key), x) for key, x in of_one.items()})
                 state.update({state_key(name, key): x for key, x in of_one.items()})
         self._carried = {key: x for key, x in state.items() if key.startswith(f"{ADAMW}.")}

@@ -39,6 +39,7 @@ def run(optimizer="muon", release="0.19.2", *, settings=None, own=None, **facts)
 
 
 LION = {"optimizer": "lion", "leaves_scalars": False}
+TORCH_FORMAT = SimpleNamespace(ckpt_format="torch")
 AVERAGING = LION | {"optimizer": "schedule_free_adamw"}
 DEALT = {"layer_wise": True, "ddp": DISTRIBUTED, "data_parallel": 2, "whole_matrices": True}
 # In the order of the rules.
@@ -209,11 +210,27 @@ REFUSED = {
     ),
     "Schedule-Free under the distributed optimizer": (
         run("muon", layer_wise=True, assigned=frozenset({"muon", "schedule_free_adamw"})),
-        r"schedule_free_adamw evaluates and saves at the average.*leave --use-distributed-optimizer and --use-megatron",
+        r"schedule_free_adamw evaluates and saves at the average.*leave --use-distributed-optimizer and",
     ),
     "Schedule-Free whose average could not be saved beside what it trains": (
         run(**AVERAGING, args=SimpleNamespace(no_save_optim=True)),
         r"goes on from its state, which this run would not save: leave --no-save-optim away",
+    ),
+    "an average beside Schedule-Free": (
+        run(**AVERAGING, own={"optimizer_weight_average": "ema:0.9"}),
+        r"schedule_free_adamw is an average of weights itself, and optimizer_weight_average ema:0\.9 would be another",
+    ),
+    "an average under the distributed optimizer": (
+        run(layer_wise=True, own={"optimizer_weight_average": "tail:9"}),
+        r"optimizer_weight_average tail:9 evaluates at the average.*leave --use-distributed-optimizer and",
+    ),
+    "a model that is an average of none": (
+        run(own={"save_weight_average": True}),
+        r"this run has none: add --optimizer-weight-average, or leave --save-weight-average away",
+    ),
+    "a model that is an average, and no state to go on from": (
+        run(own={"optimizer_weight_average": "ema:0.9", "save_weight_average": True}, args=TORCH_FORMAT),
+        r"goes on from the optimizer state, which this run would not save: leave --no-save-optim away",
     ),
     "dump_param_to_param_group_map": (
         run(args=SimpleNamespace(dump_param_to_param_group_map="map")),

@@ -3,12 +3,30 @@
 Saved in every step, a run leaves the weights from which the average follows by its definition.
 """
 
+from math import prod
+
 import pytest
 import torch
 
+from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.checkpoints.states import split_key
+from megatron_eopt.checkpoints.would_load import parse_flags, would_load
+from megatron_eopt.megatron.described import planned_run
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE
-from tests.megatron.runs import MUON, TP2, assert_same, assert_same_ranks, losses, refused, resumed, train, whole
+from tests.megatron.runs import (
+    MUON,
+    SMALL_GPT,
+    TP2,
+    assert_same,
+    assert_same_ranks,
+    losses,
+    refused,
+    resumed,
+    start,
+    summary,
+    train,
+    whole,
+)
 from tests.megatron.test_schedule_free import EVALUATED, loaded, validation_losses
 from tests.optimizers.test_weight_average import by_definition
 
@@ -185,6 +203,25 @@ def test_a_model_that_is_an_average_is_no_place_to_go_on_from_unasked(tmp_path, 
 
 
 @pytest.mark.parametrize(
+    ("saved", "flags", "said"),
+    [
+        ("none", [], ""),
+        ("none", EMA, "the average of weights begins anew: it is ema:0.8 and was none"),
+        ("ema", EMA, ""),
+        ("ema", [], "the average ema:0.8 of weights is not loaded: the run has none"),
+        ("ema", TAIL, "the average of weights begins anew: it is tail:4 and was ema:0.8"),
+        ("model", EMA, ""),
+        ("model", [], "its model is the average ema:0.8 of weights, and the run has none and would go on from it"),
+    ],
+)
+def test_verify_checkpoint_says_the_same(checkpoints, saved, flags, said):
+    given = map(str, [*SMALL_GPT, *RUN, *MUON, *flags, "--train-iters", 3])
+    problems, notes = would_load(read_contents(folder(checkpoints / saved, 2)), *parse_flags(list(given)))
+    assert [problem.what for problem in problems] == ([said] if said.startswith("its model") else [])
+    assert [note for note in notes if "average" in note] == ([said] if said and not problems else [])
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([*MUON, "--optimizer-weight-average", "ema"], "an average of weights is ema:DECAY with 0 < DECAY < 1"),
@@ -200,3 +237,20 @@ def test_a_model_that_is_an_average_is_no_place_to_go_on_from_unasked(tmp_path, 
 )
 def test_what_cannot_have_an_average_is_refused_at_start(flags, message):
     assert message in refused(*RUN, *flags)
+
+
+def test_the_manifest_and_the_plan_count_the_average():
+    flags = list(map(str, [*SMALL_GPT, *RUN, *TP2, *MUON, "--bf16"]))
+    without, planned = (planned_run(each, None, lambda *done: None) for each in (flags, [*flags, *EMA]))
+    entries = 0
+    for before, family in zip(without.families, planned.families, strict=True):
+        assert family.like.state_bytes - before.like.state_bytes == 4 * prod(family.like.shape)
+        entries += family.count * prod(family.like.shape)
+    (_, before), (_, memory) = without.stages[0], planned.stages[0]
+    norms = 5 * 64  # which both tensor-parallel ranks have whole
+    assert memory.state - before.state == 4 * ((entries - norms) // 2 + norms)
+
+
+def test_the_summary_names_the_average():
+    done = start(1, *SMALL_GPT, *RUN, *MUON, *TAIL, "--train-iters", 1)
+    assert summary(done.stdout).endswith("; weights are averaged by tail:4, and evaluated at it")

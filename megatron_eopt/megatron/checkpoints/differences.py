@@ -14,14 +14,13 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, blocks_of, split_key
 from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
 from megatron_eopt.megatron.agreement import distinct, say, union
-from megatron_eopt.megatron.averaging import TRAINED
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums
 from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
 from megatron_eopt.megatron.checkpoints.matching import torch_state
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER, MOMENTUM_CODES
-from megatron_eopt.optimizers.weight_average import AVERAGE
+from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 from megatron_eopt.registry import list_optimizers, optimizer_class
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more

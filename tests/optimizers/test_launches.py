@@ -28,6 +28,7 @@ LIMITS = {
     "schedule_free_adamw": (400, "schedule_free_adamw", {}),
     "spectron": (1500, "spectron", {"rank": 16}),
     "dion": (1500, "dion", {}),
+    "muown": (1500, "muown", {}),
     "soap": (1500, "soap", {}),
     "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),
 }

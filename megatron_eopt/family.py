@@ -32,6 +32,7 @@ from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
 from megatron_eopt.optimizers.modifiers import MODIFIERS, OF_MOMENT
+from megatron_eopt.optimizers.muown import Muown as Muown
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.presets import PRESETS
@@ -512,6 +513,17 @@ _SPECS = (
             Flag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
         ),
         state_depends_on=("dion_rank_fraction", "muon_split"),
+    ),
+    OptimizerSpec(
+        name="muown",
+        cls=Muown,
+        of_muon=(*ITERATION, *MOMENTUM, "step_kernels", "scale_mode", "extra_scale_factor"),
+        flags=(
+            Flag("beta1", "Decay rate of Adam's first moment of the norms of rows, in [0, 1)."),
+            Flag("beta2", "Decay rate of its second moment, in [0, 1)."),
+            Flag("eps", "Added to the root of the second moment."),
+        ),
+        state_depends_on=("muon_split",),
     ),
 )
 """In the order of the docs."""

@@ -43,8 +43,6 @@ class EqualMatrices:
 
     matrix: Matrix  # one of them
     shard: Rectangle  # this rank's
-    label: str  # of the ranks that have other shards; empty where this one has all
-    counts: bool  # in their sums, as one copy of a matrix does
     numbers: list[int]  # of these among those of the chunk
     accepted: Tensor  # whether they step, (n x 1 x 1)
     bases: list[Tensor]  # Q (columns of the shard x r) of each, written to
@@ -72,9 +70,10 @@ def dion(chunk: Chunk, engine: Engine) -> None:
     shards = engine.split(chunk.indices, list(chunk.momenta))
     stacks = [foreach.stacked(shards, equal.numbers) for equal in chunk.matrices]
     kept = list(zip(stacks, chunk.matrices, strict=True))
-    products = summed([B @ foreach.stacked(equal.bases) for B, equal in kept], chunk.matrices, 0, engine)
+    matrices = [equal.matrix for equal in chunk.matrices]
+    products = engine.side_sums([B @ foreach.stacked(equal.bases) for B, equal in kept], matrices, 0)
     P = [orthonormal(x, equal) for x, equal in zip(products, chunk.matrices, strict=True)]  # P = orth(B Q)
-    R = summed([B.mT @ p for p, B in zip(P, stacks, strict=True)], chunk.matrices, 1, engine)  # R = B^T P
+    R = engine.side_sums([B.mT @ p for p, B in zip(P, stacks, strict=True)], matrices, 1)  # R = B^T P
     updates = [torch.empty(0)] * len(shards)
     for p, r, (B, equal) in zip(P, R, kept, strict=True):
         columns, Q = r[:, equal.shard.left : equal.shard.right], foreach.stacked(equal.bases)
@@ -91,18 +90,6 @@ def dion(chunk: Chunk, engine: Engine) -> None:
             m.copy_(x.view(m.shape))
     merged = zip(chunk.momenta, engine.merge(chunk.indices, updates), strict=True)
     foreach.subtract(chunk.weights, [x.view(m.shape) for m, x in merged], lr, chunk.accepted)
-
-
-def summed(stacks: Sequence[Tensor], matrices: Sequence[EqualMatrices], dim: int, engine: Engine) -> list[Tensor]:
-    """Whole products of shards, whose rows are those of a side."""
-    spread = []
-    for x, equal in zip(stacks, matrices, strict=True):
-        if equal.label:
-            start, end = (equal.shard.left, equal.shard.right) if dim else (equal.shard.top, equal.shard.bottom)
-            own, x = x, x.new_zeros(len(x), equal.matrix.shape[dim], x.shape[2])
-            x[:, start:end] = own if equal.counts else 0
-        spread.append(x)
-    return engine.sums(spread, [equal.label for equal in matrices])
 
 
 def orthonormal(x: Tensor, equal: EqualMatrices) -> Tensor:
@@ -314,12 +301,11 @@ class Dion(BaseOptimizer):
                 number += 1
         matrices = []
         for alike in kinds.values():
-            matrix, label = alike[0][0], alike[0][0].group if alike[0][0].sharded else ""
-            rank = self.engine.groups[label].rank() if label else 0
+            matrix = alike[0][0]
             # of stacks, which are copies, no more than some; of one that is large there is none
             for some in batched(alike, max(1, foreach.MOST_BYTES // max(1, bytes_of(matrix)))):
                 _, numbers, of_each, bases = map(list, zip(*some, strict=True))
-                of_rank = matrix.rectangles[rank], label, matrix.copy_of(rank).start == 0
-                matrices.append(EqualMatrices(matrix, *of_rank, numbers, torch.stack(of_each)[:, None, None], bases))
-        accepted = torch.stack([flags[i] for i in indices])
-        return Chunk(indices, matrices, list(map(local, parameters)), momenta, gradients, accepted, group)
+                accepted = torch.stack(of_each)[:, None, None]
+                matrices.append(EqualMatrices(matrix, self.engine.shard(matrix), numbers, accepted, bases))
+        weights, accepted = list(map(local, parameters)), torch.stack([flags[i] for i in indices])
+        return Chunk(indices, matrices, weights, momenta, gradients, accepted, group)

@@ -31,7 +31,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, chunk_seconds, lar
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix, Plan, TpMode, whole
+from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, TpMode, whole
 from megatron_eopt.parallel.scheduler import Program, Shards, StartedChunk
 from megatron_eopt.parallel.schemes.whole import Factors, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, reduce_statistics
@@ -325,6 +325,27 @@ class Engine:
             for i, part in zip(indices, sums.wait().split([tensors[i].numel() for i in indices]), strict=True):
                 summed[i] = part.view(tensors[i].shape)
         return summed
+
+    def shard(self, matrix: Matrix) -> Rectangle:
+        """What this rank has of a matrix."""
+        return matrix.rectangles[self.groups[matrix.group].rank() if matrix.ranks > 1 else 0]
+
+    def side_sums(self, tensors: Sequence[Tensor], matrices: Sequence[Matrix], dim: int) -> list[Tensor]:
+        """Sums over ranks of what they have for rows (dim 0) or columns of matrices.
+
+        Tensors (... x length x k) have the length of this rank's part of a side, those that are returned that of the
+        whole side. What is of matrices that ranks have whole stays; of several copies one counts.
+        """
+        whole_sides = []
+        for x, matrix in zip(tensors, matrices, strict=True):
+            if matrix.sharded:
+                shard, own = self.shard(matrix), x
+                start, end = (shard.left, shard.right) if dim else (shard.top, shard.bottom)
+                x = own.new_zeros(*own.shape[:-2], matrix.shape[dim], own.shape[-1])
+                if matrix.copy_of(self.groups[matrix.group].rank()).start == 0:
+                    x[..., start:end, :] = own
+            whole_sides.append(x)
+        return self.sums(whole_sides, [matrix.group if matrix.sharded else "" for matrix in matrices])
 
     def gather_whole(
         self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]

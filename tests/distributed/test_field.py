@@ -1,4 +1,4 @@
-"""Scion, PolarGrad, MuonHyperball, MARS-Muon and Signum on two ranks take the steps of one."""
+"""Scion, PolarGrad, MuonHyperball, MARS-Muon, Muown and Signum on two ranks take the steps of one."""
 
 import copy
 from math import prod
@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from megatron_eopt.optimizers.hyperball import MuonHyperball
 from megatron_eopt.optimizers.lion import Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon
+from megatron_eopt.optimizers.muown import Muown
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.parallel.collectives import counters
@@ -25,7 +26,8 @@ from tests.optimizers.field import assert_close, drawn
 
 STEPS = 4
 TOLERANCE = 1e-11  # what the iteration makes of rounding, 493 * 2^-53, and an ample margin for other orders of sums
-KINDS = {"scion": Scion, "polar_grad": PolarGrad, "hyperball": MuonHyperball, "mars": MarsMuon}
+KINDS = {"scion": Scion, "polar_grad": PolarGrad, "hyperball": MuonHyperball, "mars": MarsMuon, "muown": Muown}
+SUMS = {"scion": 0, "muown": 4}  # all-reduces of a step in the groups tp and expt_tp, where there are not two
 MODES = ("duplicated", "owner", "auto", "distributed", "gram")
 CASES = {
     **{f"{kind} dim {dim}": (shape, sharded(dim)) for kind, shape in SHAPES.items() for dim in (0, 1)},
@@ -64,7 +66,7 @@ def trained(rank, world_size, kind, steps=range(STEPS), state=None, start=None, 
         for index, (name, (shape, attributes)) in enumerate(CASES.items()):
             # MARS-Muon clips by norms of matrices: some, none, and some whose shards have norms below 1
             size = (1.0, 1e-4, 1.2 / prod(shape) ** 0.5)[index % 3] * (name != "zero")
-            gradient = drawn(shape, 1000 * step + index, torch.float64) * size
+            gradient = drawn(shape, 1000 * (1 + step) + index, torch.float64) * size
             parameters[name].grad = cut(gradient, attributes, rank, world_size)
         counters.reset()
         opt.step()
@@ -198,8 +200,7 @@ def test_ranks_take_the_steps_of_one(results, kind):
             assert_close(in_modes[kind, "shared out"][name], alone[name].detach(), TOLERANCE, (rank, name))
             assert torch.equal(in_modes[kind, "resumed"][name], in_modes[kind, "duplicated"][0][name])
         # parameters are gathered, so what is summed are statistics: of the groups tp and expt_tp
-        sums = 0 if kind == "scion" else 2
-        assert in_modes[kind, "duplicated"][1].get("all_reduce", 0) == sums
+        assert in_modes[kind, "duplicated"][1].get("all_reduce", 0) == SUMS.get(kind, 2)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "signum"])

@@ -239,7 +239,7 @@ def test_parameters_of_several_dtypes_step_as_each_alone(name, dtypes):
     together, alone = build(name, own), [build(name, [p]) for p in others]
     for step in range(3):
         for p, q in zip(own, others, strict=True):
-            p.grad = drawn((6, 4), step).to(p.dtype)
+            p.grad = drawn((6, 4), 1 + step).to(p.dtype)  # no multiple of the weight
             q.grad = p.grad.clone()
         together.step()
         for each in alone:

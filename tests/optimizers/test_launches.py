@@ -29,6 +29,7 @@ LIMITS = {
     "ademamix": (400, "ademamix", {}),
     "spectron": (1500, "spectron", {"rank": 16}),
     "dion": (1500, "dion", {}),
+    "muown": (1500, "muown", {}),
     "soap": (1500, "soap", {}),
     "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),
 }

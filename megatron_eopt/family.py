@@ -26,6 +26,7 @@ from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
+from megatron_eopt.optimizers.psgd import PSGDKron as PSGDKron
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
@@ -343,6 +344,24 @@ _SPECS = (
         ),
         state_depends_on=("soap_max_dim", "muon_split"),
         update_rms=ADAMW_RMS,
+    ),
+    OptimizerSpec(
+        name="psgd_kron",
+        cls=PSGDKron,
+        flags=(
+            Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
+            Flag("precond_lr", "Rate of the factors, above 0 and at most 1."),
+            Flag("min_precond_lr", "Least rate of the factors."),
+            Flag("precond_decay_steps", "Steps by which the rate of the factors decays.", metavar="STEPS"),
+            Flag("precondition_frequency", "Steps from one fit of the factors to the next."),
+            Flag("precond_init_scale", "The factors start as so many identities."),
+            Flag("damping_noise_scale", "Noise that is added where factors are fitted; emerging-optimizers has 0.1."),
+            Flag("max_update_rms", "Largest RMS of the entries of an update; 0 for no bound."),
+            Flag("max_dim", "The longest side that has a factor; a longer one has its diagonal."),
+        ),
+        state_settings=({"max_dim": 110},),
+        state_depends_on=("psgd_kron_max_dim", "muon_split"),
+        update_rms=1.0,
     ),
     OptimizerSpec(
         name="lion",

@@ -29,6 +29,7 @@ LIMITS = {
     "ademamix": (400, "ademamix", {}),
     "spectron": (1500, "spectron", {"rank": 16}),
     "soap": (1500, "soap", {}),
+    "psgd_kron": (1800, "psgd_kron", {}),
     "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),
 }
 # Masks are put on stacks of equal parameters, and so cost a few operations for each shape.

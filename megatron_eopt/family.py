@@ -36,6 +36,7 @@ from megatron_eopt.optimizers.muown import Muown as Muown
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.presets import PRESETS
+from megatron_eopt.optimizers.psgd import PSGDKron as PSGDKron
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.shampoo import KLShampoo as KLShampoo
@@ -426,6 +427,24 @@ _SPECS = (
         flags=_OF_SHAMPOO,
         state_settings=({"weight_norm": "hold"},),
         state_depends_on=("kl_shampoo_max_dim", "kl_shampoo_weight_norm", "muon_split"),
+    ),
+    OptimizerSpec(
+        name="psgd_kron",
+        cls=PSGDKron,
+        flags=(
+            Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
+            Flag("precond_lr", "Rate of the factors, above 0 and at most 1."),
+            Flag("min_precond_lr", "Least rate of the factors."),
+            Flag("precond_decay_steps", "Steps by which the rate of the factors decays.", metavar="STEPS"),
+            Flag("precondition_frequency", "Steps from one fit of the factors to the next."),
+            Flag("precond_init_scale", "The factors start as so many identities."),
+            Flag("damping_noise_scale", "Noise that is added where factors are fitted; emerging-optimizers has 0.1."),
+            Flag("max_update_rms", "Largest RMS of the entries of an update; 0 for no bound."),
+            Flag("max_dim", "The longest side that has a factor; a longer one has its diagonal."),
+        ),
+        state_settings=({"max_dim": 110},),
+        state_depends_on=("psgd_kron_max_dim", "muon_split"),
+        update_rms=1.0,
     ),
     OptimizerSpec(
         name="lion",

@@ -17,6 +17,7 @@ EXACT = ["--muon-fp32-matmul-prec", "highest"]
 OWN = {  # flags, and what the line at start says of it
     "spectron": (["--spectron-rank", 16, "--lr", "1e-2"], "each the product of two factors of rank 16"),
     "soap": (["--lr", "3e-3", "--min-lr", "3e-3"], "SOAP owns 8 parameters"),
+    "psgd_kron": (["--lr", "4e-3", "--min-lr", "4e-3"], "PSGDKron owns 8 parameters"),
     "muon_hyperball": (["--lr", "2e-2", "--min-lr", "2e-2"], "update RMS not known before the steps"),
     "scion": (["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"], "Scion owns 8 parameters"),
     "polargrad": (["--lr", "1e-1", "--min-lr", "1e-1"], "update RMS not known before the steps"),
@@ -46,6 +47,7 @@ def run(name):
     "--optimizer lion",
     "--optimizer signum",
     "--optimizer ademamix",
+    "--optimizer psgd_kron",
     "--optimizer scion",
     "--optimizer polargrad",
     "--optimizer muon_hyperball",
@@ -131,7 +133,7 @@ BESIDE_MUON = [
     (0, "mlp.linear_fc2", {"optimizer": "scion", "lr": 4e-4, "min_lr": 4e-4}, {"momentum_buffer"}),
     (1, "mlp.linear_fc2", {"optimizer": "soap", "lr": 3e-3, "min_lr": 1e-3}, {"exp_avg", "exp_avg_sq", "L", "Q_R"}),
     (0, "self_attention.linear_proj", {"optimizer": "schedule_free_adamw"}, {"z", "exp_avg_sq", "schedule"}),
-    (0, "self_attention.linear_qkv", {"optimizer": "ademamix", "alpha_warmup": 3}, {"exp_avg_slow", "steps"}),
+    (0, "self_attention.linear_qkv", {"optimizer": "psgd_kron", "lr": 1e-3, "min_lr": 1e-3}, {"Q_L_0", "bounds_2"}),
     (1, "self_attention.linear_proj", {"optimizer": "signum", "lr": 1e-3, "min_lr": 1e-4}, {"exp_avg"}),
 ]
 

@@ -22,6 +22,7 @@ OWN = {
     # With fewer tokens than a matrix has rows, rounding (by the ranks and the CPU) chooses a part of its bases.
     "soap": ["--lr", "3e-3", "--min-lr", "3e-3", "--seq-length", 256, "--max-position-embeddings", 256],
     "signum": ["--lr", "1e-3", "--min-lr", "1e-3"],
+    "psgd_kron": ["--lr", "1e-3", "--min-lr", "1e-3"],
     "ademamix": ["--lr", "1e-3", "--min-lr", "1e-3"],
     "scion": ["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"],
     # At 1e-2 its correction amplifies bf16's rounding tenfold, on one rank too: micro-batches of one in place of two

@@ -31,6 +31,7 @@ LIMITS = {
     "dion": (1500, "dion", {}),
     "muown": (1500, "muown", {}),
     "soap": (1500, "soap", {}),
+    "psgd_kron": (1800, "psgd_kron", {}),
     "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),
 }
 # Masks are put on stacks of equal parameters, and so cost a few operations for each shape.

@@ -32,6 +32,8 @@ OTHERS = {
     "max_dim": 4,
     "precondition_frequency": 3,
     "warmup_steps": 3,
+    "precond_decay_steps": 2,
+    "min_precond_lr": 0.1,
     "alpha_warmup": 5,
     "beta3_warmup": 7,
     "rank": 2,

@@ -1,0 +1,293 @@
+"""PSGD-Kron: momentum whitened by fitted Kronecker factors."""
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.foreach import stacked
+from megatron_eopt.optimizers.group_settings import Scalar, check_rates
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_matrix,
+    check_shard,
+    checked_split,
+    names_of_last,
+)
+from megatron_eopt.optimizers.psgd_chunks import (
+    EXP_AVG,
+    EqualMatrices,
+    ParameterStep,
+    Planned,
+    chunks_of,
+    equal_matrices,
+)
+from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.orthogonalize.choices import check_count
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.scheduler import rounds
+
+CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are refreshed
+
+
+def psgd_kron(chunk: Sequence[ParameterStep], engine: Engine) -> Generator[None, None, None]:
+    """PSGD-Kron's step of a chunk, equal matrices as stacks.
+
+    Cut matrices are whole between the exchanges, on their compute rank, which alone has their factors.
+    """
+    shards = {p: p.split(engine) for p in chunk}
+    matrices = equal_matrices(shards, engine)
+    spread = [equal.spread for equal in matrices]
+    stacks = yield from engine.gather_whole([[averaged(equal)] for equal in matrices], spread)  # M <- EMA(g)
+    updates = [[updated(equal, *stack)] for equal, stack in zip(matrices, stacks, strict=True)]  # Q_L, Q_R;  U = P M
+    stacks = yield from engine.scatter_back(updates, spread)
+    for equal, stack in zip(matrices, stacks, strict=True):
+        subtract(equal, *stack)  # p <- (1 - lr weight_decay) p - lr U
+    for p, of_one in shards.items():
+        p.merge(engine, of_one)
+
+
+class PSGDKron(BaseOptimizer):
+    """Momentum whitened by two factors that are fitted to it [1].
+
+    For a matrix ``p`` (m x n) with gradient ``g``, and ``P X = (Q_L^T Q_L) X (Q_R^T Q_R)``:
+
+    1. ``M <- momentum M + (1 - momentum) g``;
+    2. every ``precondition_frequency`` steps the factors make a step towards those with which the rows and columns of
+       ``G = P (M + noise)`` are white: ``Q_L <- Q_L - (rate / bound) (G G^T - n I) Q_L``, ``Q_R`` likewise, each then
+       turned towards a symmetric one. ``bound`` is the largest of ``|G G^T| + n`` and its average by ``beta_lip``;
+    3. ``p <- (1 - lr weight_decay) p - lr P M``, where the RMS of ``P M`` is at most ``max_update_rms``.
+
+    This is the form that the author of PSGD recommends ("Q0.5EQ1.5", with a Procrustes step [2]), and that of
+    emerging-optimizers' PSGDPro: no triangular solves, and all products are of matrices. An update has an RMS of about
+    1, whatever the size of the gradients. ``rate`` is ``precond_lr / sqrt(1 + t / precond_decay_steps)`` in step ``t``
+    of the optimizer (from 0), at least ``min_precond_lr``. A side longer than ``max_dim`` has the diagonal of a factor
+    alone.
+
+    Its random numbers (the noise, and probes for norms) are a hash of the step and of their place in the whole matrix:
+    the same on any number of ranks, and after a resume. All matrices of a shape have the same.
+
+    ``M`` and the factors are kept in fp32 (fp64 for fp64 parameters). Fused or stacked parameters are split into
+    logical matrices where ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split`, or by ``split_qkv``. A cut
+    matrix gets a compute rank of its tensor-parallel group, by costs from shapes alone; its shards of ``M`` go there in
+    one all-to-all for many matrices, and those of the update come back. Of DTensors each rank gathers matrices, and has
+    their factors. A step works on stacks of 256 MiB, or of one parameter that is larger.
+
+    Args:
+        params: matrices and declared stacks of matrices, or groups of them; see
+            :func:`megatron_eopt.parallel.layout.layout_of` for the attributes that say how they are sharded.
+        lr: learning rate, at least 0.
+        momentum: in [0, 1).
+        weight_decay: at least 0, decoupled.
+        precond_lr: rate of the factors, above 0 and at most 1.
+        min_precond_lr: its least, at least 0.
+        precond_decay_steps: see above, at least 1.
+        precondition_frequency: steps between those of the factors, at least 1.
+        precond_init_scale: the factors start as so many identities, above 0.
+        damping_noise_scale: size of the noise, at least 0; where gradients are smaller they are not whitened.
+        beta_lip: of the bounds, in [0, 1).
+        max_update_rms: at least 0; 0 for no bound.
+        max_dim: the longest side that has a factor, at least 0.
+        maximize: ascend instead of descend.
+        fp32_matmul_prec: ``low``, ``medium``, ``high`` (these three are TF32, where the device has it) or ``highest``;
+            the Procrustes step is always ``highest``.
+        split_qkv: precondition the parts of fused query, key and value projections separately.
+        is_qkv_fn: tells which parameters are fused.
+        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
+            wins.
+        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+
+    Raises:
+        ValueError: for a setting out of its range, a parameter that is no matrix, a split that does not fit, or shards
+            without a group.
+
+    [1] Li, Preconditioned Stochastic Gradient Descent, arXiv 1512.04202; Pooladzandi and Li, Curvature-Informed SGD via
+        General Purpose Lie-Group Preconditioners, arXiv 2402.04553.
+    [2] Li, Stochastic Hessian Fittings with Lie Groups, arXiv 2402.11858.
+    """
+
+    traits = Traits(carried_settings=frozenset({CLOCK}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True)
+
+    _plans: dict[Tensor, list[Planned]] | None = None
+    _updated: int = 0
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 3e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.01,
+        *,
+        precond_lr: float = 0.1,
+        min_precond_lr: float = 0.01,
+        precond_decay_steps: int = 10000,
+        precondition_frequency: int = 1,
+        precond_init_scale: float = 1.0,
+        damping_noise_scale: float = 1e-9,
+        beta_lip: float = 0.9,
+        max_update_rms: float = 1.0,
+        max_dim: int = 8192,
+        maximize: bool = False,
+        fp32_matmul_prec: MatmulPrecision = "highest",
+        split_qkv: bool = False,
+        is_qkv_fn: Callable[[Tensor], bool] | None = None,
+        qkv_split_shapes: Sequence[int] | None = None,
+        pg_collection: TensorParallelGroups | None = None,
+    ) -> None:
+        split = split_qkv, is_qkv_fn, qkv_split_shapes
+        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
+        self.pg_collection = pg_collection
+        steps = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "max_update_rms": max_update_rms}
+        rates = {"precond_lr": precond_lr, "min_precond_lr": min_precond_lr, "precond_decay_steps": precond_decay_steps}
+        fit = {"precondition_frequency": precondition_frequency, "precond_init_scale": precond_init_scale}
+        bounds = {"damping_noise_scale": damping_noise_scale, "beta_lip": beta_lip, "max_dim": max_dim}
+        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec}
+        super().__init__(params, {**steps, **rates, **fit, **bounds, **further})
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that a checkpoint describes."""
+        return super().settings() | {"split_qkv": self.split_qkv}
+
+    @property
+    def matrices_updated(self) -> int:
+        """Counts matrices without an entry, too."""
+        return self._updated
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter."""
+        described: dict[Tensor, list[DescribedMatrix]] = {}
+        for parameter in self._parameters():
+            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+            described[parameter] = []
+            for name, plan in zip(names, self._planned(parameter), strict=True):
+                scheme = "duplicated" if plan.layout.sharded else "local"
+                scheme = scheme if plan.compute_rank is None else "owner"
+                described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
+        return described
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum, and each matrix's factors and bounds."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        tensors = [StateTensor(EXP_AVG, dtype=wide)]
+        for part, plan in enumerate(self._planned(parameter)):
+            shapes = [(length,) * (1 + dense) for length, dense in zip(plan.layout.shape, plan.dense, strict=True)]
+            for key, dims in zip(plan.keys, (*shapes, (2,)), strict=True):
+                tensors.append(StateTensor(key, dims, part, wide, plan.compute_rank))
+        return tensors
+
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        check_rates(name, group, "momentum", "beta_lip")
+        for key, least in (("precond_decay_steps", 1), ("precondition_frequency", 1), ("max_dim", 0)):
+            check_count(f"{name}: {key}", group[key], least)
+        for key in ("min_precond_lr", "damping_noise_scale", "max_update_rms"):
+            if not 0 <= group[key] < math.inf:
+                raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
+        if not 0 < group["precond_init_scale"] < math.inf:
+            scale = group["precond_init_scale"]
+            raise ValueError(f"{name}: precond_init_scale must be a finite number above 0, got {scale}")
+        if not 0 < group["precond_lr"] <= 1:  # more could turn a factor negative
+            raise ValueError(f"{name}: precond_lr must lie in (0, 1], got {group['precond_lr']}")
+        if group["min_precond_lr"] > group["precond_lr"]:
+            rates = f"{group['min_precond_lr']} and {group['precond_lr']}"
+            raise ValueError(f"{name}: min_precond_lr must be at most precond_lr, got {rates}")
+        validate_matmul_precision(group["fp32_matmul_prec"])
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, indices = type(self).__name__, names_of_last(self.param_groups, shapes=False)
+        for parameter, called, index in zip(group["params"], names_of_last(self.param_groups), indices, strict=True):
+            check_matrix(name, parameter, f"takes matrices, but {index}")
+            try:
+                self.layout(parameter)
+            except ValueError as error:
+                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
+            self._check_split(parameter)
+            check_shard(parameter, self.pg_collection, called)
+        group.setdefault(CLOCK, 0)
+
+    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
+        spec = super()._described(name, parameter)
+        return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
+
+    def _planned(self, parameter: Tensor) -> list[Planned]:
+        """Plan matrices; a new group changes no other's compute ranks."""
+        if self._plans is None or parameter not in self._plans:
+            planned: dict[Tensor, list[Planned]] = {}
+            loads: dict[str, list[int]] = {}
+            for group in self.param_groups:
+                for p in group["params"]:
+                    pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
+                    planned[p] = [Planned(*pair, group["max_dim"]) for pair in pairs]
+                plans = (planned[p] for p in group["params"] if not isinstance(p, DTensor))
+                dealt = (plan for of_one in plans for plan in of_one if plan.gathered)
+                for plan in sorted(dealt, key=lambda plan: -plan.cost):
+                    load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
+                    plan.compute_rank = load.index(min(load))
+                    load[plan.compute_rank] += plan.cost
+            self._plans = planned
+        return self._plans[parameter]
+
+    def _take(self, accepted: Tensor) -> None:
+        self._session.changing = True
+        for group in self.param_groups:
+            group[CLOCK] += 1
+        grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        steps, states = [], self._states
+        for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
+            plans = self._planned(parameter)
+            # also without a gradient where others wait for this rank's part
+            if parameter.grad is not None or any(plan.gathered for plan in plans):
+                state = states.of(parameter, plans[-1].keys[-1])
+                steps.append(ParameterStep(index, parameter, state, group, flag, plans))
+        for chunks in chunks_of(steps):
+            for _ in rounds(psgd_kron(chunk, self.engine) for chunk in chunks):
+                pass
+        self._updated += sum(len(p.plans) for p in steps)
+
+
+def averaged(equal: EqualMatrices) -> Tensor:
+    """Update the momenta; returns a stack of them."""
+    momentum = stacked(equal.momenta)
+    gradient = stacked(equal.gradients).to(momentum.dtype)
+    gradient = torch.where(equal.accepted, -gradient if equal.settings["maximize"] else gradient, momentum)
+    momentum = torch.lerp(momentum, gradient, 1 - equal.settings["momentum"])
+    torch._foreach_copy_(equal.momenta, list(momentum.unbind()))
+    return momentum
+
+
+def updated(equal: EqualMatrices, momentum: Tensor) -> Tensor:
+    """Fit the factors of own matrices; returns updates."""
+    settings, own, accepted = equal.settings, equal.members[equal.own], equal.accepted[equal.own]
+    if not momentum.numel():
+        return momentum
+    kept = [[p.state[plan.keys[n]] for p, plan in own] for n in range(3)]
+    left, right, bounds = map(stacked, kept)
+    whitened = started(Whitened(momentum, (left, right), bounds), settings["precond_init_scale"])
+    with fp32_products(settings["fp32_matmul_prec"]):
+        if (settings[CLOCK] - 1) % settings["precondition_frequency"] == 0:
+            whitened = refreshed(whitened, settings[CLOCK], settings)
+        update = preconditioned(whitened.factors, momentum)
+    for old, new, before in zip(kept, (*whitened.factors, whitened.bounds), (left, right, bounds), strict=True):
+        torch._foreach_copy_(old, list(torch.where(over(new, accepted), new, before).unbind()))
+    if settings["max_update_rms"]:
+        rms = update.square().mean((1, 2), keepdim=True).sqrt()
+        update = update * (settings["max_update_rms"] / rms).clamp(max=1)
+    return torch.where(accepted, update, 0.0)
+
+
+def subtract(equal: EqualMatrices, update: Tensor) -> None:
+    """Subtract updates with weight decay."""
+    lr, weights = equal.settings["lr"], stacked(equal.weights)
+    moved = (weights.to(update.dtype) * (1 - lr * equal.settings["weight_decay"]) - update * lr).to(weights.dtype)
+    torch._foreach_copy_(equal.weights, list(torch.where(equal.accepted, moved, weights).unbind()))

@@ -1,0 +1,147 @@
+"""PSGD's Kronecker factors, of stacks of whole matrices.
+
+Random numbers are a hash of the step and of their place in a matrix: the same on every layout of ranks, in a resumed
+run, and for all matrices of a shape, each of which is fitted by itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import pi
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers.rounding import mixed
+from megatron_eopt.orthogonalize.precision import fp32_products
+
+PROBES, HALF_ITERATIONS = 32, 2  # rows that look for a spectral norm, and their pairs of products
+LARGEST_TURN = 0.125  # of a Procrustes step, as the second-order expansion of a rotation allows
+_EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class Whitened:
+    """Stacked whole matrices (n x rows x cols) and what whitens them."""
+
+    momentum: Tensor
+    factors: tuple[Tensor, Tensor]  # of rows and columns: (n x length x length), or diagonals (n x length)
+    bounds: Tensor  # of the curvature of each factor's fit, (n x 2); 0 before the first
+
+
+def started(x: Whitened, scale: float) -> Whitened:
+    """Identities as factors that no fit has changed."""
+    first = x.bounds[:, 0] == 0
+    unit = [torch.ones_like(factor[0] if factor.ndim == 2 else factor[0, 0]) for factor in x.factors]
+    units = [one if factor.ndim == 2 else one.diag() for factor, one in zip(x.factors, unit, strict=True)]
+    left, right = (torch.where(over(y, first), scale * unit, y) for y, unit in zip(x.factors, units, strict=True))
+    return replace(x, factors=(left, right))
+
+
+def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
+    """Factors after a step of their fit, where that is finite.
+
+    With ``Q`` of each side and ``P X = (Q_L^T Q_L) X (Q_R^T Q_R)``, ``G = P (M + noise)`` is to have rows and columns
+    with a covariance of the identity: ``Q <- Q - rate / bound (G G^T - c I) Q``, ``c = entries / length``. It is turned
+    towards a symmetric one by a step of the Procrustes problem.
+    """
+    momentum, entries = x.momentum, x.momentum[0].numel()
+    sides = [PROBES * length for length in momentum.shape[1:] for _ in (0, 1)]
+    noise, *probes = normals(step, entries + sum(sides), momentum).split([entries, *sides])
+    damping = settings["damping_noise_scale"] + 1e-7 * momentum.abs()
+    seen = preconditioned(x.factors, momentum + damping * noise.view(momentum.shape[1:]))
+    rate = settings["precond_lr"] / (1 + (step - 1) / settings["precond_decay_steps"]) ** 0.5
+    rate = max(rate, settings["min_precond_lr"])
+    factors, bounds = list[Tensor](), list[Tensor]()
+    for side, factor in enumerate(x.factors):
+        length = factor.shape[1]
+        dense, target = factor.ndim == 3, entries / length
+        if dense:
+            covariance = seen @ seen.mT if side == 0 else seen.mT @ seen
+            norm = largest_singular_value(covariance, probes[2 * side], covariance.diagonal(dim1=1, dim2=2).amax(1))
+        else:
+            covariance = seen.square().sum(2 - side)
+            norm = covariance.amax(1)
+        beta, bound = settings["beta_lip"], x.bounds[:, side]
+        bound = torch.maximum(beta * bound + (1 - beta) * (norm + target), norm + target)
+        share = over(factor, rate / bound)
+        if dense:
+            new = turned(factor - share * (covariance @ factor - target * factor), probes[2 * side + 1])
+        else:
+            new = factor * (1 - share * (covariance - target))
+        factors.append(new)
+        bounds.append(bound)
+    fitted, before = (*balanced(factors), torch.stack(bounds, 1)), (*x.factors, x.bounds)
+    finite = torch.stack([y.isfinite().flatten(1).all(1) for y in fitted]).all(0)
+    left, right, bound = (torch.where(over(y, finite), y, old) for y, old in zip(fitted, before, strict=True))
+    return replace(x, factors=(left, right), bounds=bound)
+
+
+def over(x: Tensor, of_each: Tensor) -> Tensor:
+    """A number of each matrix, to be spread over all of ``x``."""
+    return of_each.view(-1, *[1] * (x.ndim - 1))
+
+
+def preconditioned(factors: Sequence[Tensor], x: Tensor) -> Tensor:
+    """``(Q_L^T Q_L) X (Q_R^T Q_R)``."""
+    left, right = factors
+    x = left.mT @ (left @ x) if left.ndim == 3 else left.square()[:, :, None] * x
+    return (x @ right.mT) @ right if right.ndim == 3 else x * right.square()[:, None]
+
+
+def balanced(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Factors with the same largest entry, and the same product."""
+    largest = torch.stack([factor.abs().flatten(1).amax(1) for factor in factors])
+    mean = largest.prod(0) ** 0.5
+    return [factor * over(factor, mean / of_one) for factor, of_one in zip(factors, largest, strict=True)]
+
+
+def turned(factor: Tensor, probes: Tensor) -> Tensor:
+    """One step towards ``min |U Q - I|``, over rotations ``U``.
+
+    ``Q <- (I + a R + a^2 R^2 / 2) Q`` with ``R = Q^T - Q``, divided by its norm, and the ``a`` that makes the trace
+    largest.
+    """
+    with fp32_products("highest"):
+        turn = factor.mT - factor
+        norm = largest_singular_value(turn, probes, turn.abs().flatten(1).amax(1))
+        turn = turn / norm.clamp(min=_EPS)[:, None, None]
+        once = turn @ factor
+        twice = turn @ once
+    slope, curvature = (y.diagonal(dim1=1, dim2=2).sum(1) for y in (once, twice))
+    angle = torch.where(curvature < 0, (-slope / curvature).clamp(0, LARGEST_TURN), LARGEST_TURN)[:, None, None]
+    return factor + angle * (once + 0.5 * angle * twice)
+
+
+def largest_singular_value(x: Tensor, probes: Tensor, scale: Tensor) -> Tensor:
+    """A lower bound of the spectral norms of symmetric or skew matrices.
+
+    Args:
+        x: (n x length x length).
+        probes: random entries of :data:`PROBES` rows, which are turned towards the largest row of ``x``.
+        scale: of the entries of each, so that no product overflows.
+    """
+    scale = scale.clamp(min=_EPS)
+    x = x / scale[:, None, None]
+    row = x.gather(1, x.norm(dim=2).argmax(1)[:, None, None].expand(-1, 1, x.shape[2]))
+    probes = probes.view(PROBES, -1)
+    rows = row + (row @ probes.mT).sign().mT * probes
+    for _ in range(HALF_ITERATIONS):
+        rows = rows @ x
+        rows = rows / (rows.norm(dim=2, keepdim=True) + _EPS)
+        rows = rows @ x
+    return scale * rows.norm(dim=2).amax(1)
+
+
+def normals(step: int, count: int, like: Tensor) -> Tensor:
+    """So many standard normal numbers, a hash of a step and their index."""
+    numbers = torch.arange(count, dtype=torch.int32, device=like.device)
+    start = (step * 0x9E3779B1 + 2**31) % 2**32 - 2**31  # odd, and far from its multiples
+    bits = mixed(mixed(numbers) + start)
+    radius = (-2 * _uniform(bits, like.dtype).log()).sqrt()
+    return radius * (2 * pi * _uniform(mixed(bits + 1), like.dtype)).cos()
+
+
+def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers between 0 and 1, without both."""
+    return (((bits >> 8) & 0xFFFFFF).to(dtype) + 0.5) / 2**24

@@ -1,0 +1,177 @@
+"""PSGD-Kron takes the steps of its formulas, with random numbers that depend on no layout."""
+
+import copy
+import inspect
+import math
+
+import emerging_optimizers.psgd.psgd as oracle
+import pytest
+import torch
+
+from megatron_eopt import PSGDKron
+from megatron_eopt.matrices import GATE_UP
+from megatron_eopt.optimizers.psgd_math import normals
+from tests.optimizers.field import assert_close, gradient, matrix, run
+from tests.optimizers.psgd_reference import steps_of
+
+SHAPES = {"tall": (12, 7), "wide": (7, 12), "square": (8, 8), "one row": (1, 5)}
+DEFAULTS = {key: x.default for key, x in inspect.signature(PSGDKron).parameters.items() if key != "params"}
+VARIANTS = {
+    "as published": {},
+    "often enough": {"precondition_frequency": 3, "precond_decay_steps": 2, "min_precond_lr": 0.06},
+    "diagonal of the long side": {"max_dim": 8, "momentum": 0.0},
+    "diagonals": {"max_dim": 0, "max_update_rms": 0.5},
+    "noise": {"damping_noise_scale": 0.5, "precond_init_scale": 3.0, "max_update_rms": 0.0, "beta_lip": 0.2},
+}
+
+
+def drawn(rows, cols, dtype=torch.float64):
+    """The random numbers of a matrix, by step: its noise, and two lots of 32 rows for each side."""
+    shapes = [(rows, cols), *[(32, rows)] * 2, *[(32, cols)] * 2]
+
+    def draw(step):
+        parts = normals(step, sum(map(math.prod, shapes)), torch.ones((), dtype=dtype)).split(
+            list(map(math.prod, shapes))
+        )
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return draw
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_twenty_steps_follow_the_formula(shape, variant, dtype, tolerance):
+    settings = {"lr": 0.05, "weight_decay": 0.1, **VARIANTS[variant]}
+    p = matrix(*SHAPES[shape], dtype=dtype)
+    before, gradients = p.detach().double().clone(), [gradient(p, seed).double() for seed in range(20)]
+    optimizer = PSGDKron([p], **settings)
+    run(optimizer, p, range(20))
+    expected, (momentum, factors, bounds) = steps_of(before, gradients, drawn(*p.shape), DEFAULTS | settings)
+    assert_close(p.detach(), expected, tolerance)
+    state = optimizer.state[p]
+    assert_close(state["exp_avg"], momentum, tolerance)
+    for key, factor in zip(("Q_L", "Q_R"), factors, strict=True):
+        assert_close(state[key], factor, 10 * tolerance, key)
+    assert_close(state["bounds"], torch.tensor(bounds), 10 * tolerance)
+
+
+@pytest.mark.parametrize("shape", ["tall", "wide", "square"])
+@pytest.mark.parametrize("noise", [0.1, 1e-9])
+def test_equals_emerging_optimizers(monkeypatch, shape, noise):
+    """Their PSGDPro, which draws what ours hashes; it does not count its steps, so the rate of the factors stays."""
+    p, q = (matrix(*SHAPES[shape]) for _ in range(2))
+    same = {"lr": 0.05, "weight_decay": 0.1, "damping_noise_scale": noise, "max_update_rms": 0.7}
+    ours, theirs = PSGDKron([p], precond_decay_steps=10**9, **same), oracle.PSGDPro([q], **same)
+    gradients, waiting = [gradient(p, seed) for seed in range(12)], []
+
+    def next_one(*shape, **how):
+        assert waiting[0].shape == shape
+        return waiting.pop(0)
+
+    monkeypatch.setattr(torch, "randn_like", lambda x: next_one(*x.shape))
+    monkeypatch.setattr(torch, "randn", next_one)
+    with torch.compiler.set_stance("force_eager"):
+        for step, g in enumerate(gradients, 1):
+            waiting += drawn(*p.shape, torch.float32)(step)
+            p.grad, q.grad = g, g.clone()
+            ours.step()
+            theirs.step()
+    assert_close(p.detach(), q.detach(), 1e-5)
+    for key, factor in zip(("Q_L", "Q_R"), theirs.state[q]["Q"], strict=True):
+        assert_close(ours.state[p][key], factor, 1e-4, key)
+
+
+def test_an_update_is_white_whatever_the_gradients_are():
+    """With gradients of two factors of very unequal singular values; those of a gradient are 1,000 times as unequal."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(n, n, generator=generator) * torch.logspace(0, -1, n) for n in (16, 24))
+    p = torch.nn.Parameter(torch.zeros(16, 24))
+    optimizer = PSGDKron([p], lr=1.0, momentum=0.0, weight_decay=0.0, max_update_rms=0.0)
+    updates = []
+    for _ in range(400):
+        before = p.detach().clone()
+        p.grad = 1e-3 * left @ torch.randn(16, 24, generator=generator) @ right
+        optimizer.step()
+        updates.append(before - p.detach())
+    rows = sum(u @ u.T for u in updates[-100:]) / 100 / 24
+    assert 0.7 < rows.diagonal().mean() < 1.1  # the bound is above the curvature that most steps have
+    values = torch.linalg.eigvalsh(rows)
+    assert values[-1] / values[0] < 4
+    of_gradients = torch.linalg.eigvalsh(left @ left.T)
+    assert of_gradients[-1] / of_gradients[0] > 1000
+
+
+def test_random_numbers_are_normal_and_of_their_own_for_each_step():
+    several = torch.stack(
+        [normals(step, 10_000, torch.ones((), dtype=torch.float64)) for step in (1, 2, 3, 100, 2**20)]
+    )
+    assert (several.mean(1).abs() < 0.04).all()
+    assert ((several.std(1) - 1).abs() < 0.04).all()
+    assert ((several**4).mean(1) - 3).abs().max() < 0.3
+    assert (torch.corrcoef(several) - torch.eye(5)).abs().max() < 0.04
+    for shift in (1, 2, 32, 100, 128):
+        assert (several * several.roll(shift, 1)).mean(1).abs().max() < 0.04
+
+
+def test_fused_matrices_are_whitened_apart():
+    whole, parts = matrix(12, 5, dtype=torch.float64), [matrix(12, 5, dtype=torch.float64) for _ in range(2)]
+    whole.logical_matrices = GATE_UP
+    optimizer = PSGDKron([whole], lr=0.05)
+    run(optimizer, whole, range(6))
+    gradients = [gradient(whole, seed) for seed in range(6)]
+    for number, rows in enumerate((slice(0, 6), slice(6, 12))):
+        expected, (_, factors, _) = steps_of(
+            parts[number].detach()[rows], [g[rows] for g in gradients], drawn(6, 5), DEFAULTS | {"lr": 0.05}
+        )
+        assert_close(whole.detach()[rows], expected, 1e-10)
+        assert_close(optimizer.state[whole][f"Q_L_{number}"], factors[0], 1e-9)
+
+
+def test_a_stopped_run_goes_on_between_two_fits():
+    straight, stopped = matrix(), matrix()
+    settings = {"precondition_frequency": 3, "precond_decay_steps": 2}
+    whole, first = PSGDKron([straight], **settings), PSGDKron([stopped], **settings)
+    run(whole, straight, range(10))
+    run(first, stopped, range(5))
+    second = PSGDKron([stopped])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    run(second, stopped, range(5, 10))
+    assert torch.equal(straight, stopped)
+    assert all(torch.equal(whole.state[straight][key], x) for key, x in second.state[stopped].items())
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e25])
+def test_factors_stay_finite(size):
+    """Products of such gradients with themselves are 0 or infinite in fp32."""
+    p = matrix()
+    optimizer = PSGDKron([p], lr=0.01, weight_decay=0.0)
+    for seed in range(30):
+        p.grad = gradient(p, seed) * size
+        optimizer.step()
+    p.grad = gradient(p, 99)
+    optimizer.step()
+    assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()))
+    assert (p - matrix()).abs().max() < 0.01 * 31 * 5  # entries of matrices whose RMS is at most 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"momentum": 1.0}, r"PSGDKron: momentum must lie in \[0, 1\), got 1.0"),
+        ({"beta_lip": -0.1}, r"PSGDKron: beta_lip must lie in \[0, 1\), got -0.1"),
+        ({"precond_lr": 0.0}, r"PSGDKron: precond_lr must lie in \(0, 1\], got 0.0"),
+        ({"precond_lr": 0.001}, "PSGDKron: min_precond_lr must be at most precond_lr, got 0.01 and 0.001"),
+        ({"min_precond_lr": -1.0}, "PSGDKron: min_precond_lr must be a finite number of at least 0, got -1.0"),
+        ({"damping_noise_scale": math.inf}, "PSGDKron: damping_noise_scale must be a finite number of at least 0"),
+        ({"precond_init_scale": 0.0}, "PSGDKron: precond_init_scale must be a finite number above 0, got 0.0"),
+        ({"max_update_rms": -1.0}, "PSGDKron: max_update_rms must be a finite number of at least 0, got -1.0"),
+        ({"precond_decay_steps": 0}, "PSGDKron: precond_decay_steps must be a whole number of at least 1, got 0"),
+        ({"precondition_frequency": 0}, "PSGDKron: precondition_frequency must be a whole number of at least 1"),
+        ({"max_dim": -1}, "PSGDKron: max_dim must be a whole number of at least 0, got -1"),
+        ({"fp32_matmul_prec": "best"}, "unknown fp32_matmul_prec 'best'"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PSGDKron([matrix()], **settings)

@@ -171,6 +171,18 @@ class FactoredOptimizer(BaseOptimizer):
                 check_shard(parameter, self.pg_collection, called)
         group.setdefault(CLOCK, 0)
 
+    def _check_factors(self, group: Mapping[str, Any], parameters: Sequence[Tensor], why: str) -> None:
+        """Refuse parameters of the last group with a matrix without a factor."""
+        for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
+            shapes = [layout.shape for layout in self.matrix_layouts(parameter)] if parameter.ndim > 1 else []
+            lacking = not shapes or any(0 not in shape and min(shape) > group["max_dim"] for shape in shapes)
+            if lacking and any(parameter is each for each in parameters):
+                raise ValueError(
+                    f"{type(self).__name__}{why} needs a factor of every matrix, and {called} has none: it is for "
+                    f"matrices with a side of at most max_dim, here {group['max_dim']}; give it to another optimizer, "
+                    f"such as AdamW"
+                )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state."""
         super().load_state_dict(state_dict)

@@ -1,10 +1,10 @@
-"""Shampoo and KL-Shampoo at TP=k and with DTensors take the steps of one rank."""
+"""Shampoo, KL-Shampoo and SOAP-Muon at TP=k and with DTensors take the steps of one rank."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megatron_eopt import KLShampoo, Shampoo
+from megatron_eopt import SOAP, KLShampoo, Shampoo
 from megatron_eopt.matrices import GATE_UP, experts
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded, whole
@@ -25,13 +25,16 @@ CASES = {
     "expert": ((20, 48), {"partition_dim": 1, "expert_tp": True}),
     "replicated": ((20, 12), {}),
 }
+SETTINGS = {"lr": 0.05, "max_dim": 48, "weight_decay": 0.1, "precondition_frequency": 2}
 # a side that no gradient spans so far has the damping alone, which is large enough to hide what rounding leaves there
-SETTINGS = {"lr": 0.05, "max_dim": 48, "damping": 1e-3, "weight_decay": 0.1}
+DAMPED = {"damping": 1e-3}
+SOAP_MUON = {"orthogonalize": True, "nesterov": True, "eps": 1.0}
 VARIANTS = [
-    (Shampoo, {}),
-    (Shampoo, {"root_method": "cans", "precondition_frequency": 2, "weight_norm": "hold"}),
-    (KLShampoo, {"maximize": True}),
-    (KLShampoo, {"root_method": "cans", "precondition_frequency": 2}),
+    (Shampoo, {**DAMPED, "precondition_frequency": 1}),
+    (Shampoo, {**DAMPED, "root_method": "cans", "weight_norm": "hold"}),
+    (KLShampoo, {**DAMPED, "precondition_frequency": 1, "maximize": True}),
+    (KLShampoo, {**DAMPED, "root_method": "cans"}),
+    (SOAP, SOAP_MUON),
 ]
 
 
@@ -72,11 +75,11 @@ def assert_ranks_equal_one(world_size):
                 assert_close(p, cut(of_one, attributes, rank, world_size), what=(cls, settings, rank, name))
                 assert set(state) == set(of_whole)
                 for key, value in of_whole.items():
-                    value = cut(value, attributes, rank, world_size) if key == "exp_avg" else value
-                    if state[key].numel() or key[0] not in "LRP":
+                    value = cut(value, attributes, rank, world_size) if key.startswith("exp_avg") else value
+                    if state[key].numel() or key[0] not in "LRPQ":
                         assert_close(state[key], value, what=(cls, settings, rank, name, key))
         for name in set(CASES) - {"replicated"}:
-            for key in (key for key in expected[name][1] if key[0] in "LRP"):
+            for key in (key for key in expected[name][1] if key[0] in "LRPQ"):
                 assert sum(found[index][name][1][key].numel() > 0 for found in ranks) == 1, (name, key)
 
 
@@ -88,6 +91,7 @@ def test_four_ranks_step_as_one():
     assert_ranks_equal_one(4)
 
 
+CLASSES = (Shampoo, KLShampoo, SOAP)
 SHAPES = {"even": (24, 8), "square": (6, 6), "uneven": (13, 9), "wide": (7, 30), "gate and up": (18, 24)}
 
 
@@ -97,7 +101,8 @@ def of_dtensors(spread, cls):
         name: torch.nn.Parameter(spread(torch.randn(shape, generator=generator))) for name, shape in SHAPES.items()
     }
     parameters["gate and up"].logical_matrices = GATE_UP
-    optimizer = cls(list(parameters.items()), **{**SETTINGS, "max_dim": 9, "weight_norm": "hold"})
+    settings = SOAP_MUON if cls is SOAP else DAMPED
+    optimizer = cls(list(parameters.items()), **{**SETTINGS, **settings, "max_dim": 9, "weight_norm": "hold"})
     for step in range(STEPS):
         generator.manual_seed(100 + step)
         for name, shape in SHAPES.items():
@@ -113,16 +118,14 @@ def dtensors_on_two(rank, world_size):
     mesh = init_device_mesh("cpu", (2,))
     kinds = [[Shard(0)], [Shard(1)], [Replicate()]]
     return [
-        of_dtensors(lambda x, kind=kind: distribute_tensor(x, mesh, kind), cls)
-        for kind in kinds
-        for cls in (Shampoo, KLShampoo)
+        of_dtensors(lambda x, kind=kind: distribute_tensor(x, mesh, kind), cls) for kind in kinds for cls in CLASSES
     ]
 
 
 def test_dtensors_step_as_tensors():
     for found in run_ranks(dtensors_on_two, 2):
         for index, of_kind in enumerate(found):
-            expected = of_dtensors(lambda x: x, (Shampoo, KLShampoo)[index % 2])
+            expected = of_dtensors(lambda x: x, CLASSES[index % 3])
             for name, (p, state) in expected.items():
                 assert_close(of_kind[name][0], p, what=(index, name))
                 assert list(of_kind[name][1]) == list(state)

@@ -36,8 +36,8 @@ OPTIMIZERS = {  # flags, and one that changes the steps
         ["--shampoo-shampoo-beta", 0.9],
     ),
     "kl_shampoo": (
-        ["--optimizer", "kl_shampoo", "--kl-shampoo-max-dim", 8, "--kl-shampoo-damping", 1e-2]
-        + ["--kl-shampoo-root-method", "cans", "--kl-shampoo-weight-norm", "hold"],
+        """--optimizer kl_shampoo --kl-shampoo-max-dim 8 --kl-shampoo-damping 1e-2 --kl-shampoo-root-method cans
+        --kl-shampoo-weight-norm hold""".split(),
         ["--kl-shampoo-shampoo-beta", 0.9],
     ),
     "normuon": (

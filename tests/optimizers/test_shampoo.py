@@ -128,7 +128,7 @@ def test_rotations_of_rows_and_columns_commute_with_its_steps(cls):
 
 @BOTH
 def test_what_has_no_factor_is_refused(cls):
-    with pytest.raises(ValueError, match="needs a factor of every matrix, and parameter 1 .* max_dim, here 5"):
+    with pytest.raises(ValueError, match=r"needs a factor of every matrix, and parameter 1 .* max_dim, here 5"):
         cls([*parameters([(6, 4), (6, 6)])], max_dim=5)
     with pytest.raises(ValueError, match="needs a factor of every matrix"):
         cls(parameters([(6,)]))

@@ -232,6 +232,6 @@ def _whitened(gradient: Tensor, sides: Sequence[Sequence[Tensor]], first: bool) 
 
 def scale_of(rows: int, cols: int, mode: Scale, kl: bool) -> float:
     """Factor of the preconditioned momentum of a (rows x cols) matrix."""
-    if mode == "none":
+    if mode == "none" or 0 in (rows, cols):
         return 1.0
     return muon_scale_factor(rows, cols, mode) / (math.sqrt(rows) + math.sqrt(cols) if kl else 1)

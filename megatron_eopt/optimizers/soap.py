@@ -145,6 +145,7 @@ class SOAP(FactoredOptimizer):
     [4] https://github.com/KellerJordan/modded-nanogpt/pull/278 and, for all matrices and every step, 321
     """
 
+    takes = "matrices and vectors"
     side_keys = (("L", "Q_L"), ("R", "Q_R"))
     moments = (EXP_AVG, EXP_AVG_SQ)
     choices = (

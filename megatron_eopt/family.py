@@ -400,6 +400,9 @@ _SPECS = (
             Flag("basis_method", "How bases are refreshed."),
             Flag("sort_bases", "Whether eigenvalues are sorted before a refresh, as published, or after it."),
             Flag("weight_norm", "Whether every matrix keeps the norm that it starts with (KL-SOAP-H)."),
+            Flag("nesterov", "Whether the first moment looks ahead."),
+            Flag("orthogonalize", "Updates are orthogonalized (SOAP-Muon)."),
+            Flag("scale_mode", "How the size of an orthogonalized update follows from the shape."),
             Flag("max_dim", "The longest side that has a factor and a basis."),
             Flag(
                 "share_over_dp",

@@ -70,6 +70,7 @@ class FactoredOptimizer(BaseOptimizer):
     traits = Traits(
         carried_settings=frozenset({CLOCK, KERNEL}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True, multiplies=True
     )
+    takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
     side_keys: ClassVar[Sides]
     moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)
     choices: ClassVar[tuple[tuple[str, object], ...]] = (("weight_decay_method", Decay), ("weight_norm", WeightNorm))
@@ -165,11 +166,23 @@ class FactoredOptimizer(BaseOptimizer):
                 self.layout(parameter)
             except ValueError as error:
                 raise ValueError(f"{name} cannot lay {called} out: {error}") from error
-            if parameter.ndim > 1:
-                check_matrix(type(self).__name__, parameter, f"takes matrices and vectors, but {index}")
+            if parameter.ndim > 1 or self.takes == "matrices":
+                check_matrix(type(self).__name__, parameter, f"takes {self.takes}, but {index}")
                 self._check_split(parameter)
                 check_shard(parameter, self.pg_collection, called)
         group.setdefault(CLOCK, 0)
+
+    def _check_factors(self, group: Mapping[str, Any], parameters: Sequence[Tensor], why: str) -> None:
+        """Refuse parameters of the last group with a matrix without a factor."""
+        for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
+            shapes = [layout.shape for layout in self.matrix_layouts(parameter)]
+            lacking = any(0 not in shape and min(shape) > group["max_dim"] for shape in shapes)
+            if lacking and any(parameter is each for each in parameters):
+                raise ValueError(
+                    f"{type(self).__name__}{why} needs a factor of every matrix, and {called} has none: it is for "
+                    f"matrices with a side of at most max_dim, here {group['max_dim']}; give it to another optimizer, "
+                    f"such as AdamW"
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state."""

@@ -24,7 +24,7 @@ from megatron_eopt.optimizers.factored import (
 from megatron_eopt.optimizers.factored_chunks import Chunk, EqualMatrices, split
 from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.inverse_roots import RootMethod, inverse_root
-from megatron_eopt.optimizers.parameters import TensorParallelGroups, names_of_last
+from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
 from megatron_eopt.parallel.engine import Engine
@@ -133,14 +133,7 @@ class Preconditioning(FactoredOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
-            shapes = [layout.shape for layout in self.matrix_layouts(parameter)] if parameter.ndim > 1 else []
-            if not shapes or any(0 not in shape and min(shape) > group["max_dim"] for shape in shapes):
-                raise ValueError(
-                    f"{type(self).__name__} needs a factor of every matrix, and {called} has none: it is for matrices "
-                    f"with a side of at most max_dim, here {group['max_dim']}; give it to another optimizer, such as "
-                    f"AdamW"
-                )
+        self._check_factors(group, group["params"], "")
 
 
 class Shampoo(Preconditioning):
@@ -239,6 +232,6 @@ def _whitened(gradient: Tensor, sides: Sequence[Sequence[Tensor]], first: bool) 
 
 def scale_of(rows: int, cols: int, mode: Scale, kl: bool) -> float:
     """Factor of the preconditioned momentum of a (rows x cols) matrix."""
-    if mode == "none":
+    if mode == "none" or 0 in (rows, cols):
         return 1.0
     return muon_scale_factor(rows, cols, mode) / (math.sqrt(rows) + math.sqrt(cols) if kl else 1)

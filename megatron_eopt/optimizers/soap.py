@@ -23,6 +23,7 @@ from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_a
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.soap_math import BasisMethod, Preconditioned, Side, SortBases, update_of
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
+from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
 
 EXP_AVG_SQ = "exp_avg_sq"
@@ -77,6 +78,11 @@ class SOAP(FactoredOptimizer):
     :class:`~megatron_eopt.optimizers.hyperball.MuonHyperball` does. A step is an angle of about ``lr``. With KL factors
     it is KL-SOAP-H [3], but for how eigenvalues are found: there as averages of their own.
 
+    ``orthogonalize`` makes it SOAP-Muon [4]: ``V`` is of the first moment that it divides, in place of the gradient,
+    and ``U`` becomes its orthogonal factor, by 8 Newton-Schulz steps of polar_express on the whole matrix, times the
+    scale of ``scale_mode``. Take ``nesterov`` with it, as there. Vectors still get Adam, and a matrix without a factor
+    is refused.
+
     A side longer than ``max_dim`` has no factor and no basis. Matrices with neither, and all that are not matrices, get
     Adam. Everything is kept in fp32 (fp64 for fp64 parameters); ``M`` in the basis of the parameter.
 
@@ -107,6 +113,8 @@ class SOAP(FactoredOptimizer):
         basis_of: ``previous`` gradients, or ``current``, which is the last of them.
         sort_bases: ``before`` a refresh, the second moment with them, or ``after`` it.
         weight_norm: ``hold``, see above, or ``none``.
+        orthogonalize: see above.
+        scale_mode: of orthogonalized updates, as Muon's: ``shape_scaling``, ``spectral`` or ``unit_rms_norm``.
         use_kl_shampoo: see above.
         max_dim: the longest side that has a factor, at least 0; also as ``max_precond_dim``.
         weight_decay_method: ``decoupled``; ``independent``, without ``lr`` in it; or ``palm``, with its square.
@@ -134,8 +142,10 @@ class SOAP(FactoredOptimizer):
     [1] Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, arXiv 2409.11321.
     [2] Lin et al., Understanding and Improving Shampoo and SOAP via Kullback-Leibler Minimization, arXiv 2509.03378.
     [3] https://github.com/KellerJordan/modded-nanogpt/pull/290
+    [4] https://github.com/KellerJordan/modded-nanogpt/pull/278 and, for all matrices and every step, 321
     """
 
+    takes = "matrices and vectors"
     side_keys = (("L", "Q_L"), ("R", "Q_R"))
     moments = (EXP_AVG, EXP_AVG_SQ)
     choices = (
@@ -143,6 +153,7 @@ class SOAP(FactoredOptimizer):
         ("basis_method", BasisMethod),
         ("basis_of", Gradients),
         ("sort_bases", SortBases),
+        ("scale_mode", ScaleMode),
     )
 
     @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim="max_dim")
@@ -160,6 +171,8 @@ class SOAP(FactoredOptimizer):
         basis_of: Gradients = "previous",
         sort_bases: SortBases = "before",
         weight_norm: WeightNorm = "none",
+        orthogonalize: bool = False,
+        scale_mode: ScaleMode = "shape_scaling",
         use_kl_shampoo: bool = False,
         max_dim: int = 10000,
         weight_decay_method: Decay = "decoupled",
@@ -181,12 +194,18 @@ class SOAP(FactoredOptimizer):
         shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
         bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
         norm = {"sort_bases": sort_bases, "weight_norm": weight_norm}
-        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec, **norm}
+        muon = {"orthogonalize": orthogonalize, "scale_mode": scale_mode}
+        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec, **norm, **muon}
         super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_adam_settings(type(self).__name__, group, "shampoo_beta")
         super()._check_ranges(group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        matrices = [parameter for parameter in group["params"] if parameter.ndim > 1]
+        self._check_factors(group, matrices if group["orthogonalize"] else [], " with orthogonalize")
 
     def rests(self, group: Mapping[str, Any]) -> bool:
         """Not where a gradient is seen in a basis of itself."""

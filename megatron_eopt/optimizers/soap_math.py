@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.factored import refreshes
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
 
 BasisMethod = Literal["qr", "eigh"]
 SortBases = Literal["before", "after"]
@@ -47,6 +49,10 @@ def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool
     update = _adam(matrices, (matrices.steps - int(of_previous)).clamp(min=1), settings, first)
     if of_previous:
         _absorb(matrices, settings, first)
+    if factored and settings["orthogonalize"]:
+        precision, (rows, cols) = settings["fp32_matmul_prec"], update.shape[1:]
+        orthogonal = NewtonSchulz(steps=8, coefficient_type="polar_express", fp32_matmul_prec=precision)(update)
+        update = orthogonal * muon_scale_factor(rows, cols, settings["scale_mode"])
     return update
 
 
@@ -98,9 +104,6 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
     gradient, squares = matrices.gradient, matrices.squares
     left, right = (None if side is None else side.basis for side in matrices.sides)
     seen = _rotated(gradient, None if left is None else left.mT, right)
-    # an infinity would stay for ever
-    new = seen.square().clamp(max=torch.finfo(squares.dtype).max)
-    squares.lerp_(torch.where(matrices.accepted, new, squares), 1 - beta2)
 
     def correction(beta: float, steps: Tensor) -> Tensor | float:
         return (1 - beta**steps).to(squares.dtype) if settings["correct_bias"] else 1.0
@@ -113,6 +116,10 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
         update = update * (beta1 / correction(beta1, moments + 1)) + seen * ((1 - beta1) / correction(beta1, moments))
     else:
         update = update / correction(beta1, moments)
+    squared = update if settings["orthogonalize"] and matrices.sides != (None, None) else seen
+    # an infinity would stay for ever
+    new = squared.square().clamp(max=torch.finfo(squares.dtype).max)
+    squares.lerp_(torch.where(matrices.accepted, new, squares), 1 - beta2)
     update = update / ((squares / correction(beta2, moments)).sqrt() + settings["eps"])
     return _rotated(update, left, None if right is None else right.mT)
 

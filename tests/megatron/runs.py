@@ -271,7 +271,7 @@ def whole(snapshots):
 
 def of_one_rank(key):
     """Whether one rank of those that share a matrix may keep a state tensor alone."""
-    return key[0] in "LRQ"
+    return key[0] in "LRQP"
 
 
 def _joined(name, parts):

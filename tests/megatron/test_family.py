@@ -18,6 +18,8 @@ OWN = {  # flags, and what the line at start says of it
     "spectron": (["--spectron-rank", 16, "--lr", "1e-2"], "each the product of two factors of rank 16"),
     "soap": (["--lr", "3e-3", "--min-lr", "3e-3"], "SOAP owns 8 parameters"),
     "psgd_kron": (["--lr", "4e-3", "--min-lr", "4e-3"], "PSGDKron owns 8 parameters"),
+    "shampoo": (["--lr", "1e-2", "--min-lr", "1e-2"], "Shampoo owns 8 parameters"),
+    "kl_shampoo": (["--lr", "1e-2", "--min-lr", "1e-2"], "KLShampoo owns 8 parameters"),
     "muon_hyperball": (["--lr", "2e-2", "--min-lr", "2e-2"], "update RMS not known before the steps"),
     "scion": (["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"], "Scion owns 8 parameters"),
     "polargrad": (["--lr", "1e-1", "--min-lr", "1e-1"], "update RMS not known before the steps"),
@@ -44,6 +46,8 @@ def run(name):
 @pytest.mark.shows(
     "--optimizer spectron",
     "--optimizer soap",
+    "--optimizer shampoo",
+    "--optimizer kl_shampoo",
     "--optimizer lion",
     "--optimizer signum",
     "--optimizer ademamix",
@@ -65,7 +69,7 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
 
     (straight, _), _ = resumed(tmp_path, 2, *flags, *TP2, at=3)
     kept = {key.rstrip("_0123456789") for state in straight[0]["after"].values() for key in state}
-    assert {key.rstrip("_0123456789") for key in OPTIMIZERS[name].state_keys} <= kept
+    assert {tensor.key.rstrip("_0123456789") for tensor in OPTIMIZERS[name].state_tensors()} <= kept
     for rank in straight:
         compared = slice(LOSSES_TO_COMPARE.get(name))
         assert rank["losses"][compared] == pytest.approx(alone["losses"][compared], rel=1e-4)

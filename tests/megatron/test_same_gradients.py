@@ -30,6 +30,16 @@ OPTIMIZERS = {  # flags, and one that changes the steps
         ["--optimizer", "soap", "--soap-max-dim", 8, "--soap-precondition-frequency", 2, "--adam-eps", 1],
         ["--soap-shampoo-beta", 0.9],
     ),
+    # Where gradients span no side, the damping is all there is.
+    "shampoo": (
+        ["--optimizer", "shampoo", "--shampoo-max-dim", 8, "--shampoo-damping", 1e-2],
+        ["--shampoo-shampoo-beta", 0.9],
+    ),
+    "kl_shampoo": (
+        """--optimizer kl_shampoo --kl-shampoo-max-dim 8 --kl-shampoo-damping 1e-2 --kl-shampoo-root-method cans
+        --kl-shampoo-weight-norm hold""".split(),
+        ["--kl-shampoo-shampoo-beta", 0.9],
+    ),
     "normuon": (
         [*ADAPTIVE, "normuon"],
         ["--adaptive-muon-beta2", 0.9],

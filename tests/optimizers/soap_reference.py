@@ -2,8 +2,18 @@
 
 import torch
 
+from megatron_eopt.orthogonalize.coefficients import get_coefficients
+
 SHAPES = [(6, 4), (4, 6), (5, 5), (5,), (), (0, 3)]
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "shampoo_beta": 0.8, "weight_decay": 0.1, "precondition_frequency": 3}
+
+
+def polar(x):
+    """What 8 steps of Polar Express make of the singular values, times ``sqrt(max(1, rows / cols))``."""
+    left, values, right = torch.linalg.svd(x / x.norm(), full_matrices=False)
+    for a, b, c in get_coefficients("polar_express", 8):
+        values = a * values + b * values**3 + c * values**5
+    return left @ values.diag() @ right * max(1, x.shape[0] / x.shape[1]) ** 0.5
 
 
 def reference_steps(
@@ -24,6 +34,7 @@ def reference_steps(
     correct_bias=True,
     weight_decay_method="decoupled",
     weight_norm="none",
+    orthogonalize=False,
 ):
     """The algorithm for one tensor in fp64, from arXiv 2409.11321 (algorithm 3) and, for KL, 2509.03378."""
     p = p.detach().double()
@@ -66,13 +77,17 @@ def reference_steps(
         if not (dims and basis_of == "previous" and t == 1):
             moments += 1
             m = betas[0] * m + (1 - betas[0]) * g
-            v = betas[1] * v + (1 - betas[1]) * rotate(g) ** 2
             c = [1 - betas[0] ** moments, 1 - betas[1] ** moments, 1 - betas[0] ** (moments + 1)]
             c = c if correct_bias else [1, 1, 1]
             ahead = betas[0] * m / c[2] + (1 - betas[0]) * g / c[0] if nesterov else m / c[0]
+            muon = orthogonalize and p.ndim == 2 and p.numel()
+            v = betas[1] * v + (1 - betas[1]) * rotate(ahead if muon else g) ** 2
             n = rotate(ahead) / ((v / c[1]).sqrt() + eps)
             rate = {"decoupled": lr, "independent": 1, "palm": lr**2}[weight_decay_method]
-            update, decayed = rotate(n, back=True), p * (1 - rate * weight_decay)
+            update, decayed = (
+                polar(rotate(n, back=True)) if muon else rotate(n, back=True),
+                p * (1 - rate * weight_decay),
+            )
             if weight_norm == "hold" and p.ndim == 2 and p.numel():
                 p = decayed - lr * radius * update / update.norm()
                 p *= radius / p.norm()

@@ -33,6 +33,8 @@ VARIANTS = [
     {"sort_bases": "after", "precondition_frequency": 1, "use_kl_shampoo": True},
     {"sort_bases": "after", "basis_method": "eigh"},
     {"weight_norm": "hold", "use_kl_shampoo": True, "precondition_frequency": 1},
+    {"orthogonalize": True, "nesterov": True, "precondition_frequency": 1, "correct_bias": False, "max_dim": 5},
+    {"orthogonalize": True, "weight_norm": "hold"},
     {"weight_norm": "hold", "max_dim": 4, "weight_decay": 0.0, "nesterov": True},
     {"max_dim": 5},
     {"max_dim": 3},

@@ -14,6 +14,7 @@ from megatron_eopt.checkpoints.would_load import parse_flags, would_load
 from megatron_eopt.megatron.described import planned_run
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE
 from tests.megatron.runs import (
+    EXPERTS,
     MUON,
     SMALL_GPT,
     TP2,
@@ -117,6 +118,7 @@ def test_evaluation_is_at_the_average_which_may_be_saved_as_the_model_and_traini
             id="FSDP2-bf16-model",
             marks=pytest.mark.wide,
         ),
+        pytest.param([*MUON, *EMA, *EXPERTS], id="EP2", marks=pytest.mark.wide),
         pytest.param([*MUON, *TP2, *EMA, "--ckpt-format", "torch"], id="torch", marks=pytest.mark.wide),
         pytest.param(
             [*MUON, *EMA, "--pipeline-model-parallel-size", 2, *SAVED_AS_MODEL], id="PP2", marks=pytest.mark.wide
@@ -124,7 +126,7 @@ def test_evaluation_is_at_the_average_which_may_be_saved_as_the_model_and_traini
     ],
 )
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, flags):
-    (straight, _), _ = resumed(tmp_path, 2, *RUN, *flags, "--no-create-attention-mask-in-dataloader")
+    (straight, _), _ = resumed(tmp_path, 2, *RUN, *flags)
     kept = whole([rank["after"] for rank in straight])
     assert all(AVERAGE in of_one for of_one in kept.values())
 

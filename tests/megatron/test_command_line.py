@@ -281,14 +281,16 @@ def test_a_config_that_names_no_tp_mode_gets_auto():
     from megatron.core.optimizer import OptimizerConfig
 
     before = OptimizerConfig(optimizer="muon", lr=0.1)
+    theirs = before.muon_tp_mode
+    assert theirs in ("blockwise", "duplicated")  # 0.20
     activation.activate()
     try:
-        assert before.muon_tp_mode == "blockwise"
+        assert before.muon_tp_mode == theirs
         assert OptimizerConfig(optimizer="muon", lr=0.1).muon_tp_mode == "auto"
         assert OptimizerConfig(optimizer="muon", lr=0.1, muon_tp_mode="blockwise").muon_tp_mode == "blockwise"
     finally:
         activation.deactivate()
-    assert OptimizerConfig(optimizer="muon", lr=0.1).muon_tp_mode == "blockwise"
+    assert OptimizerConfig(optimizer="muon", lr=0.1).muon_tp_mode == theirs
 
 
 def test_classes_keep_the_default_of_their_signature(activated):

@@ -86,6 +86,8 @@ CASES = {
     "signum": Case("Signum", {"weight_decay": 0.1}, names=ALL),
     "schedule_free": Case("ScheduleFreeAdamW", {"warmup_steps": 2, "weight_decay": 0.1}, names=ALL, late=True),
     "schedule_free schedulefree": Case("ScheduleFreeAdamW", {"variant": "schedulefree", "r": 1.0}, names=ALL),
+    "ademamix": Case("AdEMAMix", {"alpha_warmup": 3, "beta3_warmup": 5, "weight_decay": 0.1}, names=ALL, late=True),
+    "psgd_kron": Case("PSGDKron", {"precondition_frequency": 2, "max_dim": 30}, late=True),
     "scion": Case("Scion"),
     "scion unconstrained": Case("Scion", {"constrained": False, "momentum_warmup": 4, **TWO_CHUNKS}),
     "polargrad": Case("PolarGrad"),

@@ -107,7 +107,8 @@ def test_settings_that_users_ask_for_are_there(name, keys):
 def test_whether_factors_are_pairs_and_scales_of_other_rules_are_no_settings():
     assert "pairs" not in KNOWN.optimizers["spectron"]
     for name in OPTIMIZERS.keys() - LIKE_MUON:
-        assert not {"scale_mode", "extra_scale_factor"} & KNOWN.optimizers[name].keys()
+        assert "extra_scale_factor" not in KNOWN.optimizers[name]
+        assert ("scale_mode" in KNOWN.optimizers[name]) == (name in ("soap", "shampoo", "kl_shampoo"))
 
 
 class Mine(torch.optim.Optimizer):

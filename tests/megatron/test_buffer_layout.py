@@ -42,6 +42,7 @@ def is_laid_out(ranks):
                 [*BF16, "--optimizer", "dist_muon"],
                 [*BF16, *ADAPTIVE, "normuon"],
                 [*BF16, "--optimizer", "soap"],
+                [*BF16, *map(str, EXPERTS)],
                 [*BF16, "--optimizer-momentum-dtype", "bf16"],
             )
         ),

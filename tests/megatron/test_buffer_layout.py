@@ -9,7 +9,7 @@ import torch
 from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.megatron.support.matrix import support_matrix
-from tests.megatron.runs import ADAPTIVE, EXPERTS, MUON, SMALL_GPT, resumed
+from tests.megatron.runs import ADAPTIVE, EXPERTS, MUON, SMALL_GPT, refused, resumed, train
 from tests.megatron.test_command_line import activated as activated  # fixtures
 from tests.megatron.test_command_line import parse as parse
 from tests.megatron.test_resume import SCHEDULE
@@ -42,6 +42,7 @@ def is_laid_out(ranks):
                 [*BF16, "--optimizer", "dist_muon"],
                 [*BF16, *ADAPTIVE, "normuon"],
                 [*BF16, "--optimizer", "soap"],
+                [*BF16, *map(str, EXPERTS)],
                 [*BF16, "--optimizer-momentum-dtype", "bf16"],
             )
         ),
@@ -130,6 +131,21 @@ def test_overrides_that_name_an_optimizer_run_without_the_layout_and_resume(tmp_
     ]
     assert "exp_avg" in states[0]
     assert states[1] == {"parameter", "cut"}
+
+
+@pytest.mark.wide
+def test_a_checkpoint_without_the_layout_goes_on_without_it_alone_and_the_other_way_round(tmp_path):
+    run, saved = [*RUN, *BF16, "--train-iters", 2], {True: tmp_path / "laid out", False: tmp_path / "plain"}
+    without = "--no-use-layer-wise-param-layout"
+    train(tmp_path / "1", 2, *run, "--save", saved[True], "--save-interval", 2, **LAID_OUT)
+    train(tmp_path / "2", 2, *run, without, "--save", saved[False], "--save-interval", 2, **LAID_OUT)
+    run[-1] = 3
+    said = refused(*run, "--load", saved[False], ranks=2, **LAID_OUT)
+    assert re.search("holds all state by parameter, and this run .* pass --no-use-layer-wise-param-layout", said)
+    said = refused(*run, without, "--load", saved[True], ranks=2, **LAID_OUT)
+    assert re.search(
+        "AdamW needs .* in flat buffers of the distributed optimizer. Resume with --use-distributed-", said
+    )
 
 
 class Buffers:

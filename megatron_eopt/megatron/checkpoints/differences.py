@@ -28,6 +28,7 @@ _FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 _DISTRIBUTED_MAIN = "param"  # the main copy, in what Megatron's distributed optimizer saves by parameter
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
 Shapes = Mapping[str, tuple[int, ...] | None]  # key -> global shape; None is any shape
+_FLAT = ".distributed."  # in keys of flat buffers
 _STACKED = re.compile(r"\.layers\.(?!\d)")
 
 
@@ -63,7 +64,7 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
     if problem := too_new(written):
         return problem
     if not any(split_key(key)[0] for key in stored.shapes):
-        if any(".distributed." in key for key in stored.shapes):
+        if any(_FLAT in key for key in stored.shapes):
             return (
                 f"it holds the state of Adam in flat buffers of the distributed optimizer, which say nothing of "
                 f"parameters: save it with --dist-ckpt-optim-fully-reshardable, or {FRESH}"
@@ -130,6 +131,16 @@ def of_average(wanted: Iterable[str], stored: Iterable[str]) -> str | None:
     return None
 
 
+def of_buffers(requested: Iterable[str], stored: Iterable[str]) -> str | None:
+    """Why state by parameter is none of flat buffers, on all ranks alike."""
+    if any(_FLAT in key for key in stored) or not union([_FLAT] if any(_FLAT in key for key in requested) else []):
+        return None
+    return (
+        f"it holds all state by parameter, and this run has that of what is no matrix in flat buffers, which Megatron "
+        f"lays out beside those of whole matrices: pass --no-use-layer-wise-param-layout, or {FRESH}"
+    )
+
+
 def too_new(written: int) -> str | None:
     """Why this format cannot be read; None if it can."""
     if written <= FORMAT:
@@ -154,7 +165,12 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
         copies = {MAIN, _DISTRIBUTED_MAIN}
         of_adam = has - copies == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
-        if MAIN in has ^ needs and _DISTRIBUTED_MAIN not in has:
+        if not has and any(_FLAT in key for key in stored):
+            reason = (
+                "it is in flat buffers of the distributed optimizer. Resume with --use-distributed-optimizer and the "
+                "same sizes, and save with --dist-ckpt-optim-fully-reshardable to change them, or"
+            )
+        elif MAIN in has ^ needs and _DISTRIBUTED_MAIN not in has:
             saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
             reason = f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or"
         elif of_adam and needs - {MAIN} == {MOMENTUM_BUFFER}:

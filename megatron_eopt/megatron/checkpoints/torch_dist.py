@@ -271,7 +271,9 @@ def checked_load(
         differences.leave_out_missing(optimizers, stored)
     if problem := stored.damage or differences.problem_of(optimizers, stored):
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
-    tensors = sharding.sharded_tensors(sharded_state_dict)
+    tensors = list(sharding.sharded_tensors(sharded_state_dict))
+    if problem := differences.of_buffers((tensor.key for tensor in tensors), stored.shapes):
+        raise CheckpointError(f"{checkpoint_dir}: {problem}")
     if dist.get_rank() == 0 and (warning := differences.other_padding(tensors, stored.shapes)):
         say(f"warning: {warning}")
     request = matching.taken_out(sharded_state_dict)

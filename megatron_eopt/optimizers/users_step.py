@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch, repeated
 from megatron_eopt.optimizers.foreach import Mask
-from megatron_eopt.optimizers.muon import Chunk, chosen
+from megatron_eopt.optimizers.muon import Chunk, chosen, counts_of
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
@@ -47,7 +47,8 @@ def users_step(
         accept({})
         return
     copies = [_copied(batch) for batch in batches]
-    running = program(Chunk(copies, indices, [1.0] * len(engine.flat(indices))), engine)
+    scales = [1.0] * sum(sum(counts_of(engine, batch)) for batch in copies)
+    running = program(Chunk(copies, indices, scales), engine)
     shards = next(running)
     assert not callable(shards)  # a chunk without kernels
     momenta = engine.merge(indices, shards)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt import EmergingOptimizerEntry, register_optimizer
-from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.overrides import Known, Layer, OverrideError, SettingError, check_setting, make_entry, resolve
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
@@ -96,8 +95,9 @@ def test_settings_that_users_ask_for_are_there(name, keys):
 
 def test_whether_factors_are_pairs_and_scales_of_other_rules_are_no_settings():
     assert "pairs" not in KNOWN.optimizers["spectron"]
-    for name in OPTIMIZERS.keys() - LIKE_MUON:
-        assert not {"scale_mode", "extra_scale_factor"} & KNOWN.optimizers[name].keys()
+    for name, row in OPTIMIZERS.items():
+        has = {"scale_mode", "extra_scale_factor"} & KNOWN.optimizers[name].keys()
+        assert has == {"scale_mode", "extra_scale_factor"} & set(row.of_muon)
 
 
 class Mine(torch.optim.Optimizer):

@@ -88,7 +88,7 @@ BESIDE = {  # run by `make test-full` alone
     "lion": ["--optimizer", "lion", "--lr", 1e-3, "--min-lr", 1e-3],
     **{
         name: ["--optimizer", name]
-        for name in ("polargrad", "muon_hyperball", "mars_muon", "schedule_free_adamw", "dion")
+        for name in ("polargrad", "muon_hyperball", "mars_muon", "schedule_free_adamw", "dion", "muown")
     },
 }
 

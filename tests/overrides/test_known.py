@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt import EmergingOptimizerEntry, register_optimizer
-from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.overrides import Known, Layer, OverrideError, SettingError, check_setting, make_entry, resolve
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
@@ -106,9 +105,10 @@ def test_settings_that_users_ask_for_are_there(name, keys):
 
 def test_whether_factors_are_pairs_and_scales_of_other_rules_are_no_settings():
     assert "pairs" not in KNOWN.optimizers["spectron"]
-    for name in OPTIMIZERS.keys() - LIKE_MUON:
-        assert "extra_scale_factor" not in KNOWN.optimizers[name]
-        assert ("scale_mode" in KNOWN.optimizers[name]) == (name in ("soap", "shampoo", "kl_shampoo"))
+    for name, row in OPTIMIZERS.items():
+        assert ("extra_scale_factor" in KNOWN.optimizers[name]) == ("extra_scale_factor" in row.of_muon)
+        own = name in ("soap", "shampoo", "kl_shampoo")
+        assert ("scale_mode" in KNOWN.optimizers[name]) == (own or "scale_mode" in row.of_muon)
 
 
 class Mine(torch.optim.Optimizer):

@@ -24,8 +24,10 @@ from megatron_eopt.optimizers.factored_chunks import (
     factor_stacks,
     merge,
 )
-from megatron_eopt.optimizers.factored_norms import RADIUS, measure_radii, measured_norms, steps_of
+from megatron_eopt.optimizers.factored_norms import steps_of
 from megatron_eopt.optimizers.foreach import decay_power, stacked
+from megatron_eopt.optimizers.held_norms import begin_norms, norms_of_matrices
+from megatron_eopt.optimizers.modifiers import RADIUS
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     check_matrix,
@@ -227,7 +229,7 @@ class FactoredOptimizer(BaseOptimizer):
         matrices, shards = self.engine.flat(indices), self.engine.split(indices, list(map(local, parameters)))
         states = [(self._states.of(p, f"{RADIUS}{self.key_ends(p)[0]}"), self.key_ends(p)) for p in parameters]
         radii = [state[RADIUS + end] for state, ends in states for end in ends]
-        return matrices, radii, measured_norms(matrices, shards, self.engine)
+        return matrices, radii, norms_of_matrices(matrices, shards, self.engine)
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
@@ -243,7 +245,7 @@ class FactoredOptimizer(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         held = [parameter for parameter in self._parameters() if self._holds(parameter)]
         if held and self._radii_of is not self.engine:
-            measure_radii(type(self).__name__, *self._norms(held))
+            begin_norms(f"{type(self).__name__} with weight_norm 'hold'", *self._norms(held))
             self._radii_of = self.engine
         self._session.changing = True
         for group in self.param_groups:
@@ -369,6 +371,6 @@ def _subtract(equal: EqualMatrices, update: Tensor, held: tuple[Tensor, ...] | N
         moved = decayed - update * lr
     else:
         moves, step, resize = held
-        accepted = accepted & moves
+        accepted = accepted & (moves > 0)
         moved = (decayed - update * step.to(update.dtype)) * resize.to(update.dtype)
     torch._foreach_copy_(equal.weights, list(torch.where(accepted, moved.to(weights.dtype), weights).unbind()))

@@ -11,6 +11,7 @@ from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
@@ -22,13 +23,21 @@ def radii(ends: Sequence[str], optional: bool) -> list[StateTensor]:
 
 def find_norms(optimizer: OrthogonalizedOptimizer) -> None:
     """Measure the norms to hold; refuse weights that would never move."""
-    name, needing = type(optimizer).__name__, list[Tensor]()
+    needing = list[Tensor]()
     for group in optimizer.param_groups:
         needing += group["params"] if optimizer.modifiers_of(group).needs_norm else []
     if not needing:
         return
     matrices, norms = norms_of_weights(optimizer, needing)
     kept = [radius for parameter in needing for radius in radii_of(optimizer, parameter)]
+    begin_norms(type(optimizer).__name__, matrices, kept, norms)
+
+
+def begin_norms(name: str, matrices: Sequence[Matrix], kept: Sequence[Tensor | None], norms: Tensor) -> None:
+    """Let kept norms that were not measured begin as ``norms``; None is for one that is not kept.
+
+    A weight without a norm would never move: it is a ``ValueError``, which ``name`` begins.
+    """
     known = torch.stack([norms.new_zeros(()) if radius is None else radius for radius in kept])
     for matrix, radius, before, norm in zip(matrices, kept, known.tolist(), norms.tolist(), strict=True):
         # what is 0 was not measured yet, unless the matrix has no entries
@@ -75,5 +84,10 @@ def norms_of_weights(optimizer: OrthogonalizedOptimizer, parameters: Sequence[Te
     index_of, engine = {parameter: i for i, parameter in enumerate(optimizer._parameters())}, optimizer.engine
     indices = [index_of[parameter] for parameter in parameters]
     matrices, shards = engine.flat(indices), engine.split(indices, list(map(local, parameters)))
+    return matrices, norms_of_matrices(matrices, shards, engine)
+
+
+def norms_of_matrices(matrices: Sequence[Matrix], shards: Sequence[Tensor], engine: Engine) -> Tensor:
+    """The norms of logical matrices, in fp64."""
     wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in zip(matrices, shards, strict=True)]
-    return matrices, norms_of(engine.statistics(wanted)).sqrt()
+    return norms_of(engine.statistics(wanted)).sqrt()

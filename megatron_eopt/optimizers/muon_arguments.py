@@ -1,8 +1,8 @@
 """Arguments that Muon and its relatives share, and their checks."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Literal, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.modifiers import RelativeUpdate, WeightNorm
+from megatron_eopt.optimizers.group_settings import DECOUPLED, METHOD, decay_method
+from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, Modifiers, RelativeUpdate, WeightNorm
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, check_shard
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -154,3 +155,38 @@ def refuse_blockwise(optimizer: BaseOptimizer, parameter: Tensor, measured: str,
             f"model and to no other number of ranks, for a sharded parameter of shape {shape}: take an exact tp_mode "
             f"(auto, duplicated, ...){otherwise}"
         )
+
+
+def check_decay(optimizer: BaseOptimizer, group: Mapping[str, Any], modifiers: Modifiers) -> None:
+    """Refuse a group's weight decay that does not go with its modifiers."""
+    name, traits = type(optimizer).__name__, optimizer.traits
+    method = decay_method(name, group)
+    decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
+    if modifiers.moment2_method == "namo" and decays and method == "l2":
+        raise ValueError(
+            f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
+            f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
+        )
+    if modifiers.cautious_weight_decay and method == "l2":
+        raise ValueError(
+            f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
+            f"take another {METHOD}, or leave it off"
+        )
+    if traits.decays_weights and modifiers.weight_norm != "hold":
+        return
+    name += "" if traits.instead_of_decay else " with weight_norm 'hold'"
+    instead_of_decay = traits.instead_of_decay or INSTEAD_OF_DECAY
+    if method != "decoupled":
+        raise ValueError(
+            f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
+            f"and {DECOUPLED} away"
+        )
+    # by these Megatron's scheduler sets it before the first step, and in any step
+    set_to = [group[key] for key in ("start_wd", "end_wd") if key in group] or [group["weight_decay"]]
+    # a group that is to be loaded is not one of these yet
+    for number, own_group in enumerate(optimizer.param_groups if any(set_to) else ()):
+        if own_group is group:
+            raise ValueError(
+                f"{name} has no weight decay, got {max(set_to)} for group {number}: {instead_of_decay}; set the "
+                f"weight_decay of its matrices to 0"
+            )

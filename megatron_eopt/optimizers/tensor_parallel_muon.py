@@ -29,10 +29,11 @@ from megatron_eopt.optimizers.group_settings import (
     own_settings,
     warn,
 )
-from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, Modifiers, Moment2Method, RelativeUpdate, WeightNorm
+from megatron_eopt.optimizers.modifiers import Modifiers, Moment2Method, RelativeUpdate, WeightNorm
 from megatron_eopt.optimizers.muon import Chunk, chosen, muon, scaled
 from megatron_eopt.optimizers.muon_arguments import (
     MOMENTUM_DTYPES,
+    check_decay,
     check_graphs,
     check_kept,
     check_kernel_and_rates,
@@ -651,33 +652,4 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         for key in traits.no_settings & self.defaults.keys():
             if group[key] != self.defaults[key]:
                 raise ValueError(f"{name} has no {key}, got {group[key]!r}: take the setting away")
-        modifiers, method = self.modifiers_of(group).checked(name, traits.has_modifiers), decay_method(name, group)
-        decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
-        if modifiers.moment2_method == "namo" and decays and method == "l2":
-            raise ValueError(
-                f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
-                f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
-            )
-        if modifiers.cautious_weight_decay and method == "l2":
-            raise ValueError(
-                f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
-                f"take another {METHOD}, or leave it off"
-            )
-        if traits.decays_weights and modifiers.weight_norm != "hold":
-            return
-        name += "" if traits.instead_of_decay else " with weight_norm 'hold'"
-        instead_of_decay = traits.instead_of_decay or INSTEAD_OF_DECAY
-        if method != "decoupled":
-            raise ValueError(
-                f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
-                f"and {DECOUPLED} away"
-            )
-        # by these Megatron's scheduler sets it before the first step, and in any step
-        decays = [group[key] for key in ("start_wd", "end_wd") if key in group] or [group["weight_decay"]]
-        # a group that is to be loaded is not one of these yet
-        for number, own_group in enumerate(self.param_groups if any(decays) else ()):
-            if own_group is group:
-                raise ValueError(
-                    f"{name} has no weight decay, got {max(decays)} for group {number}: "
-                    f"{instead_of_decay}; set the weight_decay of its matrices to 0"
-                )
+        check_decay(self, group, self.modifiers_of(group).checked(name, traits.has_modifiers))

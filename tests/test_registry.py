@@ -63,7 +63,10 @@ def test_muon_is_there_and_the_dict_is_live():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mun", r"unknown optimizer 'mun' \(did you mean 'muon'\?\): registered are adaptive_muon, .*lion, "),
+        (
+            "mun",
+            r"unknown optimizer 'mun' \(did you mean 'muon' or 'muown'\?\): registered are adaptive_muon, .*lion, ",
+        ),
         ("xyz", "'xyz': registered"),
     ],
 )

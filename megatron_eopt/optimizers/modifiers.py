@@ -94,6 +94,11 @@ class Modifiers:
                 f"relative_update {self.relative_update!r} has no effect with weight_norm 'hold', whose updates have "
                 f"lr times the norm of the weight: take one of the two away"
             )
+        if self.weight_norm == "hold" and not self.align_rms:
+            raise ValueError(
+                "align_rms=False has no effect with weight_norm 'hold', whose updates have lr times the norm of the "
+                "weight: take one of the two away"
+            )
         if self.weight_norm == "hold" and self.cautious_weight_decay:
             raise ValueError(
                 "cautious_weight_decay has no effect with weight_norm 'hold', which has no weight decay: take one of "
@@ -103,9 +108,9 @@ class Modifiers:
     def of_group(self, group: Mapping[str, Any]) -> "Modifiers":
         """These modifiers, with what a group says itself."""
         own = {key: group[key] for key in MODIFIERS if key in group}
-        return replace(self, **own).with_effect(own) if own else self
+        return replace(self, **own) if own else self
 
-    def with_effect(self, given: Mapping[str, Any]) -> "Modifiers":
+    def check_effect(self, given: Mapping[str, Any]) -> None:
         """Refuse given settings that depend on another one."""
         for key in ONLY_WITH.keys() & given.keys():
             other, values = ONLY_WITH[key]
@@ -114,7 +119,6 @@ class Modifiers:
                     f"{key} has no effect with {other} {getattr(self, other)!r}, got {given[key]!r}: it belongs to "
                     f"{' and '.join(map(repr, values))}"
                 )
-        return self
 
     def checked(self, name: str, has: Mapping[str, tuple[object, ...]]) -> "Modifiers":
         """Refuse what an optimizer lacks; ``has`` are the values that it has."""
@@ -154,6 +158,7 @@ class Modifiers:
         """Those that groups may set, where an optimizer ``has`` certain values of some."""
         free = {key for key in MODIFIERS if len(has.get(key, (True, False))) > 1}
         fixed = {key for key, (other, values) in ONLY_WITH.items() if other in has and not {*has[other]} & {*values}}
+        fixed |= {"align_rms"} if has.get("weight_norm") == ("hold",) else set()
         return {key: value for key, value in asdict(self).items() if key in free - fixed}
 
     def described(self, has: Mapping[str, tuple[object, ...]] | None = None) -> dict[str, Any]:
@@ -166,5 +171,8 @@ MODIFIERS: dict[str, Any] = {field.name: field.default for field in fields(Modif
 
 OF_MOMENT = ("moment2_method", "beta2", "eps", "align_rms")
 """Those of the second moment, which programs of relatives lack."""
+
+NUMBERS = tuple(key for key, default in MODIFIERS.items() if type(default) is float)
+"""Those that are numbers."""
 
 NONE = Modifiers()

@@ -181,8 +181,9 @@ def check_decay(optimizer: BaseOptimizer, group: Mapping[str, Any], modifiers: M
             f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
             f"and {DECOUPLED} away"
         )
-    # by these Megatron's scheduler sets it before the first step, and in any step
-    set_to = [group[key] for key in ("start_wd", "end_wd") if key in group] or [group["weight_decay"]]
+    # by these Megatron's scheduler sets that of a group that has one
+    schedule = ("start_wd", "end_wd") if traits.decays_weights else ()
+    set_to = [group[key] for key in schedule if key in group] or [group["weight_decay"]]
     # a group that is to be loaded is not one of these yet
     for number, own_group in enumerate(optimizer.param_groups if any(set_to) else ()):
         if own_group is group:

@@ -14,7 +14,6 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DECOUPLED, METHOD, check_rates
-from megatron_eopt.optimizers.modifiers import Modifiers
 from megatron_eopt.optimizers.muon import Chunk, momentum, scaled, with_gradients
 from megatron_eopt.optimizers.muon_arguments import Transport, refuse_blockwise, spelled_out
 from megatron_eopt.optimizers.parameters import local, names_of_last, scale_rows
@@ -258,10 +257,6 @@ class Muown(TensorParallelMuon):
             refuse_blockwise(self, parameter, "norms")
             name = f"{type(self).__name__}: {called}"
             check_placements(name, parameter, self.state_tensors(parameter), self.matrix_layouts)
-
-    def modifiers_of(self, group: Mapping[str, Any]) -> Modifiers:
-        """Those of a group, whose ``beta2`` and ``eps`` are of Adam's."""
-        return super().modifiers_of({key: value for key, value in group.items() if key not in ("beta2", "eps")})
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, what is kept of rows, and the steps."""

@@ -24,12 +24,22 @@ from megatron_eopt.optimizers.group_settings import (
     DecayMethod,
     Scalar,
     UpdateSettings,
+    check_scalars,
     decay_method,
     note_short_schedule,
     own_settings,
     warn,
 )
-from megatron_eopt.optimizers.modifiers import Modifiers, Moment2Method, RelativeUpdate, WeightNorm
+from megatron_eopt.optimizers.modifiers import (
+    MODIFIERS,
+    NONE,
+    NUMBERS,
+    OF_MOMENT,
+    Modifiers,
+    Moment2Method,
+    RelativeUpdate,
+    WeightNorm,
+)
 from megatron_eopt.optimizers.muon import Chunk, chosen, muon, scaled
 from megatron_eopt.optimizers.muon_arguments import (
     MOMENTUM_DTYPES,
@@ -230,10 +240,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.workspace = workspace
         self.step_kernels = step_kernels
         of_weights = (cautious_weight_decay, weight_norm, brake_outward, brake_inward, relative_update, update_ratio)
-        self.modifiers = Modifiers(*of_weights, moment2_method, beta2, eps, align_rms).checked(
-            name, self.traits.has_modifiers
-        )
-        self.modifiers.with_effect(self.modifiers.described())
+        given = dict(zip(MODIFIERS, (*of_weights, moment2_method, beta2, eps, align_rms), strict=True))
+        self.modifiers = NONE
+        self.modifiers = self.modifiers_of(given).checked(name, self.traits.has_modifiers)
+        self.modifiers.check_effect(self.modifiers.described())
         if moment2_method == "namo":
             self.traits = replace(self.traits, keeps_momenta=True)
         self.cuda_graphs = cuda_graphs
@@ -325,8 +335,18 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return beta, weight_decay
 
     def modifiers_of(self, group: Mapping[str, Any]) -> Modifiers:
-        """The modifiers of a group; a ``ValueError`` for impossible ones."""
-        return self.modifiers.of_group(group)
+        """The modifiers of a group; an error for impossible ones."""
+        name, own = type(self).__name__, self._modifiers_in(group)
+        check_scalars(name, own, [key for key in NUMBERS if key in own])
+        try:
+            return self.modifiers.of_group(own)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+
+    def _modifiers_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        # a relative without second moments may have betas of another kind
+        others = OF_MOMENT[1:] if self.traits.has_modifiers.get("moment2_method") == ("none",) else ()
+        return {key: group[key] for key in MODIFIERS if key in group and key not in others}
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, held norms of matrices, and second moments."""
@@ -618,6 +638,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
             )
         modifiers = self.modifiers_of(group)
+        # unlike a loaded one, which may have settings of another optimizer
+        modifiers.check_effect(self._modifiers_in(group))
         if (rule := self.traits.size_rule or modifiers.sizes) and self._of_user("scale_factor_fn"):
             raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
         for parameter in group["params"]:

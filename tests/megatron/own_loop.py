@@ -34,7 +34,7 @@ def main():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0], losses
-    with pytest.raises(ValueError, match=r"unknown optimizer 'mun' \(did you mean 'muon'\?\)"):
+    with pytest.raises(ValueError, match=r"unknown optimizer 'mun' \(did you mean 'muon' or 'muown'\?\)"):
         megatron_eopt.get_megatron_optimizer(OptimizerConfig(optimizer="mun", lr=1e-2), [model])
     overrides_from_python(other)
     rates_where_the_config_has_no_smallest_one(other)

@@ -321,7 +321,7 @@ def test_soap_says_the_shape_of_what_it_cannot_take_once():
         ("muon", "learning_rate", ", did you mean 'lr'?"),
         ("soap", "wd", ", did you mean 'weight_decay'?"),
         ("lion", "weigth_decay", ", did you mean 'weight_decay'?"),
-        ("muon", "betas", ""),
+        ("polargrad", "betas", ""),
         ("with_adamw", "nestrov", ", did you mean 'nesterov'?"),
         ("spectron", "tp_mode", ""),
     ],

@@ -131,8 +131,8 @@ WRONG = {
         f"2: 3: unknown setting: expected {KEYS.replace(', exclude', ' or exclude')}, {ANOTHER}",
     ),
     "of the optimizer that the entry sets": (
-        entry("beta3: 0.5\noptimizer: adaptive_muon"),
-        "2: beta3: unknown setting, did you mean 'beta2'?",
+        entry("beta4: 0.5\noptimizer: adaptive_muon"),
+        "2: beta4: unknown setting, did you mean 'beta2'?",
     ),
     "of the optimizer that it selects by": (
         "- select: optimizer:spectron\n  mometum: 0.5\n",

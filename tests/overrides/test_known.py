@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt import EmergingOptimizerEntry, register_optimizer
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.overrides import Known, Layer, OverrideError, SettingError, check_setting, make_entry, resolve
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
@@ -30,6 +31,8 @@ OTHERS = {
     "variant": "schedulefree",
     "sort_bases": "after",
     "weight_norm": "hold",
+    "relative_update": "bound",
+    "moment2_method": "adamuon",
     "root_method": "cans",
     "max_dim": 5,
     "precondition_frequency": 3,
@@ -45,6 +48,11 @@ OTHERS = {
 # What has an effect beside another setting only.
 BESIDE = {"r": {"variant": "schedulefree"}, "weight_lr_power": {"variant": "schedulefree"}}
 OF_SOAP = {"scale_mode": {"orthogonalize": True}, "sort_bases": {"precondition_frequency": 1}}
+OF_MUON = {
+    **{key: {"moment2_method": "adamuon"} for key in ("beta2", "eps", "align_rms")},
+    **{key: {"weight_norm": "brake"} for key in ("brake_outward", "brake_inward")},
+    "update_ratio": {"relative_update": "bound"},
+}
 
 
 def other(key, default):
@@ -70,11 +78,19 @@ def after(name, group=None, **settings):
 
 @pytest.mark.parametrize(("name", "key"), [each for each in OF_OPTIMIZERS if each[1] != "fp32_matmul_prec"])
 def test_a_group_with_its_own_value_is_an_optimizer_with_that_value(name, key):
-    value, beside = other(key, KNOWN.optimizers[name][key]), (OF_SOAP if name == "soap" else BESIDE).get(key, {})
-    own = after(name, {key: value}, **beside)
+    value, muons = other(key, KNOWN.optimizers[name][key]), issubclass(OPTIMIZERS[name].cls, TensorParallelMuon)
+    value = "brake" if muons and key == "weight_norm" else value  # beside a weight decay, which hold has none of
+    beside = OF_SOAP if name == "soap" else OF_MUON if muons and name != "muown" else BESIDE
+    beside = beside.get(key, {})
+    if name == "adaptive_muon" and "moment2_method" in beside:  # its default
+        beside = {}
+    if (name, key) == ("scion", "brake_inward"):
+        beside = {**beside, "radius": 0.05}  # so small that steps do not grow the norm
+    given = {key: value} | ({"update_ratio": 0.01} if key == "relative_update" else {})  # which bounds them all
+    own = after(name, given, **beside)
     assert not torch.equal(own, after(name, **beside)), f"{name} does not read {key} from its groups"
     if key in inspect.signature(OPTIMIZERS[name].cls).parameters:
-        assert torch.equal(own, after(name, **{key: value}, **beside))
+        assert torch.equal(own, after(name, **given, **beside))
 
 
 @every
@@ -170,7 +186,7 @@ def test_what_is_wrong_is_said_of_the_optimizer_of_the_parameter(mine):
         "f:1: my_setting: expected a number, got 'fast'"
     ]
     assert refused(of_file(FC1, "f:1", beta2=0.5), known=mine) == [
-        f"f:1: beta2: mine has no beta2: it is a setting of adaptive_muon; did you mean its 'betas'?, for {FC1}"
+        f"f:1: beta2: mine has no beta2: it is a setting of {having('beta2')}; did you mean its 'betas'?, for {FC1}"
     ]
     assert refused(of_file(FC1, "f:1", momentum=0.5), known=mine, optimizer="spectron") == [
         f"f:1: momentum: spectron has no momentum: it is a setting of {having('momentum')}; "

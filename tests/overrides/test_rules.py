@@ -154,7 +154,7 @@ def test_an_optimizer_drops_what_it_has_not_and_is_below_it():
     assert len(refused(*beside)) == 1
     assert "a: num_ns_steps: adam has no num_ns_steps" in refused(*beside)[0]
     assert refused(entry(BIAS, "a", betas=[0.9, 0.95])) == [
-        f"a: betas: muon has no betas: it is a setting of {having('betas')}, for {BIAS}"
+        f"a: betas: muon has no betas: it is a setting of {having('betas')}; did you mean its 'beta2'?, for {BIAS}"
     ]
 
 

@@ -54,7 +54,7 @@ def test_optimizers_say_themselves_what_they_take():
     muons = {"adaptive_muon", "muon"}
     relatives = {*muons, "muon_hyperball", "polargrad", "scion", "spectron"}
     assert table["lr"] == table["exclude"] == sorted(KNOWN.optimizers)
-    assert muons <= set(table["scale_mode"]) == {*LIKE_MUON, "muown"}
+    assert muons <= set(table["scale_mode"]) == {*LIKE_MUON, "muown", "soap", "shampoo", "kl_shampoo"}
     assert (
         relatives
         <= set(table["num_ns_steps"])

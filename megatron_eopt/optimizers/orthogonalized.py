@@ -354,7 +354,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         more = type(self).state_tensors is not OrthogonalizedOptimizer.state_tensors
         batches, first, in_codes = [], 0, self.momentum_dtype == torch.int8
         key = MOMENTUM_CODES if in_codes else MOMENTUM_BUFFER
-        for group in self.param_groups:
+        modifiers = self._session.modifiers or [NONE] * len(self.param_groups)
+        for group, of_group in zip(self.param_groups, modifiers, strict=True):
             params = group["params"]
             # a parameter whose gradient is left out has a momentum, too
             known = {
@@ -392,7 +393,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
                     rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in chosen],
                     scales=[local(self.state[p][MOMENTUM_SCALES]) for p in chosen] if in_codes else None,
-                    modifiers=self.modifiers_of(group),
+                    modifiers=of_group,
                 )
             )
         return batches

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.modifiers import Modifiers
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.rounding import Numbered
@@ -47,6 +48,7 @@ class Session:
     also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
     beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
     checked: list[dict[str, object]] | None = None  # settings of groups as they were checked last
+    modifiers: list[Modifiers] = field(default_factory=list)  # of each group, by these settings
     noted: frozenset[Any] = frozenset()  # names of settings that were looked at
     scalable: bool = False  # whether a GradScaler has been checked
     told_unmarked: bool = False

@@ -281,9 +281,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _reads_all(self) -> bool:
         """Whether the program has copies of all entries of a chunk, and reads gradients."""
-        groups = map(self.modifiers_of, self.param_groups)
         own = type(self).program is not TensorParallelMuon.program
-        return own or any(modifiers.moment2_method != "none" for modifiers in groups)
+        return own or any(modifiers.moment2_method != "none" for modifiers in self._session.modifiers)
 
     def _take(self, accepted: Tensor) -> None:
         plans = self._session.plans
@@ -488,6 +487,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def prepare(self) -> Engine:
         """Also find scales, which a user's function may get wrong."""
         engine, plans = super().prepare(), self._session.plans
+        self._session.modifiers = list(map(self.modifiers_of, self.param_groups))
         if plans.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             plans.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]

@@ -14,7 +14,7 @@ from megatron_eopt import Lion, TensorParallelMuon
 from megatron_eopt.matrices import Part, Split
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, grid, marked, message_of, sharded
-from tests.optimizers.family import ELEMENTWISE, OPTIMIZERS, build, decays
+from tests.optimizers.family import OPTIMIZERS, build, decays
 from tests.optimizers.field import assert_close, drawn
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto")
@@ -171,7 +171,7 @@ OF_FAMILY = [case for case in CASES if case.name in ("padded rows", "padded, in 
 
 
 def settings_of(name, settings, groups):
-    exact = {} if name in ELEMENTWISE else {"fp32_matmul_prec": "highest"}
+    exact = {"fp32_matmul_prec": "highest"} if OPTIMIZERS[name].takes("fp32_matmul_prec") else {}
     decay = {"weight_decay": 0.1} if decays(name) else {}
     return {"lr": 0.01, "pg_collection": groups, **exact, **decay, **settings}
 

@@ -238,7 +238,7 @@ REFUSED = {
     ),
     "instructions over context-parallel ranks without the loss of each token": (
         run(args=SimpleNamespace(sft=True), model=SimpleNamespace(context_parallel_size=2)),
-        r"weighed by how the masks fall on ranks.*: add --calculate-per-token-loss",
+        r"weighed by how masks fall on ranks.*: add --calculate-per-token-loss",
     ),
     "optimizers chosen by overrides": (
         run(release="0.17.1", routes_optimizers=True),

@@ -71,7 +71,7 @@ def assert_equal(one, other):
 
 
 def test_muon_and_its_relatives_have_a_choice():
-    assert "muon adaptive_muon scion polargrad muon_hyperball mars_muon".split() == RELATIVES
+    assert "muon adaptive_muon scion polargrad muon_hyperball mars_muon muown".split() == RELATIVES
 
 
 @relatives

@@ -198,4 +198,4 @@ def test_the_workspace_is_a_number_of_bytes(name):
 
 
 def test_muon_and_its_relatives_have_a_workspace():
-    assert having("workspace") == "muon adaptive_muon scion polargrad muon_hyperball mars_muon".split()
+    assert having("workspace") == "muon adaptive_muon scion polargrad muon_hyperball mars_muon muown".split()

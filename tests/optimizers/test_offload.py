@@ -269,8 +269,12 @@ def test_every_optimizer_says_whether_it_takes_the_setting():
         "lion",
         "signum",
         "soap",
+        "shampoo",
+        "kl_shampoo",
+        "psgd_kron",
         "spectron",
         "dion",
+        "ademamix",
         "schedule_free_adamw",
     }
 

@@ -21,6 +21,7 @@ from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpe
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.releases import MAIN
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
+from megatron_eopt.optimizers.modifiers import OF_MOMENT
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.overrides import Known
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
@@ -138,7 +139,8 @@ def plain() -> str:
 
 
 def _plain_options(row: OptimizerSpec) -> list[str]:
-    of_fields = ("momentum", "num_ns_steps") if row.name == "muon" else ("warmup_steps",)
+    # of the config, and what Muon with AdamW lacks
+    of_fields = ("momentum", "num_ns_steps", *OF_MOMENT) if row.name == "muon" else ("warmup_steps", "eps")
     return [
         flag.setting
         for flag in row.flags

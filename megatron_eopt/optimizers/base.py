@@ -34,7 +34,15 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
     sharing_groups,
 )
-from megatron_eopt.optimizers.session import Plans, Session, packed, unpacked
+from megatron_eopt.optimizers.session import (
+    ATTRIBUTES,
+    Plans,
+    Session,
+    attributes_of,
+    packed,
+    restore_attributes,
+    unpacked,
+)
 from megatron_eopt.optimizers.state import (
     STATE_OF,
     States,
@@ -108,10 +116,12 @@ class BaseOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Attributes and torch's state for a copy, sharing groups."""
         self.refuse_half_step()
-        return packed(vars(self), type(self)) | super().__getstate__()
+        return packed(vars(self), type(self)) | super().__getstate__() | {ATTRIBUTES: attributes_of(self.param_groups)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        attributes = state.pop(ATTRIBUTES, [])
         super().__setstate__(unpacked(state))
+        restore_attributes(self.param_groups, attributes)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the next step is planned by it."""

@@ -17,6 +17,14 @@ from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.watched import Watched
 
+ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
+
+COPIED = frozenset(
+    "logical_matrices name_in_model is_qkv qkv_split_shapes is_embedding_or_output_parameter use_muon allreduce "
+    "expert_tp tensor_model_parallel partition_dim partition_stride is_gtp_weight_remat pad_length".split()
+)
+"""Attributes of parameters that optimizers read."""
+
 
 @dataclass
 class Plans:
@@ -85,6 +93,19 @@ def packed(attributes: Mapping[str, Any], cls: type) -> dict[str, Any]:
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of :func:`packed`."""
     return {key: x.value if isinstance(x, _Shared) else x for key, x in state.items()}
+
+
+def attributes_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What parameters say of themselves, for a copy: torch copies tensors without it."""
+    kept = [vars(p) for group in groups for p in group["params"]]
+    return [{key: x for key, x in of_one.items() if key in COPIED} for of_one in kept]
+
+
+def restore_attributes(groups: list[dict[str, Any]], attributes: list[dict[str, Any]]) -> None:
+    """The inverse of :func:`attributes_of`, of parameters that lack them."""
+    for p, of_one in zip((p for group in groups for p in group["params"]), attributes, strict=False):
+        for key in of_one.keys() - vars(p).keys():
+            setattr(p, key, of_one[key])
 
 
 def _shared(value: Any) -> Any:

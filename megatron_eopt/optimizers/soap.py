@@ -194,6 +194,11 @@ class SOAP(FactoredOptimizer):
         shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
         bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
         norm = {"sort_bases": sort_bases, "weight_norm": weight_norm}
+        if scale_mode != "shape_scaling" and not orthogonalize:
+            raise ValueError(
+                f"SOAP: scale_mode {scale_mode!r} has no effect without orthogonalize: set orthogonalize=True, or take "
+                f"it away"
+            )
         muon = {"orthogonalize": orthogonalize, "scale_mode": scale_mode}
         further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec, **norm, **muon}
         super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})

@@ -244,6 +244,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.modifiers = NONE
         self.modifiers = self.modifiers_of(given).checked(name, self.traits.has_modifiers)
         self.modifiers.check_effect(self.modifiers.described())
+        sized = (scale_mode, extra_scale_factor) != ("spectral", 1.0)
+        if sized and self.modifiers.sizes and not self.traits.size_rule:
+            raise ValueError(
+                f"{name}: scale_mode {scale_mode!r} and extra_scale_factor {extra_scale_factor} have no effect here: "
+                f"the size of an update is {self.modifiers.sizes}; take them away, and set lr"
+            )
         if moment2_method == "namo":
             self.traits = replace(self.traits, keeps_momenta=True)
         self.cuda_graphs = cuda_graphs

@@ -77,14 +77,23 @@ class WeightAverage:
             one step less than a window, so that one ends with the last step.
 
     Raises:
-        ValueError: for another rule, for an optimizer that already has an average, and for Schedule-Free, which is one.
+        TypeError: for what is no optimizer.
+        ValueError: for another rule, without optimizers, for several of the same parameters, for an optimizer that
+            already has an average, and for Schedule-Free, which is one.
 
     [1] Kingma and Ba, Adam, arXiv 1412.6980.
     """
 
     def __init__(self, rule: str, *optimizers: Optimizer, remaining: Callable[[], int | None] = lambda: None) -> None:
         self.rule = AverageRule.parse(rule)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"an average of weights is beside torch optimizers, got {type(optimizer).__name__}")
         parts = [part for optimizer in optimizers for part in _parts(optimizer)]
+        parameters = [p for part in parts for group in part.param_groups for p in group["params"]]
+        if not parts or len(set(parameters)) < len(parameters):
+            found = "none" if not parts else "several with the same parameters"
+            raise ValueError(f"an average of weights {rule} is beside one or more optimizers, got {found}")
         for part in parts:
             if getattr(getattr(part, "traits", None), "live_key", None) is not None:
                 raise ValueError(
@@ -109,9 +118,14 @@ class WeightAverage:
             part.steps = 0
 
     def of(self, parameter: Tensor) -> Tensor:
-        """A parameter's average, in fp32 at least; itself if there is none."""
-        kept = (part.optimizer.state[parameter] for part in self._parts if parameter in part.optimizer.state)
-        return average_in(next(kept, {}), parameter)
+        """A parameter's average, in fp32 at least; its value before the first step."""
+        part = next((part for part in self._parts if any(p is parameter for p in part.parameters())), None)
+        if part is None:
+            raise ValueError(
+                f"no optimizer of this average has the parameter of shape {tuple(parameter.shape)}: ask for one that "
+                f"is stepped"
+            )
+        return average_in(part.optimizer.state.get(parameter, {}), parameter)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -143,7 +157,13 @@ class AverageOfOne:
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
         self._loading = [dict(optimizer.state.get(p, {})) for p in self.parameters()]
-        if any(AVERAGE in state for state in self._loading):  # a copy's
+        if any(AVERAGE in state for state in self._loading):  # a copy's, or a state that torch has cast in a load
+            for state in self._loading:
+                if SCHEDULE in state and state[SCHEDULE].dtype != torch.float64:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} has loaded a state with an average, whose rule and steps torch "
+                        f"has rounded to {state[SCHEDULE].dtype}: make a WeightAverage before the load"
+                    )
             self._after_load(optimizer)
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import Muon, TensorParallelMuon
+from megatron_eopt.matrices import concatenated
 from tests.optimizers.family import build, every, every_class, having, matrices, take
 from tests.optimizers.field import drawn
 
@@ -135,6 +136,20 @@ def test_a_copy_is_another_optimizer_that_does_the_same(name, steps, way):
     for one, before in zip(parameters(other), kept, strict=True):
         assert torch.equal(one, before)
     take(other, 3, start=steps)
+    assert_equal(optimizer, other)
+
+
+@pytest.mark.parametrize("name", having("split_qkv"))
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_knows_the_matrices_that_are_declared(name, way):
+    """torch copies a parameter without the attributes that it was given."""
+    p = torch.nn.Parameter(drawn((6, 4), 9))
+    p.logical_matrices = concatenated(a=3, b=3)
+    optimizer = build(name, [p])
+    take(optimizer, 1)
+    other = way(optimizer)
+    for each in (optimizer, other):
+        take(each, 3, start=1)
     assert_equal(optimizer, other)
 
 

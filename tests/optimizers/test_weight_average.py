@@ -234,3 +234,27 @@ def test_a_second_average_and_schedule_free_are_refused():
         WeightAverage("tail:3", optimizer)
     with pytest.raises(ValueError, match="ScheduleFreeAdamW is an average of weights itself: leave tail:3 away"):
         WeightAverage("tail:3", build("schedule_free_adamw", matrices()))
+
+
+def test_what_is_no_set_of_optimizers_is_refused():
+    p = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.AdamW([p])
+    with pytest.raises(TypeError, match="beside torch optimizers, got Linear"):
+        WeightAverage("ema:0.9", torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="one or more optimizers, got none"):
+        WeightAverage("ema:0.9")
+    with pytest.raises(ValueError, match="got several with the same parameters"):
+        WeightAverage("ema:0.9", optimizer, optimizer)
+    with pytest.raises(ValueError, match=r"no optimizer of this average has the parameter of shape \(5,\)"):
+        WeightAverage("ema:0.9", optimizer).of(torch.nn.Parameter(torch.ones(5)))
+
+
+def test_an_average_that_a_load_has_rounded_is_not_gone_on_from():
+    """torch casts state to the dtype of the parameter, in bf16 also a count of steps."""
+    first, second = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))]) for _ in range(2))
+    WeightAverage("tail:20", first)
+    first.param_groups[0]["params"][0].grad = torch.ones(2, 3, dtype=torch.bfloat16)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"has rounded to torch\.bfloat16: make a WeightAverage before the load"):
+        WeightAverage("tail:20", second)

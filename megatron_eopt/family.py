@@ -447,7 +447,6 @@ _SPECS = (
         ),
         state_settings=({"max_dim": 110},),
         state_depends_on=("psgd_kron_max_dim", "muon_split"),
-        update_rms=1.0,
     ),
     OptimizerSpec(
         name="lion",

@@ -110,21 +110,21 @@ def test_the_package_is_small():
     assert len(FILES) <= 170
 
 
-def test_the_package_has_fewer_than_30_060_lines():
+def test_the_package_has_fewer_than_30_130_lines():
     # 20,000 as it was rebuilt; 2,000 for both FSDPs, host memory, bf16 momenta and the deal over data-parallel ranks;
     # 1,890 for code in checkpoints, hostile files, ranks that differ, interrupted steps, two runs in one folder, and
     # arguments that were taken in silence; 140 for kernels agreed over the world, those of
     # DistributedMuon, and starts that compile on one rank of a node; 90 for weights of replicas in plain torch, and
     # for plans that are compared as they are cut; 40 for kernels of checkpoints that are compiled in turns, for shards
     # that are not copied, and for means of triangles; 210 for momenta in 8 bits; 130 for more that was taken in
-    # silence; 110 for SOAP's kernels; 860 for the kernels of a step; 3,650 for the field of 2026: Shampoo, Dion, Muown,
+    # silence; 110 for SOAP's kernels; 860 for the kernels of a step; 3,720 for the field of 2026: Shampoo, Dion, Muown,
     # AdEMAMix, PSGD-Kron, modifiers, averages of weights, presets, and Megatron-Core 0.20
-    assert sum(map(lines_of, FILES)) < 30_060
+    assert sum(map(lines_of, FILES)) < 30_130
 
 
 def test_a_file_is_at_most_450_lines_long():
     """But for the table of optimizers, and two of one class each, whose arguments and checks are read together."""
-    long = {"family.py": 556, "optimizers/base.py": 549, "optimizers/tensor_parallel_muon.py": 655}
+    long = {"family.py": 555, "optimizers/base.py": 559, "optimizers/tensor_parallel_muon.py": 684}
     assert not {name for path in FILES if lines_of(path) > long.get(name := str(path.relative_to(PACKAGE)), 450)}
 
 
@@ -136,7 +136,7 @@ def test_muon_has_few_names():
     """Methods, properties and attributes of its class and of those of this package that it inherits from."""
     classes = [cls for cls in TensorParallelMuon.__mro__ if cls.__module__.startswith("megatron_eopt.")]
     names = {name for cls in classes for name in vars(cls) if not name.startswith("__")} - {"_abc_impl"}
-    assert len(names) <= 75
+    assert len(names) <= 76
 
 
 def test_no_class_is_there_for_a_single_subclass():

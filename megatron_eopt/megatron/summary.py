@@ -68,6 +68,8 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
                         schemes[matrix.scheme] += 1
                         ranks = max(ranks, layout.ranks)
     first, second_moment = muons[0], ""
+    modified = first.modifiers.described(first.traits.has_modifiers)
+    modifiers = "".join(f"{key} {value}, " for key, value in modified.items())
     if isinstance(first, TensorParallelAdaptiveMuon):
         method = first.moment2_method
         aligned = "aligned" if method == "normuon" or (method == "adamuon" and first.align_rms) else "not aligned"
@@ -85,6 +87,6 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
         f"{sum(iterations.values())} matrices orthogonalized by {steps} Newton-Schulz steps ({named}, "
         f"{first.newton_schulz.fp32_matmul_prec} precision, symmetric products by "
         f"{first.param_groups[0][KERNEL]}{form}), "
-        f"{where} ({exactness}), {second_moment}update RMS {rms or 'not known before the steps'} "
+        f"{where} ({exactness}), {modifiers}{second_moment}update RMS {rms or 'not known before the steps'} "
         f"(AdamW's is near 0.2)"
     )

@@ -145,7 +145,7 @@ class FactoredOptimizer(BaseOptimizer):
                 for key in keys
             ),
             *(
-                StateTensor(RADIUS + end, (), index, torch.float64)
+                StateTensor(RADIUS + end, (), index, torch.float64, optional=True)
                 for index, end in enumerate(self.key_ends(parameter) if self._holds(parameter) else ())
             ),
         ]
@@ -189,7 +189,7 @@ class FactoredOptimizer(BaseOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state."""
         super().load_state_dict(state_dict)
-        self._based = None
+        self._based, self._radii_of = None, None
 
     def kernel_products(self) -> KernelProducts:
         """Those that update factors, in the strictest precision of a group."""

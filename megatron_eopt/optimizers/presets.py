@@ -93,7 +93,7 @@ def described(settings: Mapping[str, Any]) -> str:
 def preset_line(name: str) -> str:
     """What a preset sets, by whom, and what was published beside it."""
     preset = PRESETS[name]
-    beside = f"; published with {preset.beside}, which stay this run's to set" if preset.beside else ""
+    beside = f"; published with {preset.beside}, which a preset leaves to the run" if preset.beside else ""
     return f"--muon-preset {name} sets {described(preset.settings)} ({preset.source}){beside}"
 
 

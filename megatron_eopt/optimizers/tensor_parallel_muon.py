@@ -628,6 +628,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._check_update_settings(group, number)
         super().load_state_dict(state_dict)
         self._session.plans.graphed = None  # the momenta that it was captured with are gone
+        self._session.plans.normed = None  # the state may lack norms that are to be held
         if dropped := held_norms.drop_unused(self):
             warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")
 

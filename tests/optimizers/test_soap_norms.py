@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from megatron_eopt.matrices import GATE_UP
+from megatron_eopt.optimizers.shampoo import Shampoo
 from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from tests.optimizers.several import parameters, run, set_gradients
 
 KL_SOAP_H = {"lr": 0.018, "betas": (0.95, 0.9), "shampoo_beta": 0.9, "weight_decay": 0.0, "use_kl_shampoo": True}
@@ -108,3 +110,21 @@ def test_a_load_goes_on_at_the_norm_that_was_kept():
     b.load_state_dict(a.state_dict())
     run(b, [q], range(3, 4))
     assert q.detach().norm() == pytest.approx(a.state[p]["radius"].item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("cls", [SOAP, Shampoo, TensorParallelMuon])
+def test_a_state_without_norms_begins_them_with_those_of_the_weights(cls, steps):
+    """Also in an optimizer that has measured others before."""
+    p, q = parameters([(6, 4), (6, 4)])
+    without, holding = cls([p], lr=0.05, weight_decay=0.0), cls([q], lr=0.05, weight_decay=0.0, weight_norm="hold")
+    run(without, [p], range(3))
+    run(holding, [q], range(steps))
+    holding.load_state_dict(without.state_dict())
+    holding.param_groups[0]["weight_norm"] = "hold"  # settings of groups are those of the state
+    with torch.no_grad():
+        q.copy_(p)
+    for step in range(3, 6):
+        run(holding, [q], [step])
+    assert q.norm().item() == pytest.approx(p.norm().item(), rel=1e-5)
+    assert not torch.equal(q, p)

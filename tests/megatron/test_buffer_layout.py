@@ -30,11 +30,11 @@ def is_laid_out(ranks):
 @pytest.mark.parametrize(
     "flags",
     [
-        [],
         BF16,
         *(
             pytest.param(flags, marks=pytest.mark.wide)
             for flags in (
+                [],
                 [*BF16, "--overlap-grad-reduce", "--overlap-param-gather"],
                 ["--overlap-grad-reduce", "--overlap-param-gather"],
                 [*BF16, "--dist-ckpt-optim-fully-reshardable"],

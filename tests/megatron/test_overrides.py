@@ -157,8 +157,10 @@ def test_matrices_have_a_rate_and_a_decay_of_their_own_through_scheduler_and_res
 @pytest.mark.shows("--override-opt-param-scheduler")
 @pytest.mark.parametrize(
     "flags",
-    [["--decoupled-lr", "3e-3"], ["--bf16", "--use-mup", "--mup-base-hidden-size", 32]],
-    ids=["own rates of embeddings", "muP in bf16"],
+    [
+        pytest.param(["--decoupled-lr", "3e-3"], id="own rates of embeddings"),
+        pytest.param(["--bf16", "--use-mup", "--mup-base-hidden-size", 32], id="muP in bf16", marks=pytest.mark.wide),
+    ],
 )
 def test_new_rates_of_every_family_count_at_a_resume_that_is_to_override_the_schedule(tmp_path, overrides, flags):
     """Megatron 0.20 gives all groups --lr and --min-lr there."""

@@ -58,7 +58,7 @@ def weights_and_averages(path, steps):
 @pytest.mark.parametrize(
     ("optimizer", "flags"),
     [
-        (MUON, TP2),
+        pytest.param(MUON, TP2, marks=pytest.mark.wide),
         pytest.param(MUON, [*TP2, "--bf16"], id="muon-bf16"),
         pytest.param([*MUON, "--muon-scalar-optimizer", "lion"], [], marks=pytest.mark.wide),
         pytest.param(["--optimizer", "soap"], TP2, marks=pytest.mark.wide),
@@ -81,6 +81,7 @@ def test_the_average_of_every_parameter_is_what_its_definition_says(tmp_path, op
         assert not torch.equal(average, of_steps[-1]), name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_evaluation_is_at_the_average_which_may_be_saved_as_the_model_and_training_goes_on(tmp_path, precision):
     run = [*RUN, *MUON, *precision, *TP2]
@@ -109,10 +110,14 @@ def test_evaluation_is_at_the_average_which_may_be_saved_as_the_model_and_traini
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param([*MUON, *TP2, *TAIL], id="TP2-tail"),
+        pytest.param([*MUON, *TP2, *TAIL], id="TP2-tail", marks=pytest.mark.wide),
         pytest.param([*MUON, *EMA, "--bf16"], id="DP2-bf16", marks=pytest.mark.wide),
         pytest.param([*MUON, *TP2, *EMA, "--optimizer-cpu-offload", "--bf16"], id="offload", marks=pytest.mark.wide),
-        pytest.param([*MUON, *EMA, "--use-torch-fsdp2", "--micro-batch-size", 1, "--eval-iters", 1], id="FSDP2"),
+        pytest.param(
+            [*MUON, *EMA, "--use-torch-fsdp2", "--micro-batch-size", 1, "--eval-iters", 1],
+            id="FSDP2",
+            marks=pytest.mark.wide,
+        ),
         pytest.param(
             [*MUON, *EMA, "--use-torch-fsdp2", "--micro-batch-size", 1, "--bf16", *SAVED_AS_MODEL, "--eval-iters", 1],
             id="FSDP2-bf16-model",
@@ -171,6 +176,7 @@ AT_2 = ["--ckpt-step", 2, "--train-iters", 3]
 BEGINS = "begins anew, with the weights after the next step"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("saved", "flags", "message"),
     [
@@ -192,6 +198,7 @@ def test_a_checkpoint_of_a_run_with_another_average_is_loaded_and_said_so(tmp_pa
         assert flags or AVERAGE not in of_one
 
 
+@pytest.mark.wide
 def test_a_model_that_is_an_average_is_no_place_to_go_on_from_unasked(tmp_path, checkpoints):
     run = [*RUN, *MUON, "--load", checkpoints / "model", *AT_2]
     said = refused(*run)
@@ -204,6 +211,7 @@ def test_a_model_that_is_an_average_is_no_place_to_go_on_from_unasked(tmp_path, 
     assert_same(found["after"], straight["after"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("saved", "flags", "said"),
     [
@@ -223,6 +231,7 @@ def test_verify_checkpoint_says_the_same(checkpoints, saved, flags, said):
     assert [note for note in notes if "average" in note] == ([said] if said and not problems else [])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

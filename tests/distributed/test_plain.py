@@ -33,6 +33,9 @@ EXACT = {"fp32_matmul_prec": "highest"}
 NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values() if row.plain)]
 OWN = {
     "adamw": {"lr": 1e-2},
+    "ademamix": {"lr": 1e-2},
+    "psgd_kron": {"lr": 1e-3},
+    "dion": {"lr": 2e-2},
     "lion": {"lr": 1e-3},
     "signum": {"lr": 1e-3},
     "schedule_free_adamw": {"lr": 1e-2, "schedule_free_warmup_steps": 3},

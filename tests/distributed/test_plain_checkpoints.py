@@ -53,7 +53,9 @@ def parameters_of(model):
 
 def made(ranks, name):
     model = Model() if ranks == 1 else sharded(init_device_mesh("cpu", (ranks,)))
-    return model, optimizer_of(model, name, **({} if name == "spectron" else {"symmetric_products": "torch"}))
+    return model, optimizer_of(
+        model, name, **({"symmetric_products": "torch"} if OPTIMIZERS[name].takes("symmetric_products") else {})
+    )
 
 
 def template(model, optimizer, form):

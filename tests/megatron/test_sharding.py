@@ -170,7 +170,7 @@ def load(rank, ranks, folder):
     return len(asked)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.wide), pytest.param(4, marks=pytest.mark.full)])
 def test_files_of_two_ranks_load_on_others(tmp_path, ranks):
     run_ranks(save, 2, tmp_path)
     assert run_ranks(load, ranks, tmp_path) == [LAYERS * len(CASES)] * ranks

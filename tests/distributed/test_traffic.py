@@ -42,7 +42,8 @@ def steps(rank, world_size):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_exchanges_what_the_plan_says(world_size):
     entries = sum(rows * cols for rows, cols, _ in SHAPES.values()) * LAYERS
     for found in run_ranks(steps, world_size):

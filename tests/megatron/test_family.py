@@ -145,7 +145,7 @@ BESIDE_MUON = [
 @pytest.mark.parametrize(
     "layout",
     [
-        TP2,
+        pytest.param(TP2, marks=pytest.mark.wide),
         pytest.param([*TP2, "--bf16"], marks=pytest.mark.full),
         pytest.param(["--pipeline-model-parallel-size", 2], marks=pytest.mark.full),
     ],

@@ -1,4 +1,4 @@
-"""What optimizers with a factor of each side share: planning, state, and the steps of whole matrices."""
+"""What optimizers with a factor of each side share: state, and the steps of whole matrices."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.factored_chunks import (
     EXP_AVG,
@@ -25,21 +26,13 @@ from megatron_eopt.optimizers.factored_chunks import (
     merge,
 )
 from megatron_eopt.optimizers.factored_norms import steps_of
-from megatron_eopt.optimizers.foreach import decay_power, stacked
-from megatron_eopt.optimizers.held_norms import begin_norms, norms_of_matrices
-from megatron_eopt.optimizers.modifiers import RADIUS
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    check_matrix,
-    check_shard,
-    checked_split,
-    local,
-    names_of_last,
-)
+from megatron_eopt.optimizers.foreach import stacked
+from megatron_eopt.optimizers.held_norms import begin_norms, kept_radii, norms_of_weights, radii, scale_radii
+from megatron_eopt.optimizers.parameters import DescribedMatrix, checked_split, names_of_last
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.whole_matrices import CLOCK
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
-from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.kernels import KERNELS, made
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, validate_matmul_precision
 from megatron_eopt.orthogonalize.products import Fp32Precision
@@ -47,13 +40,10 @@ from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
-from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import rounds
 
 Decay = Literal["decoupled", "independent", "palm"]
 WeightNorm = Literal["none", "hold"]
-
-CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
 
 Fused = tuple[bool, Callable[[Tensor], bool] | None, Sequence[int] | None]
 """``split_qkv``, ``is_qkv_fn`` and ``qkv_split_shapes``."""
@@ -72,7 +62,7 @@ class FactoredOptimizer(BaseOptimizer):
     traits = Traits(
         carried_settings=frozenset({CLOCK, KERNEL}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True, multiplies=True
     )
-    takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
+    takes: ClassVar[whole_matrices.Takes] = "matrices"
     side_keys: ClassVar[Sides]
     moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)
     choices: ClassVar[tuple[tuple[str, object], ...]] = (("weight_decay_method", Decay), ("weight_norm", WeightNorm))
@@ -108,15 +98,7 @@ class FactoredOptimizer(BaseOptimizer):
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
         """The logical matrices of each parameter."""
-        described: dict[Tensor, list[DescribedMatrix]] = {}
-        for parameter in (p for p in self._parameters() if p.ndim > 1):
-            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            described[parameter] = []
-            for name, plan in zip(names, self._planned(parameter), strict=True):
-                dealt, alone = ("owner", "duplicated") if plan.layout.sharded else ("share", "local")
-                scheme = alone if plan.compute_rank is None else dealt
-                described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
-        return described
+        return whole_matrices.described(self, {p: self._planned(p) for p in self._parameters()})
 
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter; a vector is a column."""
@@ -144,10 +126,7 @@ class FactoredOptimizer(BaseOptimizer):
                 for keys, length in zip(plan.sides, plan.layout.shape, strict=True)
                 for key in keys
             ),
-            *(
-                StateTensor(RADIUS + end, (), index, torch.float64, optional=True)
-                for index, end in enumerate(self.key_ends(parameter) if self._holds(parameter) else ())
-            ),
+            *radii(self.key_ends(parameter) if self._holds(parameter) else [], optional=True),
         ]
 
     def _holds(self, parameter: Tensor) -> bool:
@@ -162,17 +141,7 @@ class FactoredOptimizer(BaseOptimizer):
         validate_matmul_precision(group["fp32_matmul_prec"])
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        name, indices = type(self).__name__, names_of_last(self.param_groups, shapes=False)
-        for parameter, called, index in zip(group["params"], names_of_last(self.param_groups), indices, strict=True):
-            try:
-                self.layout(parameter)
-            except ValueError as error:
-                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
-            if parameter.ndim > 1 or self.takes == "matrices":
-                check_matrix(type(self).__name__, parameter, f"takes {self.takes}, but {index}")
-                self._check_split(parameter)
-                check_shard(parameter, self.pg_collection, called)
-        group.setdefault(CLOCK, 0)
+        whole_matrices.check_group(self, group, self.takes)
 
     def _check_factors(self, group: Mapping[str, Any], parameters: Sequence[Tensor], why: str) -> None:
         """Refuse parameters of the last group with a matrix without a factor."""
@@ -204,48 +173,24 @@ class FactoredOptimizer(BaseOptimizer):
         return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
 
     def _planned(self, parameter: Tensor) -> list[Planned]:
-        """Plan matrices; a new group changes no other's compute ranks."""
         if self._plans is None or parameter not in self._plans:
-            planned: dict[Tensor, list[Planned]] = {}
-            loads: dict[str, list[int]] = {}
-            for group in self.param_groups:
-                for p in group["params"]:
-                    pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
-                    longest = group["max_dim"] if p.ndim > 1 else -1
-                    planned[p] = [Planned(*pair, longest, self.side_keys) for pair in pairs]
-                plans = (planned[p] for p in group["params"] if not isinstance(p, DTensor))
-                dealt = (plan for of_one in plans for plan in of_one if plan.gathered)
-                for plan in sorted(dealt, key=lambda plan: -plan.cost):
-                    load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
-                    plan.compute_rank = load.index(min(load))
-                    load[plan.compute_rank] += plan.cost
-            self._plans = planned
+            self._plans = whole_matrices.planned(self, self.side_keys)
         return self._plans[parameter]
-
-    def _norms(self, parameters: Sequence[Tensor]) -> tuple[list[Matrix], list[Tensor], Tensor]:
-        """Logical matrices, the norms they keep and those they have."""
-        index_of = {parameter: index for index, parameter in enumerate(self._parameters())}
-        indices = [index_of[parameter] for parameter in parameters]
-        matrices, shards = self.engine.flat(indices), self.engine.split(indices, list(map(local, parameters)))
-        states = [(self._states.of(p, f"{RADIUS}{self.key_ends(p)[0]}"), self.key_ends(p)) for p in parameters]
-        radii = [state[RADIUS + end] for state, ends in states for end in ends]
-        return matrices, radii, norms_of_matrices(matrices, shards, self.engine)
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
         held = [parameter for parameter in parameters if self._holds(parameter)]
-        if not held:
-            super().scale_rows(parameters, factors)
-            return
-        _, radii, before = self._norms(held)
+        before = norms_of_weights(self, held)[1] if held else None
         super().scale_rows(parameters, factors)
-        after = self._norms(held)[2]
-        torch._foreach_mul_(radii, list(torch.where(before > 0, after / nonzero(before), 1.0).unbind()))
+        if before is not None:
+            scale_radii(self, held, before)
 
     def _take(self, accepted: Tensor) -> None:
         held = [parameter for parameter in self._parameters() if self._holds(parameter)]
         if held and self._radii_of is not self.engine:
-            begin_norms(f"{type(self).__name__} with weight_norm 'hold'", *self._norms(held))
+            matrices, norms = norms_of_weights(self, held)
+            kept = [radius for parameter in held for radius in kept_radii(self, parameter)]
+            begin_norms(f"{type(self).__name__} with weight_norm 'hold'", matrices, kept, norms)
             self._radii_of = self.engine
         self._session.changing = True
         for group in self.param_groups:
@@ -356,17 +301,16 @@ def apply(matrices: Sequence[EqualMatrices], stacks: Sequence[Sequence[Tensor]],
     held = [(equal, stack[0]) for equal, stack in moving if equal.held]
     steps = dict(zip([id(equal) for equal, _ in held], steps_of(held, engine), strict=True)) if held else {}
     for equal, stack in moving:
-        _subtract(equal, stack[0], steps.get(id(equal)))
+        subtract(equal, stack[0], steps.get(id(equal)))
         for old, new in zip(equal.moments[1:], stack[1:], strict=True):
             torch._foreach_copy_(old, list(new.unbind()))
     merge(matrices, engine)
 
 
-def _subtract(equal: EqualMatrices, update: Tensor, held: tuple[Tensor, ...] | None) -> None:
+def subtract(equal: EqualMatrices, update: Tensor, held: tuple[Tensor, ...] | None = None) -> None:
     """``p <- (1 - lr weight_decay) p - lr U``, or as far as the norm is held."""
     lr, weights = equal.settings["lr"], stacked(equal.weights)
-    decay = decay_power(lr, equal.settings["weight_decay_method"]) * equal.settings["weight_decay"]
-    accepted, decayed = equal.accepted, weights.to(update.dtype) * (1 - decay)
+    accepted, decayed = equal.accepted, weights.to(update.dtype) * (1 - equal.decay)
     if held is None:
         moved = decayed - update * lr
     else:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_eopt.optimizers.foreach import decay_power
+from megatron_eopt.optimizers.group_settings import Scalar
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.orthogonalize.kernels import KEPT, Shapes
 from megatron_eopt.parallel.engine import Engine, Spread
@@ -18,23 +20,27 @@ from megatron_eopt.parallel.layout import Layout
 
 EXP_AVG, STEPS = "exp_avg", "steps"
 
-Sides = tuple[tuple[str, str], tuple[str, str]]
+Sides = tuple[tuple[str, ...], tuple[str, ...]]
 """State keys of the factor and of what is made of it, of the rows and of the columns."""
 
 MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 
 class Planned:
-    """How a logical matrix is worked on."""
+    """How a logical matrix is worked on.
 
-    def __init__(self, end: str, layout: Layout, longest: int, sides: Sides) -> None:
-        (rows, cols), self.layout, self.end = layout.shape, layout, end
+    With ``all_whole`` one that has no factor is worked on whole, too.
+    """
+
+    def __init__(self, end: str, layout: Layout, longest: int, sides: Sides, all_whole: bool = False) -> None:
+        (rows, cols), self.layout, self.end, self.longest = layout.shape, layout, end, longest
         has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
         # keys of each side; none where it has no factor
         self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(sides, has_factor, strict=True)]
-        # of a step, up to a factor that is the same for all: cubes of sides, and products with them
-        self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
-        self.gathered = any(has_factor) and layout.ranks > 1  # whether a rank needs what others have of it
+        # of a step, up to a factor that is the same for all: cubes of sides, products with them, and entries
+        self.cost = sum(4 * n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
+        self.cost += all_whole * rows * cols
+        self.gathered = self.cost > 0 and layout.ranks > 1  # whether a rank needs what others have of it
         self.compute_rank: int | None = None  # the one of its group that alone needs it
 
 
@@ -128,6 +134,12 @@ class EqualMatrices:
     gradients: list[Tensor]  # this rank's shards, which may be copies
     weights: list[Tensor]
     moments: list[list[Tensor]]  # the first moments, and more if there are more
+
+    @property
+    def decay(self) -> Scalar:
+        """The part of the weights that a step takes away."""
+        method = self.settings.get("weight_decay_method", "decoupled")
+        return decay_power(self.settings["lr"], method) * self.settings["weight_decay"]
 
     @property
     def held(self) -> bool:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.factored_chunks import EqualMatrices
-from megatron_eopt.optimizers.foreach import decay_power
 from megatron_eopt.optimizers.modifiers import RADIUS
 from megatron_eopt.optimizers.weight_step import on_spheres
 from megatron_eopt.parallel.engine import Engine
@@ -25,10 +24,9 @@ def steps_of(held: Sequence[tuple[EqualMatrices, Tensor]], engine: Engine) -> li
     squares, inner = norms_of(measured).view(2, -1), [each["inner_product"] for each in measured[: len(wanted)]]
     steps, done = list[tuple[Tensor, ...]](), 0
     for equal, update in held:
-        at, settings = slice(done, done := done + len(update)), equal.settings
-        decay = decay_power(settings["lr"], settings["weight_decay_method"]) * settings["weight_decay"]
+        at = slice(done, done := done + len(update))
         radii = torch.stack([p.state[RADIUS + p.plans[i].end] for p, i in equal.members])
-        weights, products = squares[0, at] * (1 - decay) ** 2, torch.stack(inner[at]) * (1 - decay)
-        of_equal = on_spheres(torch.stack([weights, squares[1, at]]), products, radii, radii * settings["lr"])
+        weights, products = squares[0, at] * (1 - equal.decay) ** 2, torch.stack(inner[at]) * (1 - equal.decay)
+        of_equal = on_spheres(torch.stack([weights, squares[1, at]]), products, radii, radii * equal.settings["lr"])
         steps.append(tuple(x.view(-1, 1, 1) for x in of_equal.unbind(1)))
     return steps

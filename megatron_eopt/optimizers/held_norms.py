@@ -6,12 +6,12 @@ from math import inf
 import torch
 from torch import Tensor
 
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
@@ -52,19 +52,24 @@ def begin_norms(name: str, matrices: Sequence[Matrix], kept: Sequence[Tensor | N
         torch._foreach_copy_([radius for radius, _ in held], [norm for _, norm in held])
 
 
-def radii_of(optimizer: OrthogonalizedOptimizer, parameter: Tensor) -> list[Tensor | None]:
+def radii_of(optimizer: OrthogonalizedOptimizer, parameter: Tensor) -> Sequence[Tensor | None]:
     """The norm that each matrix of a parameter keeps, or None."""
-    ends = optimizer.key_ends(parameter)
     if optimizer.modifiers_of(optimizer.group_of(parameter)).weight_norm != "hold":
-        return [None] * len(ends)
+        return [None] * len(optimizer.key_ends(parameter))
+    return kept_radii(optimizer, parameter)
+
+
+def kept_radii(optimizer: BaseOptimizer, parameter: Tensor) -> list[Tensor]:
+    """The norm that each matrix of a parameter keeps, where they are held."""
+    ends = optimizer.key_ends(parameter)
     state = optimizer._states.of(parameter, RADIUS + ends[-1])
     return [local(state[RADIUS + end]) for end in ends]
 
 
-def scale_radii(optimizer: OrthogonalizedOptimizer, parameters: Sequence[Tensor], before: Tensor) -> None:
+def scale_radii(optimizer: BaseOptimizer, held: Sequence[Tensor], before: Tensor) -> None:
     """Let kept norms follow weights that had the norms ``before``."""
-    kept = [radius for parameter in parameters for radius in radii_of(optimizer, parameter) if radius is not None]
-    after = norms_of_weights(optimizer, parameters)[1]
+    kept = [radius for parameter in held for radius in kept_radii(optimizer, parameter)]
+    after = norms_of_weights(optimizer, held)[1]
     torch._foreach_mul_(kept, torch.where(before > 0, after / nonzero(before), 1.0).unbind())
 
 
@@ -79,15 +84,10 @@ def drop_unused(optimizer: OrthogonalizedOptimizer) -> list[str]:
     return sorted(dropped)
 
 
-def norms_of_weights(optimizer: OrthogonalizedOptimizer, parameters: Sequence[Tensor]) -> tuple[list[Matrix], Tensor]:
-    """Logical matrices of parameters, and their norms."""
+def norms_of_weights(optimizer: BaseOptimizer, parameters: Sequence[Tensor]) -> tuple[list[Matrix], Tensor]:
+    """Logical matrices of parameters, and their norms in fp64."""
     index_of, engine = {parameter: i for i, parameter in enumerate(optimizer._parameters())}, optimizer.engine
     indices = [index_of[parameter] for parameter in parameters]
     matrices, shards = engine.flat(indices), engine.split(indices, list(map(local, parameters)))
-    return matrices, norms_of_matrices(matrices, shards, engine)
-
-
-def norms_of_matrices(matrices: Sequence[Matrix], shards: Sequence[Tensor], engine: Engine) -> Tensor:
-    """The norms of logical matrices, in fp64."""
     wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in zip(matrices, shards, strict=True)]
-    return norms_of(engine.statistics(wanted)).sqrt()
+    return matrices, norms_of(engine.statistics(wanted)).sqrt()

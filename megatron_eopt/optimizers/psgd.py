@@ -1,61 +1,59 @@
 """PSGD-Kron: momentum whitened by fitted Kronecker factors."""
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import stacked
-from megatron_eopt.optimizers.group_settings import Scalar, check_rates
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_matrix,
-    check_shard,
-    checked_split,
-    names_of_last,
-)
-from megatron_eopt.optimizers.psgd_chunks import (
+from megatron_eopt.optimizers.factored import Working, first_moment, refreshes, subtract
+from megatron_eopt.optimizers.factored_chunks import (
     EXP_AVG,
+    MOST_BYTES,
+    Chunk,
     EqualMatrices,
     ParameterStep,
     Planned,
     chunks_of,
-    equal_matrices,
+    merge,
+    split,
 )
+from megatron_eopt.optimizers.foreach import stacked
+from megatron_eopt.optimizers.group_settings import Scalar, check_rates
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, checked_split
 from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.whole_matrices import CLOCK
 from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import rounds
 
-CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are refreshed
+FACTORS = ("Q_L", "Q_R")
+BOUNDS = "bounds"
 
 
-def psgd_kron(chunk: Sequence[ParameterStep], engine: Engine) -> Generator[None, None, None]:
+def psgd_kron(chunk: Chunk, engine: Engine) -> Working:
     """PSGD-Kron's step of a chunk, equal matrices as stacks.
 
     Cut matrices are whole between the exchanges, on their compute rank, which alone has their factors.
     """
-    shards = {p: p.split(engine) for p in chunk}
-    matrices = equal_matrices(shards, engine)
+    matrices = split(chunk, engine)
     spread = [equal.spread for equal in matrices]
-    stacks = yield from engine.gather_whole([[averaged(equal)] for equal in matrices], spread)  # M <- EMA(g)
+    momenta = [first_moment(equal, equal.settings["momentum"])[1:] for equal in matrices]  # M <- EMA(g)
+    stacks = yield from engine.gather_whole(momenta, spread)
     updates = [[updated(equal, *stack)] for equal, stack in zip(matrices, stacks, strict=True)]  # Q_L, Q_R;  U = P M
     stacks = yield from engine.scatter_back(updates, spread)
     for equal, stack in zip(matrices, stacks, strict=True):
-        subtract(equal, *stack)  # p <- (1 - lr weight_decay) p - lr U
-    for p, of_one in shards.items():
-        p.merge(engine, of_one)
+        subtract(equal, stack[0])  # p <- (1 - lr weight_decay) p - lr U
+    merge(matrices, engine)
 
 
 class PSGDKron(BaseOptimizer):
@@ -82,7 +80,7 @@ class PSGDKron(BaseOptimizer):
     logical matrices where ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split`, or by ``split_qkv``. A cut
     matrix gets a compute rank of its tensor-parallel group, by costs from shapes alone; its shards of ``M`` go there in
     one all-to-all for many matrices, and those of the update come back. Of DTensors each rank gathers matrices, and has
-    their factors. A step works on stacks of 256 MiB, or of one parameter that is larger.
+    their factors. A step works on stacks of 256 MiB, or of one matrix that is larger.
 
     Args:
         params: matrices and declared stacks of matrices, or groups of them; see
@@ -166,24 +164,16 @@ class PSGDKron(BaseOptimizer):
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
         """The logical matrices of each parameter."""
-        described: dict[Tensor, list[DescribedMatrix]] = {}
-        for parameter in self._parameters():
-            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            described[parameter] = []
-            for name, plan in zip(names, self._planned(parameter), strict=True):
-                scheme = "duplicated" if plan.layout.sharded else "local"
-                scheme = scheme if plan.compute_rank is None else "owner"
-                described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
-        return described
+        return whole_matrices.described(self, {p: self._planned(p) for p in self._parameters()})
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, and each matrix's factors and bounds."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
         tensors = [StateTensor(EXP_AVG, dtype=wide)]
         for part, plan in enumerate(self._planned(parameter)):
-            shapes = [(length,) * (1 + dense) for length, dense in zip(plan.layout.shape, plan.dense, strict=True)]
-            for key, dims in zip(plan.keys, (*shapes, (2,)), strict=True):
-                tensors.append(StateTensor(key, dims, part, wide, plan.compute_rank))
+            shapes = [(length,) * (1 + (length <= plan.longest)) for length in plan.layout.shape]
+            for key, dims in zip((*FACTORS, BOUNDS), (*shapes, (2,)), strict=True):
+                tensors.append(StateTensor(key + plan.end, dims, part, wide, plan.compute_rank))
         return tensors
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
@@ -205,37 +195,15 @@ class PSGDKron(BaseOptimizer):
         validate_matmul_precision(group["fp32_matmul_prec"])
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        name, indices = type(self).__name__, names_of_last(self.param_groups, shapes=False)
-        for parameter, called, index in zip(group["params"], names_of_last(self.param_groups), indices, strict=True):
-            check_matrix(name, parameter, f"takes matrices, but {index}")
-            try:
-                self.layout(parameter)
-            except ValueError as error:
-                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
-            self._check_split(parameter)
-            check_shard(parameter, self.pg_collection, called)
-        group.setdefault(CLOCK, 0)
+        whole_matrices.check_group(self, group, "matrices")
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         spec = super()._described(name, parameter)
         return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
 
     def _planned(self, parameter: Tensor) -> list[Planned]:
-        """Plan matrices; a new group changes no other's compute ranks."""
         if self._plans is None or parameter not in self._plans:
-            planned: dict[Tensor, list[Planned]] = {}
-            loads: dict[str, list[int]] = {}
-            for group in self.param_groups:
-                for p in group["params"]:
-                    pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
-                    planned[p] = [Planned(*pair, group["max_dim"]) for pair in pairs]
-                plans = (planned[p] for p in group["params"] if not isinstance(p, DTensor))
-                dealt = (plan for of_one in plans for plan in of_one if plan.gathered)
-                for plan in sorted(dealt, key=lambda plan: -plan.cost):
-                    load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
-                    plan.compute_rank = load.index(min(load))
-                    load[plan.compute_rank] += plan.cost
-            self._plans = planned
+            self._plans = whole_matrices.planned(self, ((FACTORS[0],), (FACTORS[1],)), all_whole=True)
         return self._plans[parameter]
 
     def _take(self, accepted: Tensor) -> None:
@@ -249,22 +217,12 @@ class PSGDKron(BaseOptimizer):
             plans = self._planned(parameter)
             # also without a gradient where others wait for this rank's part
             if parameter.grad is not None or any(plan.gathered for plan in plans):
-                state = states.of(parameter, plans[-1].keys[-1])
-                steps.append(ParameterStep(index, parameter, state, group, flag, plans))
-        for chunks in chunks_of(steps):
+                state = states.of(parameter, BOUNDS + plans[-1].end)
+                steps.append(ParameterStep(index, parameter, state, group, flag, False, False, (EXP_AVG,), plans))
+        for chunks in chunks_of(steps, MOST_BYTES):
             for _ in rounds(psgd_kron(chunk, self.engine) for chunk in chunks):
                 pass
         self._updated += sum(len(p.plans) for p in steps)
-
-
-def averaged(equal: EqualMatrices) -> Tensor:
-    """Update the momenta; returns a stack of them."""
-    momentum = stacked(equal.momenta)
-    gradient = stacked(equal.gradients).to(momentum.dtype)
-    gradient = torch.where(equal.accepted, -gradient if equal.settings["maximize"] else gradient, momentum)
-    momentum = torch.lerp(momentum, gradient, 1 - equal.settings["momentum"])
-    torch._foreach_copy_(equal.momenta, list(momentum.unbind()))
-    return momentum
 
 
 def updated(equal: EqualMatrices, momentum: Tensor) -> Tensor:
@@ -272,11 +230,11 @@ def updated(equal: EqualMatrices, momentum: Tensor) -> Tensor:
     settings, own, accepted = equal.settings, equal.members[equal.own], equal.accepted[equal.own]
     if not momentum.numel():
         return momentum
-    kept = [[p.state[plan.keys[n]] for p, plan in own] for n in range(3)]
+    kept = [[p.state[key + p.plans[i].end] for p, i in own] for key in (*FACTORS, BOUNDS)]
     left, right, bounds = map(stacked, kept)
     whitened = started(Whitened(momentum, (left, right), bounds), settings["precond_init_scale"])
     with fp32_products(settings["fp32_matmul_prec"]):
-        if (settings[CLOCK] - 1) % settings["precondition_frequency"] == 0:
+        if refreshes(settings):
             whitened = refreshed(whitened, settings[CLOCK], settings)
         update = preconditioned(whitened.factors, momentum)
     # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
@@ -287,10 +245,3 @@ def updated(equal: EqualMatrices, momentum: Tensor) -> Tensor:
         rms = update.square().mean((1, 2), keepdim=True).sqrt()
         update = update * (settings["max_update_rms"] / rms).clamp(max=1)
     return torch.where(accepted, update, 0.0)
-
-
-def subtract(equal: EqualMatrices, update: Tensor) -> None:
-    """Subtract updates with weight decay."""
-    lr, weights = equal.settings["lr"], stacked(equal.weights)
-    moved = (weights.to(update.dtype) * (1 - lr * equal.settings["weight_decay"]) - update * lr).to(weights.dtype)
-    torch._foreach_copy_(equal.weights, list(torch.where(equal.accepted, moved, weights).unbind()))

@@ -212,12 +212,8 @@ def problems(facts: Facts) -> Iterator[Problem]:
     for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
         if releases.number(version) < releases.number(oldest):
             yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
-    engine, apex, core, supported = (
-        facts.transformer_engine,
-        facts.apex,
-        facts.core,
-        f"{SUPPORTED[-1]} to {SUPPORTED[0]}",
-    )
+    engine, apex, core = facts.transformer_engine, facts.apex, facts.core
+    supported = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
     if engine is not None and engine.error is not None:
         yield Problem(
             f"{_named('Transformer Engine', engine)} cannot be imported: {engine.error}",

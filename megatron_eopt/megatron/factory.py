@@ -210,15 +210,14 @@ class OptimizerOfRun:
         """Install the checks of the first step, and of replicas."""
         compare = None
         ranks = [getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp", "tp", "expt_tp")]
+        tensor_parallel = ranks[2:]
         if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
             compare = check_replicas(self.model_chunks, *ranks)
 
         def look() -> None:
             warn_of_unused(self.assigned)
             if compare is not None:
-                refuse_partial_gradients(
-                    self.assigned, *(getattr(self.groups, name, None) for name in ("tp", "expt_tp"))
-                )
+                refuse_partial_gradients(self.assigned, *tensor_parallel)
 
         check_steps(self.optimizer, self.matrices_here, compare, look)
 

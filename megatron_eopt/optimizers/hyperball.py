@@ -73,11 +73,6 @@ class MuonHyperball(TensorParallelMuon):
         align_rms: bool = True,
         **transport: Unpack[Transport],
     ) -> None:
-        of_moment: dict[str, Any] = {
-            "moment2_method": moment2_method,
-            "beta2": beta2,
-            "eps": eps,
-            "align_rms": align_rms,
-        }
-        of_moment |= {"weight_norm": weight_norm}
-        super().__init__(params, lr, momentum, nesterov, weight_decay, **of_moment, **transport)
+        modifiers: dict[str, Any] = {"weight_norm": weight_norm, "moment2_method": moment2_method}
+        modifiers |= {"beta2": beta2, "eps": eps, "align_rms": align_rms}
+        super().__init__(params, lr, momentum, nesterov, weight_decay, **modifiers, **transport)

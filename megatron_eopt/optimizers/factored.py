@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.factored_chunks import (
 )
 from megatron_eopt.optimizers.factored_norms import steps_of
 from megatron_eopt.optimizers.foreach import stacked
-from megatron_eopt.optimizers.held_norms import begin_norms, kept_radii, norms_of_weights, radii, scale_radii
+from megatron_eopt.optimizers.held_norms import begin_norms, followed, kept_radii, norms_of_weights, radii
 from megatron_eopt.optimizers.parameters import DescribedMatrix, checked_split, names_of_last
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
@@ -179,11 +179,8 @@ class FactoredOptimizer(BaseOptimizer):
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
-        held = [parameter for parameter in parameters if self._holds(parameter)]
-        before = norms_of_weights(self, held)[1] if held else None
-        super().scale_rows(parameters, factors)
-        if before is not None:
-            scale_radii(self, held, before)
+        with followed(self, [parameter for parameter in parameters if self._holds(parameter)]):
+            super().scale_rows(parameters, factors)
 
     def _take(self, accepted: Tensor) -> None:
         held = [parameter for parameter in self._parameters() if self._holds(parameter)]

@@ -1,6 +1,7 @@
 """Norms of weights that groups hold, or that size updates."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 
 import torch
@@ -66,8 +67,15 @@ def kept_radii(optimizer: BaseOptimizer, parameter: Tensor) -> list[Tensor]:
     return [local(state[RADIUS + end]) for end in ends]
 
 
-def scale_radii(optimizer: BaseOptimizer, held: Sequence[Tensor], before: Tensor) -> None:
-    """Let kept norms follow weights that had the norms ``before``."""
+@contextmanager
+def followed(optimizer: BaseOptimizer, held: Sequence[Tensor]) -> Iterator[None]:
+    """Let kept norms follow weights that are scaled meanwhile."""
+    if not held:
+        yield
+        return
+    optimizer.prepare()
+    before = norms_of_weights(optimizer, held)[1]
+    yield
     kept = [radius for parameter in held for radius in kept_radii(optimizer, parameter)]
     after = norms_of_weights(optimizer, held)[1]
     torch._foreach_mul_(kept, torch.where(before > 0, after / nonzero(before), 1.0).unbind())
@@ -88,6 +96,6 @@ def norms_of_weights(optimizer: BaseOptimizer, parameters: Sequence[Tensor]) -> 
     """Logical matrices of parameters, and their norms in fp64."""
     index_of, engine = {parameter: i for i, parameter in enumerate(optimizer._parameters())}, optimizer.engine
     indices = [index_of[parameter] for parameter in parameters]
-    matrices, shards = engine.flat(indices), engine.split(indices, list(map(local, parameters)))
+    matrices, shards = engine.flat(indices), engine.split(indices, [local(p.detach()) for p in parameters])
     wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in zip(matrices, shards, strict=True)]
     return matrices, norms_of(engine.statistics(wanted)).sqrt()

@@ -370,10 +370,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
         held = [p for p in parameters if self.modifiers_of(self.group_of(p)).weight_norm == "hold"]
-        before = held_norms.norms_of_weights(self, held)[1]
-        super().scale_rows(parameters, factors)
-        if held:
-            held_norms.scale_radii(self, held, before)
+        with held_norms.followed(self, held):
+            super().scale_rows(parameters, factors)
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         warm = {MOMENTUM_STEPS: self.momentum_warmup} if self.momentum_warmup and MOMENTUM_STEPS not in saved else {}

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import Muon, TensorParallelMuon
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated
 from tests.optimizers.family import build, every, every_class, having, matrices, take
 from tests.optimizers.field import drawn
+
+HOLD = {"weight_norm": "hold", "weight_decay": 0.0}
 
 
 def parameters(optimizer):
@@ -79,6 +82,25 @@ def test_rows_that_are_scaled_between_steps_stay_scaled(name, dtype, tolerance):
     take(optimizer, 1)
     for found, wanted in zip(params, expected, strict=True):
         torch.testing.assert_close(found.detach(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in OPTIMIZERS),
+        *((name, HOLD) for name in ("muon", "adaptive_muon", "soap", "shampoo", "kl_shampoo")),
+    ],
+)
+def test_rows_may_be_scaled_before_the_first_step_and_leave_no_graph_in_the_state(name, settings):
+    params = matrices()
+    optimizer = build(name, params, **settings)
+    for steps in (0, 2):
+        take(optimizer, steps)
+        expected = params[0].detach() * 0.5
+        optimizer.scale_rows(params[:1], [torch.full((6,), 0.5)])
+        assert torch.equal(params[0], expected)
+    kept = copy.deepcopy(optimizer.state_dict())["state"]
+    assert not any(x.requires_grad for state in kept.values() for x in state.values() if isinstance(x, torch.Tensor))
 
 
 @every

@@ -100,7 +100,7 @@ class BaseOptimizer(Optimizer):
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Refuse unknown arguments, and flags that are no bools."""
-        check_arguments(cls, named.keys() - getattr(cls.__init__, "other_names", ()))
+        check_arguments(cls, named.keys() - group_settings.other_names_of(cls).keys())
         by_position = dict(zip(inspect.signature(cls).parameters, args, strict=False))
         group_settings.check_flags(cls, given := by_position | named)
         group_settings.check_order(cls.__name__, by_position)
@@ -308,10 +308,12 @@ class BaseOptimizer(Optimizer):
 
     def _note_names(self, group: dict[str, Any]) -> None:
         """Warn of a group's misspelt settings, once."""
-        known = {"params", STATE_OF, "momentum", "nesterov", *self.defaults, *self.settings_of_groups()}
+        known = {"params", STATE_OF, *self.defaults, *self.settings_of_groups()}
+        keys = ("momentum", self.traits.momentum_key), ("nesterov", self.traits.nesterov_key)
+        known |= {other for other, key in keys if key in self.defaults}
         known = (known | self.traits.carried_settings) - self.users_settings
         of_others, noted = group_settings.settings_below(BaseOptimizer) - self.users_settings, self._session.noted
-        group_settings.note_names(type(self).__name__, group.keys() - noted, known, of_others)
+        group_settings.note_names(type(self), group.keys() - noted, known, of_others)
         self._session.noted = noted | group.keys()
 
     def init_state(self) -> None:

@@ -208,18 +208,25 @@ def check_attribute(
 
 def settings_below(base: type) -> set[str]:
     """Arguments of a class and its subclasses, and :data:`ELSEWHERE`'s."""
-    return {*arguments_of(base), *ELSEWHERE}.union(*map(settings_below, base.__subclasses__()))
+    own = {*arguments_of(base), *other_names_of(base), *ELSEWHERE}
+    return own.union(*map(settings_below, base.__subclasses__()))
 
 
-def note_names(name: str, given: Iterable[object], known: Collection[str], of_others: Collection[str]) -> None:
+def other_names_of(cls: type) -> Mapping[str, str]:
+    """Further names that a constructor takes -> its arguments."""
+    return getattr(cls.__init__, "other_names", {})
+
+
+def note_names(cls: type, given: Iterable[object], known: Collection[str], of_others: Collection[str]) -> None:
     """Warn of a group's misspelt names; ``use_muon`` is a ``ValueError``."""
+    name, other_names = cls.__name__, other_names_of(cls)
     if "use_muon" in given and "use_muon" in of_others:
         raise ValueError(
             f"{name}: a group has use_muon, which chooses no optimizer here: write Muon(matrices, rest), with the "
             f"parameters of use_muon=True and with all others"
         )
     for key in (key for key in given if isinstance(key, str) and key not in known):
-        meant = ELSEWHERE.get(key) or did_you_mean(key, known)
+        meant = ELSEWHERE.get(key) or did_you_mean(other_names.get(key, key), known)
         misspelt = difflib.get_close_matches(key, known, cutoff=MISSPELT)
         if misspelt or key in of_others:
             warn(f"{name}: {key!r} is no setting of its groups, so it has no effect{meant}")
@@ -374,7 +381,8 @@ def also_called[**P](**spellings: str | tuple[str, dict[Any, Any]]) -> Callable[
                     )
             init(*args, **kwargs)
 
-        accepting.other_names = frozenset(spellings)  # type: ignore[attr-defined]
+        arguments = {other: x if isinstance(x, str) else x[0] for other, x in spellings.items()}
+        accepting.other_names = arguments  # type: ignore[attr-defined]
         return accepting
 
     return decorate

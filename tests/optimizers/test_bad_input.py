@@ -324,6 +324,16 @@ def test_soap_says_the_shape_of_what_it_cannot_take_once():
         ("polargrad", "betas", ""),
         ("with_adamw", "nestrov", ", did you mean 'nesterov'?"),
         ("spectron", "tp_mode", ""),
+        ("spectron", "momentum", ", did you mean 'momentum_beta'?"),
+        ("soap", "momentum", ""),
+        ("soap", "use_eigh", ", did you mean 'basis_method'?"),
+        ("soap", "max_precond_dim", ", did you mean 'max_dim'?"),
+        ("shampoo", "use_eigh", ""),
+        ("kl_shampoo", "nesterov", ""),
+        ("psgd_kron", "nesterov", ""),
+        ("dion", "nesterov", ""),
+        ("ademamix", "momentum", ""),
+        ("lion", "nesterov", ""),
     ],
 )
 def test_a_setting_of_a_group_that_has_no_effect_is_named_once(name, key, hint, caplog):

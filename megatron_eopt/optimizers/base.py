@@ -21,8 +21,8 @@ from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warne
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
-    check_distinct,
     check_groups,
+    check_parameters,
     check_scalable,
     check_split,
     checked_split,
@@ -295,7 +295,7 @@ class BaseOptimizer(Optimizer):
         session.plans.engine = session.nonfinite = None
         session.scalable = False
         try:
-            check_distinct(type(self).__name__, self.param_groups)
+            check_parameters(type(self).__name__, self.param_groups)
             with group_settings.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
                 self._check_ranges(group)  # of tensors, too

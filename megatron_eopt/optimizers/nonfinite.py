@@ -137,26 +137,25 @@ def to_host(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
 def check_gradients(
     name: str, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]], placements: bool = True
 ) -> None:
-    """Refuse gradients that are complex, sparse or placed otherwise."""
+    """Refuse gradients that are sparse or placed otherwise."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
-        strange = gradient.layout is not torch.strided or gradient.is_complex()
-        if not strange and not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
+        sparse = gradient.layout is not torch.strided
+        if not sparse and not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
             continue
         # torch leaves those of norms under sequence parallelism as Partial: each rank has its own summand
         summand = isinstance(gradient, DTensor) and any(
             placement.is_partial() and gradient.device_mesh.size(i) > 1
             for i, placement in enumerate(gradient.placements)
         )
-        if not strange and not (placements and (summand or local(gradient).shape != local(parameter).shape)):
+        if not sparse and not (placements and (summand or local(gradient).shape != local(parameter).shape)):
             continue
         in_groups = [p for group in groups for p in group["params"]]
         called = dict(zip(in_groups, parameter_names(groups), strict=True))[parameter]
-        if strange:
-            kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
-            raise ValueError(f"{name} takes real, dense gradients, but that of {called} is {kind}")
+        if sparse:
+            raise ValueError(f"{name} takes dense gradients, but that of {called} is sparse ({gradient.layout})")
         found, expected = (
             f"the placements {x.placements}" if isinstance(x, DTensor) else "no placements"
             for x in (gradient, parameter)

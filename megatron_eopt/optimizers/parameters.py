@@ -113,13 +113,18 @@ def comparable(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
             yield name, repr((of, here.shape, here.rectangle, p.dtype)), local(p.detach())
 
 
-def check_distinct(name: str, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse a parameter that is twice in the last group."""
+def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse a parameter that is twice in the last group, or of no real numbers."""
     last = {parameter: index for index, parameter in enumerate(groups[-1]["params"])}
     for index, parameter in enumerate(groups[-1]["params"]):
         if last[parameter] != index:
             called = names_of_last(groups)[index]
             raise ValueError(f"{name}: {called} comes twice in one list of parameters, and would be stepped twice")
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            raise ValueError(
+                f"{name} takes parameters in floating point of 16 bits or more, but {names_of_last(groups)[index]} is "
+                f"{parameter.dtype}: leave it out, or train a copy in such a dtype (of complex numbers, of both parts)"
+            )
 
 
 def check_groups(name: str, pg_collection: object) -> None:

@@ -360,8 +360,6 @@ class Spectron(BaseOptimizer):
         parameters, names = [], names_of_last(self.param_groups)
         indices = names_of_last(self.param_groups, shapes=False)
         for parameter, called, index in zip(group["params"], names, indices, strict=True):
-            if not parameter.is_floating_point():
-                raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
             check_matrix(name, parameter, f"orthogonalizes matrices, but {index}")
             self._check_split(parameter)
             check_shard(parameter, self.pg_collection, called)

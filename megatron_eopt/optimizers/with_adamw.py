@@ -18,7 +18,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import check_adam_settings, check_order, plain, warn
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
-from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
+from megatron_eopt.optimizers.parameters import NAME, check_parameters, check_scalable
 from megatron_eopt.optimizers.state import StateTensor, check_shape, check_state_dict, check_writer
 from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
@@ -179,7 +179,7 @@ class Muon(Optimizer):
         adamw = AdamW(given, **adam_settings) if given else None
         self.adamw = adamw if adamw is not None and any(group["params"] for group in adamw.param_groups) else None
         for index, group in enumerate(self._adam_groups):
-            check_distinct(f"AdamW in {self._called}", self._adam_groups[: index + 1])
+            check_parameters(f"AdamW in {self._called}", self._adam_groups[: index + 1])
             group.setdefault(INITIAL_LR, float(group["lr"]))  # a tensor may be changed in place
         numbered = ((number, plain(group)) for number, group in enumerate(self._adam_groups))
         matrices._session.beside = {

@@ -17,7 +17,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import FOR_VECTORS, SETTINGS, build, decays, having, matrices, take
+from tests.optimizers.family import FOR_VECTORS, SETTINGS, build, decays, every_class, having, matrices, take
 
 every = pytest.mark.parametrize("name", [*OPTIMIZERS, "hybrid"])
 
@@ -145,34 +145,50 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(name):
     optimizer = made(name, [first, second])
     before = first.detach().clone()
     first.grad, second.grad = torch.ones(6, 4), torch.ones(6, 4).to_sparse()
-    message = r"takes real, dense gradients, but that of parameter 1 .* is sparse \(torch\.sparse_coo\)"
+    message = r"takes dense gradients, but that of parameter 1 .* is sparse \(torch\.sparse_coo\)"
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert torch.equal(first, before)
     assert not optimizer.state
 
 
-@every
-def test_a_complex_parameter_is_refused_before_anything_changes(name):
-    (first,) = matrices(1)
-    second = torch.nn.Parameter(torch.ones(6, 4, dtype=torch.complex64))
-    before = first.detach().clone()
-    first.grad, second.grad = torch.ones(6, 4), torch.ones_like(second)
-    with pytest.raises(ValueError, match=r"takes real.*parameter 1 .*complex"):
-        made(name, [first, second]).step()
-    assert torch.equal(first, before)
+DTYPES = [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "sparse"), (torch.complex64, "complex")])
-def test_a_gradient_that_torchs_adamw_cannot_take_leaves_the_matrices_too(dtype, kind):
+def of_dtype(dtype):
+    p = torch.nn.Parameter(torch.ones(6, 4).to(dtype), requires_grad=dtype.is_complex)
+    p.name_in_model = "layer.codes"
+    return p
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_class
+def test_a_parameter_of_no_real_numbers_is_refused_at_construction_and_in_a_new_group(name, dtype):
+    message = rf"\w takes parameters .*, but layer\.codes is {dtype}: leave it out"
+    p, q = matrices()
+    with pytest.raises(ValueError, match=message):
+        build(name, [p, of_dtype(dtype)])
+    optimizer = build(name, [q])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [of_dtype(dtype)]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torchs_adamw_beside_the_matrices_gets_real_numbers_too(dtype):
+    with pytest.raises(ValueError, match=rf"AdamW in Muon takes parameters .*, but layer\.codes is {dtype}: leave"):
+        Muon(matrices(1), [of_dtype(dtype)])
+
+
+def test_a_gradient_that_torchs_adamw_cannot_take_leaves_the_matrices_too():
     (matrix,) = matrices(1)
-    embedding = torch.nn.Parameter(torch.ones(5, 3, dtype=dtype))
+    embedding = torch.nn.Parameter(torch.ones(5, 3))
     optimizer = Muon([("layer.weight", matrix)], [("embedding.weight", embedding)])
     before = matrix.detach().clone()
-    gradient = torch.ones_like(embedding)
-    matrix.grad, embedding.grad = torch.ones(6, 4), gradient.to_sparse() if kind == "sparse" else gradient
-    message = rf"AdamW in Muon takes real, dense gradients, but that of embedding\.weight is {kind}"
-    with pytest.raises(ValueError, match=message):
+    matrix.grad, embedding.grad = torch.ones(6, 4), torch.ones(5, 3).to_sparse()
+    with pytest.raises(
+        ValueError, match=r"AdamW in Muon takes dense gradients, but that of embedding\.weight is sparse"
+    ):
         optimizer.step()
     assert torch.equal(matrix, before)
     assert not optimizer.state

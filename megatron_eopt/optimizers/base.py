@@ -51,7 +51,9 @@ from megatron_eopt.optimizers.state import (
     check_kept_state,
     check_loaded,
     check_writer,
-    name_in_states,
+    mark_of,
+    note_forgotten,
+    note_loaded,
 )
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
 from megatron_eopt.optimizers.users_functions import refuse_uncalled
@@ -304,7 +306,7 @@ class BaseOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        group[STATE_OF] = name_in_states(type(self))
+        group[STATE_OF] = mark_of(self)
 
     def _note_names(self, group: dict[str, Any]) -> None:
         """Warn of a group's misspelt settings, once."""
@@ -360,19 +362,16 @@ class BaseOptimizer(Optimizer):
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
-        groups = [self._completed(*pair) for pair in pairs]
+        groups = [self._completed(*pair) | {STATE_OF: mark_of(self)} for pair in pairs]
+        note_forgotten(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
         numbered, states = list(zip(self._parameters(), indices, strict=False)), self._states
         loaded = states.to_load(numbered, state_dict["state"])
         converted = check_loaded(type(self).__name__, loaded, self.state_tensors, self.matrix_layouts)
         of_device = states.without_host(numbered, state_dict["state"])
         super().load_state_dict({**state_dict, "param_groups": groups, "state": of_device})
-        if converted:
-            names = ", ".join(sorted(converted))
-            group_settings.warn(f"{type(self).__name__} converts the state that it loads: {names}")
+        note_loaded(type(self).__name__, converted, self._states.place(loaded))
         self._session.plans.engine = None
-        for parameter, state in loaded:
-            self._states.place(parameter, state)
         self._session.changing = False
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ State of a DTensor in another shape is a DTensor on the same mesh: torch's check
 that all ranks have alike, and save one rank's.
 """
 
+import inspect
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_eopt.matrices import WHOLE, declared_split, is_transposed
+from megatron_eopt.optimizers.group_settings import plain, warn
+from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.optimizers.quantized import shape_in_blocks
 from megatron_eopt.parallel.dtensor import lies_alike
@@ -38,6 +42,7 @@ WRITERS = {  # setting in a group -> the optimizer of torch that alone has it, w
     "amsgrad": "torch.optim.Adam or AdamW",
     "momentum_decay": "torch.optim.NAdam",
 }
+UNMARKED = frozenset({"tp_mode", "momentum_dtype"})  # exact in all but one value; and what the state shows by itself
 SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 
@@ -184,11 +189,15 @@ class States:
         host = {(i, tensor.key) for p, i in numbered for tensor in self.described(p) if self.is_on_host(p, tensor)}
         return {i: {key: x for key, x in state.items() if (i, key) not in host} for i, state in saved.items()}
 
-    def place(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> None:
-        """Set what torch's load moved, cast or left out."""
+    def place(self, loaded: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> set[str]:
+        """Set what torch's load moved, cast or left out; returns optional keys that states lack."""
+        return {key for parameter, saved in loaded for key in self._place(parameter, saved)}
+
+    def _place(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> Iterator[str]:
         state = self.kept[parameter]
         for tensor in self.described(parameter):
             if tensor.key not in saved and tensor.optional:
+                yield tensor.key if tensor.key in OPTIONAL else tensor.key.rpartition("_")[0]
                 continue
             if self.is_on_host(parameter, tensor):
                 state[tensor.key] = self.initial(parameter, tensor).copy_(saved[tensor.key])
@@ -201,8 +210,34 @@ class States:
 
 def name_in_states(cls: type) -> str:
     """A class's name in states; users' subclasses use their base's."""
+    return _of_ours(cls).__name__
+
+
+def _of_ours(cls: type) -> type:
     ours = f"{__name__.partition('.')[0]}."
-    return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(ours))
+    return next(base for base in cls.__mro__ if base.__module__.startswith(ours))
+
+
+def mark_of(optimizer: Any) -> str:
+    """Its :func:`name_in_states`, and, as JSON, settings that groups lack and that are no default."""
+    arguments = inspect.signature(_of_ours(type(optimizer)).__init__).parameters  # type: ignore[misc]
+    known = plain(optimizer.settings() | optimizer.settings_of_groups())
+    told = (known.keys() & arguments.keys()) - optimizer.defaults.keys() - UNMARKED
+    given = {key: x for key, x in known.items() if key in told and x != arguments[key].default}
+    return name_in_states(type(optimizer)) + (f" {json.dumps(given)}" if given else "")
+
+
+def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn of settings in marks of ``saved`` groups that ``groups`` to be loaded go on without."""
+    name, settings = type(optimizer).__name__, optimizer.settings() | optimizer.settings_of_groups()
+    forgotten = dict[str, None]()
+    for was, group in zip(saved, groups, strict=False):
+        said = json.loads(was.get(STATE_OF, "").partition(" ")[2] or "{}")
+        now = json.loads(json.dumps(plain({**settings, **group})))
+        changed = [key for key in said if key not in was and now.get(key, said[key]) != said[key]]
+        forgotten |= dict.fromkeys(f"{key} {said[key]!r} and goes on with {now[key]!r}" for key in changed)
+    if forgotten:
+        warn(f"{name} loads a state that was made with {', with '.join(forgotten)}: build it as it was to go on alike")
 
 
 def check_state_dict(name: str, state_dict: object) -> None:
@@ -227,7 +262,7 @@ def check_writer(cls: type, state_dict: Mapping[str, Any], warn: bool = False) -
     marks: dict[str, str] = {}  # writer -> the setting that says so
     for group in state_dict["param_groups"]:
         key = STATE_OF if STATE_OF in group else next(filter(group.__contains__, WRITERS), STATE_OF)
-        marks[group.get(STATE_OF, WRITERS.get(key, own))] = key
+        marks[str(group.get(STATE_OF, WRITERS.get(key, own))).partition(" {")[0]] = key
     marks.pop(own, None)
     if marks:
         other, keys = ", ".join(sorted(marks)), " and ".join(sorted(map(repr, set(marks.values()))))
@@ -278,6 +313,14 @@ def check_loaded(
             was, now = state[tensor.key].dtype, tensor.dtype or parameter.dtype
             converted |= {f"{tensor.key} from {was} to {now}"} if was != now else set()
     return converted
+
+
+def note_loaded(name: str, converted: Iterable[str], lacking: Iterable[str]) -> None:
+    """Warn of state that a load has converted, or that begins anew."""
+    if converted := sorted(converted):
+        warn(f"{name} converts the state that it loads: {', '.join(converted)}")
+    if lacking := sorted(lacking):
+        warn(f"{name} loads a state without {' and '.join(lacking)}, which begins anew")
 
 
 def check_kept_state(

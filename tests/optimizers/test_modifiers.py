@@ -1,6 +1,7 @@
 """Modifiers of Muon's step, on one rank, against their formulas written out in fp64."""
 
 import copy
+import io
 import itertools
 
 import pytest
@@ -162,7 +163,9 @@ def test_a_state_without_norms_goes_on_with_those_of_the_weights_and_one_with_th
     run(held, q, range(3, 5))
     assert held.state[q]["radius"].item() == pytest.approx(p.detach().norm().item(), rel=1e-15)
     assert q.detach().norm().item() == pytest.approx(p.detach().norm().item(), rel=1e-12)
-    assert not caplog.records
+    [begun] = [record.getMessage() for record in caplog.records]
+    assert begun == "TensorParallelMuon loads a state without radius, which begins anew"
+    caplog.clear()
     plain.load_state_dict({**held.state_dict(), "param_groups": plain.state_dict()["param_groups"]})
     assert list(plain.state[p]) == ["momentum_buffer"]
     assert "the state has radius, which no modifier here keeps: dropped" in caplog.text
@@ -320,6 +323,73 @@ def test_a_state_without_second_moments_goes_on_with_new_ones():
     assert other.state[q]["moment2_buffer"].shape == fresh.state[r]["moment2_buffer"].shape == (9,)
     # (1 - beta2) times means of squares, whose sum is that of squared singular values over the columns
     assert other.state[q]["moment2_buffer"].sum().item() == pytest.approx(0.05 * 6 / 6, rel=0.1)
+
+
+# Settings of the constructor, each with what it is named by where a load goes on without it.
+FORGOTTEN = [
+    ({"weight_norm": "brake"}, "weight_norm 'brake' and goes on with 'none'"),
+    ({"weight_norm": "hold"}, "weight_norm 'hold' and goes on with 'none'"),
+    ({"relative_update": "bound"}, "relative_update 'bound' and goes on with 'none'"),
+    ({"cautious_weight_decay": True}, "cautious_weight_decay True and goes on with False"),
+    ({"moment2_method": "normuon", "beta2": 0.5}, "moment2_method 'normuon' and goes on with 'none'"),
+    ({"num_ns_steps": 3}, "num_ns_steps 3 and goes on with 5"),
+    ({"scale_mode": "unit_rms_norm"}, "scale_mode 'unit_rms_norm' and goes on with 'spectral'"),
+    ({"coefficient_type": [(3.0, -3.2, 1.2)] * 5}, "coefficient_type [[3.0, -3.2, 1.2], "),
+]
+
+
+def saved_and_read(opt):
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(("settings", "named"), FORGOTTEN, ids=str)
+def test_a_load_that_forgets_a_setting_of_the_constructor_names_it(settings, named, caplog):
+    first, _ = trained(settings, range(2), dtype=torch.float32)
+    state = saved_and_read(first)
+    again, _ = trained(settings, (), dtype=torch.float32)
+    caplog.clear()
+    again.load_state_dict(state)
+    assert "goes on" not in caplog.text
+    without, p = trained({}, ())
+    without.load_state_dict(state)
+    assert f"TensorParallelMuon loads a state that was made with {named}" in caplog.text
+    run(without, p, [3])
+    caplog.clear()
+    trained({}, ())[0].load_state_dict(saved_and_read(without))  # which has gone on without it
+    for group in state["param_groups"]:
+        group["state_of"] = "TensorParallelMuon"  # as earlier states have it
+    trained({}, ())[0].load_state_dict(state)
+    assert "goes on" not in caplog.text
+
+
+@pytest.mark.parametrize(("settings", "named"), FORGOTTEN[:4], ids=str)
+def test_a_group_that_has_the_setting_itself_has_not_forgotten_it(settings, named, caplog):
+    state = saved_and_read(trained(settings, range(2))[0])
+    decay = {"weight_decay": DECAY if settings.get("weight_norm") != "hold" else 0.0}
+    opt = TensorParallelMuon([{"params": [matrix(9, 6)], **settings}], LR, BETA, fp32_matmul_prec="highest", **decay)
+    opt.load_state_dict(state)
+    assert "goes on" not in caplog.text
+
+
+def test_an_attribute_that_is_set_later_is_one_that_a_load_may_forget(caplog):
+    first, p = trained({}, range(2))
+    first.scale_mode = "unit_rms_norm"
+    run(first, p, [2])
+    trained({}, ())[0].load_state_dict(saved_and_read(first))
+    assert "scale_mode 'unit_rms_norm' and goes on with 'spectral'" in caplog.text
+
+
+@pytest.mark.parametrize(("modifier", "key"), [("hold", "radius"), ("normuon", "moment2_buffer")])
+def test_state_of_a_modifier_that_a_load_lacks_begins_anew_and_is_named(modifier, key, caplog):
+    settings = {"weight_norm": "hold"} if modifier == "hold" else {"moment2_method": modifier}
+    state = saved_and_read(trained({}, range(2))[0])
+    for group in state["param_groups"]:
+        group["weight_decay"] = 0.0
+    trained(settings, ())[0].load_state_dict(state)
+    assert f"TensorParallelMuon loads a state without {key}, which begins anew" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["scion", "polargrad", "mars_muon"])

@@ -45,7 +45,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     Raises:
         ValueError: also for an unknown method, ``beta2`` or ``eps`` out of its range, namo with L2 decay, for normuon
-            and namo with ``blockwise`` shards, and for normuon with DTensors that are cut along rows and columns, or
+            and namo with ``blockwise``, and for normuon with DTensors that are cut along rows and columns, or
             whose logical matrices are cut as no placement says.
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """

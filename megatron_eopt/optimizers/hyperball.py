@@ -42,7 +42,7 @@ class MuonHyperball(TensorParallelMuon):
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
-        ValueError: as by Muon; for a weight decay, for scale settings, and with ``blockwise`` for shards. In the first
+        ValueError: as by Muon; for a weight decay, for scale settings, and with ``blockwise``. In the first
             step, before anything is changed, for a matrix whose norm is zero or not finite.
 
     [1] Wen et al., Fantastic Pretraining Optimizers and Where to Find Them 2.1: Hyperball Optimization (2025).

@@ -61,7 +61,7 @@ class MarsMuon(TensorParallelMuon):
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
-        ValueError: as by Muon; for ``gamma`` out of its range, and with ``blockwise`` for shards.
+        ValueError: as by Muon; for ``gamma`` out of its range, and with ``blockwise``.
 
     [1] Yuan et al., MARS: Unleashing the Power of Variance Reduction for Training Large Models, arXiv 2411.10438.
     """
@@ -105,8 +105,7 @@ class MarsMuon(TensorParallelMuon):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        for parameter in group["params"]:
-            refuse_blockwise(self, parameter, "norms")
+        refuse_blockwise(self, "norms")
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, the previous gradient, and whether there is one."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -19,7 +18,7 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.cost import Rates
-from megatron_eopt.parallel.layout import Layout, is_sharded
+from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
 
 MOMENTUM_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -143,17 +142,13 @@ def check_shards(optimizer: BaseOptimizer, parameter: Tensor, called: str) -> No
         check_shard(parameter, optimizer.pg_collection, called, otherwise)
 
 
-def refuse_blockwise(optimizer: BaseOptimizer, parameter: Tensor, measured: str, otherwise: str = "") -> None:
-    """Refuse ``blockwise`` shards where global matrices are measured."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    # blockwise needs no groups
-    untold = optimizer.pg_collection is None and is_sharded(parameter) and not alone
-    if optimizer.tp_mode == "blockwise" and (untold or optimizer.layout(parameter).sharded):
-        name, shape = type(optimizer).__name__, tuple(parameter.shape)
+def refuse_blockwise(optimizer: BaseOptimizer, measured: str, otherwise: str = "") -> None:
+    """Refuse ``blockwise`` where global matrices are measured, at every number of ranks."""
+    if optimizer.tp_mode == "blockwise":
         raise ValueError(
-            f"{name}: with tp_mode blockwise the {measured} would be those of shards, which belong to no matrix of the "
-            f"model and to no other number of ranks, for a sharded parameter of shape {shape}: take an exact tp_mode "
-            f"(auto, duplicated, ...){otherwise}"
+            f"{type(optimizer).__name__}: with tp_mode blockwise the {measured} would be those of shards, which belong "
+            f"to no matrix of the model and to no other number of ranks: take an exact tp_mode (auto, duplicated, ...)"
+            f"{otherwise}"
         )
 
 

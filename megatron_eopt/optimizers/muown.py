@@ -206,7 +206,7 @@ class Muown(TensorParallelMuon):
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
-        ValueError: as by Muon; for ``beta1``, ``beta2`` or ``eps`` out of their range, with ``blockwise`` for shards,
+        ValueError: as by Muon; for ``beta1``, ``beta2`` or ``eps`` out of their range, with ``blockwise``,
             and for a DTensor whose logical matrices are cut as no placement says.
 
     [1] Lion et al., Muown: Row-Norm Control for Muon Optimization, arXiv 2605.10797.
@@ -253,8 +253,8 @@ class Muown(TensorParallelMuon):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        refuse_blockwise(self, "norms")
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
-            refuse_blockwise(self, parameter, "norms")
             name = f"{type(self).__name__}: {called}"
             check_placements(name, parameter, self.state_tensors(parameter), self.matrix_layouts)
 

@@ -36,7 +36,7 @@ class PolarGrad(TensorParallelMuon):
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
-        ValueError: as by Muon; for scale settings, and with ``blockwise`` for shards.
+        ValueError: as by Muon; for scale settings, and with ``blockwise``.
 
     [1] Lau, Long and Su, PolarGrad: A Class of Matrix-Gradient Optimizers from a Unifying Preconditioning Perspective,
     arXiv 2505.21799.

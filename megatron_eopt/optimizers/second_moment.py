@@ -115,7 +115,7 @@ def check_moments(optimizer: OrthogonalizedOptimizer, parameter: Tensor, called:
     """Refuse layouts of which there are no statistics."""
     name = type(optimizer).__name__
     if method != "adamuon":
-        refuse_blockwise(optimizer, parameter, f"statistics of {method}", ", or adamuon")
+        refuse_blockwise(optimizer, f"statistics of {method}", ", or adamuon")
     if method == "normuon" and len(optimizer.layout(parameter).cut_dims) > 1:
         raise ValueError(
             f"{name}: the statistics of normuon, one for each row or column, need one of them whole, but "

@@ -647,11 +647,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         modifiers.check_effect(self._modifiers_in(group))
         if (rule := self.traits.size_rule or modifiers.sizes) and self._of_user("scale_factor_fn"):
             raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
+        if self.traits.measures or modifiers.measures:
+            refuse_blockwise(self, "norms")
         for parameter in group["params"]:
             check_kept(name, parameter, self.offload_fraction, self.momentum_dtype)
             check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
-            if self.traits.measures or modifiers.measures:
-                refuse_blockwise(self, parameter, "norms")
         if (method := modifiers.moment2_method) != "none":
             if users and "moment2_method" in self.modifiers.settable(self.traits.has_modifiers):
                 raise ValueError(

@@ -229,4 +229,4 @@ def test_blockwise_is_for_scion_alone(results):
             assert message.startswith(
                 f"{KINDS[kind].__name__}: with tp_mode blockwise the norms would be those of shards"
             )
-            assert message.endswith("(6, 4): take an exact tp_mode (auto, duplicated, ...)")
+            assert message.endswith("number of ranks: take an exact tp_mode (auto, duplicated, ...)")

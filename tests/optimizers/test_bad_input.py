@@ -242,6 +242,26 @@ def test_gradients_that_lie_otherwise_than_their_parameters_are_refused_on_all_r
             assert "parameter.grad.redistribute(placements=parameter.placements)" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "measured"),
+    [
+        *((name, {}, "norms") for name in ("muown", "mars_muon", "polargrad", "muon_hyperball")),
+        ("muon", {"weight_norm": "brake"}, "norms"),
+        ("muon", {"relative_update": "bound"}, "norms"),
+        ("muon", {"moment2_method": "normuon"}, "statistics of normuon"),
+        ("adaptive_muon", {"moment2_method": "namo"}, "statistics of namo"),
+    ],
+)
+def test_blockwise_is_refused_at_every_number_of_ranks_where_whole_matrices_are_measured(name, settings, measured):
+    message = f"with tp_mode blockwise the {measured} would be those of shards, .*: take an exact tp_mode"
+    with pytest.raises(ValueError, match=message):
+        build(name, matrices(1), tp_mode="blockwise", **settings)
+    optimizer = build(name, matrices(1), **settings)
+    with pytest.raises(ValueError, match=message):
+        optimizer.tp_mode = "blockwise"
+    build("muon", matrices(1), tp_mode="blockwise")
+
+
 FLAGS = [
     (name, key)
     for name, row in OPTIMIZERS.items()

@@ -203,6 +203,8 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
             flush=True,
         )
     _check_effect(args)
+    for warning in without_effect(args) if getattr(args, "rank", 0) == 0 else ():
+        print(f"megatron_eopt: warning: {warning}", flush=True)
     for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
         if hasattr(args, dest) and not hasattr(config, dest):
             setattr(config, dest, getattr(args, dest))
@@ -212,11 +214,13 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
 
 
 def unread(config: Any) -> list[str]:
-    """Settings of Megatron's Muon that a run has changed and nothing here reads."""
+    """Warnings of settings of Megatron's Muon that nothing here reads."""
     read = {flag.dest for flag in _KNOWN} | {"muon_use_nesterov"}  # of 0.17
     fields = dataclasses.fields(releases.core_optimizer(".optimizer_config").OptimizerConfig)
     others = ((field, getattr(config, field.name, None)) for field in fields if "muon" in field.name)
-    return [f"{field.name}={value}" for field, value in others if field.name not in read and value != field.default]
+    what = "without effect: a setting of Megatron's Muon, unknown here; leave it out"
+    given = [(field, value) for field, value in others if field.name not in read and value != field.default]
+    return [f"{field.name}={value} {what}" for field, value in given]
 
 
 def builds(args: argparse.Namespace) -> bool:
@@ -224,7 +228,9 @@ def builds(args: argparse.Namespace) -> bool:
     return args.optimizer.removeprefix("dist_") in OPTIMIZERS
 
 
-def _is_shared_with(flag: Flag, name: str) -> bool:
+def _reads(name: str, flag: Flag) -> bool:
+    if name == flag.optimizer:
+        return True
     if name in OPTIMIZERS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
         return flag.optimizer == "muon" and flag.setting in OPTIMIZERS[name].of_muon
     return flag.shared and takes_matrices(name)
@@ -251,11 +257,23 @@ def _check_effect(args: argparse.Namespace) -> None:
             f"--optimizer-weight-average {average} is for runs with this package's optimizers and what is beside them, "
             f"and --optimizer {name} is Megatron's own: leave it away"
         )
+
+
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """Warnings of given flags that no optimizer of the run reads."""
+    if getattr(args, "optimizer_overrides", None) is not None:  # they may give some parameters to any optimizer
+        return []
+    name = getattr(args, "optimizer", "").removeprefix("dist_")
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
     all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
-    flags = [flag for flag in _KNOWN if all_known or not flag.megatrons]
     built = {name, getattr(args, "muon_scalar_optimizer", "adam") if takes_matrices(name) else name}
-    others = [flag for flag in flags if flag.optimizer not in built and not _is_shared_with(flag, name)]
-    given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]
-    if given and getattr(args, "rank", 0) == 0:
-        print(f"megatron_eopt: warning: {', '.join(given)} without effect, with --optimizer {name}", flush=True)
+    unread: dict[str, list[str]] = {}  # by those that read them
+    for flag in _KNOWN:
+        given = getattr(args, flag.dest, None) not in (None, flag.default) and (all_known or not flag.megatrons)
+        if given and not any(_reads(each, flag) for each in built):
+            readers = [each for each in OPTIMIZERS if _reads(each, flag)]
+            unread.setdefault(" or ".join(readers), []).append(flag.name)
+    return [
+        f"{', '.join(flags)} without effect, with --optimizer {name}: leave out, or take --optimizer {readers}"
+        for readers, flags in unread.items()
+    ]

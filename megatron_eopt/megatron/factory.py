@@ -79,8 +79,8 @@ class OptimizerOfRun:
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
         if (caveat := releases.caveat(self.facts.release)) is not None:
             agreement.say(caveat)
-        if others := unread(self.config):
-            agreement.say(f"warning: {', '.join(others)} without effect: settings of Megatron's Muon, unknown here")
+        for warning in unread(self.config):
+            agreement.say(f"warning: {warning}")
         self.describe()
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         matrices, overrides = agreement.on_all_ranks(self.check)

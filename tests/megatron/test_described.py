@@ -92,8 +92,11 @@ def test_what_the_run_would_be_refused_for(tmp_path, capsys):
 
 def test_what_the_run_would_warn_of(capsys):
     flags = [flag for flag in RUN if flag not in ("--muon-extra-scale-factor", "0.2")]
-    assert main(["plan", "--", *map(str, [*SMALL_GPT, *flags, "--muon-tp-mode", "owner"])]) == 0
-    assert "warning: " in (out := capsys.readouterr().out)
+    unread = ["--soap-nesterov", "--muon-tp-mode", "owner"]
+    assert main(["plan", "--", *map(str, [*SMALL_GPT, *flags, *unread])]) == 0
+    out = capsys.readouterr().out
+    unused = "without effect, with --optimizer muon: leave out, or take --optimizer soap"
+    assert f"\nwarning: --soap-nesterov {unused}\n" in out
     assert "\nTensorParallelMuon, tp_mode owner (--muon-tp-mode)\n" in out
     assert "--muon-preset match_adamw" in out
 

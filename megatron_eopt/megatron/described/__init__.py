@@ -27,10 +27,11 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
     """
     with described_run(flags, 0, world_size) as run:
         # only now: importing Megatron may need what stands in for a GPU
+        from megatron_eopt.megatron.arguments import unread, without_effect
         from megatron_eopt.megatron.described.optimizers import matches_here, planned_rank
 
         ranks, name = ranks_to_describe(run.args), run.args.optimizer.removeprefix("dist_")
-        counts = matches_here(run)
+        counts, unused = matches_here(run), [*without_effect(run.args), *unread(run.optimizer_config)]
     for done, rank in enumerate(ranks[1:], 1):
         progress(done, 2 * len(ranks))
         with described_run(flags, rank, world_size) as run:
@@ -50,6 +51,6 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
         next(filter(None, explained), []),
         list(zip(counted, memory[::experts], strict=True)),
         problems(together, name, takes_matrices(name)),
-        warnings(together, scale_modes[0]),
+        [*unused, *warnings(together, scale_modes[0])],
         run.notes,
     )

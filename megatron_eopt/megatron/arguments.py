@@ -18,6 +18,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
+from megatron_eopt.optimizers.presets import PRESETS
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
@@ -27,6 +28,7 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_m
 
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"
+PRESET_FLAGS_GIVEN = "preset_flags_given"  # on arguments: destinations of flags, among those that presets set
 
 RUN_FLAGS = (  # whatever the optimizer
     Flag("optimizer_overrides", "Settings of single parameters, in YAML or JSON.", default=None, metavar="FILE"),
@@ -98,6 +100,14 @@ class _StoreNamed(argparse._StoreAction):
         setattr(namespace, TP_MODE_SOURCE, f"{option_string}{ours}")
 
 
+class _Noted(argparse.Action):
+    """Notes that its flag was given, which a value equal to the default does not tell."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        setattr(namespace, PRESET_FLAGS_GIVEN, (*getattr(namespace, PRESET_FLAGS_GIVEN), self.dest))
+
+
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
     """Let Megatron's parser know our optimizers, and :data:`FLAGS`."""
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
@@ -115,7 +125,11 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     tp_mode.choices, tp_mode.default = list(get_args(TpMode)), DEFAULT_TP_MODE
     tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
     tp_mode.__class__ = _StoreNamed
-    parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED})
+    set_by_presets = {f"muon_{setting}" for preset in PRESETS.values() for setting in preset.settings}
+    for action in parser._actions:
+        if action.dest in set_by_presets | {"muon_use_nesterov"}:  # of 0.17
+            action.__class__ = type("Noted", (_Noted, type(action)), {})
+    parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED, PRESET_FLAGS_GIVEN: ()})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     group = parser.add_argument_group("megatron_eopt")

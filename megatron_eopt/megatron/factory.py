@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, unread
+from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, PRESET_FLAGS_GIVEN, TP_MODE_SOURCE, UNNAMED, unread
 from megatron_eopt.megatron.averaging import average_weights, check_rule
 from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
@@ -58,7 +58,7 @@ class OptimizerOfRun:
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
-        adjusted = without_sharing(with_preset(config, self.facts.args is not None), self.facts)
+        adjusted = without_sharing(with_preset(config, self.facts.args), self.facts)
         fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
         self.config = with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
         self.model_chunks, self.groups = model_chunks, pg_collection
@@ -222,10 +222,11 @@ class OptimizerOfRun:
         check_steps(self.optimizer, self.matrices_here, compare, look)
 
 
-def with_preset(config: Any, parsed: bool = False) -> Any:
+def with_preset(config: Any, args: Any = None) -> Any:
     """The config with the settings of ``muon_preset``.
 
-    A field counts as not given where it has its default: that of Megatron's parser for ``parsed``, else the config's.
+    A field was given if ``args`` of Megatron's parser say so, or if it differs from its default: that of the parser
+    with ``args``, else the config's.
     """
     preset = getattr(config, "muon_preset", None)
     if preset is None:
@@ -240,15 +241,20 @@ def with_preset(config: Any, parsed: bool = False) -> Any:
     settings = PRESETS[preset].settings
     fields = {key: _field(config, key) for key in settings}
     defaults = {flag.setting: flag.default for flag in OPTIMIZERS["muon"].flags}
-    if not parsed:
+    if args is None:
         defaults |= {key: getattr(type(config), field, defaults[key]) for key, field in fields.items()}
-    given = {key: getattr(config, field) for key, field in fields.items()}
-    contradict = {key: given[key] for key in settings if given[key] not in (defaults[key], settings[key])}
+    values = {key: getattr(config, field) for key, field in fields.items()}
+    replaced = {key: value for key, value in values.items() if value != settings[key]}
+    flags = getattr(args, PRESET_FLAGS_GIVEN, None)
+    contradict = {key: x for key, x in replaced.items() if x != defaults[key] or fields[key] in (flags or ())}
     if contradict:
         raise ValueError(
             f"--muon-preset {preset} stands for {described(settings)}, but the run also says {described(contradict)}: "
             f"keep the preset, or what it stands for as flags"
         )
+    if replaced and flags is None:
+        known = "these are defaults of the config, which count as not given"
+        agreement.say(f"muon_preset {preset} replaces {described(replaced)}: {known}")
     return with_fields(config, **{fields[key]: value for key, value in settings.items()})
 
 

@@ -1,9 +1,11 @@
+import argparse
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
+from megatron_eopt.megatron.arguments import amend
 from megatron_eopt.megatron.factory import with_preset
 from megatron_eopt.optimizers.presets import PRESETS
 from megatron_eopt.orthogonalize import predicted_update_rms
@@ -74,16 +76,53 @@ def config(preset, **fields):
     return Config(optimizer="muon", muon_preset=preset, **rest, **given)
 
 
-def test_the_default_of_a_config_is_no_contradiction():
+def test_the_default_of_a_config_is_no_contradiction(capsys):
+    """And since nothing tells whether it was given, what is replaced is said."""
     assert with_preset(config("eo-0.5")).muon_momentum == 0.9
-    assert with_preset(config("eo-0.5", muon_momentum=0.9), parsed=True).muon_num_ns_steps == 16
+    replaced = "extra_scale_factor 1, momentum 0.95, coefficient_type quintic, num_ns_steps 5"
+    assert f"muon_preset eo-0.5 replaces {replaced}: " in capsys.readouterr().out
+    assert with_preset(config("eo-0.5", muon_momentum=0.9), SimpleNamespace()).muon_num_ns_steps == 16
+    assert "momentum" not in capsys.readouterr().out
 
 
 def test_another_value_than_the_default_is_a_contradiction():
     with pytest.raises(ValueError, match=r"but the run also says momentum 0\.95: keep the preset"):
-        with_preset(config("eo-0.5", muon_momentum=0.95), parsed=True)
+        with_preset(config("eo-0.5", muon_momentum=0.95), SimpleNamespace())
     with pytest.raises(ValueError, match=r"but the run also says extra_scale_factor 0\.5, nesterov True: keep"):
         with_preset(config("kimi-k2", muon_nesterov=True, muon_extra_scale_factor=0.5))
+
+
+@pytest.mark.parametrize(
+    ("preset", "flags", "refused"),
+    [
+        ("modded-nanogpt", "--muon-momentum 0.9 --muon-num-ns-steps=5", "momentum 0.9, num_ns_steps 5"),
+        ("keller", "--muon-scale-mode spectral", "scale_mode spectral"),
+        ("match_adamw", "--muon-extra-scale-factor 1", "extra_scale_factor 1"),
+        ("kimi-k2", "--muon-coefficient-type quintic", "coefficient_type quintic"),
+        ("eo-0.5", "--muon-momentum 0.9", None),  # as the preset has it
+        ("match_adamw", "--muon-momentum 0.9", None),  # which this preset does not set
+        ("eo-0.5", "", None),
+    ],
+)
+def test_a_flag_that_is_given_at_its_default_is_a_contradiction(capsys, preset, flags, refused):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--optimizer")
+    parser.add_argument("--muon-momentum", type=float, default=0.9)
+    parser.add_argument("--muon-scale-mode", default="spectral")
+    parser.add_argument("--muon-extra-scale-factor", type=float, default=1.0)
+    parser.add_argument("--muon-coefficient-type", default="quintic")
+    parser.add_argument("--muon-num-ns-steps", type=int, default=5)
+    parser.add_argument("--muon-nesterov", action="store_true")
+    for others in ("--muon-fp32-matmul-prec", "--muon-tp-mode"):
+        parser.add_argument(others)
+    args = amend(parser).parse_args(["--optimizer", "muon", "--muon-preset", preset, *flags.split()])
+    given = Config(**vars(args))
+    if refused is None:
+        assert with_preset(given, args).muon_momentum == PRESETS[preset].settings.get("momentum", 0.9)
+        assert capsys.readouterr().out == ""
+    else:
+        with pytest.raises(ValueError, match=f"but the run also says {refused}: keep the preset"):
+            with_preset(given, args)
 
 
 def test_a_config_of_megatron_core_0_17_gets_its_own_name_of_the_look_ahead():

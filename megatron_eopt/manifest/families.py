@@ -50,7 +50,7 @@ class ManifestRow:
     matrices: tuple[LogicalMatrix, ...]  # none for a parameter that is not orthogonalized
     update_rms: float | None  # predicted, of the first update before the learning rate; None if not known
     lr: float  # the largest learning rate of the schedule
-    min_lr: float  # the smallest
+    min_lr: float  # the smallest, which is the largest where the schedule is constant
     weight_decay: float  # as it is applied
     settings: dict[str, Any] = field(hash=False)  # further ones that are not the defaults
     sources: dict[str, str] = field(hash=False)  # setting -> file and line, or flag

@@ -222,8 +222,9 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
     for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
         if hasattr(args, dest) and not hasattr(config, dest):
             setattr(config, dest, getattr(args, dest))
-    # of the scheduler, not of the optimizer: whether overrides may let a weight decay change
-    config.weight_decay_incr_style = getattr(args, "weight_decay_incr_style", None)
+    # of the scheduler, not of the optimizer: whether overrides may let a weight decay change, and where rates end
+    for dest in ("weight_decay_incr_style", "lr_decay_style"):
+        setattr(config, dest, getattr(args, dest, None))
     return config, overrides
 
 

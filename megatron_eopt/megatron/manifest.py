@@ -109,6 +109,12 @@ def _row(
     group = {} if updated is None else updated.group
     name = None if updated is None else optimizer_name(updated.optimizer)
     sizes = [each.rms for each in matrices if each.rms is not None]
+    overruled = [f"{each.key} {each.value} by {each.source}" for each in resolved.overruled]
+    rate, lowest = group.get("max_lr", config.lr) or 0.0, group.get("min_lr", config.min_lr) or 0.0
+    if getattr(config, "lr_decay_style", None) == "constant":  # Megatron's other schedules end at min_lr
+        if (source := sources.pop("min_lr", None)) is not None:
+            overruled.append(f"min_lr {lowest:g} by {source}, as the schedule is constant")
+        lowest = rate
     return ManifestRow(
         name=info.name,
         shape=info.shape,
@@ -118,12 +124,12 @@ def _row(
         layout=layout,
         matrices=tuple(LogicalMatrix(each.name, *each.shape, each.scheme, each.scale) for each in matrices),
         update_rms=max(sizes) if sizes else _RMS.get(name or ""),
-        lr=group.get("max_lr", config.lr) or 0.0,
-        min_lr=group.get("min_lr", config.min_lr) or 0.0,
+        lr=rate,
+        min_lr=lowest,
         weight_decay=group.get("end_wd", config.weight_decay) * group.get("wd_mult", 1.0),
         settings={key: value for key, value in assigned.settings.items() if key in sources.keys() - _SHOWN_ELSEWHERE},
         sources=sources,
-        overruled=tuple(f"{each.key} {each.value} by {each.source}" for each in resolved.overruled),
+        overruled=tuple(overruled),
         state_bytes=0 if updated is None else _state_bytes(info, updated, name) + _of_average(info, config),
         tied_to=_TIED.get(info.name) if getattr(parameter, "shared_embedding", False) else None,
         excluded=assigned.optimizer is None,

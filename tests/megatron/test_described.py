@@ -1,6 +1,7 @@
 """``plan -- FLAGS``: what it says is what the run will print, for every parallel layout, without a run."""
 
 import json
+import re
 import subprocess
 import sys
 from math import prod
@@ -99,6 +100,27 @@ def test_what_the_run_would_warn_of(capsys):
     assert f"\nwarning: --soap-nesterov {unused}\n" in out
     assert "\nTensorParallelMuon, tp_mode owner (--muon-tp-mode)\n" in out
     assert "--muon-preset match_adamw" in out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (["--lr-decay-style", "constant"], "0.01"),
+        (["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", 1], "0.01 to 0"),
+        (["--lr-decay-style", "inverse-square-root"], "0.01 to 0"),
+    ],
+)
+def test_rates_are_those_of_the_schedule(capsys, schedule, rates):
+    """Megatron's constant one never comes to --min-lr."""
+    flags = [*SMALL_GPT, *RUN, "--min-lr", 0, "--muon-min-lr", "1e-3", "--train-iters", 10, *schedule]
+    assert main(["plan", "--", *map(str, flags)]) == 0
+    out = capsys.readouterr().out
+    columns = [re.split(r"  +", line) for line in out.splitlines() if line.startswith(("embedding.", "decoder."))]
+    of_rates = {line[-3] for line in columns if len(line) > 8}
+    assert of_rates == {rates, rates.replace("to 0", "to 0.001")}
+    unused = "min_lr 0.001 by --muon-min-lr, as the schedule is constant"
+    assert (unused in out) is (rates == "0.01")
+    assert ("min_lr 0.001 (--muon-min-lr)" in out) is (rates != "0.01")
 
 
 def test_flags_on_both_sides_are_refused(capsys):

@@ -12,11 +12,12 @@ from megatron_eopt.megatron.agreement import distinct, of_entries, on_all_ranks,
 from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
+from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.overrides.known import settings_of_groups
 from megatron_eopt.overrides.settings import ENDS, OF_ALL, inconsistent
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices, traits_of
 
+_OF_RUN = OF_ALL | {"split"}  # settings that are no optimizer's
 _RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}  # setting -> its name in Megatron's groups
 
 
@@ -108,7 +109,7 @@ class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
 def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
     """Settings that are not the run's, in Megatron's names."""
     settings = assigned.settings
-    group = {key: value for key, value in settings.items() if key not in OF_ALL | {"split"}}
+    group = {key: value for key, value in settings.items() if key not in _OF_RUN}
     if assigned.optimizer != config.optimizer.removeprefix("dist_") and releases.has_registry():
         group["optimizer"] = assigned.optimizer
     if any(assigned.user_source(key) for key in _RATES):
@@ -184,9 +185,14 @@ def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Seque
         if error(name, decay) is not None:
             continue  # whatever the overrides say: the run will meet it, or it has parameters to show
         if (together := error(name, decay | settings)) is not None:
-            alone = ((key, error(name, decay | {key: value})) for key, value in settings.items())
-            key, what = next((each for each in alone if each[1] is not None), (next(iter(settings)), together))
-            mistakes.append(f"{each.resolved.sources[key]}: {key}: {what}, for {each.name}")
+            # the blame is on those without which the others are right, as both of two that do not go together
+            others = {key: {k: value for k, value in settings.items() if k != key} for key in settings}
+            cures = tuple(key for key in settings if error(name, decay | others[key]) is None)
+            alone = {(key,): error(name, decay | {key: value}) for key, value in settings.items()}
+            wrong = {keys: what for keys, what in alone.items() if what} if not cures else {cures: together}
+            for keys, what in (wrong or {tuple(settings): together}).items():
+                sources = " and ".join(dict.fromkeys(each.resolved.sources[key] for key in keys))
+                mistakes.append(f"{sources}: {', '.join(keys)}: {what}, for {each.name}")
     if mistakes:
         raise OverrideError("\n".join(mistakes))
 
@@ -204,7 +210,7 @@ def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
 
 
 def _of_optimizer(assigned: Assignment) -> dict[str, Any]:
-    return {k: value for k, value in assigned.settings.items() if k not in SETTINGS and assigned.user_source(k)}
+    return {k: value for k, value in assigned.settings.items() if k not in _OF_RUN and assigned.user_source(k)}
 
 
 def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:

@@ -5,7 +5,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from torch.optim.optimizer import Optimizer
 
@@ -16,8 +16,8 @@ SPLITS = ("none", "default", "all")
 
 # Megatron builds these two, with these arguments; optimizers in the registry are read themselves.
 _MEGATRONS_OWN: dict[str, Any] = {
-    "adam": lambda: ({"betas": (0.9, 0.999), "eps": 1e-8}, frozenset()),
-    "sgd": lambda: ({"momentum": 0.9}, frozenset()),
+    "adam": lambda: ({"betas": (0.9, 0.999), "eps": 1e-8}, frozenset(), {}),
+    "sgd": lambda: ({"momentum": 0.9}, frozenset(), {}),
 }
 # What every optimizer has.
 _COMMON = frozenset({"params", "lr", "weight_decay"})
@@ -56,13 +56,14 @@ class Known:
     optimizers: Mapping[str, Mapping[str, Any]]  # name -> settings of single parameters -> defaults
     splits: tuple[str, ...] = SPLITS
     fixed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # name -> arguments for all of its parameters
+    choices: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)  # name -> settings -> values
 
     @classmethod
     def registered(cls, further_splits: Iterable[str] = ()) -> "Known":
         """What the registry has now, and Megatron's adam and sgd."""
         classes: dict[str, Any] = {name: get_optimizer_entry(name).optimizer_cls for name in list_optimizers()}
         calls = _MEGATRONS_OWN | {name: partial(_read, each) for name, each in classes.items()}
-        return cls(_Lazy(calls, 0), (*SPLITS, *further_splits), _Lazy(calls, 1))
+        return cls(_Lazy(calls, 0), (*SPLITS, *further_splits), _Lazy(calls, 1), _Lazy(calls, 2))
 
     def having(self, key: str) -> list[str]:
         """The optimizers that have a setting."""
@@ -76,8 +77,8 @@ def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
 
 
 @cache
-def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Settings of a class's groups, and its other arguments."""
+def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str], dict[str, tuple[str, ...]]]:
+    """Settings of a class's groups, its other arguments, and values of those that are choices."""
     try:
         taken = list(inspect.signature(optimizer_cls).parameters.values())
     except (TypeError, ValueError):  # a stand-in, or a class that is not Python's
@@ -92,7 +93,8 @@ def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
         settings = own
     if "split_qkv" in own:
         settings = settings | {"split": "default"}
-    return settings, frozenset(own.keys() - settings.keys())
+    choices = {x.name: get_args(x.annotation) for x in named if get_origin(x.annotation) is Literal}
+    return settings, frozenset(own.keys() - settings.keys()), choices
 
 
 def shown(value: object) -> str:

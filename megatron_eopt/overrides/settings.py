@@ -122,10 +122,12 @@ NO_SETTINGS = f"no settings: expected one or more of {', '.join(SETTINGS)}"
 def check_of(key: str, optimizer: str | None, known: Known) -> Check:
     """The check of an optimizer's setting.
 
-    By the table, unless the optimizer's own default would not pass: then by that default's type, and the optimizer
-    checks the range when it is built.
+    By the table, or the optimizer's own choices for a choice in it, unless the optimizer's own default would not pass:
+    then by that default's type, and the optimizer checks the range when it is built.
     """
     check, own = SETTINGS.get(key), known.optimizers.get(optimizer or "")
+    if check is not None and (names := known.choices.get(optimizer or "", {}).get(key)):
+        check = _choice(key.replace("_", " "), listing(names), lambda known: names)
     default: Any = None
     if own is not None and key not in OF_ALL:
         default = own[key]

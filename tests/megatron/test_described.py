@@ -91,6 +91,38 @@ def test_what_the_run_would_be_refused_for(tmp_path, capsys):
     assert "take --bf16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "message"),
+    [
+        (
+            "muon",
+            {"num_ns_steps": 4, "weight_norm": "hold", "weight_decay": 0, "extra_scale_factor": 0.5},
+            "overrides.json:1: extra_scale_factor, weight_norm: TensorParallelMuon: group 0: extra_scale_factor has no",
+        ),
+        (
+            "adaptive_muon",
+            {"scale_mode": "shape_scaling", "weight_norm": "hold", "weight_decay": 0},
+            "overrides.json:1: scale_mode, weight_norm: TensorParallelAdaptiveMuon: group 0: scale_mode has no effect",
+        ),
+        ("muon", {"scale_mode": "none"}, "overrides.json:1: scale_mode: unknown scale mode 'none'"),
+        ("shampoo", {"scale_mode": "none"}, None),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named_with_their_source(tmp_path, capsys, optimizer, settings, message):
+    overrides = tmp_path / "overrides.json"
+    overrides.write_text(json.dumps({"linear_fc1.weight": settings}))
+    run = [*SMALL_GPT, *RUN, "--optimizer", optimizer, "--optimizer-overrides", overrides]
+    if message is None:
+        assert main(["plan", "--", *map(str, run)]) == 0
+        assert f"scale_mode none ({overrides}:1)" in re.sub(r"\s+", " ", capsys.readouterr().out)
+        return
+    with pytest.raises(SystemExit):
+        main(["plan", "--", *map(str, run)])
+    said = capsys.readouterr().err
+    assert message in said
+    assert "for decoder.layers.0.mlp.linear_fc1.weight" in said
+
+
 def test_what_the_run_would_warn_of(capsys):
     flags = [flag for flag in RUN if flag not in ("--muon-extra-scale-factor", "0.2")]
     unread = ["--soap-nesterov", "--muon-tp-mode", "owner"]

@@ -6,9 +6,18 @@ from pathlib import Path
 import pytest
 
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
-from megatron_eopt.overrides import SETTINGS, Known, Layer, SettingError, check_setting, make_entry
+from megatron_eopt.overrides import (
+    SETTINGS,
+    Known,
+    Layer,
+    OverrideError,
+    SettingError,
+    check_setting,
+    make_entry,
+    resolve,
+)
 from megatron_eopt.overrides.settings import OF_ALL
-from tests.overrides.made import KNOWN, having
+from tests.overrides.made import KNOWN, having, model
 
 DOCS = Path(__file__).parents[2] / "docs" / "overrides.md"
 
@@ -42,6 +51,21 @@ def test_no_setting_takes(key, raw):
     with pytest.raises(SettingError) as error:
         check_setting(key, raw, KNOWN)
     assert error.value.key == key
+
+
+def test_a_choice_is_the_optimizers_own():
+    """Shampoo's scale may be none, for 1."""
+    for name in ("shampoo", "kl_shampoo"):
+        assert check_setting("scale_mode", "none", KNOWN, name) == "none"
+    for name in ("muon", "soap"):
+        with pytest.raises(SettingError, match="unknown scale mode 'none': expected spectral, unit_rms_norm or shape_"):
+            check_setting("scale_mode", "none", KNOWN, name)
+    entry = make_entry("*", {"scale_mode": "none"}, Layer.PYTHON, "f:1", KNOWN)
+    assert entry.mistakes == ()  # until its parameters' optimizer is known
+    with pytest.raises(OverrideError, match=r"f:1: scale_mode: unknown scale mode .none.: .* for muon"):
+        resolve([entry], model(), "muon", known=KNOWN)
+    settings = resolve([entry], model(), "shampoo", known=KNOWN)["output_layer.weight"].settings
+    assert settings == {"scale_mode": "none"}
 
 
 def those_with(key):

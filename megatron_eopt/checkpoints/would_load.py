@@ -190,8 +190,15 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
 def _average(contents: Contents, run: dict[str, Any]) -> tuple[list[Problem], list[str]]:
     blocks = blocks_of(contents.common.get("optimizer"))
     kept = next((AverageRule.of(block["average"]["schedule"]) for block in blocks if block.get("average")), None)
-    was, now = None if kept is None else str(kept), run.get("optimizer_weight_average", kept)
-    if was is not None and now is None and any(block["average"]["exported"] for block in blocks):
+    was, now = None if kept is None else str(kept), run.get("optimizer_weight_average")
+    exported = was is not None and any(block["average"]["exported"] for block in blocks)
+    if was is not None and "optimizer_weight_average" not in run:  # a part of a command line
+        unsaid = f"the average {was} of weights: the flags name none, and a run without --optimizer-weight-average"
+        if not exported:
+            return [], [f"{unsaid} leaves it in the checkpoint"]
+        what, advice = f"{unsaid} is refused, as its model is the average", f"give --optimizer-weight-average {was}"
+        return [Problem("warning", what, f"{advice}, {_ANEW}")], []
+    if exported and now is None:
         what = f"its model is the average {was} of weights, and the run has none and would go on from it"
         return [_error(what, f"give --optimizer-weight-average {was}")], []
     if was is not None and now is None:

@@ -8,7 +8,7 @@ import torch
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.checkpoints.would_load import parse_flags, would_load
 from megatron_eopt.family import OPTIMIZERS
-from tests.checkpoints.made import common, save, tensors
+from tests.checkpoints.made import block, common, save, tensors
 
 WHOLE = """--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --swiglu --normalization RMSNorm
     --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear --optimizer muon
@@ -76,6 +76,28 @@ def test_what_a_part_of_one_leaves_out_is_not_compared(compared):
     assert part.problems == ()
     assert "not a whole command line" in part.notes[0]
     assert compared(f"{WHOLE} --num-layers 4 --use-checkpoint-args").problems == ()
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("part", ["--optimizer muon", f"{WHOLE} --use-checkpoint-args"])
+def test_a_part_of_one_does_not_say_whether_there_is_an_average(tmp_path, part, exported):
+    """Megatron takes no average from a checkpoint's arguments either."""
+    state = common(optimizer_weight_average="ema:0.9")
+    average = {"schedule": [0.9, 0, 4], "exported": exported}
+    state["optimizer"][0]["megatron_eopt"] = block(average=average)
+    contents = read_contents(save(tmp_path / "checkpoint", state=state))
+    found = would_this_load(contents, part)
+    what = "the average ema:0.9 of weights: the flags name none, and a run without --optimizer-weight-average"
+    if exported:
+        (problem,) = found.problems
+        assert (problem.severity, problem.what) == ("warning", f"{what} is refused, as its model is the average")
+        assert problem.advice.startswith("give --optimizer-weight-average ema:0.9")
+    else:
+        assert found.problems == ()
+        assert found.notes[-1] == f"{what} leaves it in the checkpoint"
+    given = would_this_load(contents, f"{part} --optimizer-weight-average ema:0.9")
+    assert given.problems == ()
+    assert not any("average" in note for note in given.notes)
 
 
 def test_flags_that_say_nothing_are_listed(compared):

@@ -229,6 +229,29 @@ def test_what_does_not_go_together_is_refused_at_construction(settings, message)
             TensorParallelMuon([matrix()], **settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "muon",
+            {"brake_outward": 2, "update_ratio": -1, "weight_norm": "hold", "relative_update": "match"},
+            "brake_outward is .*, got 2; update_ratio is .*, got -1; relative_update 'match' has no effect",
+        ),
+        ("muon", {"brake_inward": 0.3, "update_ratio": 0.5}, "brake_inward has no effect .*; update_ratio has no "),
+        (
+            "scion",
+            {"cautious_weight_decay": True, "relative_update": "match"},
+            "Scion has no relative_update .*; Scion has no cautious_weight_decay ",
+        ),
+    ],
+)
+def test_all_mistakes_are_named_at_once(name, settings, message):
+    cls = OPTIMIZERS[name].cls
+    for made in (lambda: cls([matrix()], **settings), lambda: cls([{"params": [matrix()], **settings}])):
+        with pytest.raises(ValueError, match=message):
+            made()
+
+
 def test_a_flag_is_a_bool():
     with pytest.raises(TypeError, match="cautious_weight_decay must be True or False, got 1"):
         TensorParallelMuon([matrix()], cautious_weight_decay=1)

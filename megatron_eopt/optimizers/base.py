@@ -312,10 +312,9 @@ class BaseOptimizer(Optimizer):
         """Warn of a group's misspelt settings, once."""
         known = {"params", STATE_OF, *self.defaults, *self.settings_of_groups()}
         keys = ("momentum", self.traits.momentum_key), ("nesterov", self.traits.nesterov_key)
-        known |= {other for other, key in keys if key in self.defaults}
-        known = (known | self.traits.carried_settings) - self.users_settings
-        of_others, noted = group_settings.settings_below(BaseOptimizer) - self.users_settings, self._session.noted
-        group_settings.note_names(type(self), group.keys() - noted, known, of_others)
+        known |= self.traits.carried_settings.union(other for other, key in keys if key in self.defaults)
+        of_others, users, noted = group_settings.settings_below(BaseOptimizer), self.users_settings, self._session.noted
+        group_settings.note_names(type(self), group.keys() - noted, known - users, of_others - users)
         self._session.noted = noted | group.keys()
 
     def init_state(self) -> None:

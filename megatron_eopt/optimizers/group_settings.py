@@ -214,7 +214,7 @@ def settings_below(base: type) -> set[str]:
 
 def other_names_of(cls: type) -> Mapping[str, str]:
     """Further names that a constructor takes -> its arguments."""
-    return getattr(cls.__init__, "other_names", {})
+    return getattr(cls.__init__, "other_names", {})  # type: ignore[misc]
 
 
 def note_names(cls: type, given: Iterable[object], known: Collection[str], of_others: Collection[str]) -> None:

@@ -230,6 +230,8 @@ class AverageOfOne:
 
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loading = self._loading, []
+        if not loaded:  # without parameters, as a pipeline stage may be, no state tells the steps
+            return
         schedules = [state[SCHEDULE] for state in loaded if AVERAGE in state and SCHEDULE in state]
         was = schedules[0].tolist() if schedules else [0.0, 0.0, 0.0]
         goes_on = AverageRule.of(was) == self.rule

@@ -136,6 +136,18 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, flags):
     assert all(AVERAGE in of_one for of_one in kept.values())
 
 
+def test_a_rank_without_matrices_saves_how_many_steps_are_in_their_average(tmp_path):
+    """The first stage has the embedding alone, and writes for all; the second resume finds what the first has saved."""
+    stages = ["--pipeline-model-parallel-size", 2, "--account-for-embedding-in-pipeline-split"]
+    run, saved = [*RUN, *MUON, *EMA, "--num-layers", 1, *stages], ["--save", tmp_path / "saved", "--save-interval", 2]
+    straight, _ = train(tmp_path / "straight", 2, *run)
+    train(tmp_path / "two", 2, *run, *saved, "--exit-interval", 2)
+    _, output = train(tmp_path / "four", 2, *run, *saved, "--load", tmp_path / "saved", "--exit-interval", 4)
+    assert "begins anew" not in output
+    six, _ = train(tmp_path / "six", 2, *run, "--load", tmp_path / "saved")
+    assert_same_ranks(six, straight)
+
+
 def test_the_average_moves_to_other_ranks_unchanged(tmp_path):
     run = [*RUN, *MUON, *EMA]
     train(tmp_path / "a", 2, *run, *TP2, "--save", tmp_path / "saved", "--save-interval", 4)

@@ -96,7 +96,8 @@ class SavedState:
             block |= self._about(matching.torch_state(state_dict)["state"].get("common_step"))
             block |= {} if self._run is None else {"manifest": to_json(self._run.families)}
             if (average := average_of(self._torch)) is not None:
-                block["average"] = {"schedule": average.schedule(), "exported": self._exports}
+                schedules = distinct((bool(self._parameters()), average.schedule()))
+                block["average"] = {"schedule": max(schedules)[1], "exported": self._exports}
             if self._exports:
                 export(self._megatron, model_sharded_state_dict)
         return ({"optimizer": state_dict} if self._nested else state_dict) | {BLOCK: block}

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.dealing import dealt_parameters, share_dealt
 from megatron_eopt.megatron.parameters import model_parameters, optimizers_of, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
@@ -43,15 +44,27 @@ def averaged(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces ``evaluate``: the model is at the average meanwhile."""
     model = inspect.signature(evaluate).bind(*args, **kwargs).arguments["model"]
     chunks = model if isinstance(model, list) else [model]
-    wrappers = [wrapper for optimizer in optimizers_of(chunks) for wrapper in plain_wrappers(optimizer)]
-    averaging = [wrapper for wrapper in wrappers if exports(wrapper, average_of(wrapper.optimizer) is not None)]
+    averaging = [optimizer for optimizer in optimizers_of(chunks) if _averaging(optimizer)]
     try:
-        with swapped(pair for wrapper in averaging for pair in _exported(wrapper)):
+        with swapped(pair for optimizer in averaging for pair in _averages(optimizer)):
+            for optimizer in averaging:
+                share_dealt(optimizer)
             return evaluate(*args, **kwargs)
     finally:
         for module in (module for chunk in chunks for module in chunk.modules()):
             if averaging and isinstance(module, FSDPModule):
                 module.reshard()  # which may have kept the average, gathered, for the next step
+
+
+def _averaging(optimizer: Any) -> list[Any]:
+    return [x for x in plain_wrappers(optimizer) if exports(x, average_of(x.optimizer) is not None)]
+
+
+def _averages(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Model parameters with averages, or, for other ranks', with themselves."""
+    own = {id(model) for wrapper in plain_wrappers(optimizer) for _, model in _pairs(wrapper)}
+    yield from (pair for wrapper in _averaging(optimizer) for pair in _exported(wrapper))
+    yield from ((p, p.detach()) for _, _, p in dealt_parameters(optimizer) if id(p) not in own)
 
 
 def exports(wrapper: Any, average: bool = False) -> bool:

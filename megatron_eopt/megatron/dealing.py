@@ -1,9 +1,10 @@
 """Deal whole parameters to data-parallel ranks, by predicted time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
@@ -16,6 +17,8 @@ from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.redirect import Redirection, Redirections, around
+
+HANDS = (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
 
 def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
@@ -31,7 +34,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
         items, works = items_of(optimizers)
         original(self, optimizers, *layouts)
         kept = {parameter for group in groups for parameter in group["params"]}
-        for name, ranks in (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp")):
+        for name, ranks in HANDS:
             if not (by_size := getattr(self, name)):
                 continue
             rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
@@ -52,6 +55,20 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
         reason = "whole parameters are dealt to data-parallel ranks by predicted time, not by size"
         changes.append(Redirection(LayerWiseDistributedOptimizer, "shard_params", shard_params, reason))
     return Redirections(changes)
+
+
+def dealt_parameters(optimizer: Any) -> Iterator[tuple[Any, int, Tensor]]:
+    """Ranks, owner and parameter, in one order on all ranks."""
+    for name, ranks in HANDS:
+        for owner, hand in enumerate(getattr(optimizer, name, None) or ()):
+            for parameter in hand:
+                yield getattr(optimizer.pg_collection, ranks), owner, parameter
+
+
+def share_dealt(optimizer: Any) -> None:
+    """Let all ranks have what the owners of dealt parameters have."""
+    for group, owner, parameter in dealt_parameters(optimizer):
+        dist.broadcast(parameter.detach(), dist.get_global_rank(group, owner), group)
 
 
 @around

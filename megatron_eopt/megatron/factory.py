@@ -188,8 +188,9 @@ class OptimizerOfRun:
         keep_apart(self.model_chunks, differ)
         for wrapper in distributed_wrappers(self.optimizer):
             AdamOfBuffers(wrapper)
+        whole = self.optimizer if self.facts.layer_wise else None
         for number, wrapper in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
-            SavedState(wrapper, self if number == 0 else None, differ, self.facts.layer_wise)
+            SavedState(wrapper, self if number == 0 else None, differ, whole)
 
     def adopt_tp_mode(self, tp_mode: TpMode) -> None:
         """Keep a checkpoint's ``tp_mode`` if the run names none."""

@@ -66,6 +66,7 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, flags):
         ([*BF16, "--ckpt-format", "torch"], None),  # which neither saves nor loads
         (["--optimizer", "lion"], "'lion' has parameters that are no matrices"),
         (["--muon-scalar-optimizer", "lion"], "of which lion keeps none"),
+        (["--optimizer-weight-average", "ema:0.9"], "ema:0.9 is of whole parameters"),
         ([*EXPERTS, "--with-biases"], "a bias is expert-parallel and no matrix"),
         (
             [*BF16, "--ckpt-format", "torch", "--save", "a folder", "--save-interval", 1],
@@ -109,6 +110,8 @@ def test_what_the_layout_alone_forbids_works_in_each_release_that_lays_out():
     for works in rows.values():
         for what in ("with --bf16", "in fp32", "with lion", "with biases in experts"):
             assert works[f"--use-distributed-optimizer {what}"] == "yes"
+        assert works["--optimizer-weight-average with --use-distributed-optimizer"] == "yes"
+        assert works["--save-weight-average with --use-distributed-optimizer"] == "no"
         assert works["--use-distributed-optimizer with schedule_free_adamw"] == "no"
         assert works["--muon-share-over-dp with --use-distributed-optimizer"] == "no"
     assert rows["0.20.0"]["--use-megatron-fsdp"] == "yes"

@@ -220,9 +220,17 @@ REFUSED = {
         run(**AVERAGING, own={"optimizer_weight_average": "ema:0.9"}),
         r"schedule_free_adamw is an average of weights itself, and optimizer_weight_average ema:0\.9 would be another",
     ),
-    "an average under the distributed optimizer": (
-        run(layer_wise=True, own={"optimizer_weight_average": "tail:9"}),
-        r"optimizer_weight_average tail:9 evaluates at the average.*leave --use-distributed-optimizer and",
+    "an average under Megatron-FSDP": (
+        run(ddp=FSDP, own={"optimizer_weight_average": "tail:9"}),
+        r"optimizer_weight_average tail:9 evaluates at the average.*own shards only: leave --use-megatron-fsdp away",
+    ),
+    "an average where buffers are laid out for whole matrices": (
+        run(**DEALT, own={"optimizer_weight_average": "tail:9"}),
+        r"tail:9 is of whole parameters, and .* has shards of all.*: take --no-use-layer-wise-param-layout, or leave",
+    ),
+    "a model that is an average under the distributed optimizer": (
+        run(layer_wise=True, own={"optimizer_weight_average": "tail:9", "save_weight_average": True}),
+        r"of its own parameters only: leave --save-weight-average or --use-distributed-optimizer away",
     ),
     "a model that is an average of none": (
         run(own={"save_weight_average": True}),

@@ -34,6 +34,8 @@ from tests.optimizers.test_weight_average import by_definition
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 6]
 EMA, TAIL = (["--optimizer-weight-average", rule] for rule in ("ema:0.8", "tail:4"))
 SAVED_AS_MODEL = ["--save-weight-average"]
+SHARED = ["--use-distributed-optimizer"]
+LAID_OUT = {"environment": {"FROM_PROVIDER": "1"}}  # gradient buffers would be, for whole matrices
 
 
 def folder(path, iteration):
@@ -123,6 +125,12 @@ def test_evaluation_is_at_the_average_which_may_be_saved_as_the_model_and_traini
             id="FSDP2-bf16-model",
             marks=pytest.mark.wide,
         ),
+        pytest.param([*MUON, *EMA, *SHARED, "--bf16"], id="distributed-bf16"),
+        pytest.param([*MUON, *TAIL, *SHARED], id="distributed-fp32", marks=pytest.mark.wide),
+        pytest.param([*MUON, *EMA, *SHARED, *EXPERTS, "--bf16"], id="distributed-EP2", marks=pytest.mark.wide),
+        pytest.param(
+            [*MUON, *EMA, *SHARED, "--ckpt-format", "torch", "--bf16"], id="distributed-torch", marks=pytest.mark.wide
+        ),
         pytest.param([*MUON, *EMA, *EXPERTS], id="EP2", marks=pytest.mark.wide),
         pytest.param([*MUON, *TP2, *EMA, "--ckpt-format", "torch"], id="torch", marks=pytest.mark.wide),
         pytest.param(
@@ -134,6 +142,62 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, flags):
     (straight, _), _ = resumed(tmp_path, 2, *RUN, *flags)
     kept = whole([rank["after"] for rank in straight])
     assert all(AVERAGE in of_one for of_one in kept.values())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--bf16"],
+        *(
+            pytest.param(flags, marks=pytest.mark.wide)
+            for flags in (
+                [],
+                ["--bf16", "--overlap-grad-reduce", "--overlap-param-gather"],
+                ["--overlap-grad-reduce", "--overlap-param-gather"],
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.shows("--optimizer-weight-average with --use-distributed-optimizer")
+def test_the_distributed_optimizer_evaluates_at_the_average_of_every_parameter(tmp_path, flags):
+    """As replicas do that load its checkpoint and make no further step; and training is what it is without."""
+    run = [*RUN, *MUON, *EVALUATED, *flags, *SHARED]
+    without, output = train(tmp_path / "without", 2, *run, "--no-use-layer-wise-param-layout")
+    trained_at = validation_losses(output)[-1]
+    saved = ["--save", tmp_path / "saved", "--save-interval", 6]
+    shared, output = train(tmp_path / "shared", 2, *run, *EMA, *saved, **LAID_OUT)
+    assert "not laid out for whole matrices, as with --no-use-layer-wise-param-layout: optimizer_weight_av" in output
+    at_average = validation_losses(output)[-1]
+    assert at_average != pytest.approx(trained_at, rel=1e-4)
+    for one, other in zip(shared, without, strict=True):
+        assert one["losses"] == other["losses"]
+        for name, of_one in one["after"].items():
+            assert torch.equal(of_one["parameter"], other["after"][name]["parameter"]), name
+    here, there = ({name for name, of_one in rank["after"].items() if AVERAGE in of_one} for rank in shared)
+    assert here - there
+    assert there - here
+
+    replicas = [flag for flag in run if flag not in SHARED and "overlap" not in str(flag)]
+    without_step = ["--train-iters", 7, "--iterations-to-skip", 7, "--override-opt-param-scheduler"]
+    done = start(2, *SMALL_GPT, *replicas, *EMA, "--load", tmp_path / "saved", *without_step)
+    assert done.returncode == 0, done.stdout
+    assert validation_losses(done.stdout) == [at_average]
+
+
+@pytest.mark.wide
+def test_experts_are_evaluated_at_the_average_that_a_rank_of_their_own_group_has(tmp_path):
+    run = [*RUN, *MUON, *EVALUATED, *EXPERTS, "--bf16", "--micro-batch-size", 1, "--eval-iters", 1]
+    ran = {
+        name: train(tmp_path / name, 4, *run, *EMA, *flags)
+        for name, flags in {"replicas": [], "shared": SHARED}.items()
+    }
+    replicas, shared = (validation_losses(output) for _, output in ran.values())
+    assert shared == pytest.approx(replicas, rel=1e-3)
+    _, output = train(tmp_path / "trained", 4, *run)
+    assert not any(
+        one == pytest.approx(other, rel=0.05) for one, other in zip(shared, validation_losses(output), strict=True)
+    )
 
 
 def test_a_rank_without_matrices_saves_how_many_steps_are_in_their_average(tmp_path):
@@ -148,17 +212,18 @@ def test_a_rank_without_matrices_saves_how_many_steps_are_in_their_average(tmp_p
     assert_same_ranks(six, straight)
 
 
-def test_the_average_moves_to_other_ranks_unchanged(tmp_path):
-    run = [*RUN, *MUON, *EMA]
-    train(tmp_path / "a", 2, *run, *TP2, "--save", tmp_path / "saved", "--save-interval", 4)
+@pytest.mark.parametrize("saved", [TP2, pytest.param(SHARED, marks=pytest.mark.wide)], ids=["TP2", "distributed"])
+def test_the_average_moves_to_other_ranks_unchanged(tmp_path, saved):
+    run = [*RUN, *MUON, *EMA, "--micro-batch-size", 1]
+    train(tmp_path / "a", 2, *run, *saved, "--save", tmp_path / "saved", "--save-interval", 4)
     load = ["--load", tmp_path / "saved", "--ckpt-step", 4]
-    layouts = {"TP2": (2, TP2), "TP1": (1, []), "DP2": (2, []), "FSDP2": (2, ["--use-torch-fsdp2"])}
+    layouts = {"TP2": (2, TP2), "TP1": (1, []), "shared": (4, SHARED), "FSDP2": (2, ["--use-torch-fsdp2"])}
     ran = {name: train(tmp_path / name, ranks, *run, *flags, *load)[0] for name, (ranks, flags) in layouts.items()}
     started = {name: whole([rank["before"] for rank in ranks]) for name, ranks in ran.items()}
     for name, of_one in started["TP2"].items():
         assert of_one[SCHEDULE].tolist() == [0.8, 0, 4]
         assert not torch.equal(of_one[AVERAGE], of_one["parameter"])
-        for layout in ("TP1", "DP2", "FSDP2"):
+        for layout in ("TP1", "shared", "FSDP2"):
             for key in ("parameter", AVERAGE, SCHEDULE):
                 assert torch.equal(started[layout][name][key], of_one[key]), (layout, name, key)
 
@@ -224,6 +289,14 @@ def test_a_model_that_is_an_average_is_no_place_to_go_on_from_unasked(tmp_path, 
 
 
 @pytest.mark.wide
+def test_the_distributed_optimizer_goes_on_from_what_was_trained_where_the_model_is_an_average(tmp_path, checkpoints):
+    run = [*RUN, *MUON, *EMA, *SHARED, *AT_2]
+    ran = [train(tmp_path / name, 2, *run, "--load", checkpoints / name)[0] for name in ("ema", "model")]
+    assert_same_ranks(*ran)
+    assert [rank["losses"] for rank in ran[0]] == [rank["losses"] for rank in ran[1]]
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("saved", "flags", "said"),
     [
@@ -251,10 +324,7 @@ def test_verify_checkpoint_says_the_same(checkpoints, saved, flags, said):
         (["--optimizer", "schedule_free_adamw", *EMA], "schedule_free_adamw is an average of weights itself"),
         ([*MUON, *SAVED_AS_MODEL], "add --optimizer-weight-average, or leave --save-weight-average away"),
         ([*MUON, *EMA, *SAVED_AS_MODEL, "--no-save-optim"], "leave --no-save-optim away, and take --ckpt-format"),
-        (
-            [*MUON, *EMA, "--bf16", "--use-distributed-optimizer"],
-            "leave --use-distributed-optimizer and --use-megatron-",
-        ),
+        ([*MUON, *EMA, *SAVED_AS_MODEL, *SHARED], "leave --save-weight-average or --use-distributed-optimizer away"),
         (["--optimizer", "adam", *EMA], "--optimizer adam is Megatron's own: leave it away"),
     ],
 )

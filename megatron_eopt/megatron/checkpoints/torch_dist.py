@@ -24,6 +24,7 @@ from megatron_eopt.megatron.averaging import export, exports, go_on_from, traine
 from megatron_eopt.megatron.checkpoints import differences, matching, sharding
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, checksums, loaded_tensors
 from megatron_eopt.megatron.checkpoints.files import contents_of
+from megatron_eopt.megatron.dealing import share_dealt
 from megatron_eopt.megatron.parameters import model_parameters
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -37,10 +38,11 @@ from megatron_eopt.redirect import around
 class SavedState:
     """Saves and loads the state of one of Megatron's optimizers."""
 
-    def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, layer_wise: bool = False) -> None:
+    def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, whole: Any = None) -> None:
         self._megatron, self._run, self._layers_differ = optimizer, run, layers_differ
+        self._whole = whole  # Megatron's layer-wise optimizer, of which this is a part
         # Megatron's layer-wise optimizer takes state dicts to be as in bf16, also where they are of fp32.
-        self._nested = layer_wise and isinstance(optimizer, FP32Optimizer)
+        self._nested = whole is not None and isinstance(optimizer, FP32Optimizer)
         self._torch = optimizer.optimizer
         self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
@@ -144,6 +146,7 @@ class SavedState:
             del self._megatron._filter_and_reorder_param_groups
         if exports(self._megatron) or average.get("exported"):
             go_on_from(self._megatron, live)
+            share_dealt(self._whole)  # others have loaded the average as the model
         self._check_finite()
 
     def _place(self, state_dict: dict[str, Any]) -> None:

@@ -300,9 +300,21 @@ RULES = (
     ),
     Rule(
         "optimizer_weight_average {run.weight_average} evaluates at the average of each parameter, which a "
-        "data-parallel rank of the distributed optimizer, or of Megatron-FSDP, has of its own parameters only",
-        "leave --use-distributed-optimizer and --use-megatron-fsdp away",
-        lambda run: run.weight_average is not None and (run.layer_wise or run.megatron_fsdp),
+        "data-parallel rank of Megatron-FSDP has of its own shards only",
+        "leave --use-megatron-fsdp away",
+        lambda run: run.weight_average is not None and run.megatron_fsdp,
+    ),
+    Rule(
+        "optimizer_weight_average {run.weight_average} is of whole parameters, and Megatron-Core's distributed "
+        "optimizer has shards of all that is no matrix where gradient buffers are laid out for whole matrices",
+        "take --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away",
+        lambda run: run.weight_average is not None and run.laid_out,
+    ),
+    Rule(
+        "save_weight_average saves the average of each parameter as the model, which a data-parallel rank of the "
+        "distributed optimizer has of its own parameters only",
+        "leave --save-weight-average or --use-distributed-optimizer away",
+        lambda run: on(run.config, "save_weight_average") and run.layer_wise,
     ),
     Rule(
         "save_weight_average saves the average of optimizer_weight_average as the model, and this run has none",

@@ -56,9 +56,14 @@ CHAINS = {
     "FSDP-bf16": (FSDP_CHAIN, [*BF16, *ONE_EACH]),
     "FSDP-alone": ([FSDP_CHAIN[0], *FSDP_CHAIN[2:]], [*BF16, *ONE_EACH]),
     "EP": ([(1, []), (2, [EP, 2]), (1, [])], EXPERTS),
+    # Keys of the second number its optimizers; in the third, which has no flag, experts have an optimizer of their own.
+    "EP-distributed": (
+        [(1, []), (2, [EP, 2, *SHARED]), (2, [EP, 2]), (4, [EP, 2, *SHARED])],
+        [*EXPERTS, *BF16, *ONE_EACH],
+    ),
 }
 STEPS = 2  # in each layout
-ALWAYS = {("muon", "TP"), ("muon", "PP")}  # the others are run by `make test-full`
+ALWAYS = {("muon", "TP"), ("muon", "PP"), ("muon", "EP-distributed")}  # the others are run by `make test-full`
 OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "FSDP-alone", "EP"}
 ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along both sides
 MOVES = [

@@ -70,8 +70,7 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
                 f"parameters: save it with --dist-ckpt-optim-fully-reshardable, or {FRESH}"
             )
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
-    modified = OPTIONAL if any(each[BLOCK].get("modifies") for each in optimizers) else ()
-    optional = frozenset({AVERAGE, *modified})
+    optional = frozenset({AVERAGE, *(OPTIONAL if any(each[BLOCK].get("modifies") for each in optimizers) else ())})
     if any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes):
         optional |= {_SECOND_MOMENT, _DISTRIBUTED_MAIN}
         theirs = {MOMENTUM_BUFFER: _FIRST_MOMENT}
@@ -94,6 +93,15 @@ def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | No
     return stacks_layers(stored.shapes) if any(each[BLOCK]["layers_differ"] for each in optimizers) else None
 
 
+def renumber(optimizers: Iterable[dict[Any, Any]], stored: Iterable[str]) -> None:
+    """Ask for state by the numbers of optimizers in ``stored``."""
+    # Megatron numbers those of the layer-wise optimizer (chained_1.optimizer...); without it, experts have one more.
+    numbers = {split_key(key): key.partition("optimizer.")[0] for key in stored}
+    for value in (value for each in optimizers for value in nested_values(each)):
+        for key in {split_key(tensor.key) for tensor in sharded_tensors([value])} & numbers.keys():
+            value.key = numbers[key] + value.key[value.key.index("optimizer.") :]
+
+
 def leave_out_missing(optimizers: Iterable[dict[Any, Any]], stored: Stored) -> None:
     """Take out of the request what modifiers keep and the checkpoint lacks, or say what they drop."""
     missing, wanted = set[str](), set[str]()
@@ -105,8 +113,7 @@ def leave_out_missing(optimizers: Iterable[dict[Any, Any]], stored: Stored) -> N
             states[state] = [tensor for tensor in states[state] if tensor.key in stored.shapes]
     for state in union(missing):
         say(f"the checkpoint lacks {state} of some parameters, which modifiers of this run keep: it begins anew there")
-    kept = set(union(wanted))
-    unused = {base(split_key(key)[0]) for key in stored.shapes.keys() - kept} & {*OPTIONAL}
+    unused = {base(split_key(key)[0]) for key in stored.shapes.keys() - {*union(wanted)}} & {*OPTIONAL}
     for state in sorted(unused) if blocks else ():
         say(f"the checkpoint holds {state} of some parameters, which no modifier of this run keeps: it is left out")
 
@@ -163,8 +170,7 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
         if not has and example not in stored:
             others = f"{len(missing) - 1} other tensors that this run needs"
             return f"{example} is not in it, nor are {others}: it is of another model"
-        copies = {MAIN, _DISTRIBUTED_MAIN}
-        of_adam = has - copies == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
+        of_adam = has - {MAIN, _DISTRIBUTED_MAIN} == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
         if not has and any(_FLAT in key for key in stored):
             reason = (

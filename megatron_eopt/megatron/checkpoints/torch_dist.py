@@ -270,13 +270,13 @@ def checked_load(
         if problem := differences.of_another(None, wanted, blocks_of(stored.optimizer)):
             raise CheckpointError(f"{checkpoint_dir}: {problem}")
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    differences.renumber(optimizers, stored.shapes)
     differences.leave_averages(optimizers, stored.shapes)
     if stored.damage is None:
         differences.leave_out_missing(optimizers, stored)
-    if problem := stored.damage or differences.problem_of(optimizers, stored):
-        raise CheckpointError(f"{checkpoint_dir}: {problem}")
+    problem = stored.damage or differences.problem_of(optimizers, stored)
     tensors = list(sharding.sharded_tensors(sharded_state_dict))
-    if problem := differences.of_buffers((tensor.key for tensor in tensors), stored.shapes):
+    if problem := problem or differences.of_buffers((tensor.key for tensor in tensors), stored.shapes):
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
     if dist.get_rank() == 0 and (warning := differences.other_padding(tensors, stored.shapes)):
         say(f"warning: {warning}")

@@ -42,12 +42,13 @@ def after(ranks):
 
 
 def assert_close(found, expected, rtol=1e-6, atol=1e-6):
-    """The same parameters, and state of the same names, to a tolerance."""
+    """The same parameters, and state of the same names, to a tolerance, of entries above 1 in units of the largest."""
     assert found.keys() == expected.keys()
     for name in expected:
         assert found[name].keys() == expected[name].keys(), name
         for key in expected[name].keys() - {"cut"}:
-            torch.testing.assert_close(found[name][key], expected[name][key], rtol=rtol, atol=atol)
+            largest = expected[name][key].abs().amax().clamp(min=1).item()  # Shampoo's roots are of the order of 100
+            torch.testing.assert_close(found[name][key], expected[name][key], rtol=rtol, atol=atol * largest)
 
 
 def trained(folder, ranks, *flags, steps=5):
@@ -233,7 +234,12 @@ def test_momenta_are_taken_for_no_codes(tmp_path, straight):
 
 
 OTHERS = sorted(OPTIMIZERS.keys() - {"muon", "schedule_free_adamw"})
-OWN = {"spectron": ["--spectron-rank", "16"]}
+OWN = {
+    "spectron": ["--spectron-rank", "16"],
+    # Where gradients span no side, the damping is all there is, and a small one makes steps of their rounding.
+    "shampoo": ["--shampoo-damping", "1e-2"],
+    "kl_shampoo": ["--kl-shampoo-damping", "1e-2"],
+}
 
 
 @pytest.mark.full

@@ -282,13 +282,13 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
     all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
     built = {name, getattr(args, "muon_scalar_optimizer", "adam") if takes_matrices(name) else name}
-    unread: dict[str, list[str]] = {}  # by those that read them
+    ignored: dict[str, list[str]] = {}  # by those that read them
     for flag in _KNOWN:
         given = getattr(args, flag.dest, None) not in (None, flag.default) and (all_known or not flag.megatrons)
         if given and not any(_reads(each, flag) for each in built):
             readers = [each for each in OPTIMIZERS if _reads(each, flag)]
-            unread.setdefault(" or ".join(readers), []).append(flag.name)
+            ignored.setdefault(" or ".join(readers), []).append(flag.name)
     return [
         f"{', '.join(flags)} without effect, with --optimizer {name}: leave out, or take --optimizer {readers}"
-        for readers, flags in unread.items()
+        for readers, flags in ignored.items()
     ]

@@ -1,0 +1,161 @@
+"""Make the runs of the comparison and keep each in a small file, so that an interrupted one goes on where it was."""
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import corpus  # noqa: E402
+import demo  # noqa: E402
+import protocol  # noqa: E402
+from protocol import Run  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = 10  # steps that a printed training loss is the mean of
+# Precision 'high': with Megatron's 'medium', a CPU multiplies in bf16 if it can, and losses depend on the machine.
+COMMON = (
+    f"--num-workers 0 --log-interval {BLOCK} --eval-iters {corpus.PIECES * corpus.PIECE // corpus.LENGTH // 16} "
+    "--eval-interval 1000000 --muon-fp32-matmul-prec high"
+)
+_HELD_OUT = re.compile(r"loss at iteration \d+ on (validation|test) set \| lm loss value: ([-+.\dE]+)")
+_DIVERGED = re.compile(r"found (NaN|Inf)|not finite", re.IGNORECASE)
+
+Result = dict[str, Any]  # what a file of a run holds
+
+
+def command(run: Run, data: Path) -> list[str]:
+    """The command line of a run: the demo's model and schedule, then what differs, since the last of a flag counts."""
+    sets = {"train": "train", "valid": "tune", "test": "test"}
+    paths = [part for split, name in sets.items() for part in (f"--{split}-data-path", str(data / name))]
+    return [
+        *[sys.executable, "-m", "megatron_eopt.run", "--cpu", "examples/pretrain_gpt.py"],
+        *[*demo.MODEL.split(), *demo.SCHEDULE.split(), *demo.CPU.split(), *COMMON.split()],
+        *[*paths, "--data-cache-path", str(data / "cache"), "--optimizer", run.optimizer, *run.flags],
+    ]
+
+
+def processor() -> str:
+    """What this machine computes with, in words."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def path_of(run: Run, results: Path) -> Path:
+    """Where the result of a run lies."""
+    return results / run.optimizer / f"{run.label}.json"
+
+
+def read(run: Run, results: Path) -> Result:
+    """The result of a run.
+
+    Raises:
+        ValueError: the file holds a run with other flags, as of another protocol.
+    """
+    path = path_of(run, results)
+    found: Result = json.loads(path.read_text(encoding="utf-8"))
+    if found["flags"] != run.flags:
+        raise ValueError(f"{path} holds a run with the flags {found['flags']}, expected {run.flags}; remove it")
+    return found
+
+
+def execute(run: Run, text: str, data: Path, results: Path) -> Result:
+    """Train, and keep what came of it; the log lies beside the data.
+
+    Raises:
+        RuntimeError: the run failed, and not because its loss diverged.
+    """
+    log = data / "logs" / f"{run.optimizer}-{run.label}.log"
+    log.parent.mkdir(exist_ok=True)
+    # one rank needs no launcher, whose start would take as long as twenty steps
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(demo.free_port())}
+    environment = os.environ | alone | rendezvous | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            command(run, data), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+        )
+    lines = log.read_text(encoding="utf-8", errors="replace")
+    held_out = {name: float(loss) for name, loss in _HELD_OUT.findall(lines)}
+    if done.returncode or len(held_out) < 2:
+        if not _DIVERGED.search(lines):
+            raise RuntimeError(f"{run.optimizer} {run.label} failed with status {done.returncode}; its log is {log}")
+        held_out = {}
+    result = {
+        "optimizer": run.optimizer,
+        "flags": run.flags,
+        "tune": held_out.get("validation"),  # None: it diverged
+        "test": held_out.get("test"),
+        "training": [round(loss, 4) for _, loss in demo.printed_losses(lines.splitlines())],
+        "text": text,
+        "torch": version("torch"),
+        "megatron-core": version("megatron-core"),
+        "processor": processor(),
+    }
+    path = path_of(run, results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    return result
+
+
+def make(runs: Sequence[Run], data: Path, results: Path, workers: int) -> dict[str, Result]:
+    """The results of runs by label, of which those are made that are not there.
+
+    Raises:
+        SystemExit: runs failed; the others are kept.
+    """
+    text = corpus.write(data)
+    missing = [run for run in runs if not path_of(run, results).exists()]
+    failed = []
+    with ThreadPoolExecutor(workers) as pool:
+        made = {pool.submit(execute, run, text, data, results): run for run in missing}
+        for future in as_completed(made):
+            run = made[future]
+            try:
+                found = future.result()
+            except RuntimeError as error:
+                failed.append(str(error))
+                continue
+            print(f"  {run.optimizer:20} {run.label:28} tune {found['tune']}   test {found['test']}", flush=True)
+    if failed:
+        raise SystemExit("\n".join([*failed, "All other runs are kept: call the same again to go on."]))
+    return {run.label: read(run, results) for run in runs}
+
+
+def losses(results: dict[str, Result], held_out: str = "tune") -> dict[str, float]:
+    """Label -> held-out loss; that of a run that diverged is infinite."""
+    return {label: math.inf if found[held_out] is None else found[held_out] for label, found in results.items()}
+
+
+def whole(optimizers: Sequence[str], data: Path, results: Path, workers: int) -> Iterator[str]:
+    """Make all runs of the protocol, one optimizer after another, then those at other sizes.
+
+    Yields:
+        what was finished, in words.
+    """
+    bests, means = {}, {}
+    for name in optimizers:
+        tried = protocol.trials(name)
+        bests[name] = protocol.best_of(tried, losses(make(tried, data, results, workers)))
+        again = losses(make(protocol.finals(bests[name]), data, results, workers), "test")
+        own = [loss for label, loss in again.items() if label.startswith("final")]
+        means[name] = sum(own) / len(own)
+        yield f"{name}: {bests[name].label} of {len(tried)}, mean test loss {means[name]:.4f}"
+    for width, steps in protocol.SIZES:
+        for name in protocol.leaders(means):
+            tried = protocol.size_trials(bests[name], width, steps)
+            best = protocol.best_of(tried, losses(make(tried, data, results, workers)))
+            make(protocol.size_finals(best), data, results, workers)
+            yield f"{name} at width {width} with {steps} steps: {best.label}"

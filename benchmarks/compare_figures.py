@@ -220,29 +220,28 @@ def _shown(value: float | None, form: str) -> str:
 
 def draw(records: Sequence[Record], picture: Path) -> None:
     """Draw losses over steps, and over seconds."""
-    import matplotlib
+    import pictures
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # there may be no screen
-    from matplotlib import pyplot as plt
-
-    figure, (of_steps, of_seconds) = plt.subplots(1, 2, figsize=(13, 5.6), sharey=True)
-    colors = (*plt.get_cmap("tab20").colors[::2], "black")
-    ends = []
-    for place, record in enumerate(records):
-        style = {"color": colors[place % len(colors)], "linestyle": "-" if place < len(colors) else "--"}
-        mean = {step: loss_at(record.losses, step) for step in record.losses}
-        steps = list(mean)
-        of_steps.plot(steps, mean.values(), label=record.name, **style)
-        of_seconds.plot([step * record.seconds for step in steps], mean.values(), **style)
-        ends += [loss_at(record.losses, max(record.losses)), loss_at(record.losses, max(record.losses) // 4)]
-    of_seconds.axvline(equal_seconds(records), color="gray", linewidth=0.8, linestyle=":")
-    of_steps.set(xlabel="step", ylabel=f"training loss, mean of the last {LAST} steps (nats per byte)")
-    of_seconds.set(xlabel="seconds of training; dotted: the end of the fastest run")
-    of_steps.set_ylim(min(ends) - 0.05, max(ends) + 0.05)
-    for axes in (of_steps, of_seconds):
-        axes.grid(alpha=0.3)
-    figure.suptitle("A small GPT on the sources of Python's standard library, one CPU process: same tokens, one seed")
-    figure.legend(loc="center right", fontsize=9)
-    figure.tight_layout(rect=(0, 0, 0.845, 1))
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    with pictures.look():
+        figure = Figure(figsize=(pictures.WIDTH, 10))
+        of_steps, of_seconds = figure.subplots(2, 1, sharey=True)
+        ends = []
+        for record in records:
+            style = pictures.style(record.name)
+            mean = {step: loss_at(record.losses, step) for step in record.losses}
+            of_steps.plot(list(mean), list(mean.values()), label=record.name, **style)
+            seconds = [step * record.seconds for step in mean]
+            of_seconds.plot(seconds, list(mean.values()), label=record.name, **style)
+            ends += [loss_at(record.losses, max(record.losses)), loss_at(record.losses, max(record.losses) // 4)]
+        of_seconds.axvline(equal_seconds(records), color="gray", linewidth=0.8, linestyle=":")
+        of_steps.set(xlabel="step")
+        of_seconds.set(xlabel="seconds of training; dotted: the end of the fastest run")
+        of_steps.set_ylim(min(ends) - 0.05, max(ends) + 0.05)
+        figure.supylabel(f"training loss, mean of the last {LAST} steps (nats per byte)", fontsize=11)
+        figure.suptitle(
+            "A small GPT on the sources of Python's standard library,\none CPU process: same tokens, one seed"
+        )
+        for axes in (of_steps, of_seconds):
+            pictures.name_ends(axes)
+        figure.savefig(picture)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.registry import list_optimizers as list_optimizers
     from megatron_eopt.registry import register_optimizer as register_optimizer
 
+__version__ = "0.1.0.dev0"  # the one place of it: pyproject.toml and the command read it here
+
 _REGISTRY = "EMERGING_OPTIMIZERS EmergingOptimizerEntry get_optimizer_entry list_optimizers register_optimizer"
 _MODULES = {  # of the names that :mod:`megatron_eopt.family` has not
     **dict.fromkeys(("DistributedMuon", "OrthogonalizedOptimizer", "factor_pairs"), "optimizers"),

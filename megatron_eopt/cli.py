@@ -3,7 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
+
+from megatron_eopt import __version__
 
 COMMANDS = {  # name -> module, help
     "plan": ("megatron_eopt.plan.command", "how the matrices of a model will be orthogonalized, and what that costs"),
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given, flags = given[:cut], given[cut + 1 :]
     about = "Muon and its relatives for Megatron-Core: what a run will do, would load, or needs."
     parser = argparse.ArgumentParser(prog="megatron-eopt", description=about, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, what) in COMMANDS.items():
         command = commands.add_parser(name, help=what, allow_abbrev=False)
@@ -41,13 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         options.parser.error(str(error))
     return status
-
-
-def _version() -> str:
-    try:
-        return metadata.version("megatron-eopt")
-    except metadata.PackageNotFoundError:
-        return "(not installed as a package)"
 
 
 if __name__ == "__main__":

@@ -86,13 +86,16 @@ class TestFindPython:
 class TestBootstrap:
     """With a python that makes no real environment: what is called and when, not what pip does."""
 
+    READ = ("pyproject.toml", "megatron_eopt/__init__.py", "scripts/constraints.txt")
+
     @pytest.fixture
     def checkout(self, tmp_path):
         root = tmp_path / "a checkout"
-        (root / "scripts").mkdir(parents=True)
+        for folder in ("scripts", "megatron_eopt"):
+            (root / folder).mkdir(parents=True)
         for script in (FIND_PYTHON, BOOTSTRAP):
             executable(root / "scripts" / script.name, script.read_text())
-        for name in ("setup.py", "pyproject.toml", "scripts/constraints.txt"):
+        for name in self.READ:
             (root / name).write_text("first\n")
         # As a base it makes an environment that holds itself; as the environment's it notes what pip was asked.
         executable(
@@ -112,11 +115,12 @@ class TestBootstrap:
     def calls(self, root: Path) -> int:
         return len((root / "pip-calls").read_text().splitlines())
 
-    def test_installs_once_and_again_when_setup_changes(self, checkout):
+    @pytest.mark.parametrize("changed", READ)
+    def test_installs_once_and_again_when_a_file_of_it_changes(self, checkout, changed):
         assert self.bootstrap(checkout) == 0
         assert self.bootstrap(checkout) == 0
         assert self.calls(checkout) == 1
-        (checkout / "setup.py").write_text("second\n")
+        (checkout / changed).write_text("second\n")
         assert self.bootstrap(checkout) == 0
         assert self.calls(checkout) == 2
 

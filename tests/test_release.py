@@ -1,0 +1,85 @@
+"""What a release is made of: one version, metadata, wheel and sdist, and the files that people and services read."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+import megatron_eopt
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """An sdist, built without network from a copy of this repository, which stands beside it."""
+    folder = tmp_path_factory.mktemp("dist")
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(".git", *ignored))
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=folder / "copy", check=True, capture_output=True)
+    (found,) = folder.glob("*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist):
+    """The wheel that is built from the sdist alone."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", sdist]
+    subprocess.run(command, cwd=sdist.parent, check=True, capture_output=True)
+    (found,) = sdist.parent.glob("*.whl")
+    return found
+
+
+@pytest.mark.wide
+class TestDistributions:
+    def test_a_wheel_has_the_package_and_nothing_else(self, wheel):
+        package = [path for path in (ROOT / "megatron_eopt").rglob("*") if path.suffix in (".py", ".typed")]
+        files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+        assert files == {str(path.relative_to(ROOT)) for path in package}
+
+    def test_a_wheel_has_the_version_the_licence_and_the_command(self, wheel):
+        read = zipfile.ZipFile(wheel).read
+        info = f"megatron_eopt-{megatron_eopt.__version__}.dist-info"
+        metadata = message_from_bytes(read(f"{info}/METADATA"))
+        assert metadata["Version"] == megatron_eopt.__version__
+        assert metadata["License-Expression"] == "Apache-2.0"
+        assert metadata["Requires-Python"] == ">=3.12"
+        assert read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        assert b"megatron-eopt = megatron_eopt.cli:main" in read(f"{info}/entry_points.txt")
+
+    def test_an_sdist_has_what_the_tests_and_the_site_need(self, sdist):
+        with tarfile.open(sdist) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        copy = sdist.parent / "copy"
+        folders = ("megatron_eopt", "tests", "docs", "examples", "benchmarks", "scripts")
+        files = [path for folder in folders for path in (copy / folder).rglob("*")] + list(copy.iterdir())
+        assert {str(path.relative_to(copy)) for path in files if path.is_file()} <= names
+        assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^(build|dist|site|\.venv)/", name)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_an_installation_runs_the_quick_start_with_what_it_declares(kind, request):
+    """In an empty environment: some 6 GB from the network each."""
+    distribution = request.getfixturevalue(kind)
+    command = [sys.executable, ROOT / "scripts" / "smoke.py", distribution]
+    done = subprocess.run(command, cwd=distribution.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.endswith("OK\n")
+
+
+def test_the_version_stands_in_one_place():
+    assert PROJECT["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", megatron_eopt.__version__)
+    texts = [ROOT / "pyproject.toml", ROOT / "mkdocs.yml", *ROOT.glob("megatron_eopt/**/*.py"), *ROOT.glob("scripts/*")]
+    named = [path for path in texts if path.is_file() and megatron_eopt.__version__ in path.read_text()]
+    assert named == [ROOT / "megatron_eopt" / "__init__.py"]

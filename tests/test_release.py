@@ -11,11 +11,14 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import megatron_eopt
+from tests.test_docs import broken_links, missing_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,41 @@ def test_an_installation_runs_the_quick_start_with_what_it_declares(kind, reques
 
 def test_the_version_stands_in_one_place():
     assert PROJECT["dynamic"] == ["version"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", megatron_eopt.__version__)
-    texts = [ROOT / "pyproject.toml", ROOT / "mkdocs.yml", *ROOT.glob("megatron_eopt/**/*.py"), *ROOT.glob("scripts/*")]
-    named = [path for path in texts if path.is_file() and megatron_eopt.__version__ in path.read_text()]
+    version = megatron_eopt.__version__
+    assert str(Version(version)) == version
+    texts = [*ROOT.glob("*.toml"), *ROOT.glob("*.yml"), *ROOT.glob("megatron_eopt/**/*.py"), *ROOT.glob("scripts/*")]
+    named = [path for path in texts if path.is_file() and version in path.read_text()]
     assert named == [ROOT / "megatron_eopt" / "__init__.py"]
+
+
+class TestChangelog:
+    """Of the form of Keep a Changelog 1.1.0."""
+
+    KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+
+    def test_releases_have_the_sections_of_the_form(self):
+        before, *releases = re.split(r"^## ", CHANGELOG, flags=re.MULTILINE)
+        assert before.startswith("# Changelog\n")
+        assert releases[0].startswith("[Unreleased]\n")
+        for release in releases:
+            assert re.match(r"\[(Unreleased|\d+\.\d+\.\d+)\]( - \d{4}-\d\d-\d\d)?\n", release)
+            kinds = re.findall(r"^### (.+)$", release, flags=re.MULTILINE)
+            assert len({*kinds}) == len(kinds)
+            assert {*kinds} <= {*self.KINDS}
+
+    def test_a_released_version_has_its_section(self):
+        released = re.findall(r"^## \[(\d\S*)\]", CHANGELOG, flags=re.MULTILINE)
+        version = Version(megatron_eopt.__version__)
+        assert version.is_prerelease or released[:1] == [str(version)]
+
+    def test_an_entry_is_one_short_line(self):
+        entries = CHANGELOG.partition("\n## ")[2].splitlines()[1:]
+        assert not [line for line in entries if line and not re.match(r"- \S|#{2,4} \S|<!--.*-->$", line)]
+        assert not [line for line in entries if len(line) > 120]
+        assert len({*filter(None, entries)}) == sum(map(bool, entries))
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md"])
+def test_links_lead_somewhere_and_named_files_exist(name):
+    assert not list(broken_links(ROOT / name))
+    assert not list(missing_files(ROOT / name))

@@ -11,6 +11,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.version import Version
 
 import megatron_eopt
@@ -18,6 +19,7 @@ from tests.test_docs import broken_links, missing_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -81,12 +83,22 @@ def test_an_installation_runs_the_quick_start_with_what_it_declares(kind, reques
 
 
 def test_the_version_stands_in_one_place():
+    """And in CITATION.cff, which no tool writes."""
     assert PROJECT["dynamic"] == ["version"]
     version = megatron_eopt.__version__
     assert str(Version(version)) == version
     texts = [*ROOT.glob("*.toml"), *ROOT.glob("*.yml"), *ROOT.glob("megatron_eopt/**/*.py"), *ROOT.glob("scripts/*")]
     named = [path for path in texts if path.is_file() and version in path.read_text()]
     assert named == [ROOT / "megatron_eopt" / "__init__.py"]
+    assert CITATION["version"] == version
+
+
+def test_a_citation_says_what_the_metadata_say():
+    assert CITATION.keys() >= {"cff-version", "message", "title", "authors"}  # what CFF 1.2.0 asks for
+    assert (CITATION["cff-version"], CITATION["type"]) == ("1.2.0", "software")
+    assert CITATION["license"] == PROJECT["license"]
+    assert CITATION["authors"] == PROJECT["authors"]
+    assert CITATION["keywords"] == PROJECT["keywords"]
 
 
 class TestChangelog:
@@ -116,7 +128,7 @@ class TestChangelog:
         assert len({*filter(None, entries)}) == sum(map(bool, entries))
 
 
-@pytest.mark.parametrize("name", ["CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_lead_somewhere_and_named_files_exist(name):
     assert not list(broken_links(ROOT / name))
     assert not list(missing_files(ROOT / name))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 import megatron_eopt
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +134,50 @@ class TestChangelog:
 def test_links_lead_somewhere_and_named_files_exist(name):
     assert not list(broken_links(ROOT / name))
     assert not list(missing_files(ROOT / name))
+
+
+def pinned():
+    """The releases of scripts/constraints.txt."""
+    lines = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
+def test_pre_commit_has_the_releases_of_make_lint():
+    hooks = [
+        hook
+        for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+        for hook in repo["hooks"]
+    ]
+    assert {hook["entry"].split()[0] for hook in hooks} == {"ruff", "mypy"}
+    for hook in hooks:
+        assert {*hook["additional_dependencies"]} <= pinned()
+        assert [Requirement(line).name for line in hook["additional_dependencies"]] == [hook["entry"].split()[0]]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_has_bounds(path):
+    """Few permissions, a timeout for each job, actions by their hash, and one run at a time."""
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {}
+    assert workflow["concurrency"]["group"]
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 120
+        assert job["permissions"] in ({"contents": "read"}, {"id-token": "write"})
+        for step in job["steps"]:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step.get("uses", f"a/b@{0:040}"))
+
+
+def test_the_public_ci_runs_what_the_own_one_runs():
+    """And builds the site and what would be released."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert jobs["test"]["strategy"]["matrix"]["target"] == ["test", "test-wide"]
+    assert {'make "$TARGET"', "make lint", "python -m build", "python scripts/smoke.py dist/*"} <= {*runs}
+    assert any("mkdocs build --strict" in run for run in runs)
+
+
+def test_a_release_is_published_only_where_it_is_asked_for():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    assert workflow[True] == {"workflow_dispatch": None}  # YAML 1.1 reads the key "on" as true
+    assert workflow["jobs"]["build"]["if"] == "vars.RELEASE_ENABLED == 'true'"
+    assert workflow["jobs"]["publish"]["needs"] == "build"

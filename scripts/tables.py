@@ -1,4 +1,4 @@
-"""Write the tables of the docs that follow from the table of optimizers, ``megatron_eopt/family.py``.
+"""Write the tables of the docs that follow from the table of optimizers, ``megatron_eopt/family.py``, and llms.txt.
 
     python scripts/tables.py
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
 
+import llms
 import torch
 from state_bytes import DATA, bytes_rows, share_rows
 
@@ -352,9 +353,10 @@ def parts(page: str, text: str, name: str) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Write all pages."""
+    """Write all pages, and llms.txt, which quotes them."""
     for page in ("flags.md", *PAGES):
         (DOCS / page).write_text(made(page), encoding="utf-8")
+    (DOCS.parent / "llms.txt").write_text(llms.made(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ help:
 	@echo "make lint       check style and types"
 	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers, count a step"
 	@echo "make gpu        check everything on a GPU and leave verdicts and pictures; without one, say what it would do"
-	@echo "make compare    train the demo's GPT with every optimizer on the CPU, leave a table and a picture"
+	@echo "make compare    train the demo's GPT once with each optimizer on the CPU, show it beside the recorded runs"
 	@echo "make widths     find the best learning rate of the demo's GPT at three widths, with muP and without"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
 	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py"
@@ -49,8 +49,9 @@ bench: venv
 gpu: $(if $(filter file,$(origin PYTHON)),venv)
 	@$(PYTHON) benchmarks/gpu.py
 
+# FLAGS=--whole makes all runs of the protocol, in hours.
 compare: venv
-	@$(PYTHON) benchmarks/compare.py
+	@$(PYTHON) benchmarks/compare.py $(FLAGS)
 
 widths: venv
 	@$(PYTHON) benchmarks/widths.py

@@ -1,167 +1,123 @@
-"""Train the demo's GPT with every optimizer at the settings that docs/optimizers.md recommends, on the same tokens.
+"""Compare optimizers by the protocol of docs/compare.md.
 
-``make compare`` runs it and leaves a table and a picture in ``bench-out/compare/``: losses at equal steps and at equal
-seconds, and the optimizer's memory. Each run is one process on the CPU, one after another, so that none takes another's
-time. ``--docs`` also puts both into the docs. ``--sweep`` tries other learning rates around the recommended ones.
+``make compare`` trains each optimizer once with the setting that its trials chose, and shows it beside the recorded
+runs: some ten minutes on two cores. ``--whole`` makes all runs of the protocol, which takes hours; interrupted, it goes
+on where it was. Runs are kept under ``benchmarks/results``. ``--seconds`` times a step of each, one after another, on
+a machine that does nothing else. ``--docs`` writes tables and pictures of what is kept into docs/.
 """
 
 import argparse
 import json
 import os
-import platform
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
+import compare_figures as figures
+import corpus
+import protocol
+import trials
+from compare_figures import Summary
+from pages import DOCS, markdown, put
+from training import ROOT, machine, read_times
 
 from megatron_eopt.manifest import from_json
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-import compare_figures as figures  # noqa: E402
-import demo  # noqa: E402
-from compare_figures import Record  # noqa: E402
-
-DOCS = ROOT / "docs"
-SETTINGS = DOCS / "optimizers.md"
 OUT = ROOT / "bench-out" / "compare"
-
-STEPS, SWEEP_STEPS = 200, 60
-FACTORS = (1 / 3, 1.0, 3.0)
-THREADS = 1  # of each run, so that what else the machine does finds another core
-# A hundredth of the files is held out. Precision 'high': with Megatron's 'medium', a CPU multiplies in bf16 if it can,
-# and the figures depend on the machine.
-COMMON = (
-    "--split 99,1,0 --num-workers 0 --eval-iters 8 --eval-interval 1000000 --log-interval 1 "
-    "--muon-fp32-matmul-prec high"
-)
+TIMED = 40  # steps
 
 
-def command(name: str, flags: Sequence[str], steps: int, out: Path) -> list[str]:
-    """The command line of a run: the demo's model and schedule, then what differs, since the last of a flag counts."""
-    data = ["--data-path", str(out / "stdlib"), "--data-cache-path", str(out / "cache")]
-    of_steps = ["--train-iters", str(steps)]
-    # without effect for Megatron's own Adam, of which nothing is collected
-    manifest = ["--optimizer-manifest-file", str(out / f"{name}.json")]
-    return [
-        *[sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node", "1"],
-        *["--master-addr", "127.0.0.1", "--master-port", str(demo.free_port())],
-        *["-m", "megatron_eopt.run", "--cpu", "examples/pretrain_gpt.py"],
-        *[*demo.MODEL.split(), *demo.SCHEDULE.split(), *demo.CPU.split(), *COMMON.split()],
-        *[*data, *of_steps, "--optimizer", name, *flags, *manifest],
-    ]
+def small(found: Mapping[str, Summary], out: Path, workers: int) -> str:
+    """Train each optimizer once more as in a recorded run; the Markdown of both losses.
 
-
-def train(name: str, flags: Sequence[str], steps: int, out: Path) -> Record:
-    """Train with an optimizer; ``out`` has the data, and gets the log and, but for Adam, the manifest.
-
-    Raises:
-        SystemExit: it failed, or its log lacks losses.
+    A run of the same seed on the same kind of processor has the same loss; on another it differs by rounding, which
+    grows over the steps to as much as other seeds do.
     """
-    log = out / f"{name}.log"
-    lines = list(demo.execute(command(name, flags, steps, out), log, THREADS))
-    try:
-        losses = demo.read_losses(lines, 1, steps)
-    except ValueError as error:
-        raise SystemExit(f"{name}: {error}; its log is {log}") from error
-    record = Record(
-        name=name,
-        losses=losses,
-        seconds=figures.seconds_per_step(figures.read_times(lines)),
-        held_out=figures.read_held_out(lines),
-    )
-    print(f"  {name:22} loss {figures.loss_at(losses, steps):.4f}   {record.seconds:.3f} s per step", flush=True)
-    return record
+    seed = protocol.FINAL_SEEDS[0]
+    results = out / "small"
+    runs = [replace(summary.best, label=f"final-seed-{seed}", seed=seed) for summary in found.values()]
+    for run in runs:
+        trials.path_of(run, results).unlink(missing_ok=True)
+    made = trials.make(runs, out, results, workers)
+    rows = []
+    for run, summary in sorted(zip(runs, found.values(), strict=True), key=lambda pair: made[pair[0]]["test"]):
+        recorded = figures.estimate(summary.of(protocol.STEPS))
+        before = summary.test[run]
+        rows.append((run.optimizer, f"{made[run]['test']:.3f}", f"{before:.3f}", recorded.words))
+    head = ("optimizer", "test loss now", f"recorded, seed {seed}", f"recorded, {len(protocol.FINAL_SEEDS)} seeds")
+    return markdown(head, rows)
 
 
-def write_data(out: Path) -> None:
-    """Write the data set of the demo into a folder, with a log of it."""
-    out.mkdir(parents=True, exist_ok=True)
-    list(demo.execute([sys.executable, "examples/stdlib_dataset.py", str(out / "stdlib")], out / "data.log"))
+def time_steps(names: Sequence[str], out: Path, results: Path) -> None:
+    """Time a step of each optimizer, one after another, and read its state from the manifest; keep both."""
+    load, text = os.getloadavg()[0], corpus.write(out)
+    seconds, manifests = {}, {}
+    for name in names:
+        manifest = out / f"{name}.json"
+        first = protocol.trials(name)[0]
+        run = replace(
+            first, label="timed", steps=TIMED, settings=(*first.settings, "--optimizer-manifest-file", str(manifest))
+        )
+        trials.execute(run, text, out, out / "timed")
+        # a line is the mean of ten steps, and SOAP makes bases in every tenth; the first of them also warm up
+        seconds[name] = min(read_times(trials.log_of(run, out).read_text(encoding="utf-8").splitlines())[2:])
+        if name != "adam":
+            manifests[name] = from_json(json.loads(manifest.read_text(encoding="utf-8")))
+        print(f"  {name:20} {seconds[name]:.3f} s per step", flush=True)
+    found = {
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "state": {name: round(value, 3) for name, value in figures.states(manifests).items()},
+        "machine": machine(),
+        "load before": load,
+    }
+    (results / "seconds.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def machine() -> str:
-    """What the figures were measured on, in words."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    processor = models[0] if models else platform.processor() or platform.machine()
-    return f"{processor}, {THREADS} of {os.cpu_count()} cores, torch {torch.__version__}"
+def write_docs(found: Mapping[str, Summary], results: Path) -> None:
+    """Write tables and pictures of what is kept into docs/."""
+    import compare_pictures as pictures
 
-
-def compare(settings: dict[str, list[str]], steps: int, out: Path) -> tuple[list[Record], str]:
-    """Train with each, one after another; the records, and the Markdown of their figures."""
-    load = os.getloadavg()[0]
-    records = [train(name, flags, steps, out) for name, flags in settings.items()]
-    written = {name: json.loads((out / f"{name}.json").read_text()) for name in settings if name != "adam"}
-    state = figures.states({name: from_json(manifest) for name, manifest in written.items()})
-    records = [replace(record, state=state.get(record.name)) for record in records]
-    measured = f"Measured on: {machine()}; load of the machine before the first run: {load:.2f}."
-    return records, f"{figures.table(records)}\n\n{measured}"
-
-
-def sweep(settings: dict[str, list[str]], steps: int, factors: Sequence[float], out: Path) -> str:
-    """Train with each at several rates; the Markdown of all losses so far at these settings."""
-    path = out / "sweep.json"
-    known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
-    for name, flags in settings.items():
-        for factor in factors:
-            changed = figures.at_rate(flags, figures.rate(flags) * factor)
-            key = " ".join([name, str(steps), *changed])
-            if key not in known:
-                print(f"  {key}", flush=True)
-                known[key] = figures.loss_at(train(name, changed, steps, out).losses, steps)
-                path.write_text(json.dumps(known, indent=2))
-    return figures.sweep_table(_of_settings(known, settings), settings)
-
-
-def _of_settings(known: dict[str, float], settings: dict[str, list[str]]) -> dict[tuple[str, int], dict[float, float]]:
-    """(name, steps) -> rate -> loss, of what was swept with these flags but for the rate."""
-    found: dict[tuple[str, int], dict[float, float]] = {}
-    for name, flags in settings.items():
-        for key, loss in known.items():
-            of_name, steps, *swept = key.split()
-            if of_name == name and figures.at_rate(swept, 1.0) == figures.at_rate(flags, 1.0):
-                found.setdefault((name, int(steps)), {})[figures.rate(swept)] = loss
-    return found
-
-
-def put_into_docs(mark: str, lines: str) -> None:
-    """Write lines into their place in docs/compare.md."""
-    page = DOCS / "compare.md"
-    page.write_text(figures.replaced(page.read_text(encoding="utf-8"), mark, lines), encoding="utf-8")
+    timed = results / "seconds.json"
+    known = json.loads(timed.read_text(encoding="utf-8")) if timed.exists() else {"seconds": {}, "state": {}}
+    text = figures.table(found, known["seconds"], known["state"])
+    if timed.exists():
+        text += f"\n\nSeconds on: {known['machine']}; load of the machine before: {known['load before']:.2f}."
+    put("compare.md", "figures", text)
+    put("compare.md", "chosen", figures.settings_table(found))
+    pictures.draw_all(found, DOCS / "compare.png")
+    if {"adam", "muon"} <= found.keys():
+        pictures.draw_hero(found, DOCS / "hero.png")
+    if of_leaders := figures.sizes(found, results):
+        put("compare.md", "sizes", figures.size_table(of_leaders))
+        pictures.draw_sizes(of_leaders, DOCS / "compare-sizes.png")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the comparison, or the sweep."""
+    """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    recommended = figures.read_settings(SETTINGS.read_text(encoding="utf-8"))
-    parser.add_argument("--only", nargs="+", choices=list(recommended), default=list(recommended), metavar="NAME")
-    parser.add_argument("--steps", type=int, help=f"of each run; {STEPS}, and {SWEEP_STEPS} of a sweep")
-    parser.add_argument("--sweep", action="store_true", help="try several learning rates, and compare nothing else")
-    parser.add_argument("--factors", type=float, nargs="+", default=FACTORS, help="of the recommended rates in a sweep")
-    parser.add_argument("--docs", action="store_true", help="write table and picture into docs/, too")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of logs, table and picture")
+    names = list(protocol.SPACES)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="not all optimizers")
+    parser.add_argument("--whole", action="store_true", help="make all runs of the protocol that are missing")
+    parser.add_argument("--seconds", action="store_true", help="time a step of each optimizer")
+    parser.add_argument("--docs", action="store_true", help="write tables and pictures of the kept runs into docs/")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, one core each")
+    parser.add_argument("--results", type=Path, default=trials.RESULTS, help="folder of the kept runs")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of text, logs and the small table")
     arguments = parser.parse_args(argv)
-    settings = {name: recommended[name] for name in arguments.only}
-    write_data(arguments.out)
-    if arguments.sweep:
-        swept = sweep(settings, arguments.steps or SWEEP_STEPS, arguments.factors, arguments.out)
-        print(swept)
-        if arguments.docs:
-            put_into_docs("sweep", swept)
-        return
-    records, text = compare(settings, arguments.steps or STEPS, arguments.out)
-    (arguments.out / "compare.md").write_text(text + "\n", encoding="utf-8")
-    pictures = [arguments.out / "compare.png", *([DOCS / "compare.png"] if arguments.docs else [])]
-    for picture in pictures:
-        figures.draw(records, picture)
+    if arguments.whole:
+        for line in trials.whole(arguments.only, arguments.out, arguments.results, arguments.workers):
+            print(line, flush=True)
+    if arguments.seconds:
+        time_steps(arguments.only, arguments.out, arguments.results)
+    found = figures.summaries(arguments.results)
+    if not found:
+        raise SystemExit(f"no optimizer has all its runs in {arguments.results}; --whole makes them")
     if arguments.docs:
-        put_into_docs("figures", text)
-    print(f"\n{text}\n\nTable and picture: {arguments.out / 'compare.md'}, {pictures[0]}")
+        write_docs(found, arguments.results)
+    if not (arguments.whole or arguments.seconds or arguments.docs):
+        text = small({name: found[name] for name in arguments.only if name in found}, arguments.out, arguments.workers)
+        (arguments.out / "compare.md").write_text(text + "\n", encoding="utf-8")
+        print(f"\n{text}\n\nThe table is in {arguments.out / 'compare.md'}")
 
 
 if __name__ == "__main__":

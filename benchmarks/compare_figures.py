@@ -1,144 +1,213 @@
-"""What ``make compare`` makes of its runs: settings from the docs, figures from the logs, a table and a picture."""
+"""Tables and pictures of the comparison, from the small files of its runs."""
 
-import re
-import shlex
+import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import batched
 from math import prod
 from pathlib import Path
 
+import protocol
+from pages import markdown
+from protocol import Run
+from trials import Result, losses, path_of, read
+
 from megatron_eopt.manifest import ParamPattern
 
-LAST = 20  # steps that a loss is averaged over: that of one batch is noisy
-BLOCK = 10  # steps that a time is averaged over: SOAP refreshes its bases in every tenth
-
-Losses = dict[int, float]  # iteration -> loss
-
-_ROW = re.compile(r"^\| `(?P<name>\w+)` \| `(?P<flags>[^`|]*)` \|")
-_TIME = re.compile(r"iteration +(\d+)/ *\d+ \|.*elapsed time per iteration \(ms\): ([\d.]+)")
-_HELD_OUT = re.compile(r"validation loss at .*lm loss value: ([-+.\dE]+)")
+# Student's t: 95 % of means lie within so many standard errors, by degrees of freedom.
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """What is known of one training.
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, half the width of its 95 % interval, and the standard deviation of what it is of."""
+
+    mean: float
+    half: float
+    deviation: float
+
+    @property
+    def words(self) -> str:
+        """The mean and its interval."""
+        return f"{self.mean:.3f} ± {self.half:.3f}"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The estimate of a mean from two to eight values."""
+    deviation = statistics.stdev(values)
+    half = T_95[len(values) - 1] * deviation / math.sqrt(len(values))
+    return Estimate(statistics.fmean(values), half, deviation)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the files say of one optimizer.
 
     Attributes:
-        name: of the optimizer.
-        losses: of the batches that were trained on; an iteration may lack.
-        seconds: of one step, see :func:`seconds_per_step`.
-        held_out: loss at the end on batches that no run trains on; None where it was not asked for.
-        state: bytes of optimizer state for each of the model's parameters; None where nothing says it.
+        best: the trial that was chosen.
+        tune: losses on the tuning text, of the trials.
+        test: losses on the test text, of the runs with fresh seeds.
+        curves: training losses of all runs with fresh seeds and the usual length, see :data:`trials.BLOCK`.
     """
 
-    name: str
-    losses: Losses
-    seconds: float
-    held_out: float | None = None
-    state: float | None = None
+    best: Run
+    tune: dict[Run, float]
+    test: dict[Run, float]
+    curves: list[list[float]]
+
+    def of(self, steps: int) -> list[float]:
+        """Test losses of the runs of a length, in the order of their seeds."""
+        return [loss for run, loss in self.test.items() if run.steps == steps]
+
+    @property
+    def means(self) -> dict[int, float]:
+        """Steps of a run -> mean test loss."""
+        return {steps: statistics.fmean(self.of(steps)) for steps in {run.steps for run in self.test}}
 
 
-def between(page: str, mark: str) -> str:
-    """The lines of a page between ``<!-- MARK -->`` and the next ``<!-- end -->``.
+def known(runs: Sequence[Run], results: Path) -> dict[Run, Result]:
+    """The results of those runs that were made."""
+    return {run: read(run, results) for run in runs if path_of(run, results).exists()}
 
-    Raises:
-        ValueError: the page lacks one of them.
+
+def summaries(results: Path) -> dict[str, Summary]:
+    """The summary of each optimizer of which all runs at the usual size were made."""
+    found = {}
+    for name in protocol.SPACES:
+        tried = protocol.trials(name)
+        of_trials = known(tried, results)
+        if len(of_trials) < len(tried):
+            continue
+        best = protocol.best_of(tried, losses(of_trials))
+        again = known(protocol.finals(best), results)
+        short = [known(protocol.shorter(best, steps), results) for steps in protocol.LENGTHS]
+        if len(again) == len(protocol.FINAL_SEEDS) and len(short[0]) == len(protocol.FEW_SEEDS):
+            curves = [result["training"] for result in again.values()]
+            found[name] = Summary(best, losses(of_trials), losses(again | short[0] | short[1], "test"), curves)
+    return found
+
+
+def against(own: Sequence[float], adams: Sequence[float]) -> Estimate:
+    """The difference to Adam, of runs that share their seeds."""
+    return estimate([one - other for one, other in zip(own, adams, strict=True)])
+
+
+def steps_to(target: float, means: Mapping[int, float]) -> float | None:
+    """The length of a run that ends at a loss, from the losses that runs of several lengths end at.
+
+    Between two lengths the loss is straight in the logarithm of the steps.
+
+    Returns:
+        None where the longest ends above the target; the shortest length where that is enough.
     """
-    return _parts(page, mark)[1]
+    (longest, whole), *others = sorted(means.items(), reverse=True)
+    if whole > target:
+        return None
+    for steps, loss in others:
+        if loss > target:
+            return steps * (longest / steps) ** ((loss - target) / (loss - whole))
+        longest, whole = steps, loss
+    return longest
 
 
-def replaced(page: str, mark: str, lines: str) -> str:
-    """The page with other lines between the two comments of :func:`between`."""
-    before, _, after = _parts(page, mark)
-    return f"{before}\n\n{lines.strip()}\n\n{after}"
+def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Mapping[str, float]) -> str:
+    """The Markdown table of results, lowest loss first.
 
-
-def _parts(page: str, mark: str) -> tuple[str, str, str]:
-    begin, end = f"<!-- {mark} -->", "<!-- end -->"
-    before, found, rest = page.partition(begin)
-    inside, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"expected '{begin}' and after it '{end}' around a table, and found {begin!r}: {bool(found)}")
-    return before + begin, inside, end + after
-
-
-def read_settings(page: str) -> dict[str, list[str]]:
-    """Name of an optimizer -> its recommended flags, from the table that ``docs/optimizers.md`` marks.
-
-    Raises:
-        ValueError: the page has no such table, a row of it cannot be read, or an optimizer has two.
+    Args:
+        found: of each optimizer, Adam among them.
+        seconds: of a step, by optimizer; one may lack.
+        state: bytes of each parameter of the model, by optimizer; one may lack.
     """
-    settings: dict[str, list[str]] = {}
-    _, _, *rows = between(page, "settings").strip().splitlines()  # behind the head and the line under it
-    for row in rows:
-        match = _ROW.match(row)
-        if match is None or match["name"] in settings:
-            raise ValueError(f"expected a row '| `NAME` | `FLAGS` | ...' for each optimizer, found {row!r}")
-        settings[match["name"]] = shlex.split(match["flags"])
-    return settings
+    adam = found["adam"]
+    target = statistics.fmean(adam.of(protocol.STEPS))
+    rows = []
+    for name, summary in sorted(found.items(), key=lambda item: statistics.fmean(item[1].of(protocol.STEPS))):
+        own = estimate(summary.of(protocol.STEPS))
+        steps = steps_to(target, summary.means)
+        reached, time = steps is not None and name != "adam", seconds.get(name)
+        rows.append(
+            (
+                name,
+                own.words,
+                f"{own.deviation:.3f}",
+                "-" if name == "adam" else against(summary.of(protocol.STEPS), adam.of(protocol.STEPS)).words,
+                str(sum(loss < min(adam.tune.values()) for loss in summary.tune.values())),
+                _steps(steps) if reached else str(protocol.STEPS) if name == "adam" else "not reached",
+                f"{(steps or protocol.STEPS) * time:.0f}" if time and (reached or name == "adam") else "-",
+                "-" if time is None else f"{time:.3f}",
+                f"{state[name]:.1f}" if name in state else "-",
+            )
+        )
+    head = (
+        "optimizer",
+        "test loss",
+        "deviation",
+        "less Adam's",
+        f"of {protocol.TRIALS} trials better than Adam's best",
+        "steps to Adam's loss",
+        "seconds to it",
+        "seconds per step",
+        "state, bytes per parameter",
+    )
+    return markdown(head, rows)
 
 
-def rate_flag(flags: Sequence[str]) -> str:
-    """The flag of the rate of what the optimizer itself owns: ``--muon-lr`` where it is given, else ``--lr``."""
-    return "--muon-lr" if "--muon-lr" in flags else "--lr"
+def _steps(steps: float | None) -> str:
+    return f"{steps:.0f} or fewer" if steps == min(protocol.LENGTHS) else f"{steps:.0f}"
 
 
-def rate(flags: Sequence[str]) -> float:
-    """The value of :func:`rate_flag`."""
-    return float(flags[flags.index(rate_flag(flags)) + 1])
+def settings_table(found: Mapping[str, Summary]) -> str:
+    """The Markdown table of the settings that were chosen, and what of them is at the edge of its range."""
+    rows = []
+    for name, summary in found.items():
+        chosen = dict(zip(summary.best.settings[::2], summary.best.settings[1::2], strict=True))
+        edges = [axis.flag for axis in protocol.SPACES[name].axes if at_edge(axis, chosen[axis.flag])]
+        shown = " ".join(f"{flag} {value}" for flag, value in chosen.items() if flag not in protocol.SMALLEST.values())
+        fixed = protocol.SPACES[name].flags.format(steps=protocol.STEPS, warmup=protocol.STEPS // 20)
+        rows.append((name, f"`{shown}`", f"`{fixed}`" if fixed else "", ", ".join(f"`{flag}`" for flag in edges)))
+    return markdown(("optimizer", "chosen", "the same in all trials", "in the outer tenth of its range"), rows)
 
 
-def at_rate(flags: Sequence[str], value: float) -> list[str]:
-    """The flags with another rate, and a smallest rate that is as much smaller than it as before."""
-    changed, factor = list(flags), value / rate(flags)
-    for flag in (rate_flag(flags), rate_flag(flags).replace("lr", "min-lr")):
-        if flag in changed:
-            place = changed.index(flag) + 1
-            changed[place] = f"{float(changed[place]) * factor:.3g}"
-    return changed
+def at_edge(axis: protocol.Axis, value: str) -> bool:
+    """Whether a value lies in the first or the last twentieth of its axis."""
+    low, high = sorted((float(axis.at(0.05)), float(axis.at(0.95))))
+    return not low <= float(value) <= high
 
 
-def read_times(lines: Iterable[str]) -> list[float]:
-    """Seconds of each iteration, from a log with a line for every one."""
-    return [float(match[2]) / 1e3 for line in lines if (match := _TIME.search(line))]
+def sizes(found: Mapping[str, Summary], results: Path) -> dict[str, dict[tuple[int, int], list[float]]]:
+    """Optimizer -> (width, steps) -> test losses with fresh seeds, of the sizes of which all runs were made."""
+    of_leaders: dict[str, dict[tuple[int, int], list[float]]] = {}
+    if found.keys() != protocol.SPACES.keys():  # the leaders are not known
+        return {}
+    for name in protocol.leaders({name: statistics.fmean(each.of(protocol.STEPS)) for name, each in found.items()}):
+        best = found[name].best
+        few = found[name].of(protocol.STEPS)[: len(protocol.FEW_SEEDS)]
+        own = {
+            (protocol.WIDTH, protocol.LENGTHS[0]): found[name].of(protocol.LENGTHS[0]),
+            (protocol.WIDTH, protocol.STEPS): few,
+        }
+        for width, steps in protocol.SIZES:
+            tried = protocol.size_trials(best, width, steps)
+            of_trials = known(tried, results)
+            if len(of_trials) < len(tried):
+                continue
+            again = known(protocol.size_finals(protocol.best_of(tried, losses(of_trials))), results)
+            if len(again) == len(protocol.FEW_SEEDS):
+                own[width, steps] = list(losses(again, "test").values())
+        of_leaders[name] = own
+    return of_leaders
 
 
-def read_held_out(lines: Iterable[str]) -> float | None:
-    """The last validation loss of a log; None where it has none."""
-    found = [float(match[1]) for line in lines if (match := _HELD_OUT.search(line))]
-    return found[-1] if found else None
-
-
-def seconds_per_step(times: Sequence[float]) -> float:
-    """The mean time of the steps in the fastest block of :data:`BLOCK`, the first left out, which also warms up.
-
-    What else the machine does can only add to a time, so the least of them says most about the run itself.
-
-    Raises:
-        ValueError: there are not two whole blocks.
-    """
-    blocks = [statistics.fmean(block) for block in batched(times, BLOCK) if len(block) == BLOCK]
-    if len(blocks) < 2:
-        raise ValueError(f"the time of a step is taken from {2 * BLOCK} steps or more, found {len(times)}")
-    return min(blocks[1:])
-
-
-def loss_at(losses: Losses, step: int) -> float:
-    """Mean loss of the last :data:`LAST` iterations up to a step."""
-    return statistics.fmean(loss for iteration, loss in losses.items() if step - LAST < iteration <= step)
-
-
-def steps_within(record: Record, seconds: float) -> int:
-    """How many whole steps a run makes in a time; no more than it made."""
-    # a time of so many steps is to hold them whatever its rounding
-    return min(max(record.losses), int(seconds / record.seconds + 1e-9))
-
-
-def equal_seconds(records: Iterable[Record]) -> float:
-    """The time of the run that makes its steps fastest."""
-    return min(max(record.losses) * record.seconds for record in records)
+def size_table(of_leaders: Mapping[str, Mapping[tuple[int, int], Sequence[float]]]) -> str:
+    """The Markdown table of losses at each size, and of differences to Adam."""
+    rows = []
+    for size in sorted({size for own in of_leaders.values() for size in own}):
+        for name, own in of_leaders.items():
+            if size in own:
+                adams = of_leaders["adam"].get(size)
+                less = against(own[size], adams).words if adams and name != "adam" else "-"
+                rows.append((str(size[0]), str(size[1]), name, estimate(own[size]).words, less))
+    return markdown(("width", "steps", "optimizer", "test loss", "less Adam's"), rows)
 
 
 def state_per_parameter(manifest: Sequence[ParamPattern], owner: str | None = None) -> float:
@@ -169,79 +238,3 @@ def states(manifests: Mapping[str, Sequence[ParamPattern]]) -> dict[str, float]:
     found = {name: state_per_parameter(manifest) for name, manifest in manifests.items()}
     beside = [each for each in manifests.values() if any(family.like.optimizer == "adam" for family in each)]
     return found | ({"adam": state_per_parameter(beside[0], "adam")} if beside else {})
-
-
-def table(records: Sequence[Record]) -> str:
-    """The Markdown table of the figures."""
-    seconds, steps = equal_seconds(records), min(max(record.losses) for record in records)
-    head = (
-        "optimizer",
-        f"loss at step {steps}",
-        "held-out loss there",
-        f"loss after {seconds:.0f} s",
-        "at step",
-        "seconds per step",
-        "state, bytes per parameter",
-    )
-    rows = [
-        (
-            record.name,
-            f"{loss_at(record.losses, steps):.3f}",
-            _shown(record.held_out, ".3f"),
-            f"{loss_at(record.losses, steps_within(record, seconds)):.3f}",
-            str(steps_within(record, seconds)),
-            f"{record.seconds:.3f}",
-            _shown(record.state, ".2f"),
-        )
-        for record in records
-    ]
-    return markdown(head, rows)
-
-
-def sweep_table(found: Mapping[tuple[str, int], Mapping[float, float]], settings: Mapping[str, Sequence[str]]) -> str:
-    """The Markdown table of sweeps: (name, steps) -> rate -> loss, the recommended rates in bold."""
-    rows = []
-    for (name, steps), losses in found.items():
-        cells = {at: f"{at:g}: {loss:.3f}" for at, loss in sorted(losses.items())}
-        bold = [f"**{cell}**" if at == rate(settings[name]) else cell for at, cell in cells.items()]
-        rows.append((name, rate_flag(settings[name]), str(steps), ", ".join(bold)))
-    return markdown(("optimizer", "flag", "steps", "rate: loss"), rows)
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    first, *others = (f"| {' | '.join(line)} |" for line in (head, *rows))
-    return "\n".join([first, "|" + "---|" * len(head), *others])
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def draw(records: Sequence[Record], picture: Path) -> None:
-    """Draw losses over steps, and over seconds."""
-    import pictures
-    from matplotlib.figure import Figure
-
-    with pictures.look():
-        figure = Figure(figsize=(pictures.WIDTH, 10))
-        of_steps, of_seconds = figure.subplots(2, 1, sharey=True)
-        ends = []
-        for record in records:
-            style = pictures.style(record.name)
-            mean = {step: loss_at(record.losses, step) for step in record.losses}
-            of_steps.plot(list(mean), list(mean.values()), label=record.name, **style)
-            seconds = [step * record.seconds for step in mean]
-            of_seconds.plot(seconds, list(mean.values()), label=record.name, **style)
-            ends += [loss_at(record.losses, max(record.losses)), loss_at(record.losses, max(record.losses) // 4)]
-        of_seconds.axvline(equal_seconds(records), color="gray", linewidth=0.8, linestyle=":")
-        of_steps.set(xlabel="step")
-        of_seconds.set(xlabel="seconds of training; dotted: the end of the fastest run")
-        of_steps.set_ylim(min(ends) - 0.05, max(ends) + 0.05)
-        figure.supylabel(f"training loss, mean of the last {LAST} steps (nats per byte)", fontsize=11)
-        figure.suptitle(
-            "A small GPT on the sources of Python's standard library,\none CPU process: same tokens, one seed"
-        )
-        for axes in (of_steps, of_seconds):
-            pictures.name_ends(axes)
-        figure.savefig(picture)

@@ -11,7 +11,6 @@ from importlib.metadata import files
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 PACKAGES = ("megatron-core", "torch")  # scripts/constraints.txt names their releases
 HELD_OUT = ("tune", "test")
@@ -71,6 +70,9 @@ def write(folder: Path) -> str:
     Returns:
         a hash of all texts, which results keep.
     """
+    # Megatron warns of much as it is imported
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
     found = parts(sources())
     mark = f"{digest(b''.join(text for documents in found.values() for text in documents)):016x}"
     stamp = folder / "text"

@@ -8,7 +8,7 @@ H200.
 import sys
 from pathlib import Path
 
-from compare_figures import replaced
+from pages import replaced
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]

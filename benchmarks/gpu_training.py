@@ -7,9 +7,9 @@ from pathlib import Path
 import demo
 import torch
 import torch.distributed.checkpoint as dcp
-from compare_figures import read_times
 from gpu_verdicts import Run, draw, execute, needs
 from torch import Tensor
+from training import read_times
 
 from megatron_eopt.checkpoints.contents import newest, read_contents
 

@@ -128,24 +128,23 @@ class Run:
 
 def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> Run:
     """Train, unless the folder has the run already."""
-    import compare
-    import compare_figures as figures
     import demo
+    import training
 
-    flags = [*figures.read_settings(PAGE.read_text(encoding="utf-8"))["muon"], "--muon-momentum", str(beta)]
+    flags = [*training.read_settings(PAGE.read_text(encoding="utf-8"))["muon"], "--muon-momentum", str(beta)]
     flags += ["--seed", str(seed), "--optimizer-momentum-dtype", KINDS[kind][1]]
     if kind == "control":  # how far runs come apart that differ by rounding
-        flags += ["--muon-lr", str(figures.rate(flags) * (1 + 1e-6))]
+        flags += ["--muon-lr", str(training.rate(flags) * (1 + 1e-6))]
     log, written = (out / f"{kind}-{beta}-{seed}-{steps}.{end}" for end in ("log", "json"))
-    command = compare.command("muon", flags, steps, out)
+    command = training.command("muon", flags, steps, out)
     at = command.index("examples/pretrain_gpt.py")
     command[at : at + 1] = ["benchmarks/momentum_dtype.py", TRAIN, kind, str(beta), str(written)]
     if not written.exists():
-        list(demo.execute(command, log, compare.THREADS))
+        list(demo.execute(command, log, training.THREADS))
     lines = log.read_text(encoding="utf-8").splitlines()
-    held_out = figures.read_held_out(lines)
+    held_out = training.read_held_out(lines)
     assert held_out is not None, log
-    return Run(figures.loss_at(demo.read_losses(lines, 1, steps), steps), held_out, json.loads(written.read_text()))
+    return Run(training.loss_at(demo.read_losses(lines, 1, steps), steps), held_out, json.loads(written.read_text()))
 
 
 def cells(runs: Sequence[Run], fp32: Sequence[Run]) -> list[str]:
@@ -162,17 +161,17 @@ def cells(runs: Sequence[Run], fp32: Sequence[Run]) -> list[str]:
 
 def main() -> None:
     """Train all, print the table, and put it into the docs where that is asked for."""
-    import compare
-    import compare_figures as figures
+    import pages
+    import training
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=compare.STEPS, help="of each run")
+    parser.add_argument("--steps", type=int, default=training.STEPS, help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of weights and batches")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.95], help="decay rates of the momentum")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/optimizers.md, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of logs")
     arguments = parser.parse_args()
-    compare.write_data(arguments.out)
+    training.write_data(arguments.out)
     rows = []
     for beta in arguments.betas:
         found = {
@@ -183,11 +182,11 @@ def main() -> None:
         print(*rows[-len(KINDS) :], sep="\n", flush=True)
     errors = ("error, RMS", "error, median entry", "error of the orthogonal factor")
     head = ("momentum", "kept in", *errors, f"loss at step {arguments.steps}")
-    table = figures.markdown((*head, "held-out loss there", "more than fp32"), rows)
+    table = pages.markdown((*head, "held-out loss there", "more than fp32"), rows)
     print(f"\n{table}")
     if arguments.docs:
         page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(figures.replaced(page, "momentum", table), encoding="utf-8")
+        PAGE.write_text(pages.replaced(page, "momentum", table), encoding="utf-8")
 
 
 if __name__ == "__main__":

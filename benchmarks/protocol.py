@@ -15,7 +15,7 @@ TRIAL_SEED = 1
 FINAL_SEEDS = tuple(range(11, 19))
 FEW_SEEDS = FINAL_SEEDS[:4]  # of runs at another length or width
 WIDTH, STEPS = 128, 200
-SHORT = 100
+LENGTHS = (100, 50)  # shorter runs; the second where the first already ends below Adam's loss
 # (width, steps) of the runs that show how the gain changes with size.
 SIZES = ((128, 400), (256, 200), (256, 400))
 FACTORS = (0.5, 1.0, 2.0)  # of all rates, tried at each of these sizes
@@ -124,7 +124,7 @@ class Run:
         return [*f"{model} {schedule} --seed {self.seed} {own}".split(), *self.settings]
 
 
-Losses = Mapping[str, float]  # label of a run -> its loss; one that diverged has an infinite one
+Losses = Mapping[Run, float]  # a run that diverged has an infinite one
 
 
 def points() -> list[list[float]]:
@@ -164,11 +164,14 @@ def trials(optimizer: str) -> list[Run]:
 
 
 def finals(best: Run) -> list[Run]:
-    """The best trial again with seeds that no trial had, and with fewer of them at half the length."""
-    return [
-        *(replace(best, label=f"final-seed-{seed}", seed=seed) for seed in FINAL_SEEDS),
-        *(replace(best, label=f"short-seed-{seed}", seed=seed, steps=SHORT) for seed in FEW_SEEDS),
-    ]
+    """The best trial again with seeds that no trial had."""
+    return [replace(best, label=f"final-seed-{seed}", seed=seed) for seed in FINAL_SEEDS]
+
+
+def shorter(best: Run, steps: int) -> list[Run]:
+    """The best trial with fewer steps and some of the fresh seeds."""
+    label = {LENGTHS[0]: "short", LENGTHS[1]: "shorter"}[steps]
+    return [replace(best, label=f"{label}-seed-{seed}", seed=seed, steps=steps) for seed in FEW_SEEDS]
 
 
 def size_trials(best: Run, width: int, steps: int) -> list[Run]:
@@ -192,8 +195,8 @@ def best_of(runs: Sequence[Run], losses: Losses) -> Run:
     Raises:
         ValueError: all of them diverged.
     """
-    best = min(runs, key=lambda run: losses[run.label])
-    if not math.isfinite(losses[best.label]):
+    best = min(runs, key=losses.__getitem__)
+    if not math.isfinite(losses[best]):
         raise ValueError(f"{best.optimizer}: expected a run that did not diverge among {[run.label for run in runs]}")
     return best
 

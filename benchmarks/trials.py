@@ -3,8 +3,8 @@
 import json
 import math
 import os
-import platform
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-import corpus  # noqa: E402
-import demo  # noqa: E402
-import protocol  # noqa: E402
-from protocol import Run  # noqa: E402
+import corpus
+import protocol
+from protocol import Run
+from training import ROOT, demo, processor
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 10  # steps that a printed training loss is the mean of
@@ -45,17 +42,14 @@ def command(run: Run, data: Path) -> list[str]:
     ]
 
 
-def processor() -> str:
-    """What this machine computes with, in words."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
 def path_of(run: Run, results: Path) -> Path:
     """Where the result of a run lies."""
     return results / run.optimizer / f"{run.label}.json"
+
+
+def log_of(run: Run, data: Path) -> Path:
+    """Where what a run prints goes."""
+    return data / "logs" / f"{run.optimizer}-{run.label}.log"
 
 
 def read(run: Run, results: Path) -> Result:
@@ -77,7 +71,7 @@ def execute(run: Run, text: str, data: Path, results: Path) -> Result:
     Raises:
         RuntimeError: the run failed, and not because its loss diverged.
     """
-    log = data / "logs" / f"{run.optimizer}-{run.label}.log"
+    log = log_of(run, data)
     log.parent.mkdir(exist_ok=True)
     # one rank needs no launcher, whose start would take as long as twenty steps
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -110,8 +104,8 @@ def execute(run: Run, text: str, data: Path, results: Path) -> Result:
     return result
 
 
-def make(runs: Sequence[Run], data: Path, results: Path, workers: int) -> dict[str, Result]:
-    """The results of runs by label, of which those are made that are not there.
+def make(runs: Sequence[Run], data: Path, results: Path, workers: int) -> dict[Run, Result]:
+    """The results of runs, of which those are made that are not there.
 
     Raises:
         SystemExit: runs failed; the others are kept.
@@ -131,16 +125,22 @@ def make(runs: Sequence[Run], data: Path, results: Path, workers: int) -> dict[s
             print(f"  {run.optimizer:20} {run.label:28} tune {found['tune']}   test {found['test']}", flush=True)
     if failed:
         raise SystemExit("\n".join([*failed, "All other runs are kept: call the same again to go on."]))
-    return {run.label: read(run, results) for run in runs}
+    return {run: read(run, results) for run in runs}
 
 
-def losses(results: dict[str, Result], held_out: str = "tune") -> dict[str, float]:
-    """Label -> held-out loss; that of a run that diverged is infinite."""
-    return {label: math.inf if found[held_out] is None else found[held_out] for label, found in results.items()}
+def losses(results: dict[Run, Result], held_out: str = "tune") -> dict[Run, float]:
+    """Held-out losses; that of a run that diverged is infinite."""
+    return {run: math.inf if found[held_out] is None else found[held_out] for run, found in results.items()}
 
 
 def whole(optimizers: Sequence[str], data: Path, results: Path, workers: int) -> Iterator[str]:
     """Make all runs of the protocol, one optimizer after another, then those at other sizes.
+
+    Args:
+        optimizers: their names; adam, which all are compared with, comes first.
+        data: folder of the text and of logs.
+        results: folder of the files of runs.
+        workers: runs at a time.
 
     Yields:
         what was finished, in words.
@@ -148,11 +148,13 @@ def whole(optimizers: Sequence[str], data: Path, results: Path, workers: int) ->
     bests, means = {}, {}
     for name in optimizers:
         tried = protocol.trials(name)
-        bests[name] = protocol.best_of(tried, losses(make(tried, data, results, workers)))
-        again = losses(make(protocol.finals(bests[name]), data, results, workers), "test")
-        own = [loss for label, loss in again.items() if label.startswith("final")]
-        means[name] = sum(own) / len(own)
-        yield f"{name}: {bests[name].label} of {len(tried)}, mean test loss {means[name]:.4f}"
+        bests[name] = best = protocol.best_of(tried, losses(make(tried, data, results, workers)))
+        means[name] = statistics.fmean(losses(make(protocol.finals(best), data, results, workers), "test").values())
+        for steps in protocol.LENGTHS:
+            short = losses(make(protocol.shorter(best, steps), data, results, workers), "test")
+            if statistics.fmean(short.values()) > means["adam"]:
+                break
+        yield f"{name}: {best.label} of {len(tried)}, mean test loss {means[name]:.4f}"
     for width, steps in protocol.SIZES:
         for name in protocol.leaders(means):
             tried = protocol.size_trials(bests[name], width, steps)

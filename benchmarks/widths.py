@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import compare
-import compare_figures as figures
 import numpy as np
+import pages
+import training
 from matplotlib import pyplot as plt
 
-OUT = compare.ROOT / "bench-out" / "widths"
-PAGE = compare.DOCS / "presets.md"
+OUT = training.ROOT / "bench-out" / "widths"
+PAGE = pages.DOCS / "presets.md"
 
 WIDTHS = (64, 128, 256)
 STEPS = 120
@@ -81,7 +81,7 @@ def measure(way: Way, width: int, steps: int, known: dict[str, float], out: Path
         own = flags(way, width, rate)
         key = " ".join([str(steps), *own])
         if key not in known:
-            known[key] = figures.loss_at(compare.train("muon", own, steps, out).losses, steps)
+            known[key] = training.loss_at(training.train("muon", own, steps, out), steps)
             (out / "widths.json").write_text(json.dumps(known, indent=2))
         found[rate] = known[key]
     return found
@@ -97,7 +97,7 @@ def table(found: Mapping[str, Mapping[int, Losses]]) -> str:
             rows.append((WAYS[name].title, str(width), cells, f"{bests[width]:.3g}"))
         ratio = max(bests.values()) / min(bests.values())
         sentences.append(f"{WAYS[name].title}: the best rates differ by a factor of {ratio:.2f}.")
-    return "\n\n".join([figures.markdown(("way", "width", "rate: loss", "best rate"), rows), *sentences])
+    return "\n\n".join([pages.markdown(("way", "width", "rate: loss", "best rate"), rows), *sentences])
 
 
 def draw(found: Mapping[str, Mapping[int, Losses]], steps: int, picture: Path) -> None:
@@ -127,21 +127,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", action="store_true", help="write table and picture into docs/, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of logs, table and picture")
     options = parser.parse_args(argv)
-    compare.write_data(options.out)
+    training.write_data(options.out)
     path = options.out / "widths.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     found = {
         name: {width: measure(WAYS[name], width, options.steps, known, options.out) for width in options.widths}
         for name in options.ways
     }
-    of_steps = f"losses are means of the last {figures.LAST} of {options.steps} steps"
-    text = f"{table(found)}\n\nMeasured on: {compare.machine()}; {of_steps}."
+    of_steps = f"losses are means of the last {training.LAST} of {options.steps} steps"
+    text = f"{table(found)}\n\nMeasured on: {training.machine()}; {of_steps}."
     print(f"\n{text}")
-    pictures = [options.out / "widths.png", *([compare.DOCS / "widths.png"] if options.docs else [])]
+    pictures = [options.out / "widths.png", *([pages.DOCS / "widths.png"] if options.docs else [])]
     for picture in pictures:
         draw(found, options.steps, picture)
     if options.docs:
-        PAGE.write_text(figures.replaced(PAGE.read_text(encoding="utf-8"), "widths", text), encoding="utf-8")
+        PAGE.write_text(pages.replaced(PAGE.read_text(encoding="utf-8"), "widths", text), encoding="utf-8")
 
 
 if __name__ == "__main__":

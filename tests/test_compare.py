@@ -1,9 +1,10 @@
-"""What `make compare` is made of: the settings are those of the docs, the figures those of the runs."""
+"""The comparison: its runs follow from the protocol, and its tables and pictures from files of runs."""
 
 import argparse
 import json
-import re
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,41 +13,77 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_eopt.manifest import ManifestRow, families
 from megatron_eopt.megatron.arguments import amend
 from megatron_eopt.registry import list_optimizers, takes_matrices
-from tests.megatron.runs import LAUNCHER, start
-
-pytestmark = pytest.mark.wide
 
 ROOT = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import compare  # noqa: E402
 import compare_figures as figures  # noqa: E402
-import demo  # noqa: E402
-from compare_figures import Record  # noqa: E402
+import compare_pictures  # noqa: E402
+import corpus  # noqa: E402
+import pages  # noqa: E402
+import protocol  # noqa: E402
+import training  # noqa: E402
+import trials  # noqa: E402
+from protocol import Axis, Run  # noqa: E402
 
-SETTINGS = figures.read_settings(compare.SETTINGS.read_text())
+SETTINGS = training.read_settings(training.SETTINGS.read_text())
 PAGE = "before\n<!-- settings -->\n\n| optimizer | flags | |\n|---|---|---|\n{}\n\n<!-- end -->\nafter\n"
 ONE, OTHER = "| `one` | `--lr 1e-3 --flag` | a note |", "| `other` | `--muon-lr 2` | |"
+MUON = protocol.trials("muon")
 
 
-def line(iteration: int, loss: float, milliseconds: float) -> str:
-    """A line as Megatron 0.19.2 prints it."""
-    return (
-        f" [2026-01-31 09:18:39.618176] iteration {iteration:8d}/     200 | consumed samples: {16:12d} "
-        f"| elapsed time per iteration (ms): {milliseconds} | learning rate: 2.700000E-03 | global batch size:    16 "
-        f"| lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 7.430 |\n"
-    )
-
-
-def record(name: str, seconds: float, steps: int = 100, **further: float) -> Record:
-    """A run whose loss at step k is 5 - k / 50."""
-    return Record(name=name, seconds=seconds, losses={k: 5 - k / 50 for k in range(1, steps + 1)}, **further)
-
-
-def cells(table: str) -> dict[str, list[str]]:
+def cells(table):
     """The cells of each row of a Markdown table behind the first, by the first."""
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("|")]
     return {row[0]: row[1:] for row in rows[2:]}
+
+
+def parsed(flags):
+    parser = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)))
+    return parser.parse_args(list(flags))
+
+
+def made_up(run):
+    """The loss of a run that nobody made: Adam's is 2, others are better by less than that, and more steps help."""
+    place = list(protocol.SPACES).index(run.optimizer)
+    of_trial = abs(int(run.label[6:]) - 5) / 50 if run.label.startswith("trial") else 0.0
+    of_rates = abs(math.log2(float(run.label.rpartition("-")[2]))) / 50 if "rates" in run.label else 0.0
+    of_size = math.log2(run.steps / 200) / 10 + math.log2(run.width / 128) / 5
+    return 2 - place / 40 + of_trial + of_rates - of_size + run.seed % 3 / 1000
+
+
+def keep(run, results, loss):
+    path = trials.path_of(run, results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"flags": run.flags, "tune": loss, "test": loss, "training": [4.0, *(3 - k / 20 for k in range(20))]}
+    path.write_text(json.dumps(found))
+    return found
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs that are asked for; what they leave is made up."""
+    asked = []
+
+    def execute(run, text, data, results):
+        asked.append(run)
+        return keep(run, results, made_up(run))
+
+    monkeypatch.setattr(trials, "execute", execute)
+    monkeypatch.setattr(corpus, "write", lambda folder: "text")
+    return asked
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder with all runs of the protocol."""
+    results = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "execute", lambda run, text, data, results: keep(run, results, made_up(run)))
+        patch.setattr(corpus, "write", lambda folder: "text")
+        list(trials.whole(list(protocol.SPACES), results, results, 2))
+    return results
 
 
 class TestSettings:
@@ -55,64 +92,263 @@ class TestSettings:
 
     @pytest.mark.parametrize("name", SETTINGS)
     def test_megatron_takes_the_flags(self, name):
-        parser = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)))
-        parsed = parser.parse_args(["--optimizer", name, *SETTINGS[name]])
-        assert parsed.optimizer == name
-        largest = parsed.matrix_lr if takes_matrices(name) else parsed.lr
-        smallest = parsed.matrix_min_lr if takes_matrices(name) else parsed.min_lr
-        assert figures.rate(SETTINGS[name]) == largest
-        assert smallest == pytest.approx(largest if parsed.lr_decay_style == "constant" else largest / 10)
+        args = parsed(["--optimizer", name, *SETTINGS[name]])
+        largest = args.matrix_lr if takes_matrices(name) else args.lr
+        smallest = args.matrix_min_lr if takes_matrices(name) else args.min_lr
+        assert training.rate(SETTINGS[name]) == largest
+        assert smallest == pytest.approx(largest if args.lr_decay_style == "constant" else largest / 10)
 
     def test_rows_are_read(self):
-        read = figures.read_settings(PAGE.format(f"{ONE}\n{OTHER}"))
+        read = training.read_settings(PAGE.format(f"{ONE}\n{OTHER}"))
         assert read == {"one": ["--lr", "1e-3", "--flag"], "other": ["--muon-lr", "2"]}
 
     @pytest.mark.parametrize("rows", ["| one | `--lr 1` | |", f"{ONE}\n{ONE}"], ids=["no name", "twice"])
     def test_a_row_that_says_nothing_is_an_error(self, rows):
         with pytest.raises(ValueError, match=r"expected a row .* for each optimizer, found '\| `?one"):
-            figures.read_settings(PAGE.format(rows))
+            training.read_settings(PAGE.format(rows))
 
     def test_a_page_without_the_marks_is_an_error(self):
         with pytest.raises(ValueError, match="expected '<!-- settings -->' and after it '<!-- end -->'"):
-            figures.read_settings("| `one` | `--lr 1` | |")
+            training.read_settings("| `one` | `--lr 1` | |")
 
     def test_lines_are_replaced_between_the_marks_of_a_page(self):
-        assert figures.replaced(PAGE.format(ONE), "settings", "new\n") == (
+        assert pages.replaced(PAGE.format(ONE), "settings", "new\n") == (
             "before\n<!-- settings -->\n\nnew\n\n<!-- end -->\nafter\n"
         )
 
-    def test_a_sweep_changes_the_rate_of_what_the_optimizer_owns(self):
-        flags = ["--lr", "3e-3", "--muon-lr", "2e-2", "--muon-min-lr", "2e-3", "--flag"]
-        assert figures.at_rate(flags, 6e-2) == ["--lr", "3e-3", "--muon-lr", "0.06", "--muon-min-lr", "0.006", "--flag"]
-        assert figures.at_rate(["--min-lr", "1", "--lr", "10"], 5.0) == ["--min-lr", "0.5", "--lr", "5"]
+
+class TestProtocol:
+    @pytest.mark.parametrize("name", protocol.SPACES)
+    def test_trials_are_as_many_for_all_and_differ_in_four_settings(self, name):
+        of_name = protocol.trials(name)
+        assert len(of_name) == 12
+        args = [parsed(["--optimizer", name, *run.flags]) for run in of_name]
+        assert {(one.train_iters, one.lr_warmup_iters, one.hidden_size, one.seed) for one in args} == {
+            (200, 0 if name == "schedule_free_adamw" else 10, 128, 1)
+        }
+        for axis in protocol.SPACES[name].axes:
+            values = [float(run.settings[run.settings.index(axis.flag) + 1]) for run in of_name]
+            assert len(set(values)) == 12
+            assert axis.low <= min(values) < max(values) <= axis.high
+            spread = math.log((1 - axis.low) / (1 - axis.high) if axis.decays else axis.high / axis.low)
+            found = [math.log(1 - value) if axis.decays else math.log(value) for value in values]
+            assert max(found) - min(found) > 0.75 * spread
+        for rate, least in ((args[0].lr, args[0].min_lr), (args[0].matrix_lr, args[0].matrix_min_lr)):
+            assert rate is None or least == pytest.approx(
+                rate if name == "schedule_free_adamw" else rate / 10, rel=1e-2
+            )
+
+    def test_values_are_spaced_in_their_logarithm_and_decay_rates_in_that_of_one_less_them(self):
+        assert [Axis("--lr", 0.01, 1).at(place) for place in (0, 0.5, 1)] == ["0.01", "0.1", "1"]
+        assert [Axis("--b", 0.9, 0.999, decays=True).at(place) for place in (1, 0.5, 0)] == ["0.9", "0.99", "0.999"]
+
+    def test_finals_have_seeds_that_no_trial_had_and_all_else_of_the_best(self):
+        best = MUON[3]
+        runs = [*protocol.finals(best), *protocol.shorter(best, 100), *protocol.shorter(best, 50)]
+        for run in runs:
+            assert run.seed not in {trial.seed for trial in MUON}
+            assert run.settings == best.settings
+        assert [run.steps for run in runs] == [200] * 8 + [100] * 4 + [50] * 4
+        assert len({run.label for run in runs}) == 16
+
+    def test_at_another_size_all_rates_change_and_nothing_else(self):
+        half, same, double = protocol.size_trials(MUON[0], 256, 400)
+        assert same.settings == MUON[0].settings
+        for run, factor in ((half, 0.5), (double, 2.0)):
+            pairs = zip(run.settings, MUON[0].settings, strict=True)
+            changed = [float(one) / float(other) for one, other in pairs if one != other]
+            assert changed == pytest.approx([factor] * 4, rel=0.01)
+        args = parsed(half.flags)
+        assert (args.hidden_size, args.ffn_hidden_size, args.num_attention_heads, args.num_query_groups) == (
+            256,
+            704,
+            8,
+            4,
+        )
+        assert (args.train_iters, args.lr_warmup_iters) == (400, 20)
+        assert {run.steps for run in protocol.size_finals(half)} == {400}
+
+    def test_steps_that_a_setting_counts_follow_the_length(self):
+        run = replace(protocol.trials("ademamix")[0], steps=100)
+        assert parsed(["--optimizer", "ademamix", *run.flags]).ademamix_alpha_warmup == 100
+
+    def test_the_best_is_that_of_least_loss_and_one_that_diverged_is_none(self):
+        losses = dict.fromkeys(MUON, 2.0) | {MUON[4]: 1.5, MUON[5]: math.inf}
+        assert protocol.best_of(MUON, losses) is MUON[4]
+        with pytest.raises(ValueError, match="muon: expected a run that did not diverge among"):
+            protocol.best_of(MUON, dict.fromkeys(MUON, math.inf))
+
+    def test_leaders_are_adam_muon_and_the_two_best_others(self):
+        means = {"adam": 2.0, "muon": 1.9, "soap": 1.5, "dion": 1.7, "scion": 1.6}
+        assert protocol.leaders(means) == ["adam", "muon", "soap", "scion"]
+
+
+class TestRunner:
+    def test_an_interrupted_comparison_makes_what_is_missing(self, trained, tmp_path):
+        keep(MUON[2], tmp_path, 1.25)
+        made = trials.make(MUON[:4], tmp_path, tmp_path, 2)
+        assert sorted(trained, key=MUON.index) == [MUON[0], MUON[1], MUON[3]]
+        assert trials.losses(made)[MUON[2]] == 1.25
+        trained.clear()
+        assert trials.make(MUON[:4], tmp_path, tmp_path, 2) == made
+        assert not trained
+
+    def test_runs_that_fail_are_told_after_the_others_were_made(self, monkeypatch, tmp_path):
+        def execute(run, text, data, results):
+            if run is MUON[1]:
+                raise RuntimeError("trial-02 failed")
+            return keep(run, results, 1.0)
+
+        monkeypatch.setattr(trials, "execute", execute)
+        monkeypatch.setattr(corpus, "write", lambda folder: "text")
+        with pytest.raises(SystemExit, match="trial-02 failed\nAll other runs are kept: call the same again"):
+            trials.make(MUON[:4], tmp_path, tmp_path, 2)
+        assert [trials.path_of(run, tmp_path).exists() for run in MUON[:4]] == [True, False, True, True]
+
+    def test_a_file_of_another_protocol_is_refused(self, tmp_path):
+        keep(MUON[0], tmp_path, 1.0)
+        with pytest.raises(ValueError, match=r"holds a run with the flags .*'--muon-lr'.*; remove it"):
+            trials.read(replace(MUON[0], settings=("--lr", "1")), tmp_path)
+
+    def test_a_run_that_diverged_counts_as_an_infinite_loss(self, tmp_path):
+        keep(MUON[0], tmp_path, None)
+        assert trials.losses({MUON[0]: trials.read(MUON[0], tmp_path)}) == {MUON[0]: math.inf}
+
+    @pytest.mark.wide
+    def test_a_run_trains_and_is_judged_by_held_out_text(self, monkeypatch, tmp_path):
+        """And its log says that it used the flags of its trial; the same run again has the same losses."""
+        model = training.demo.MODEL.replace("--num-layers 4", "--num-layers 1")
+        monkeypatch.setattr(training.demo, "MODEL", model)
+        run = replace(MUON[1], steps=20, label="x")
+        text = corpus.write(tmp_path)
+        found, again = (trials.execute(run, text, tmp_path, tmp_path / str(k)) for k in range(2))
+        assert found == again
+        assert found["training"][0] > 5 > 3.5 > found["training"][-1]
+        assert 2 < found["tune"] < 3.5
+        assert 2 < found["test"] < 3.5
+        assert found["tune"] != found["test"]
+        assert trials.read(run, tmp_path / "0") == found
+        assert "0.0176" in trials.log_of(run, tmp_path).read_text()
+
+    @pytest.mark.wide
+    def test_a_run_that_diverges_is_told_from_one_that_fails(self, monkeypatch, tmp_path):
+        model = training.demo.MODEL.replace("--num-layers 4", "--num-layers 1")
+        monkeypatch.setattr(training.demo, "MODEL", model)
+        text = corpus.write(tmp_path)
+        diverges = replace(protocol.trials("adam")[0], steps=20, label="x", settings=("--lr", "1e30"))
+        assert trials.execute(diverges, text, tmp_path, tmp_path)["tune"] is None
+        with pytest.raises(RuntimeError, match=r"muon y failed with status \d+; its log is .*muon-y\.log"):
+            trials.execute(replace(MUON[0], label="y", settings=("--no-flag",)), text, tmp_path, tmp_path)
+
+
+class TestCorpus:
+    def test_files_are_held_out_by_their_names_and_no_text_is_there_twice(self):
+        texts = [(f"file{k}.py", f"{k:05}".encode() * 400) for k in range(2600)]
+        found = corpus.parts(texts)
+        assert {name: len(documents) for name, documents in found.items() if name != "train"} == {"tune": 1, "test": 1}
+        assert {len(found[name][0]) for name in corpus.HELD_OUT} == {64 * 512 + 1}
+        tune, test = ({found[name][0][at : at + 5] for at in range(0, 64 * 512, 512)} for name in corpus.HELD_OUT)
+        assert len(tune) == len(test) == 64
+        assert not tune & test
+        held = 2600 - len(found["train"])
+        assert 2600 / 12 * 0.7 < held < 2600 / 12 * 1.3
+
+    def test_more_text_than_any_run_reads(self):
+        listed = list(corpus.sources())
+        assert sum(len(text) for _, text in listed) > 50e6
+        assert len({text for _, text in listed}) == len(listed)
 
 
 class TestFigures:
-    def test_times_are_read_and_the_fastest_ten_steps_behind_the_first_count(self):
-        """Every tenth step takes 0.2 s and others 0.1 s; the machine is disturbed in two blocks of four."""
-        times = [0.2 if k % 10 == 0 else 0.1 for k in range(1, 41)]
-        times[:5], times[24], times[35] = [0.01] * 5, 9.0, 0.3
-        read = figures.read_times(line(k, 1.0, 1e3 * seconds) for k, seconds in enumerate(times, 1))
-        assert read == pytest.approx(times)
-        assert figures.seconds_per_step(read) == pytest.approx(0.11)
+    def test_an_estimate_is_that_of_students_t(self):
+        """Of 1..8: deviation sqrt(6), standard error sqrt(6 / 8), 2.365 of them."""
+        found = figures.estimate([float(k) for k in range(1, 9)])
+        assert (found.mean, found.deviation) == (4.5, pytest.approx(math.sqrt(6)))
+        assert found.half == pytest.approx(2.365 * math.sqrt(6 / 8))
+        assert found.words == "4.500 ± 2.048"
 
-    def test_too_few_steps_have_no_time(self):
-        with pytest.raises(ValueError, match="taken from 20 steps or more, found 19"):
-            figures.seconds_per_step([0.1] * 19)
+    def test_differences_are_taken_seed_by_seed(self):
+        found = figures.against([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5])
+        assert (found.mean, found.half) == (-0.5, 0.0)
 
-    def test_losses_at_equal_steps_and_at_equal_seconds(self):
-        """The fast run ends after 10 s, when the slow one has made 40 steps."""
-        found = cells(figures.table([record("slow", 0.25), record("fast", 0.1)]))
-        mean_to = {100: 5 - (81 + 100) / 2 / 50, 40: 5 - (21 + 40) / 2 / 50}
-        assert found["slow"][:5] == [f"{mean_to[100]:.3f}", "-", f"{mean_to[40]:.3f}", "40", "0.250"]
-        assert found["fast"][:5] == [f"{mean_to[100]:.3f}", "-", f"{mean_to[100]:.3f}", "100", "0.100"]
-        assert "| loss after 10 s |" in figures.table([record("slow", 0.25), record("fast", 0.1)])
+    @pytest.mark.parametrize(
+        ("means", "steps"),
+        [
+            ({200: 1.5, 100: 2.5}, math.sqrt(2) * 100),
+            ({200: 1.5, 100: 2.0}, 100),
+            ({200: 1.5, 100: 1.9, 50: 2.4}, 100 / 2**0.2),
+            ({200: 1.5, 100: 1.9, 50: 2.0}, 50),
+            ({200: 2.0, 100: 2.5}, 200),
+            ({200: 2.1, 100: 2.5}, None),
+        ],
+    )
+    def test_steps_to_a_loss_lie_between_two_lengths(self, means, steps):
+        assert figures.steps_to(2.0, means) == (None if steps is None else pytest.approx(steps))
 
-    def test_a_run_makes_no_more_steps_than_it_made(self):
-        assert figures.steps_within(record("fast", 0.1), 60.0) == 100
+    def test_the_table_is_what_the_runs_say(self, whole):
+        found = figures.summaries(whole)
+        table = cells(figures.table(found, {"adam": 0.1, "muon": 0.2}, {"adam": 8.0}))
+        assert list(table) == list(reversed(protocol.SPACES))  # the later of the protocol are the better here
+        mean = 2 + sum(seed % 3 for seed in range(11, 19)) / 8 / 1000
+        assert table["adam"] == [
+            f"{mean:.3f} ± 0.001",
+            "0.001",
+            "-",
+            "0",
+            "200",
+            "20",
+            "0.100",
+            "8.0",
+        ]
+        muon = table["muon"]
+        assert muon[2] == "-0.025 ± 0.000"
+        # the trials at 5 and its neighbours are 0.025 better than Adam's best, less 0.02 for each place
+        assert muon[3] == "3"
+        # at 100 steps 0.1 worse than at 200: three quarters of an octave are left to lose 0.025
+        assert muon[4:] == [f"{200 / 2**0.25:.0f}", f"{200 / 2**0.25 * 0.2:.0f}", "0.200", "-"]
+
+    def test_an_optimizer_of_which_runs_are_missing_has_no_row(self, whole, tmp_path):
+        for name in ("adam", "muon"):
+            best = protocol.trials(name)[4]
+            for run in [*protocol.trials(name), *protocol.finals(best), *protocol.shorter(best, 100)]:
+                keep(run, tmp_path, made_up(run))
+        trials.path_of(protocol.finals(MUON[4])[0], tmp_path).unlink()
+        assert list(figures.summaries(tmp_path)) == ["adam"]
+        assert list(figures.summaries(whole)) == list(protocol.SPACES)
+
+    def test_chosen_settings_are_shown_with_those_at_the_edge(self, whole):
+        table = cells(figures.settings_table(figures.summaries(whole)))
+        chosen = dict(zip(MUON[4].settings[::2], MUON[4].settings[1::2], strict=True))
+        assert f"--muon-lr {chosen['--muon-lr']}" in table["muon"][0]
+        assert "min-lr" not in table["muon"][0]
+        assert table["muon"][1] == "`--muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw`"
+        assert table["muon"][2] == "`--adam-beta2`"  # 0.9979 of at most 0.998
+
+    def test_sizes_are_those_of_the_leaders(self, whole):
+        found = figures.sizes(figures.summaries(whole), whole)
+        names = list(protocol.SPACES)
+        assert list(found) == ["adam", "muon", names[-1], names[-2]]
+        assert {size for own in found.values() for size in own} == {
+            (128, 100),
+            (128, 200),
+            (128, 400),
+            (256, 200),
+            (256, 400),
+        }
+        lines = figures.size_table(found).splitlines()
+        assert len(lines) == 2 + 4 * 5
+        assert next(line for line in lines if "| 256 | 400 | muon |" in line).endswith("| -0.025 ± 0.000 |")
+
+    def test_pictures_are_drawn(self, whole, tmp_path):
+        found = figures.summaries(whole)
+        compare_pictures.draw_all(found, tmp_path / "all.png")
+        compare_pictures.draw_hero(found, tmp_path / "hero.png")
+        compare_pictures.draw_sizes(figures.sizes(found, whole), tmp_path / "sizes.png")
+        for name in ("all", "hero", "sizes"):
+            assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
     def test_the_state_is_that_of_all_parameters_and_adams_that_beside_another(self):
-        def row(name: str, owner: str, state: int) -> ManifestRow:
+        def row(name, owner, state):
             return ManifestRow(
                 name, (4, 5), "float32", owner, "", "whole", (), None, 1.0, 1.0, 0.0, {}, {}, (), state, None, False
             )
@@ -120,94 +356,58 @@ class TestFigures:
         rows = [row(f"layers.{k}.weight", "muon", 80) for k in range(3)] + [row("embedding.weight", "adam", 160)]
         found = figures.states({"muon": families(rows), "lion": families([row("weight", "lion", 80)])})
         assert found == {"muon": (3 * 80 + 160) / 80, "lion": 4.0, "adam": 8.0}
-
-    def test_without_a_manifest_nothing_is_said_of_adam(self):
         assert figures.states({}) == {}
-        assert cells(figures.table([record("adam", 0.1, held_out=2.0)]))["adam"][-5:] == [
-            "2.000",
-            "3.190",
-            "100",
-            "0.100",
-            "-",
-        ]
-
-    def test_a_sweep_is_shown_by_rate_with_the_recommended_one_in_bold(self):
-        losses = {3e-2: 1.5, 1e-3: 2.0, 3e-3: 1.75}
-        table = figures.sweep_table({("muon", 60): losses}, {"muon": ["--muon-lr", "3e-3"]})
-        assert cells(table) == {"muon": ["--muon-lr", "60", "0.001: 2.000, **0.003: 1.750**, 0.03: 1.500"]}
 
 
-@pytest.fixture
-def forked(monkeypatch):
-    """Runs fork from a process that has imported Megatron, as those of all tests: that takes longer than the runs."""
+class TestSmall:
+    def test_each_optimizer_is_trained_once_as_in_a_recorded_run(self, trained, whole, tmp_path):
+        compare.main(["--only", "adam", "muon", "--results", str(whole), "--out", str(tmp_path)])
+        assert {(run.optimizer, run.label) for run in trained} == {("adam", "final-seed-11"), ("muon", "final-seed-11")}
+        table = cells((tmp_path / "compare.md").read_text())
+        assert list(table) == ["muon", "adam"]
+        for now, recorded, _ in table.values():
+            assert now == recorded
 
-    def execute(arguments, log, threads=1):
-        if "examples/pretrain_gpt.py" not in arguments:
-            return run(arguments, log)
-        program = [*LAUNCHER[:-1], str(ROOT / "examples" / "pretrain_gpt.py")]
-        done = start(1, *arguments[arguments.index("examples/pretrain_gpt.py") + 1 :], program=program)
-        assert done.returncode == 0, done.stdout[-4000:]
-        log.write_text(done.stdout)
-        return iter(done.stdout.splitlines(keepends=True))
-
-    run = demo.execute
-    monkeypatch.setattr(demo, "execute", execute)
+    def test_without_kept_runs_it_says_what_to_do(self, tmp_path):
+        with pytest.raises(SystemExit, match=r"no optimizer has all its runs .*; --whole makes them"):
+            compare.main(["--results", str(tmp_path), "--out", str(tmp_path)])
 
 
-@pytest.mark.usefixtures("forked")
-def test_two_optimizers_leave_a_table_and_a_picture(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "MODEL", demo.MODEL.replace("--num-layers 4", "--num-layers 1"))
-    compare.main(["--only", "adam", "lion", "--steps", "20", "--out", str(tmp_path)])
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    found = cells((tmp_path / "compare.md").read_text())
-    assert list(found) == ["adam", "lion"]
-    for name, (at_steps, held_out, *_, state) in found.items():
-        log = (tmp_path / f"{name}.log").read_text()
-        losses = [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", log)]
-        assert float(at_steps) == pytest.approx((losses[0] + sum(losses[2:])) / 19, abs=1e-3)
-        assert losses[-1] < losses[0] - 1
-        assert 0.5 * losses[-1] < float(held_out) < losses[0]
-        assert state == {"adam": "-", "lion": "4.00"}[name]
-    assert json.loads((tmp_path / "lion.json").read_text())["families"]
+class TestKept:
+    """What is in the repository."""
+
+    def test_every_file_is_a_run_of_the_protocol(self):
+        found = figures.summaries(trials.RESULTS)
+        allowed = {trials.path_of(run, trials.RESULTS) for name in protocol.SPACES for run in protocol.trials(name)}
+        for each in found.values():
+            short = [run for steps in protocol.LENGTHS for run in protocol.shorter(each.best, steps)]
+            allowed |= {trials.path_of(run, trials.RESULTS) for run in [*protocol.finals(each.best), *short]}
+            for width, steps in protocol.SIZES:
+                of_size = protocol.size_trials(each.best, width, steps)
+                finals = protocol.size_finals(of_size[0])
+                allowed |= {trials.path_of(run, trials.RESULTS) for run in [*of_size, *finals]}
+        allowed.add(trials.RESULTS / "seconds.json")
+        kept = set(trials.RESULTS.rglob("*.json"))
+        # of an optimizer that is not through, finals may be there
+        through = {path for path in kept if path.parent.name in found or path.name.startswith(("trial", "seconds"))}
+        assert not through - allowed
+
+    def test_one_text_and_one_release_of_torch_for_all(self):
+        texts = {
+            (result["text"], result["torch"], result["megatron-core"])
+            for path in trials.RESULTS.glob("*/*.json")
+            for result in [json.loads(path.read_text())]
+        }
+        assert len(texts) == 1
+
+    def test_the_page_has_the_tables_of_the_runs(self, monkeypatch, tmp_path):
+        page = (pages.DOCS / "compare.md").read_text()
+        (tmp_path / "compare.md").write_text(page)
+        monkeypatch.setattr(pages, "DOCS", tmp_path)
+        monkeypatch.setattr(compare, "DOCS", tmp_path)
+        compare.main(["--docs"])
+        assert (tmp_path / "compare.md").read_text() == page
 
 
-def test_a_sweep_adds_rates_to_those_it_has_and_shows_those_of_the_same_flags(tmp_path, monkeypatch):
-    trained = []
-
-    def train(name, flags, steps, out):
-        trained.append(figures.rate(flags))
-        return Record(name=name, seconds=0.1, losses=dict.fromkeys(range(1, steps + 1), 2 + figures.rate(flags)))
-
-    monkeypatch.setattr(compare, "train", train)
-    flags = ["--lr", "0.3", "--min-lr", "0.03"]
-    compare.sweep({"lion": flags}, 20, [1.0], tmp_path)
-    other = compare.sweep({"lion": [*flags, "--weight-decay", "0.1"]}, 20, [1.0], tmp_path)
-    both = compare.sweep({"lion": flags}, 20, [1.0, 2.0], tmp_path)
-    assert trained == [0.3, 0.3, 0.6]
-    assert cells(other) == {"lion": ["--lr", "20", "**0.3: 2.300**"]}
-    assert cells(both) == {"lion": ["--lr", "20", "**0.3: 2.300**, 0.6: 2.600"]}
-
-
-def test_the_runs_differ_in_their_optimizer_and_its_flags_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "free_port", lambda: 1)
-    one, other = (compare.command(name, SETTINGS[name], 50, tmp_path) for name in ("muon", "adam"))
-    place = one.index("--optimizer")
-    assert one[:place] == other[:place]
-    assert one[place:] == [
-        "--optimizer",
-        "muon",
-        *SETTINGS["muon"],
-        "--optimizer-manifest-file",
-        f"{tmp_path}/muon.json",
-    ]
-
-
-def test_the_docs_get_their_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "DOCS", tmp_path)
-    (tmp_path / "compare.md").write_text((ROOT / "docs" / "compare.md").read_text())
-    compare.put_into_docs("figures", "new figures")
-    compare.put_into_docs("sweep", "new sweep")
-    page = (tmp_path / "compare.md").read_text()
-    assert figures.between(page, "figures").strip() == "new figures"
-    assert figures.between(page, "sweep").strip() == "new sweep"
-    assert "](compare.png)" in page
+def test_a_run_names_its_file(tmp_path):
+    assert trials.path_of(Run("muon", "trial-01", (), 1), tmp_path) == tmp_path / "muon" / "trial-01.json"

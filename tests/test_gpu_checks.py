@@ -28,8 +28,8 @@ import gpu_products  # noqa: E402
 import gpu_training  # noqa: E402
 import gpu_verdicts  # noqa: E402
 import newton_schulz  # noqa: E402
-from compare_figures import between  # noqa: E402
 from gpu_verdicts import Rates, Run, Verdict, line  # noqa: E402
+from pages import between  # noqa: E402
 
 from megatron_eopt.family import OPTIMIZERS  # noqa: E402
 from megatron_eopt.orthogonalize import timing  # noqa: E402

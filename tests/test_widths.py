@@ -13,7 +13,7 @@ from megatron_eopt.megatron.arguments import amend
 ROOT = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import compare_figures as figures  # noqa: E402
+import pages  # noqa: E402
 import widths  # noqa: E402
 
 
@@ -54,7 +54,7 @@ def test_runs_differ_in_what_follows_from_the_width_and_in_the_rate(way, width):
 
 
 def test_the_docs_have_a_best_rate_that_carries_over():
-    text = figures.between(widths.PAGE.read_text(), "widths")
+    text = pages.between(widths.PAGE.read_text(), "widths")
     factor = float(
         text.partition(f"{widths.WAYS['mup'].title}: the best rates differ by a factor of ")[2].split(".\n")[0]
     )

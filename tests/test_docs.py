@@ -12,6 +12,7 @@ import pytest
 import yaml
 from docstrings import as_markdown
 from markdown.extensions.toc import slugify
+from whole_flags import on_page_content
 
 import megatron_eopt
 
@@ -120,7 +121,7 @@ def test_a_name_that_is_missing_is_found():
 
 def listed(nav):
     """The pages of a navigation, of its sections too, in its order."""
-    for entry in nav:
+    for entry in [nav] if isinstance(nav, str) else nav:
         yield from [entry] if isinstance(entry, str) else listed(*entry.values())
 
 
@@ -141,6 +142,40 @@ def site(tmp_path_factory):
 
 def test_the_site_builds_strictly(site):
     assert (site / "index.html").exists()
+
+
+def test_the_first_view_has_few_entries_and_no_open_section(site):
+    home = (site / "index.html").read_text()
+    assert 0 < home.count('class="md-tabs__item') <= 12
+    sections = re.findall(r'<input class="md-nav__toggle[^>]*id="__nav_[^>]*>', home)
+    assert sections
+    assert not [section for section in sections if "checked" in section]
+
+
+def loaded(page):
+    """Addresses of what a page or a stylesheet loads when it is read."""
+    if page.suffix == ".css":
+        return re.findall(r"""(?:url\(|@import)\s*["']?([^"')\s]+)""", page.read_text())
+    tags = re.findall(r"<(?:script|link|img|iframe|source|object|embed)\b[^>]*>", page.read_text())
+    return re.findall(r"""\b(?:src|href|data)=["']?([^"'\s>]+)""", "".join(tags))
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    files = [*site.rglob("*.html"), *site.rglob("*.css")]
+    assert not [(file.name, url) for file in files for url in loaded(file) if re.match(r"(https?:)?//", url)]
+
+
+def test_what_a_page_loads_is_found(tmp_path):
+    page, style = tmp_path / "page.html", tmp_path / "page.css"
+    page.write_text('<a href="https://a"><link rel="x" href="//b/c.css"><script defer src=https://d/e.js></script>')
+    style.write_text('@import "//f.css"; x { src: url(https://g/h.woff2); background: url("data:i") }')
+    assert loaded(page) == ["//b/c.css", "https://d/e.js"]
+    assert loaded(style) == ["//f.css", "https://g/h.woff2", "data:i"]
+
+
+def test_flags_stay_whole_in_text_and_not_in_blocks():
+    html = "<code>-m x --muon-lr 1</code> <pre><span></span><code>--lr 1</code></pre> <code>a--b</code>"
+    assert on_page_content(html) == html.replace("--muon-lr", '<span class="flag">--muon-lr</span>')
 
 
 def test_every_public_name_is_in_the_reference():

@@ -4,19 +4,18 @@ Nothing is measured: these are the predictions of the planner at its default rat
 most to do. ``.venv/bin/python benchmarks/plan_figures.py`` writes docs/planning.png.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-import matplotlib
+import pictures
+from matplotlib.figure import Figure
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.cost import Cost, Work, plan_cost
+from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "planning.png"
 TENSOR, DATA = 8, (4, 16, 64)
@@ -32,6 +31,15 @@ TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 MODES: tuple[TpMode, ...] = ("auto", *(mode for mode in get_args(TpMode) if mode != "auto"))
 NEWTON_SCHULZ = NewtonSchulz()
 WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, itemsize=2)
+
+STYLES: dict[TpMode, dict[str, Any]] = {  # auto lies behind the scheme that it takes
+    "auto": {"color": "#c4c4c4", "linewidth": 6},
+    "blockwise": {"color": "#3e81a3", "linestyle": "--"},  # another update
+    "duplicated": {"color": "#f97000"},
+    "distributed": {"color": "#5ca265"},
+    "owner": {"color": "#d1361b"},
+    "gram": {"color": "#0036b4"},
+}
 
 
 def plans(name: str, data: int) -> dict[TpMode, Plan]:
@@ -56,35 +64,42 @@ def busiest(name: str, data: int, **parallel: int) -> str:
     return ", ".join(f"{before} → {after}" for before, after in found)
 
 
+def draw(seconds: Mapping[str, Mapping[TpMode, Sequence[float]]], picture: Path) -> None:
+    """Draw a panel for each model, with a line for each mode over :data:`DATA`."""
+    with pictures.look():
+        figure = Figure(figsize=(pictures.WIDTH, 3.8 * len(seconds)))
+        panels = figure.subplots(len(seconds), 1)
+        for axes, (name, of_modes) in zip(panels, seconds.items(), strict=True):
+            for mode, of_mode in of_modes.items():
+                axes.plot(DATA, [1e3 * each for each in of_mode], label=mode, marker="o", **STYLES[mode])
+            axes.set(title=f"{name}, TP{TENSOR} PP{PIPELINE[name]}", ylabel="ms per step")
+            axes.set(xscale="log", yscale="log", xticks=DATA, xticklabels=DATA, yticks=TICKS, yticklabels=TICKS)
+            times = [1e3 * each for of_mode in of_modes.values() for each in of_mode]
+            axes.set_ylim(0.8 * min(times), 1.25 * max(times))
+            axes.minorticks_off()
+        panels[-1].set_xlabel("data-parallel ranks")
+        figure.suptitle("Orthogonalization of one step: modelled, not measured")
+        for axes in panels:
+            pictures.name_ends(axes)
+        figure.savefig(picture)
+
+
 def main() -> None:
     """Print the tables, draw the picture."""
     print("| | " + " | ".join(f"DP{data}" for data in DEALT) + " |\n|" + "---|" * (len(DEALT) + 1))
     for name, parallel in RUNS:
         sizes = ", ".join(f"{kind} {size}" for kind, size in parallel.items())
         print(f"| {name}, {sizes} | " + " | ".join(busiest(name, data, **parallel) for data in DEALT) + " |")
-    print()
-    figure, axes = plt.subplots(1, len(PIPELINE), figsize=(11, 4))
-    print("| | auto takes | " + " | ".join(MODES) + " |\n|" + "---|" * (len(MODES) + 2))
-    for axis, (name, pipeline) in zip(axes, PIPELINE.items(), strict=True):
-        costs: dict[TpMode, list[Cost]] = {mode: [] for mode in MODES}
+    print("\n| | auto takes | " + " | ".join(MODES) + " |\n|" + "---|" * (len(MODES) + 2))
+    seconds: dict[str, dict[TpMode, list[float]]] = {name: {mode: [] for mode in MODES} for name in PIPELINE}
+    for name, of_modes in seconds.items():
         for data in DATA:
             made = plans(name, data)
             for mode, plan in made.items():
-                costs[mode].append(plan_cost(plan, WORK))
-            times = " | ".join(f"{of_mode[-1].seconds * 1e3:.3g}" for of_mode in costs.values())
+                of_modes[mode].append(plan_cost(plan, WORK).seconds)
+            times = " | ".join(f"{of_mode[-1] * 1e3:.3g}" for of_mode in of_modes.values())
             print(f"| {name}, DP{data} | {chosen(made['auto'])} | {times} |")
-        for mode, of_mode in costs.items():
-            style = {"color": "black", "linewidth": 2.5} if mode == "auto" else {"linestyle": "--"}
-            axis.plot(DATA, [cost.seconds * 1e3 for cost in of_mode], marker="o", label=mode, **style)
-        axis.set(title=f"{name}, TP{TENSOR} PP{pipeline}", xlabel="data-parallel ranks", ylabel="predicted ms per step")
-        axis.set(xscale="log", yscale="log", xticks=DATA, xticklabels=DATA, yticks=TICKS, yticklabels=TICKS)
-        times_of_all = [cost.seconds * 1e3 for of_mode in costs.values() for cost in of_mode]
-        axis.set_ylim(0.8 * min(times_of_all), 1.25 * max(times_of_all))
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=120)
+    draw(seconds, PICTURE)
     print(f"\n{PICTURE}")
 
 

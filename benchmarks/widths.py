@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pages
+import pictures
 import training
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 OUT = training.ROOT / "bench-out" / "widths"
 PAGE = pages.DOCS / "presets.md"
@@ -23,6 +24,7 @@ PAGE = pages.DOCS / "presets.md"
 WIDTHS = (64, 128, 256)
 STEPS = 120
 CHANNELS = 32  # of a head
+COLORS = ("#f97000", "#3e81a3", "#122168")  # of the widths, from light to dark
 
 Losses = dict[float, float]  # rate -> loss
 
@@ -102,20 +104,21 @@ def table(found: Mapping[str, Mapping[int, Losses]]) -> str:
 
 def draw(found: Mapping[str, Mapping[int, Losses]], steps: int, picture: Path) -> None:
     """Draw losses over rates, a curve for each width, with the best rate of each."""
-    figure, panels = plt.subplots(1, len(found), figsize=(6.2 * len(found), 4.6), sharey=True, squeeze=False)
-    for axes, (name, of_widths) in zip(panels[0], found.items(), strict=True):
-        for color, (width, losses) in zip(plt.get_cmap("viridis")([0.1, 0.45, 0.8]), of_widths.items(), strict=True):
-            axes.plot(*zip(*sorted(losses.items()), strict=True), "o-", color=color, label=f"width {width}")
-            axes.axvline(best(losses), color=color, linestyle=":", linewidth=1.2)
-        axes.set(xscale="log", xlabel="learning rate of the matrices; dotted: the best", title=WAYS[name].title)
-        axes.set_xticks(WAYS[name].rates, labels=[f"{rate:g}" for rate in WAYS[name].rates])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend()
-    panels[0][0].set_ylabel(f"training loss at step {steps} (nats per byte)")
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    with pictures.look():
+        figure = Figure(figsize=(pictures.WIDTH, 3.6 * len(found)))
+        panels = list(figure.subplots(len(found), 1, sharey=True, squeeze=False).flat)
+        for axes, (name, of_widths) in zip(panels, found.items(), strict=True):
+            for color, (width, losses) in zip(COLORS, of_widths.items(), strict=True):
+                axes.plot(*zip(*sorted(losses.items()), strict=True), "o-", color=color, label=f"width {width}")
+                axes.axvline(best(losses), color=color, linestyle=":", linewidth=1.2)
+            axes.set(xscale="log", title=WAYS[name].title)
+            axes.set_xticks(WAYS[name].rates, labels=[f"{rate:g}" for rate in WAYS[name].rates])
+            axes.minorticks_off()
+        axes.set_xlabel("learning rate of the matrices; dotted: the best")
+        figure.supylabel(f"training loss at step {steps} (nats per byte)", fontsize=11)
+        for axes in panels:
+            pictures.name_ends(axes)
+        figure.savefig(picture)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -137,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_steps = f"losses are means of the last {training.LAST} of {options.steps} steps"
     text = f"{table(found)}\n\nMeasured on: {training.machine()}; {of_steps}."
     print(f"\n{text}")
-    pictures = [options.out / "widths.png", *([pages.DOCS / "widths.png"] if options.docs else [])]
-    for picture in pictures:
+    drawn = [options.out / "widths.png", *([pages.DOCS / "widths.png"] if options.docs else [])]
+    for picture in drawn:
         draw(found, options.steps, picture)
     if options.docs:
         PAGE.write_text(pages.replaced(PAGE.read_text(encoding="utf-8"), "widths", text), encoding="utf-8")

@@ -1,7 +1,6 @@
 """The command ``megatron-eopt plot``: losses and figures of several runs."""
 
 import argparse
-import math
 from pathlib import Path
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -22,7 +21,7 @@ PANELS = (  # title, and figure -> line style
         {"orthogonalize_ms": "-", "exchange_ms": "--", "update_ms": ":"},
     ),
 )
-COLUMNS = 3
+COLUMNS = 2
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,21 +71,21 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
     panels = [(title, lines) for title, lines in panels if lines]
     if not panels:
         raise ValueError(f"{', '.join(runs)}: no loss and no figures of an optimizer (--optimizer-metrics-interval)")
-    rows = math.ceil(len(panels) / COLUMNS)
-    figure = Figure(figsize=(5 * COLUMNS, 3.4 * rows), layout="constrained")
-    colors: dict[str, str] = {}
-    for number, (title, lines) in enumerate(panels, 1):
-        axes = figure.add_subplot(rows, COLUMNS, number)
-        for label, points, style in lines:
-            colors.setdefault(label, f"C{len(colors) % 10}")
-            axes.plot(*zip(*points, strict=True), style, color=colors[label], label=label if style == "-" else None)
-        if title.startswith("ms"):  # one step in a hundred takes ten times as long
-            axes.set_yscale("log")
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("iteration")
+    rows, empty = -(-len(panels) // COLUMNS), -len(panels) % COLUMNS
+    figure = Figure(figsize=(4 * COLUMNS, 2.8 * rows), layout="constrained")
+    colors: dict[str, str] = {}  # of runs; their Adams are pale
+    for number, (title, lines) in enumerate(panels, 1 + empty):  # the first is as wide as leaves no place empty
+        axes = figure.add_subplot(rows, COLUMNS, (1, number) if number == 1 + empty else number)
+        for label, points, style in sorted(lines, key=lambda line: -line[1][-1][1]):  # the legend follows
+            color = colors.setdefault(label.partition(": ")[0], f"C{len(colors) % 10}")
+            [line] = axes.plot(*zip(*points, strict=True), style, label=label if style == "-" else None)
+            line.set(color=color, alpha=0.45 if label.endswith(": adam") else 1)
+        # one step in a hundred takes ten times as long
+        axes.set(xlabel="iteration", yscale="log" if title.startswith("ms") else "linear")
+        axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.savefig(out, dpi=110)
+    figure.savefig(out, dpi=140)
 
 
 def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[tuple[str, list[tuple[int, float]], str]]:

@@ -10,6 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from megatron_eopt import plot
 from megatron_eopt.family import OPTIMIZERS
 
 # Linear RGB as those see it who lack the cones of long or of middle waves (Machado, Oliveira, Fernandes 2009).
@@ -85,3 +86,42 @@ def test_names_stand_in_the_order_of_the_ends_and_none_upon_another():
     boxes = [Text.get_window_extent(text) for text in axes.texts]  # an annotation's own has its line in it
     assert names == list(pictures.LINES)
     assert all(below.ymax <= above.ymin + 1 for below, above in pairwise(boxes))
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures that are saved, in place of their files."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out, **settings: figures.append(figure))
+    return figures
+
+
+@pytest.mark.parametrize("further", range(4))
+def test_the_panels_of_runs_leave_no_place_empty(saved, further):
+    tags = ["lm loss", "muon/update_rms", "muon/residual", "muon/grad_norm"][: 1 + further]
+    plot.draw({"run": {tag: [(1, 1.0), (2, 2.0)] for tag in tags}}, "plot.png")
+    figure = saved[0]
+    figure.draw_without_rendering()
+    places = [axes.get_subplotspec() for axes in figure.axes]
+    rows, columns = places[0].get_gridspec().get_geometry()
+    assert len(places) == 1 + further
+    assert sum(len(place.rowspan) * len(place.colspan) for place in places) == rows * columns
+
+
+def test_a_run_has_one_color_and_legends_the_order_of_the_ends(saved):
+    def run(last):
+        tags = {"lm loss": last, "muon/grad_norm": last + 0.1, "adam/grad_norm": last + 0.2}
+        return {tag: [(1, 9.0), (2, value)] for tag, value in tags.items()}
+
+    plot.draw({"low": run(1.0), "high": run(3.0), "middle": run(2.0)}, "plot.png")
+    loss, norms = saved[0].axes
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["high", "middle", "low"]
+    assert [text.get_text() for text in norms.get_legend().get_texts()][:3] == [
+        "high: adam",
+        "high: muon",
+        "middle: adam",
+    ]
+    colors = {line.get_label(): line.get_color() for line in [*loss.lines, *norms.lines]}
+    assert colors["low"] == colors["low: muon"] == colors["low: adam"] != colors["high"]
+    pale = {line.get_label(): line.get_alpha() for line in norms.lines}
+    assert pale["low: adam"] < pale["low: muon"]

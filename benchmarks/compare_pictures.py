@@ -35,6 +35,7 @@ def draw_hero(found: Mapping[str, Summary], picture: Path, names: Sequence[str] 
     with pictures.look():
         figure = Figure(figsize=(pictures.WIDTH, 3.9))
         axes = figure.subplots()
+        second = 0.0
         for name in names:
             # the first is that of one step
             blocks = list(zip(*(curve[1:] for curve in found[name].curves), strict=True))
@@ -46,7 +47,9 @@ def draw_hero(found: Mapping[str, Summary], picture: Path, names: Sequence[str] 
             low = [at - by for at, by in zip(mean, deviation, strict=True)]
             high = [at + by for at, by in zip(mean, deviation, strict=True)]
             axes.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0)
+            second = max(second, high[1])
         axes.set(xlabel="step", ylabel="training loss (nats per byte)")
+        axes.set_ylim(top=second + 0.1)  # the first steps would take half of the picture
         axes.set_title(
             f"A GPT of 0.8 million parameters, both tuned by {protocol.TRIALS} trials.\n"
             f"Bands: deviation of {len(protocol.FINAL_SEEDS)} seeds. Beside: held-out loss at the end.",

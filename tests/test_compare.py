@@ -408,6 +408,15 @@ class TestKept:
         compare.main(["--docs"])
         assert (tmp_path / "compare.md").read_text() == page
 
+    @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+    def test_the_claim_is_what_the_runs_say(self, page):
+        text = " ".join((ROOT / page).read_text().split())
+        found = figures.summaries(trials.RESULTS)
+        adam, muon = (figures.estimate(found[name].of(protocol.STEPS)) for name in ("adam", "muon"))
+        steps = figures.steps_to(adam.mean, found["muon"].means)
+        assert f"held-out loss of **{muon.words}**, one with Adam at **{adam.words}**" in text
+        assert f"Muon needs **{steps:.0f} steps** to end where Adam ends after {protocol.STEPS}" in text
+
 
 def test_a_run_names_its_file(tmp_path):
     assert trials.path_of(Run("muon", "trial-01", (), 1), tmp_path) == tmp_path / "muon" / "trial-01.json"

@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 OUT = ROOT / "bench-out" / "momentum-dtype"
-PAGE = ROOT / "docs" / "optimizers.md"
+SETTINGS = ROOT / "docs" / "optimizers.md"
+PAGE = ROOT / "docs" / "proof" / "momentum-dtype.md"
 # Kind -> what the table calls it, and the flag's value.
 KINDS = {
     "fp32": ("fp32", "fp32"),
@@ -131,7 +132,7 @@ def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> Run:
     import demo
     import training
 
-    flags = [*training.read_settings(PAGE.read_text(encoding="utf-8"))["muon"], "--muon-momentum", str(beta)]
+    flags = [*training.read_settings(SETTINGS.read_text(encoding="utf-8"))["muon"], "--muon-momentum", str(beta)]
     flags += ["--seed", str(seed), "--optimizer-momentum-dtype", KINDS[kind][1]]
     if kind == "control":  # how far runs come apart that differ by rounding
         flags += ["--muon-lr", str(training.rate(flags) * (1 + 1e-6))]
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=training.STEPS, help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of weights and batches")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.95], help="decay rates of the momentum")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/optimizers.md, too")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/proof/momentum-dtype.md, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of logs")
     arguments = parser.parse_args()
     training.write_data(arguments.out)

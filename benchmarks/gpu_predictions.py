@@ -1,8 +1,8 @@
 """What the cost model predicts for steps of Muon: ``python benchmarks/gpu_predictions.py --docs``.
 
-Nothing is measured. For docs/gpu.md the rates are those that the planner assumes of every rank; what is not
-orthogonalization (momentum, weights, launches) is left out. For docs/planning.md, of experts, they are assumed of an
-H200.
+Nothing is measured. For docs/proof/gpu.md the rates are those that the planner assumes of every rank; what is not
+orthogonalization (momentum, weights, launches) is left out. For docs/proof/planning.md, of experts, they are assumed of
+an H200.
 """
 
 import sys
@@ -26,7 +26,7 @@ from megatron_eopt.parallel.plan import make_plan  # noqa: E402
 from megatron_eopt.parallel.records import TpMode  # noqa: E402
 from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices  # noqa: E402
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "proof" / "gpu.md"
 LLAMAS = ("llama3-8b", "llama3-70b")
 CASES = {name: (model, 1) for name, model in GPTS.items()} | {name: (MODELS[name], 8) for name in LLAMAS}
 MODES: tuple[TpMode, ...] = ("auto", "duplicated")

@@ -317,7 +317,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "adaptive.md": {"flags": lambda: flags_of(OPTIMIZERS["adaptive_muon"].flags)},
     "optimizers.md": {"owns": owns, "state": state},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
-    "plain-torch.md": {"plain": plain},
+    "reference/plain-torch.md": {"plain": plain},
     "state.md": {"bytes": held, "shares": shares},
     "support.md": {"support": support},
 }

@@ -316,7 +316,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
     "adaptive.md": {"flags": lambda: flags_of(OPTIMIZERS["adaptive_muon"].flags)},
     "optimizers.md": {"owns": owns, "state": state},
-    "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
+    "reference/overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "reference/plain-torch.md": {"plain": plain},
     "state.md": {"bytes": held, "shares": shares},
     "support.md": {"support": support},

@@ -103,7 +103,7 @@ SETTINGS: dict[str, Check] = {
     "split": _choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
     "exclude": _BOOL,
 }
-"""Settings with known ranges, explained in docs/overrides.md; optimizers have further ones."""
+"""Settings with known ranges, explained in docs/reference/overrides.md; optimizers have further ones."""
 
 OF_ALL = frozenset(["optimizer", *_RATES, "exclude"])
 """Settings that hold whatever the optimizer."""

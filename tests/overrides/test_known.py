@@ -17,7 +17,7 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from tests.optimizers.family import OPTIMIZERS, build, decays, every
 from tests.overrides.made import KNOWN, having, model
 
-DOCS = Path(__file__).parents[2] / "docs" / "overrides.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "overrides.md"
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 OF_OPTIMIZERS = [(name, key) for name in OPTIMIZERS for key in sorted(KNOWN.optimizers[name]) if key != "split"]
 

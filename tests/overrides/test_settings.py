@@ -19,7 +19,7 @@ from megatron_eopt.overrides import (
 from megatron_eopt.overrides.settings import OF_ALL
 from tests.overrides.made import KNOWN, having, model
 
-DOCS = Path(__file__).parents[2] / "docs" / "overrides.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "overrides.md"
 
 
 @pytest.mark.parametrize(

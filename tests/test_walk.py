@@ -10,7 +10,7 @@ from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs/contributing.md").read_text()
+PAGE = (ROOT / "docs/reference/code.md").read_text()
 
 
 @pytest.fixture(scope="module")

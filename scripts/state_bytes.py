@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and state that the busiest data-parallel rank holds: the tables of ``docs/state.md``.
+"""Bytes of parameters, gradients and state that the busiest data-parallel rank holds, for the docs.
 
 Nothing is measured. What is whole on every rank, and what is shared, was read in Megatron-Core 0.19; which part of the
 shared the busiest rank has follows from the planner's deal, or from how rows are cut.

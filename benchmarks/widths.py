@@ -1,8 +1,8 @@
 """Find Muon's best learning rate for the demo's GPT at three widths, with Megatron's muP and as it is.
 
 ``make widths`` runs it and leaves a table and a picture in ``bench-out/widths/``; ``--docs`` puts both into
-docs/presets.md. Each run is one process on the CPU. Heads have as many channels at each width, so there are more of
-them. What was trained before, with the same flags, is not trained again.
+docs/proof/presets.md. Each run is one process on the CPU. Heads have as many channels at each width, so there are more
+of them. What was trained before, with the same flags, is not trained again.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import training
 from matplotlib.figure import Figure
 
 OUT = training.ROOT / "bench-out" / "widths"
-PAGE = pages.DOCS / "presets.md"
+PAGE = pages.DOCS / "proof" / "presets.md"
 
 WIDTHS = (64, 128, 256)
 STEPS = 120

@@ -1,6 +1,6 @@
-"""The page for people who come from emerging-optimizers says what holds of its release 0.3.0 and of ours.
+"""The pages for people who come from emerging-optimizers say what holds of its release 0.3.0 and of ours.
 
-Differences are looked for in both packages, and compared with the tables of the page: one that is not there fails.
+Differences are looked for in both packages, and compared with the tables of the pages: one that is not there fails.
 """
 
 import ast
@@ -22,7 +22,8 @@ import torch
 import megatron_eopt
 from megatron_eopt import orthogonalize
 
-PAGE = (Path(__file__).parents[2] / "docs/from-emerging-optimizers.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n".join((DOCS / folder / "from-emerging-optimizers.md").read_text() for folder in ("", "reference"))
 REQUIRED = inspect.Parameter.empty
 # of which a section speaks in sentences, and arguments that are not settings
 IN_PROSE = {"self", "params", "args", "kwargs", "weight_decay_method"}

@@ -23,10 +23,18 @@ MADE = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if
 SOURCES = {
     path.name for room in ("megatron_eopt", "tests", "examples", "benchmarks") for path in ROOT.glob(room + "/**/*")
 }
+MOST_WORDS = 1500  # of prose on a page
 
 
 def without_code(text):
     return re.sub(r"^ *(```|~~~).*?^ *\1", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def prose(text):
+    """The words of a page outside of code, tables, comments and addresses of links."""
+    text = re.sub(r"<!--.*?-->", "", without_code(text), flags=re.DOTALL)
+    text = re.sub(r"^( *\||:::| {4}).*$", "", text, flags=re.MULTILINE)  # tables, directives, indented code
+    return re.findall(r"\S*\w\S*", re.sub(r"\]\([^)\s]*\)", "]", text))
 
 
 def headings(text):
@@ -80,6 +88,21 @@ def test_what_is_missing_is_found(tmp_path):
     )
     assert [each.split(":")[0] for each in broken_links(page, tmp_path)] == ["#b", "c.md", "page.md#e"]
     assert list(missing_files(page, tmp_path)) == ["docs/gone.py", "gone.py"]
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_is_too_long(page):
+    words = len(prose(page.read_text()))
+    assert words <= MOST_WORDS, (
+        f"{page.relative_to(ROOT)} has {words} words of prose, and may have {MOST_WORDS}: move settings, rules and "
+        f"refusals to docs/reference, and what was measured to docs/proof"
+    )
+
+
+def test_words_of_prose_are_counted():
+    text = "# A page\n<!-- run -->\n```\nno code\n```\n\n| no | table |\n\n- one [two](three.md), `four`.\n"
+    assert prose(text) == ["A", "page", "one", "[two],", "`four`."]
+    assert not prose("    make test\n\n::: a.b\n    options: {members: []}\n")
 
 
 def is_there(name):

@@ -44,6 +44,7 @@ bench: venv
 	@$(PYTHON) benchmarks/newton_schulz.py
 	@$(PYTHON) benchmarks/tensor_parallel.py
 	@$(PYTHON) benchmarks/step.py
+	@$(PYTHON) benchmarks/peers.py
 
 # PYTHON=python3 takes what is installed there, without an environment of its own and without network.
 gpu: $(if $(filter file,$(origin PYTHON)),venv)

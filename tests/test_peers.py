@@ -1,0 +1,191 @@
+"""docs/peers.md: every cell says where it is from, and what it says of Megatron's own optimizers is so."""
+
+import argparse
+import math
+import re
+from pathlib import Path
+
+import pages
+import peers
+import peers_exactness
+import pytest
+import torch
+from emerging_optimizers import psgd, registry, riemannian_optimizers
+from megatron.training.arguments import add_megatron_arguments
+from peers_exactness import CASES, COLUMNS, MODES, RESUMED, WHOLE, ours
+
+from megatron_eopt.family import OPTIMIZERS
+from tests.distributed.ranks import run_ranks
+from tests.megatron.runs import MUON, TP2, UPSTREAM, assert_same, refused, resumed, train, whole
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = peers.PAGE.read_text()
+SOURCES = dict(re.findall(r"^(\d+)\. (.*)$", PAGE.partition("## Sources")[2], flags=re.MULTILINE))
+
+
+def rows(table):
+    """Label -> cells, in the order of the columns."""
+    head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines())
+    return head[1:], {label: cells for label, *cells in lines}
+
+
+def of(mark):
+    """The rows of a table that the script writes; without what stands under it."""
+    head, found = rows(pages.between(PAGE, mark).strip().partition("\n\n")[0])
+    assert head == [*COLUMNS]
+    return found
+
+
+HEAD, TABLE = rows(next(part for part in PAGE.split("\n\n") if part.startswith("| |")))
+CELLS = [(label, column, cell) for label, cells in TABLE.items() for column, cell in zip(HEAD, cells, strict=True)]
+
+
+def test_every_cell_has_its_source_and_every_source_a_cell():
+    used = set()
+    for label, column, cell in CELLS:
+        marks = re.findall(r"\[(\d+|m)\]", cell)
+        assert marks, f"{label}, {column}: {cell} has no [source]"
+        used |= {*marks}
+    assert used == {*SOURCES, "m"}
+    assert [*SOURCES] == [str(number + 1) for number in range(len(SOURCES))]
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_a_source_is_a_test_that_is_there_or_a_page_with_its_date_or_release(source):
+    if path := re.match(r"`(tests/\S+)`", source):
+        names = re.findall(r"`(test_\w+)`", source)
+        assert names
+        assert not [name for name in names if f"\ndef {name}(" not in (ROOT / path[1]).read_text()]
+    elif source.startswith("`"):
+        named = source.split("`")[1]
+        assert named == "wc -l" or (ROOT / named).is_file()
+    elif "](https://" in source:
+        assert re.search(r" 202[56]|torch 2\.15|0\.3\.0|0\.19, read", source)
+    else:
+        assert "](gpu.md)" in source
+
+
+def test_what_speaks_against_this_package_comes_first():
+    first = [(label, cells[0]) for label, cells in TABLE.items()][:3]
+    assert first == [("measured on GPUs", "no [1]"), ("users", "none known [1]"), ("public since", "no release [8]")]
+    assert not [cell for _, column, cell in CELLS if column == COLUMNS[0] and "**" in cell]
+    for column in COLUMNS[1:]:
+        assert sum("**" in cell for _, where, cell in CELLS if where == column) >= 4
+
+
+def test_the_page_is_short_and_its_cells_are_narrow():
+    words = [word for word in re.sub(r"\]\([^)]*\)", "]", PAGE).split() if word.strip("|-")]
+    assert len(words) < 1500
+    for label, column, cell in CELLS:
+        said = re.sub(r"\[\w+\]|\*\*", "", cell)
+        assert len(said) <= 32, (label, column, cell)
+
+
+def test_the_tables_that_are_measured_have_the_rows_of_the_script():
+    labels = [*CASES]
+    at = labels.index(WHOLE) + 1
+    assert [*of("exactness")] == [*labels[:at], *(f"the same, `{mode}`" for mode in MODES[1:]), *labels[at:]]
+    figures = dict.fromkeys([*COLUMNS, *MODES, ours("blockwise")], 1.0)
+    of_ranks = {precision: dict.fromkeys(["ms", *peers.COUNTS, "state"], figures) for precision in peers.PRODUCTS}
+    made = peers.step_table(dict.fromkeys((2, 4), of_ranks), dict.fromkeys(peers.PRODUCTS, figures))
+    assert rows(made)[0] == [*COLUMNS]
+    assert [*of("steps")] == [*rows(made)[1]]
+    assert "Measured on: " in pages.between(PAGE, "steps")
+
+
+def test_numbers_of_optimizers_are_those_of_the_packages():
+    parser = argparse.ArgumentParser()
+    add_megatron_arguments(parser)
+    flags = {*parser._option_string_actions["--optimizer"].choices} - {"adam", "sgd", "dist_muon"}
+    own = [x for x in vars(torch.optim).values() if isinstance(x, type) and x is not torch.optim.Optimizer]
+    assert all([psgd, riemannian_optimizers])  # which register theirs
+    counts = [len(OPTIMIZERS), len(registry.get_optimizer_name_list()), len(own)]
+    assert [int(re.match(r"\d+", cell)[0]) for cell in TABLE["optimizers"][:3]] == counts
+    assert len(flags) == 4
+    assert "four by flag" in TABLE["optimizers"][1]
+
+
+def test_dion_is_asked_for_where_the_page_is_to_be_written(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "dions", lambda: None)
+    with pytest.raises(SystemExit):
+        peers.main(["--docs"])
+    assert "has a column of dion, and dion is not installed: pass --dion FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+class TestUpdatesOnTwoRanks:
+    """The figures of the page, but for dion's, which no test has."""
+
+    @pytest.fixture(scope="class")
+    def found(self):
+        return run_ranks(peers_exactness.beside_one, 2)[0]
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_are_those_of_the_page(self, found, name):
+        shown = rows(peers.exactness_table({2: found}))[1]
+        labels = [name, *(f"the same, `{mode}`" for mode in MODES[1:] if name == WHOLE)]
+        for label in labels:
+            for column, cell, written in zip(COLUMNS, shown[label], of("exactness")[label], strict=True):
+                if column == "dion":
+                    continue
+                figure = written.split(" / ")[0]
+                assert (cell == "-") == (figure == "-")
+                if cell != "-":  # of rounding, the size alone
+                    near = {"rel": 0.1} if float(figure) > 0.01 else {"abs": 1e-5}
+                    assert float(cell) == pytest.approx(float(figure), **near), (label, column)
+
+    def test_of_this_package_are_those_of_one_rank(self, found):
+        assert max(figures[COLUMNS[0]] for figures in found.values()) < 1e-5
+
+    def test_of_megatron_are_off_by_its_scales(self, found):
+        for rows_of_padding in (4, 16):
+            off = math.sqrt(1 + rows_of_padding / 48) - 1
+            assert found[f"48 rows padded by {rows_of_padding}"]["duplicated"] == pytest.approx(off, rel=1e-3)
+        # of a matrix that is cut along its long side
+        assert found["AdaMuon"]["duplicated"] == pytest.approx(1 - math.sqrt(1 / 2), rel=1e-3)
+        assert found["NorMuon"]["duplicated"] == pytest.approx(1 - math.sqrt(1 / 2), rel=1e-2)
+        assert found["fused QKV, one group"]["duplicated"] > 0.1
+        assert found[WHOLE]["blockwise"] > 0.1
+        assert found[WHOLE]["distributed"] < 1e-5
+        assert found[RESUMED]["duplicated"] == found[RESUMED]["torch"] == 0
+
+
+RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", *MUON]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("flags", [[*TP2, "--muon-tp-mode", "duplicated"], ["--use-distributed-optimizer", "--bf16"]])
+def test_megatrons_muon_resumes_bit_for_bit(tmp_path, flags):
+    resumed(tmp_path, 2, *RUN, "--train-iters", 4, *flags, program=UPSTREAM)
+
+
+@pytest.mark.wide
+def test_megatrons_muon_moves_to_one_rank(tmp_path):
+    run, checkpoint = [*RUN, "--muon-tp-mode", "duplicated", "--train-iters", 4], tmp_path / "checkpoint"
+    saves = ["--save", checkpoint, "--save-interval", 2, "--exit-interval", 2]
+    two, _ = train(tmp_path / "two", 2, *run, *TP2, *saves, program=UPSTREAM)
+    one, _ = train(tmp_path / "one", 1, *run, "--load", checkpoint, program=UPSTREAM)
+    assert_same(one[0]["before"], whole([rank["after"] for rank in two]))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("flags", "said", "in_a_step"),
+    [
+        (["--optimizer", "adaptive_muon"], "'TensorParallelAdaptiveMuon' object has no attribute 'scale_mode'", True),
+        ([*MUON, "--muon-coefficient-type", "quintik"], "ValueError: Invalid coefficient type: quintik", True),
+        ([*MUON, "--use-torch-fsdp2", "--untie-embeddings-and-output-weights"], "does not support Torch-FSDP2", False),
+        ([*MUON, "--use-megatron-fsdp"], "Megatron-FSDP does not support the muon optimizer yet", False),
+        ([*MUON, "--optimizer-cpu-offload"], "must be used in conjunction with `--use-precision-aware", False),
+        (
+            [*MUON, "--bf16", *"--use-distributed-optimizer --use-precision-aware-optimizer".split()],
+            "--use-precision-aware-optimizer only supported with adam",
+            False,
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_what_megatrons_muon_refuses_or_finds_late(flags, said, in_a_step):
+    output = refused("--num-layers", 1, "--train-iters", 1, *flags, program=UPSTREAM)
+    assert said in output
+    assert ("in step" in output) == in_a_step

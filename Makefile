@@ -13,12 +13,12 @@ help:
 	@echo "make test-wide  run a wider subset, as CI does after make test"
 	@echo "make test-full  run all tests, with the long matrices"
 	@echo "make lint       check style and types"
-	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers, count a step"
+	@echo "make bench      time Newton-Schulz and tensor-parallel steps against public peers, count a step"
 	@echo "make gpu        check everything on a GPU and leave verdicts and pictures; without one, say what it would do"
 	@echo "make compare    train the demo's GPT once with each optimizer on the CPU, show it beside the recorded runs"
 	@echo "make widths     find the best learning rate of the demo's GPT at three widths, with muP and without"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
-	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py"
+	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py, and llms.txt"
 
 demo: venv
 	@$(PYTHON) examples/demo.py

@@ -153,6 +153,22 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(listed(nav)) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
 
 
+def crowded(entries):
+    """Sections of a navigation that open more than twelve entries."""
+    for title, inside in (
+        (title, value) for entry in entries if isinstance(entry, dict) for title, value in entry.items()
+    ):
+        if isinstance(inside, list):
+            if len(inside) > 12:
+                yield title
+            yield from crowded(inside)
+
+
+def test_no_section_opens_more_than_twelve_entries():
+    assert not list(crowded(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert list(crowded([{"a": [{"b": ["page.md"] * 13}]}])) == ["b"]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the site, which was built strictly."""

@@ -5,6 +5,7 @@ by which settings are chosen, and ``test``, by which they are judged.
 """
 
 import hashlib
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import files
@@ -17,6 +18,7 @@ HELD_OUT = ("tune", "test")
 ONE_IN = 24  # files are held out for each of them
 PIECES, PIECE = 64, 512
 LENGTH = 128  # of a sequence, as the demo's
+CACHE = "cache"  # folder of Megatron's indices, beside the text
 
 
 def digest(data: bytes) -> int:
@@ -78,6 +80,8 @@ def write(folder: Path) -> str:
     stamp = folder / "text"
     if not stamp.exists() or stamp.read_text() != mark:
         folder.mkdir(parents=True, exist_ok=True)
+        # Megatron's indices: their names tell the paths of the text, not whether it is another one
+        shutil.rmtree(folder / CACHE, ignore_errors=True)
         for name, documents in found.items():
             builder = IndexedDatasetBuilder(get_bin_path(str(folder / name)), dtype=np.uint8)
             for document in documents:

@@ -25,8 +25,9 @@ COMMON = (
     f"--num-workers 0 --log-interval {BLOCK} --eval-iters {corpus.PIECES * corpus.PIECE // corpus.LENGTH // 16} "
     "--eval-interval 1000000 --muon-fp32-matmul-prec high"
 )
-_HELD_OUT = re.compile(r"loss at iteration \d+ on (validation|test) set \| lm loss value: ([-+.\dE]+)")
-_DIVERGED = re.compile(r"found (NaN|Inf)|not finite", re.IGNORECASE)
+_HELD_OUT = re.compile(r"loss at iteration \d+ on (validation|test) set \| lm loss value: ([-+.\w]+)")
+# What Megatron says of gradients, and what this package does; a log may have words such as "found info" too.
+_DIVERGED = re.compile(r"found (NaN|Inf) in|were not finite in")
 
 Result = dict[str, Any]  # what a file of a run holds
 
@@ -38,7 +39,7 @@ def command(run: Run, data: Path) -> list[str]:
     return [
         *[sys.executable, "-m", "megatron_eopt.run", "--cpu", "examples/pretrain_gpt.py"],
         *[*demo.MODEL.split(), *demo.SCHEDULE.split(), *demo.CPU.split(), *COMMON.split()],
-        *[*paths, "--data-cache-path", str(data / "cache"), "--optimizer", run.optimizer, *run.flags],
+        *[*paths, "--data-cache-path", str(data / corpus.CACHE), "--optimizer", run.optimizer, *run.flags],
     ]
 
 
@@ -65,6 +66,11 @@ def read(run: Run, results: Path) -> Result:
     return found
 
 
+def held_out_losses(log: str) -> dict[str, float]:
+    """Loss on the validation set and on the test set, as a log ends with them; not finite ones are printed as NAN."""
+    return {name: float(loss) for name, loss in _HELD_OUT.findall(log)}
+
+
 def execute(run: Run, text: str, data: Path, results: Path) -> Result:
     """Train, and keep what came of it; the log lies beside the data.
 
@@ -82,10 +88,12 @@ def execute(run: Run, text: str, data: Path, results: Path) -> Result:
             command(run, data), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
         )
     lines = log.read_text(encoding="utf-8", errors="replace")
-    held_out = {name: float(loss) for name, loss in _HELD_OUT.findall(lines)}
+    held_out = held_out_losses(lines)
     if done.returncode or len(held_out) < 2:
         if not _DIVERGED.search(lines):
             raise RuntimeError(f"{run.optimizer} {run.label} failed with status {done.returncode}; its log is {log}")
+        held_out = {}
+    if not all(map(math.isfinite, held_out.values())):  # it diverged in its last step, which nobody checks
         held_out = {}
     result = {
         "optimizer": run.optimizer,
@@ -100,7 +108,9 @@ def execute(run: Run, text: str, data: Path, results: Path) -> Result:
     }
     path = path_of(run, results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".unfinished")  # so that no interrupted write leaves half a file
+    unfinished.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    unfinished.replace(path)
     return result
 
 
@@ -108,12 +118,20 @@ def make(runs: Sequence[Run], data: Path, results: Path, workers: int) -> dict[R
     """The results of runs, of which those are made that are not there.
 
     Raises:
-        SystemExit: runs failed; the others are kept.
+        SystemExit: runs failed, and the others are kept; or some that are there had another text.
+        ValueError: as by :func:`read`.
     """
     text = corpus.write(data)
-    missing = [run for run in runs if not path_of(run, results).exists()]
+    found_before = {run: read(run, results) for run in runs if path_of(run, results).exists()}
+    if others := [str(path_of(run, results)) for run, found in found_before.items() if found["text"] != text]:
+        raise SystemExit(
+            f"{others[0]}, and {len(others) - 1} more, trained on another text than this environment has: install the "
+            "releases that scripts/constraints.txt names, or remove these files"
+        )
+    missing = [run for run in runs if run not in found_before]
     failed = []
-    with ThreadPoolExecutor(workers) as pool:
+    pool = ThreadPoolExecutor(workers)
+    try:
         made = {pool.submit(execute, run, text, data, results): run for run in missing}
         for future in as_completed(made):
             run = made[future]
@@ -123,6 +141,8 @@ def make(runs: Sequence[Run], data: Path, results: Path, workers: int) -> dict[R
                 failed.append(str(error))
                 continue
             print(f"  {run.optimizer:20} {run.label:28} tune {found['tune']}   test {found['test']}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # interrupted, it starts no other run
     if failed:
         raise SystemExit("\n".join([*failed, "All other runs are kept: call the same again to go on."]))
     return {run: read(run, results) for run in runs}
@@ -135,6 +155,8 @@ def losses(results: dict[Run, Result], held_out: str = "tune") -> dict[Run, floa
 
 def whole(optimizers: Sequence[str], data: Path, results: Path, workers: int) -> Iterator[str]:
     """Make all runs of the protocol, one optimizer after another, then those at other sizes.
+
+    Which optimizers train at other sizes follows from the means of all: for some of them, these runs are left out.
 
     Args:
         optimizers: their names; adam, which all are compared with, comes first.
@@ -155,6 +177,8 @@ def whole(optimizers: Sequence[str], data: Path, results: Path, workers: int) ->
             if statistics.fmean(short.values()) > means["adam"]:
                 break
         yield f"{name}: {best.label} of {len(tried)}, mean test loss {means[name]:.4f}"
+    if bests.keys() != protocol.SPACES.keys():
+        return
     for width, steps in protocol.SIZES:
         for name in protocol.leaders(means):
             tried = protocol.size_trials(bests[name], width, steps)

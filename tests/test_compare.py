@@ -3,7 +3,9 @@
 import argparse
 import json
 import math
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +59,7 @@ def keep(run, results, loss):
     path = trials.path_of(run, results)
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"flags": run.flags, "tune": loss, "test": loss, "training": [4.0, *(3 - k / 20 for k in range(20))]}
+    found["text"] = "text"
     path.write_text(json.dumps(found))
     return found
 
@@ -210,6 +213,62 @@ class TestRunner:
         with pytest.raises(ValueError, match=r"holds a run with the flags .*'--muon-lr'.*; remove it"):
             trials.read(replace(MUON[0], settings=("--lr", "1")), tmp_path)
 
+    def test_results_of_another_text_are_refused_before_anything_is_trained(self, trained, monkeypatch, tmp_path):
+        keep(MUON[0], tmp_path, 1.0)
+        monkeypatch.setattr(corpus, "write", lambda folder: "another")
+        with pytest.raises(SystemExit, match=r"trial-01\.json, and 0 more, trained on another text .*constraints\.txt"):
+            trials.make(MUON[:2], tmp_path, tmp_path, 2)
+        assert not trained
+
+    def test_interrupted_it_starts_no_other_run(self, monkeypatch, tmp_path):
+        asked = []
+
+        def execute(run, text, data, results):
+            asked.append(run)
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+            time.sleep(0.2)
+            return keep(run, results, 1.0)
+
+        monkeypatch.setattr(trials, "execute", execute)
+        monkeypatch.setattr(corpus, "write", lambda folder: "text")
+        with pytest.raises(KeyboardInterrupt):
+            trials.make(MUON, tmp_path, tmp_path, 1)
+        assert len(asked) < len(MUON)
+
+    @pytest.mark.parametrize(
+        ("log", "status", "tune"),
+        [
+            ("on validation set | lm loss value: 2.5E+00 |\n{} on test set | lm loss value: 2.0E+00 |", 0, 2.5),
+            ("on validation set | lm loss value: NAN |\n{} on test set | lm loss value: NAN |", 0, None),
+            ("found NaN in local grad norm for bucket #0", 1, None),
+            ("gradients were not finite in 10 steps in a row", 1, None),
+            ("found info of a device", 1, "failed"),
+            ("killed", -9, "failed"),
+        ],
+    )
+    def test_a_log_tells_whether_a_run_diverged(self, monkeypatch, tmp_path, log, status, tune):
+        at = "validation loss at iteration 200"
+
+        def run(command, stdout, **others):
+            stdout.write(f"{at} {log.format(at)}\n")
+            return subprocess.CompletedProcess(command, status)
+
+        monkeypatch.setattr(trials.subprocess, "run", run)
+        if tune == "failed":
+            with pytest.raises(RuntimeError, match=f"muon trial-01 failed with status {status}; its log is"):
+                trials.execute(MUON[0], "text", tmp_path, tmp_path)
+            assert not trials.path_of(MUON[0], tmp_path).exists()
+        else:
+            found = trials.execute(MUON[0], "text", tmp_path, tmp_path)
+            assert found["tune"] == tune
+            assert trials.read(MUON[0], tmp_path) == found
+
+    def test_sizes_wait_for_all_optimizers(self, trained, tmp_path):
+        list(trials.whole(["adam", "muon"], tmp_path, tmp_path, 2))
+        assert {run.width for run in trained} == {128}
+        assert {run.steps for run in trained} == {200, 100}
+
     def test_a_run_that_diverged_counts_as_an_infinite_loss(self, tmp_path):
         keep(MUON[0], tmp_path, None)
         assert trials.losses({MUON[0]: trials.read(MUON[0], tmp_path)}) == {MUON[0]: math.inf}
@@ -257,6 +316,19 @@ class TestCorpus:
         listed = list(corpus.sources())
         assert sum(len(text) for _, text in listed) > 50e6
         assert len({text for _, text in listed}) == len(listed)
+
+    def test_another_text_does_not_meet_the_indices_of_the_one_before(self, monkeypatch, tmp_path):
+        texts = [(f"file{k}.py", f"{k:05}".encode() * 400) for k in range(2600)]
+        monkeypatch.setattr(corpus, "sources", lambda: texts)
+        first = corpus.write(tmp_path)
+        index = tmp_path / corpus.CACHE / "index"
+        index.parent.mkdir()
+        index.touch()
+        assert corpus.write(tmp_path) == first
+        assert index.exists()
+        texts.append(("one more.py", b"another text"))
+        assert corpus.write(tmp_path) != first
+        assert not index.exists()
 
 
 class TestFigures:

@@ -27,11 +27,17 @@ OUT = ROOT / "bench-out" / "compare"
 TIMED = 40  # steps
 
 
-def small(found: Mapping[str, Summary], out: Path, workers: int) -> str:
+def small(found: Mapping[str, Summary], kept: Path, out: Path, workers: int) -> str:
     """Train each optimizer once more as in a recorded run; the Markdown of both losses.
 
     A run of the same seed on the same kind of processor has the same loss; on another it differs by rounding, which
-    grows over the steps to as much as other seeds do.
+    grows over the steps to as much as other seeds do. A line below the table says so where the text is another one.
+
+    Args:
+        found: of each optimizer that is to be trained.
+        kept: folder of the recorded runs.
+        out: folder of text and logs, and of the new runs.
+        workers: runs at a time.
     """
     seed = protocol.FINAL_SEEDS[0]
     results = out / "small"
@@ -39,13 +45,17 @@ def small(found: Mapping[str, Summary], out: Path, workers: int) -> str:
     for run in runs:
         trials.path_of(run, results).unlink(missing_ok=True)
     made = trials.make(runs, out, results, workers)
+    now = trials.losses(made, "test")
     rows = []
-    for run, summary in sorted(zip(runs, found.values(), strict=True), key=lambda pair: made[pair[0]]["test"]):
+    for run, summary in sorted(zip(runs, found.values(), strict=True), key=lambda pair: now[pair[0]]):
         recorded = figures.estimate(summary.of(protocol.STEPS))
         before = summary.test[run]
-        rows.append((run.optimizer, f"{made[run]['test']:.3f}", f"{before:.3f}", recorded.words))
+        rows.append((run.optimizer, f"{now[run]:.3f}", f"{before:.3f}", recorded.words))
     head = ("optimizer", "test loss now", f"recorded, seed {seed}", f"recorded, {len(protocol.FINAL_SEEDS)} seeds")
-    return markdown(head, rows)
+    text = markdown(head, rows)
+    if any(trials.read(run, kept)["text"] != made[run]["text"] for run in runs):
+        text += "\n\nThe text is not that of the recorded runs: torch or megatron-core is of another release."
+    return text
 
 
 def time_steps(names: Sequence[str], out: Path, results: Path) -> None:
@@ -96,26 +106,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(protocol.SPACES)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="not all optimizers")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of {', '.join(names)}"
+    )
     parser.add_argument("--whole", action="store_true", help="make all runs of the protocol that are missing")
-    parser.add_argument("--seconds", action="store_true", help="time a step of each optimizer")
+    parser.add_argument(
+        "--seconds", action="store_true", help="time a step of each optimizer, in the place of kept times"
+    )
     parser.add_argument("--docs", action="store_true", help="write tables and pictures of the kept runs into docs/")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, one core each")
     parser.add_argument("--results", type=Path, default=trials.RESULTS, help="folder of the kept runs")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of text, logs and the small table")
     arguments = parser.parse_args(argv)
+    only = [name for name in names if name in arguments.only]
+    if arguments.workers < 1:
+        parser.error(f"--workers {arguments.workers}: expected 1 or more")
+    if arguments.whole and "adam" not in only:
+        parser.error("--whole compares with adam: name it behind --only, too; runs that are kept are not made again")
+    arguments.out = arguments.out.resolve()  # runs start in another folder
     if arguments.whole:
-        for line in trials.whole(arguments.only, arguments.out, arguments.results, arguments.workers):
+        for line in trials.whole(only, arguments.out, arguments.results, arguments.workers):
             print(line, flush=True)
     if arguments.seconds:
-        time_steps(arguments.only, arguments.out, arguments.results)
+        time_steps(only, arguments.out, arguments.results)
     found = figures.summaries(arguments.results)
-    if not found:
+    if not found.keys() & {*only}:
         raise SystemExit(f"no optimizer has all its runs in {arguments.results}; --whole makes them")
+    if arguments.docs and "adam" not in found:
+        raise SystemExit(f"adam, which all are compared with, lacks runs in {arguments.results}; --whole makes them")
     if arguments.docs:
         write_docs(found, arguments.results)
     if not (arguments.whole or arguments.seconds or arguments.docs):
-        text = small({name: found[name] for name in arguments.only if name in found}, arguments.out, arguments.workers)
+        chosen = {name: found[name] for name in only if name in found}
+        text = small(chosen, arguments.results, arguments.out, arguments.workers)
+        if missing := [name for name in only if name not in found]:
+            text += f"\n\nWithout all their runs in {arguments.results}, and not trained: {', '.join(missing)}."
         (arguments.out / "compare.md").write_text(text + "\n", encoding="utf-8")
         print(f"\n{text}\n\nThe table is in {arguments.out / 'compare.md'}")
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -439,6 +440,39 @@ class TestSmall:
         assert list(table) == ["muon", "adam"]
         for now, recorded, _ in table.values():
             assert now == recorded
+
+    def test_it_says_which_optimizers_have_no_runs_and_that_the_text_is_another_one(
+        self, trained, whole, monkeypatch, tmp_path
+    ):
+        results = tmp_path / "results"
+        shutil.copytree(whole / "adam", results / "adam")
+        file = trials.path_of(protocol.finals(protocol.trials("adam")[4])[0], results)
+        file.write_text(file.read_text().replace('"text": "text"', '"text": "of another release"'))
+        monkeypatch.chdir(tmp_path)
+        compare.main(["--only", "muon", "adam", "--results", str(results), "--out", "out"])
+        assert [run.optimizer for run in trained] == ["adam"]
+        said = (tmp_path / "out" / "compare.md").read_text()
+        assert "The text is not that of the recorded runs: torch or megatron-core is of another release." in said
+        assert said.endswith("and not trained: muon.\n")
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            (["--workers", "0"], "--workers 0: expected 1 or more"),
+            (["--whole", "--only", "muon"], "--whole compares with adam: name it behind --only, too"),
+            (["--only", "moun"], "argument --only: invalid choice: 'moun'"),
+        ],
+    )
+    def test_wrong_flags_are_refused(self, capsys, trained, flags, said):
+        with pytest.raises(SystemExit):
+            compare.main(flags)
+        assert said in capsys.readouterr().err
+        assert not trained
+
+    def test_the_page_is_not_written_without_adam(self, whole, tmp_path):
+        shutil.copytree(whole / "muon", tmp_path / "muon")
+        with pytest.raises(SystemExit, match="adam, which all are compared with, lacks runs in"):
+            compare.main(["--docs", "--results", str(tmp_path)])
 
     def test_without_kept_runs_it_says_what_to_do(self, tmp_path):
         with pytest.raises(SystemExit, match=r"no optimizer has all its runs .*; --whole makes them"):

@@ -92,6 +92,8 @@ def write_docs(found: Mapping[str, Summary], results: Path) -> None:
     text = figures.table(found, known["seconds"], known["state"])
     if timed.exists():
         text += f"\n\nSeconds on: {known['machine']}; load of the machine before: {known['load before']:.2f}."
+    if missing := [name for name in protocol.SPACES if name not in found]:
+        text += f"\n\nStill without all their runs: {', '.join(missing)}."
     put("compare.md", "figures", text)
     put("compare.md", "chosen", figures.settings_table(found))
     pictures.draw_all(found, DOCS / "compare.png")

@@ -31,6 +31,11 @@ class Estimate:
         """The mean and its interval."""
         return f"{self.mean:.3f} ± {self.half:.3f}"
 
+    @property
+    def cell(self) -> str:
+        """The words in one line of a table, however narrow it is."""
+        return self.words.replace(" ", "\u00a0")
+
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The estimate of a mean from two to eight values."""
@@ -128,9 +133,9 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
         rows.append(
             (
                 name,
-                own.words,
+                own.cell,
                 f"{own.deviation:.3f}",
-                "-" if name == "adam" else against(summary.of(protocol.STEPS), adam.of(protocol.STEPS)).words,
+                "-" if name == "adam" else against(summary.of(protocol.STEPS), adam.of(protocol.STEPS)).cell,
                 str(sum(loss < min(adam.tune.values()) for loss in summary.tune.values())),
                 _steps(steps) if reached else str(protocol.STEPS) if name == "adam" else "not reached",
                 f"{(steps or protocol.STEPS) * time:.0f}" if time and (reached or name == "adam") else "-",
@@ -143,7 +148,7 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
         "test loss",
         "deviation",
         "less Adam's",
-        f"of {protocol.TRIALS} trials better than Adam's best",
+        "better trials",
         "steps to Adam's loss",
         "seconds to it",
         "seconds per step",
@@ -205,8 +210,8 @@ def size_table(of_leaders: Mapping[str, Mapping[tuple[int, int], Sequence[float]
         for name, own in of_leaders.items():
             if size in own:
                 adams = of_leaders["adam"].get(size)
-                less = against(own[size], adams).words if adams and name != "adam" else "-"
-                rows.append((str(size[0]), str(size[1]), name, estimate(own[size]).words, less))
+                less = against(own[size], adams).cell if adams and name != "adam" else "-"
+                rows.append((str(size[0]), str(size[1]), name, estimate(own[size]).cell, less))
     return markdown(("width", "steps", "optimizer", "test loss", "less Adam's"), rows)
 
 

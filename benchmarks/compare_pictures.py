@@ -43,7 +43,7 @@ def draw_hero(found: Mapping[str, Summary], picture: Path, names: Sequence[str] 
             means, deviations = map(statistics.fmean, blocks), map(statistics.stdev, blocks)
             mean, deviation = list(means), list(deviations)
             style = pictures.style(name)
-            axes.plot(steps, mean, label=f"{name} {estimate(found[name].of(protocol.STEPS)).words}", **style)
+            axes.plot(steps, mean, label=f"{name}, held-out\n{estimate(found[name].of(protocol.STEPS)).words}", **style)
             low = [at - by for at, by in zip(mean, deviation, strict=True)]
             high = [at + by for at, by in zip(mean, deviation, strict=True)]
             axes.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0)
@@ -52,7 +52,7 @@ def draw_hero(found: Mapping[str, Summary], picture: Path, names: Sequence[str] 
         axes.set_ylim(top=second + 0.1)  # the first steps would take half of the picture
         axes.set_title(
             f"A GPT of 0.8 million parameters, both tuned by {protocol.TRIALS} trials.\n"
-            f"Bands: deviation of {len(protocol.FINAL_SEEDS)} seeds. Beside: held-out loss at the end.",
+            f"Bands: a deviation of {len(protocol.FINAL_SEEDS)} seeds. Beside: the mean and its 95 % interval.",
             loc="left",
         )
         pictures.name_ends(axes)

@@ -38,7 +38,8 @@ MUON = protocol.trials("muon")
 
 def cells(table):
     """The cells of each row of a Markdown table behind the first, by the first."""
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("|")]
+    lines = table.replace("\u00a0", " ").splitlines()
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in lines if row.startswith("|")]
     return {row[0]: row[1:] for row in rows[2:]}
 
 
@@ -408,7 +409,7 @@ class TestFigures:
             (256, 200),
             (256, 400),
         }
-        lines = figures.size_table(found).splitlines()
+        lines = figures.size_table(found).replace("\u00a0", " ").splitlines()
         assert len(lines) == 2 + 4 * 5
         assert next(line for line in lines if "| 256 | 400 | muon |" in line).endswith("| -0.025 ± 0.000 |")
 

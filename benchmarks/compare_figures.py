@@ -29,6 +29,8 @@ class Estimate:
     @property
     def words(self) -> str:
         """The mean and its interval."""
+        if not math.isfinite(self.mean):
+            return "diverged"
         return f"{self.mean:.3f} ± {self.half:.3f}"
 
     @property
@@ -38,7 +40,9 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The estimate of a mean from two to eight values."""
+    """The estimate of a mean from two to eight values; an infinite one where a run diverged."""
+    if not all(map(math.isfinite, values)):
+        return Estimate(math.inf, math.inf, math.inf)
     deviation = statistics.stdev(values)
     half = T_95[len(values) - 1] * deviation / math.sqrt(len(values))
     return Estimate(statistics.fmean(values), half, deviation)
@@ -109,10 +113,20 @@ def steps_to(target: float, means: Mapping[int, float]) -> float | None:
     if whole > target:
         return None
     for steps, loss in others:
+        if loss == math.inf:
+            return longest
         if loss > target:
             return steps * (longest / steps) ** ((loss - target) / (loss - whole))
         longest, whole = steps, loss
     return longest
+
+
+def steps_of_seeds(own: Summary, adam: Summary) -> list[float | None]:
+    """:func:`steps_to` of each seed that ran at several lengths, to the loss of Adam's run of that seed."""
+    targets = adam.of(protocol.STEPS)[: len(protocol.FEW_SEEDS)]
+    return [
+        steps_to(target, {steps: own.of(steps)[place] for steps in own.means}) for place, target in enumerate(targets)
+    ]
 
 
 def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Mapping[str, float]) -> str:
@@ -137,7 +151,11 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
                 f"{own.deviation:.3f}",
                 "-" if name == "adam" else against(summary.of(protocol.STEPS), adam.of(protocol.STEPS)).cell,
                 str(sum(loss < min(adam.tune.values()) for loss in summary.tune.values())),
-                _steps(steps) if reached else str(protocol.STEPS) if name == "adam" else "not reached",
+                _steps(steps, steps_of_seeds(summary, adam))
+                if reached
+                else str(protocol.STEPS)
+                if name == "adam"
+                else "not reached",
                 f"{(steps or protocol.STEPS) * time:.0f}" if time and (reached or name == "adam") else "-",
                 "-" if time is None else f"{time:.3f}",
                 f"{state[name]:.1f}" if name in state else "-",
@@ -157,8 +175,13 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
     return markdown(head, rows)
 
 
-def _steps(steps: float | None) -> str:
-    return f"{steps:.0f} or fewer" if steps == min(protocol.LENGTHS) else f"{steps:.0f}"
+def _steps(steps: float | None, of_seeds: Sequence[float | None]) -> str:
+    """Steps of the means, and in brackets the least and the most of single seeds."""
+    fewest, most = (choose(math.inf if each is None else each for each in of_seeds) for choose in (min, max))
+    last = "not reached" if most == math.inf else f"{most:.0f}"
+    shown = f"{steps:.0f} or fewer" if steps == min(protocol.LENGTHS) else f"{steps:.0f}"
+    bound = "at most " if fewest in protocol.LENGTHS else ""  # no shorter run was made
+    return f"{shown} ({bound}{fewest:.0f} to {last})"
 
 
 def settings_table(found: Mapping[str, Summary]) -> str:
@@ -169,8 +192,11 @@ def settings_table(found: Mapping[str, Summary]) -> str:
         edges = [axis.flag for axis in protocol.SPACES[name].axes if at_edge(axis, chosen[axis.flag])]
         shown = " ".join(f"{flag} {value}" for flag, value in chosen.items() if flag not in protocol.SMALLEST.values())
         fixed = protocol.SPACES[name].flags.format(steps=protocol.STEPS, warmup=protocol.STEPS // 20)
-        rows.append((name, f"`{shown}`", f"`{fixed}`" if fixed else "", ", ".join(f"`{flag}`" for flag in edges)))
-    return markdown(("optimizer", "chosen", "the same in all trials", "in the outer tenth of its range"), rows)
+        outer = ", ".join(f"`{flag}`" for flag in edges)
+        first, second = sorted(summary.tune.values())[:2]
+        rows.append((name, f"`{shown}`", f"`{fixed}`" if fixed else "", outer, f"{first:.3f}, {second:.3f}"))
+    head = ("optimizer", "chosen", "the same in all trials", "in the outer tenth of its range", "its trial, the next")
+    return markdown(head, rows)
 
 
 def at_edge(axis: protocol.Axis, value: str) -> bool:

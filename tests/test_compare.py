@@ -341,6 +341,26 @@ class TestFigures:
         assert found.half == pytest.approx(2.365 * math.sqrt(6 / 8))
         assert found.words == "4.500 ± 2.048"
 
+    def test_a_mean_with_a_run_that_diverged_is_none(self):
+        assert figures.estimate([1.0, math.inf]).words == "diverged"
+        assert figures.against([1.0, 2.0], [1.0, math.inf]).words == "diverged"
+        assert figures.steps_to(2.0, {200: math.inf, 100: 1.0}) is None
+        assert figures.steps_to(2.0, {200: 1.0, 100: math.inf}) == 200
+
+    def test_steps_of_single_seeds_are_to_adams_loss_of_the_same_seed(self):
+        def summary(losses):
+            runs = {run: losses[run.steps] for run in [*protocol.finals(MUON[0]), *protocol.shorter(MUON[0], 100)]}
+            return figures.Summary(MUON[0], {}, {run: loss[run.seed - 11] for run, loss in runs.items()}, [])
+
+        adam = summary({200: [2.0, 1.9, 2.0, 1.0, *[9.0] * 4], 100: [3.0] * 4})
+        own = summary({200: [1.5] * 8, 100: [2.5, 1.9, 3.0, 2.5]})
+        assert figures.steps_of_seeds(own, adam) == [
+            pytest.approx(math.sqrt(2) * 100),
+            100,
+            pytest.approx(200 / 2 ** (1 / 3)),
+            None,
+        ]
+
     def test_differences_are_taken_seed_by_seed(self):
         found = figures.against([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5])
         assert (found.mean, found.half) == (-0.5, 0.0)
@@ -379,7 +399,8 @@ class TestFigures:
         # the trials at 5 and its neighbours are 0.025 better than Adam's best, less 0.02 for each place
         assert muon[3] == "3"
         # at 100 steps 0.1 worse than at 200: three quarters of an octave are left to lose 0.025
-        assert muon[4:] == [f"{200 / 2**0.25:.0f}", f"{200 / 2**0.25 * 0.2:.0f}", "0.200", "-"]
+        steps = f"{200 / 2**0.25:.0f}"
+        assert muon[4:] == [f"{steps} ({steps} to {steps})", f"{200 / 2**0.25 * 0.2:.0f}", "0.200", "-"]
 
     def test_an_optimizer_of_which_runs_are_missing_has_no_row(self, whole, tmp_path):
         for name in ("adam", "muon"):
@@ -397,6 +418,7 @@ class TestFigures:
         assert "min-lr" not in table["muon"][0]
         assert table["muon"][1] == "`--muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw`"
         assert table["muon"][2] == "`--adam-beta2`"  # 0.9979 of at most 0.998
+        assert table["muon"][3] == "1.976, 1.996"
 
     def test_sizes_are_those_of_the_leaders(self, whole):
         found = figures.sizes(figures.summaries(whole), whole)
@@ -522,7 +544,11 @@ class TestKept:
         adam, muon = (figures.estimate(found[name].of(protocol.STEPS)) for name in ("adam", "muon"))
         steps = figures.steps_to(adam.mean, found["muon"].means)
         assert f"held-out loss of **{muon.words}**, one with Adam at **{adam.words}**" in text
-        assert f"Muon needs **{steps:.0f} steps** to end where Adam ends after {protocol.STEPS}" in text
+        of_seeds = figures.steps_of_seeds(found["muon"], found["adam"])
+        assert (
+            f"Muon needs **{steps:.0f} steps** ({min(of_seeds):.0f} to {max(of_seeds):.0f} by single seeds) to end "
+            f"where Adam ends after {protocol.STEPS}"
+        ) in text
 
 
 def test_a_run_names_its_file(tmp_path):

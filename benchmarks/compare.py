@@ -71,7 +71,7 @@ def time_steps(names: Sequence[str], out: Path, results: Path) -> None:
         trials.execute(run, text, out, out / "timed")
         # a line is the mean of ten steps, and SOAP makes bases in every tenth; the first of them also warm up
         seconds[name] = min(read_times(trials.log_of(run, out).read_text(encoding="utf-8").splitlines())[2:])
-        if name != "adam":
+        if run.named != "adam":
             manifests[name] = from_json(json.loads(manifest.read_text(encoding="utf-8")))
         print(f"  {name:20} {seconds[name]:.3f} s per step", flush=True)
     found = {

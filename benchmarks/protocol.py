@@ -23,7 +23,7 @@ LEADERS = 2  # beside Adam and Muon
 POINTS_SEED = 20261126
 
 # A tenth of the rate is where its schedule ends.
-SMALLEST = {"--lr": "--min-lr", "--muon-lr": "--muon-min-lr"}
+SMALLEST = {"--lr": "--min-lr", "--muon-lr": "--muon-min-lr", "--decoupled-lr": "--decoupled-min-lr"}
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Space:
-    """What trials of an optimizer have in common, and the four settings that they vary."""
+    """What trials of an optimizer have in common, and the four settings that they vary.
+
+    Attributes:
+        flags: of all trials.
+        axes: the settings.
+        optimizer: for ``--optimizer``; None where the space has its name.
+    """
 
     flags: str
     axes: tuple[Axis, Axis, Axis, Axis]
+    optimizer: str | None = None
 
 
 def around(flag: str, value: float) -> Axis:
@@ -71,6 +78,8 @@ def of_matrices(rate: float, flags: str) -> Space:
 MUON = "--muon-momentum 0.95 --muon-nesterov"
 SPACES = {
     "adam": Space("", (around("--lr", 3e-3), DECAY, BETA1, BETA2)),
+    # A control: Adam with a rate of its own for embeddings and output layer, as it has beside an optimizer of matrices.
+    "adam_two_rates": Space("", (around("--lr", 3e-3), DECAY, around("--decoupled-lr", 3e-3), BETA2), "adam"),
     "muon": of_matrices(0.018, f"{MUON} --muon-preset match_adamw"),
     "adaptive_muon": of_matrices(0.018, f"--adaptive-muon-moment2-method normuon {MUON} --muon-preset match_adamw"),
     "soap": of_matrices(0.003, "--soap-precondition-frequency 10 --adam-beta1 0.95"),
@@ -112,6 +121,11 @@ class Run:
     seed: int
     width: int = WIDTH
     steps: int = STEPS
+
+    @property
+    def named(self) -> str:
+        """The optimizer's name for ``--optimizer``."""
+        return SPACES[self.optimizer].optimizer or self.optimizer
 
     @property
     def flags(self) -> list[str]:
@@ -203,5 +217,5 @@ def best_of(runs: Sequence[Run], losses: Losses) -> Run:
 
 def leaders(means: Mapping[str, float]) -> list[str]:
     """Adam, Muon, and the others of least mean loss."""
-    others = sorted(means.keys() - {"adam", "muon"}, key=means.__getitem__)
+    others = sorted(means.keys() - {"adam", "adam_two_rates", "muon"}, key=means.__getitem__)
     return ["adam", "muon", *others[:LEADERS]]

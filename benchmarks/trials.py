@@ -39,7 +39,7 @@ def command(run: Run, data: Path) -> list[str]:
     return [
         *[sys.executable, "-m", "megatron_eopt.run", "--cpu", "examples/pretrain_gpt.py"],
         *[*demo.MODEL.split(), *demo.SCHEDULE.split(), *demo.CPU.split(), *COMMON.split()],
-        *[*paths, "--data-cache-path", str(data / corpus.CACHE), "--optimizer", run.optimizer, *run.flags],
+        *[*paths, "--data-cache-path", str(data / corpus.CACHE), "--optimizer", run.named, *run.flags],
     ]
 
 

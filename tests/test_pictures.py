@@ -36,7 +36,7 @@ def distance(one, other, sight):
 
 
 def test_every_optimizer_has_a_color_of_its_own():
-    assert pictures.LINES.keys() == {*OPTIMIZERS, "adam"}
+    assert pictures.LINES.keys() == {*OPTIMIZERS, "adam", "adam_two_rates"}
     assert len({line.color for line in pictures.LINES.values()}) == len(pictures.LINES)
 
 

@@ -39,7 +39,7 @@ class Line(NamedTuple):
 # Colors of the same dashes differ also for the colour-blind: tests/test_pictures.py says by how much.
 LINES = {
     "adam": Line("#000000"),
-    "adam_two_rates": Line("#000000", ":"),  # a control of the comparison
+    "adam_two_rates": Line("#151515", ":"),  # a control of the comparison
     "muon": Line("#d1361b"),
     "adaptive_muon": Line("#0036b4"),
     "spectron": Line("#9b4c76"),

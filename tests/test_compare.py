@@ -92,6 +92,7 @@ def whole(tmp_path_factory):
     return results
 
 
+@pytest.mark.wide
 class TestSettings:
     def test_every_optimizer_is_in_the_docs(self):
         assert sorted(SETTINGS) == sorted([*list_optimizers(), "adam"])
@@ -123,6 +124,7 @@ class TestSettings:
         )
 
 
+@pytest.mark.wide
 class TestProtocol:
     @pytest.mark.parametrize("name", protocol.SPACES)
     def test_trials_are_as_many_for_all_and_differ_in_four_settings(self, name):
@@ -189,6 +191,7 @@ class TestProtocol:
         assert protocol.leaders(means) == ["adam", "muon", "soap", "scion"]
 
 
+@pytest.mark.wide
 class TestRunner:
     def test_an_interrupted_comparison_makes_what_is_missing(self, trained, tmp_path):
         keep(MUON[2], tmp_path, 1.25)
@@ -276,7 +279,6 @@ class TestRunner:
         keep(MUON[0], tmp_path, None)
         assert trials.losses({MUON[0]: trials.read(MUON[0], tmp_path)}) == {MUON[0]: math.inf}
 
-    @pytest.mark.wide
     def test_a_run_trains_and_is_judged_by_held_out_text(self, monkeypatch, tmp_path):
         """And its log says that it used the flags of its trial; the same run again has the same losses."""
         model = training.demo.MODEL.replace("--num-layers 4", "--num-layers 1")
@@ -292,7 +294,6 @@ class TestRunner:
         assert trials.read(run, tmp_path / "0") == found
         assert "0.0176" in trials.log_of(run, tmp_path).read_text()
 
-    @pytest.mark.wide
     def test_a_run_that_diverges_is_told_from_one_that_fails(self, monkeypatch, tmp_path):
         model = training.demo.MODEL.replace("--num-layers 4", "--num-layers 1")
         monkeypatch.setattr(training.demo, "MODEL", model)
@@ -303,6 +304,7 @@ class TestRunner:
             trials.execute(replace(MUON[0], label="y", settings=("--no-flag",)), text, tmp_path, tmp_path)
 
 
+@pytest.mark.wide
 class TestCorpus:
     def test_files_are_held_out_by_their_names_and_no_text_is_there_twice(self):
         texts = [(f"file{k}.py", f"{k:05}".encode() * 400) for k in range(2600)]
@@ -456,6 +458,7 @@ class TestFigures:
         assert figures.states({}) == {}
 
 
+@pytest.mark.wide
 class TestSmall:
     def test_each_optimizer_is_trained_once_as_in_a_recorded_run(self, trained, whole, tmp_path):
         compare.main(["--only", "adam", "muon", "--results", str(whole), "--out", str(tmp_path)])

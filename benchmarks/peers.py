@@ -11,12 +11,8 @@ dion is not on PyPI: ``--dion FOLDER`` takes a checkout of it. Without one its c
 import argparse
 import json
 import os
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,10 +22,10 @@ from typing import Any
 import pages
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from counting import Allocations
 from newton_schulz import exact
 from peers_exactness import CASES, COLUMNS, MODES, WHOLE, Figures, MegatronsMuon, beside_one, dions, ours
+from ranks import on_ranks, seconds_in_turns
 from tensor_parallel import LAYERS, MATRICES, OUT, parameters, whole_matrices
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +36,7 @@ from training import processor
 
 from megatron_eopt import TensorParallelMuon
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "peers.md"
+PAGE = pages.DOCS / "peers.md"
 SCALE = 0.2
 PRODUCTS = {"medium": "bf16", "highest": "fp32"}
 
@@ -102,17 +98,8 @@ def taken(rank: int, ranks: int, rounds: int) -> dict[str, Figures]:
     found: dict[str, Figures] = {}
     for precision in PRODUCTS:
         steps = steps_of(rank, ranks, precision)
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for round_ in range(rounds + 1):
-            for name, optimizer in steps.items():
-                dist.barrier()
-                start = time.perf_counter()
-                optimizer.step()
-                slowest = torch.tensor(time.perf_counter() - start)
-                dist.all_reduce(slowest, dist.ReduceOp.MAX)
-                if round_:  # the first one also plans and compiles
-                    seconds[name].append(slowest.item())
-        figures: Figures = {"ms": {name: statistics.median(values) * 1e3 for name, values in seconds.items()}}
+        seconds = seconds_in_turns({name: optimizer.step for name, optimizer in steps.items()}, rounds)
+        figures: Figures = {"ms": {name: value * 1e3 for name, value in seconds.items()}}
         with torch.compiler.set_stance("force_eager"):
             for name, optimizer in steps.items():
                 with Counted() as counted:
@@ -157,25 +144,6 @@ def errors(precision: Any) -> dict[str, float]:
             expected = exact(gradient, coefficients)
             found[name] = float((update - expected).norm() / expected.norm())
     return found
-
-
-def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """What a function of rank and number of ranks returns on the first of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (function, ranks, folder, sys.path, args), nprocs=ranks)
-        return json.loads(Path(folder, "found.json").read_text())
-
-
-def _rank(rank: int, function: Callable[..., Any], ranks: int, folder: str, path: list[str], args: Any) -> None:
-    sys.path[:] = path
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=20))
-    found = function(rank, ranks, *args)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def exactness_table(found: Mapping[int, Figures]) -> str:
@@ -261,10 +229,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         OUT.mkdir(exist_ok=True)
         (OUT / "peers.json").write_text(json.dumps({"steps": found, "errors": fp64}, indent=2))
     if arguments.docs:
-        page = PAGE.read_text(encoding="utf-8")
         for mark, lines in tables.items():
-            page = pages.replaced(page, mark, lines)
-        PAGE.write_text(page, encoding="utf-8")
+            pages.put(PAGE, mark, lines)
 
 
 if __name__ == "__main__":

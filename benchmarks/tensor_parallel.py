@@ -13,19 +13,15 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz_tp
+from ranks import on_ranks, seconds_in_turns
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -130,36 +126,20 @@ def contestants(rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
     return steps
 
 
-def measure(rank: int, ranks: int, rounds: int, folder: str) -> None:
-    """Run on every rank; rank 0 leaves the figures in ``folder``."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+def measure(rank: int, ranks: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a step of each, and what one step of this rank sends."""
     steps = contestants(rank, ranks)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    traffic = {}
-    for round_ in range(rounds + 1):
-        for name, step in steps.items():
-            dist.barrier()
-            counters.reset()
-            start = time.perf_counter()
-            step()
-            slowest = torch.tensor(time.perf_counter() - start)
-            traffic[name] = (dict(counters.calls), dict(counters.bytes))
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if round_:
-                seconds[name].append(slowest.item())
-    if rank == 0:
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        Path(folder, "figures.json").write_text(json.dumps({"seconds": medians, "traffic": traffic}))
-    dist.destroy_process_group()
+    seconds, traffic = seconds_in_turns(steps, rounds), {}
+    for name, step in steps.items():
+        counters.reset()
+        step()
+        traffic[name] = (dict(counters.calls), dict(counters.bytes))
+    return {"seconds": seconds, "traffic": traffic}
 
 
 def run(ranks: int, rounds: int) -> dict[str, Any]:
     """The figures at one number of ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (ranks, rounds, folder), nprocs=ranks)
-        figures: dict[str, Any] = json.loads(Path(folder, "figures.json").read_text())
+    figures: dict[str, Any] = on_ranks(measure, ranks, rounds)
     cores = os.cpu_count() or 1
     shared = f", which share {cores} cores" if ranks > cores else ""
     print(f"\none step, 28 matrices, {ranks} ranks with one thread each{shared}; fp32, quintic unless said")

@@ -44,7 +44,7 @@ def small(found: Mapping[str, Summary], kept: Path, out: Path, workers: int) -> 
     runs = [replace(summary.best, label=f"final-seed-{seed}", seed=seed) for summary in found.values()]
     for run in runs:
         trials.path_of(run, results).unlink(missing_ok=True)
-    made = trials.make(runs, out, results, workers)
+    made = trials.make(runs, corpus.write(out), out, results, workers)
     now = trials.losses(made, "test")
     rows = []
     for run, summary in sorted(zip(runs, found.values(), strict=True), key=lambda pair: now[pair[0]]):
@@ -100,7 +100,8 @@ def write_docs(found: Mapping[str, Summary], results: Path) -> None:
     if {"adam", "muon"} <= found.keys():
         pictures.draw_hero(found, DOCS / "hero.png")
     if of_leaders := figures.sizes(found, results):
-        put("compare.md", "sizes", figures.size_table(of_leaders))
+        drawn = "![test loss less Adam's over the steps, a panel for each width](compare-sizes.png)"
+        put("compare.md", "sizes", f"{figures.size_table(of_leaders)}\n\n{drawn}")
         pictures.draw_sizes(of_leaders, DOCS / "compare-sizes.png")
 
 

@@ -142,21 +142,21 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
     rows = []
     for name, summary in sorted(found.items(), key=lambda item: statistics.fmean(item[1].of(protocol.STEPS))):
         own = estimate(summary.of(protocol.STEPS))
-        steps = steps_to(target, summary.means)
-        reached, time = steps is not None and name != "adam", seconds.get(name)
+        steps, time = steps_to(target, summary.means), seconds.get(name)
+        less, reached = against(summary.of(protocol.STEPS), adam.of(protocol.STEPS)).cell, "not reached"
+        if steps is not None:
+            reached = _steps(steps, steps_of_seeds(summary, adam))
+        if name == "adam":
+            less, reached = "-", str(protocol.STEPS)
         rows.append(
             (
                 name,
                 own.cell,
                 f"{own.deviation:.3f}",
-                "-" if name == "adam" else against(summary.of(protocol.STEPS), adam.of(protocol.STEPS)).cell,
+                less,
                 str(sum(loss < min(adam.tune.values()) for loss in summary.tune.values())),
-                _steps(steps, steps_of_seeds(summary, adam))
-                if reached
-                else str(protocol.STEPS)
-                if name == "adam"
-                else "not reached",
-                f"{(steps or protocol.STEPS) * time:.0f}" if time and (reached or name == "adam") else "-",
+                reached,
+                "-" if time is None or steps is None else f"{steps * time:.0f}",
                 "-" if time is None else f"{time:.3f}",
                 f"{state[name]:.1f}" if name in state else "-",
             )
@@ -175,7 +175,7 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
     return markdown(head, rows)
 
 
-def _steps(steps: float | None, of_seeds: Sequence[float | None]) -> str:
+def _steps(steps: float, of_seeds: Sequence[float | None]) -> str:
     """Steps of the means, and in brackets the least and the most of single seeds."""
     fewest, most = (choose(math.inf if each is None else each for each in of_seeds) for choose in (min, max))
     last = "not reached" if most == math.inf else f"{most:.0f}"

@@ -6,7 +6,6 @@ by which settings are chosen, and ``test``, by which they are judged.
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import files
 from pathlib import Path
@@ -89,7 +88,3 @@ def write(folder: Path) -> str:
             builder.finalize(get_idx_path(str(folder / name)))
         stamp.write_text(mark)
     return mark
-
-
-if __name__ == "__main__":
-    print(write(Path(sys.argv[1])))

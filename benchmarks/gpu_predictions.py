@@ -8,7 +8,7 @@ an H200.
 import sys
 from pathlib import Path
 
-from pages import replaced
+from pages import put
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -81,4 +81,4 @@ if __name__ == "__main__":
     for page, (mark, made) in TABLES.items():
         print(made(), end="\n\n")
         if "--docs" in sys.argv[1:]:
-            page.write_text(replaced(page.read_text(encoding="utf-8"), mark, made()), encoding="utf-8")
+            put(page, mark, made())

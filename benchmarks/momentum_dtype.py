@@ -186,8 +186,7 @@ def main() -> None:
     table = pages.markdown((*head, "held-out loss there", "more than fp32"), rows)
     print(f"\n{table}")
     if arguments.docs:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(pages.replaced(page, "momentum", table), encoding="utf-8")
+        pages.put(PAGE, "momentum", table)
 
 
 if __name__ == "__main__":

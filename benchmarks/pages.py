@@ -30,8 +30,8 @@ def _parts(page: str, mark: str) -> tuple[str, str, str]:
     return before + begin, inside, end + after
 
 
-def put(page: str, mark: str, lines: str) -> None:
-    """Write lines into their place of a page in docs/."""
+def put(page: str | Path, mark: str, lines: str) -> None:
+    """Write lines into their place of a page, which is named by its path in docs/ or its whole one."""
     path = DOCS / page
     path.write_text(replaced(path.read_text(encoding="utf-8"), mark, lines), encoding="utf-8")
 

@@ -7,7 +7,6 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import batched
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ SETTINGS = DOCS / "optimizers.md"
 STEPS = 200
 THREADS = 1  # of each run, so that what else the machine does finds another core
 LAST = 20  # steps that a loss is averaged over: that of one batch is noisy
-BLOCK = 10  # steps that a time is averaged over: SOAP refreshes its bases in every tenth
 # A hundredth of the files is held out. Precision 'high': with Megatron's 'medium', a CPU multiplies in bf16 if it can,
 # and the figures depend on the machine.
 COMMON = (
@@ -65,7 +63,7 @@ def rate(flags: Sequence[str]) -> float:
 
 
 def read_times(lines: Iterable[str]) -> list[float]:
-    """Seconds of each iteration, from a log with a line for every one."""
+    """Seconds of an iteration, from each line of a log that has them: a mean over those since the line before."""
     return [float(match[2]) / 1e3 for line in lines if (match := _TIME.search(line))]
 
 
@@ -73,20 +71,6 @@ def read_held_out(lines: Iterable[str]) -> float | None:
     """The last validation loss of a log; None where it has none."""
     found = [float(match[1]) for line in lines if (match := _HELD_OUT.search(line))]
     return found[-1] if found else None
-
-
-def seconds_per_step(times: Sequence[float]) -> float:
-    """The mean time of the steps in the fastest block of :data:`BLOCK`, the first left out, which also warms up.
-
-    What else the machine does can only add to a time, so the least of them says most about the run itself.
-
-    Raises:
-        ValueError: there are not two whole blocks.
-    """
-    blocks = [statistics.fmean(block) for block in batched(times, BLOCK) if len(block) == BLOCK]
-    if len(blocks) < 2:
-        raise ValueError(f"the time of a step is taken from {2 * BLOCK} steps or more, found {len(times)}")
-    return min(blocks[1:])
 
 
 def loss_at(losses: Losses, step: int) -> float:

@@ -114,14 +114,20 @@ def execute(run: Run, text: str, data: Path, results: Path) -> Result:
     return result
 
 
-def make(runs: Sequence[Run], data: Path, results: Path, workers: int) -> dict[Run, Result]:
+def make(runs: Sequence[Run], text: str, data: Path, results: Path, workers: int) -> dict[Run, Result]:
     """The results of runs, of which those are made that are not there.
+
+    Args:
+        runs: of any optimizers.
+        text: the hash of the text in ``data``, as :func:`corpus.write` returns it.
+        data: folder of the text and of logs.
+        results: folder of the files of runs.
+        workers: runs at a time.
 
     Raises:
         SystemExit: runs failed, and the others are kept; or some that are there had another text.
         ValueError: as by :func:`read`.
     """
-    text = corpus.write(data)
     found_before = {run: read(run, results) for run in runs if path_of(run, results).exists()}
     if others := [str(path_of(run, results)) for run, found in found_before.items() if found["text"] != text]:
         raise SystemExit(
@@ -167,14 +173,17 @@ def whole(optimizers: Sequence[str], data: Path, results: Path, workers: int) ->
     Yields:
         what was finished, in words.
     """
-    bests, means = {}, {}
+
+    def made(runs: Sequence[Run], held_out: str = "tune") -> dict[Run, float]:
+        return losses(make(runs, text, data, results, workers), held_out)
+
+    text, bests, means = corpus.write(data), {}, {}
     for name in optimizers:
         tried = protocol.trials(name)
-        bests[name] = best = protocol.best_of(tried, losses(make(tried, data, results, workers)))
-        means[name] = statistics.fmean(losses(make(protocol.finals(best), data, results, workers), "test").values())
+        bests[name] = best = protocol.best_of(tried, made(tried))
+        means[name] = statistics.fmean(made(protocol.finals(best), "test").values())
         for steps in protocol.LENGTHS:
-            short = losses(make(protocol.shorter(best, steps), data, results, workers), "test")
-            if statistics.fmean(short.values()) > means["adam"]:
+            if statistics.fmean(made(protocol.shorter(best, steps), "test").values()) > means["adam"]:
                 break
         yield f"{name}: {best.label} of {len(tried)}, mean test loss {means[name]:.4f}"
     if bests.keys() != protocol.SPACES.keys():
@@ -182,6 +191,6 @@ def whole(optimizers: Sequence[str], data: Path, results: Path, workers: int) ->
     for width, steps in protocol.SIZES:
         for name in protocol.leaders(means):
             tried = protocol.size_trials(bests[name], width, steps)
-            best = protocol.best_of(tried, losses(make(tried, data, results, workers)))
-            make(protocol.size_finals(best), data, results, workers)
+            best = protocol.best_of(tried, made(tried))
+            made(protocol.size_finals(best))
             yield f"{name} at width {width} with {steps} steps: {best.label}"

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for picture in drawn:
         draw(found, options.steps, picture)
     if options.docs:
-        PAGE.write_text(pages.replaced(PAGE.read_text(encoding="utf-8"), "widths", text), encoding="utf-8")
+        pages.put(PAGE, "widths", text)
 
 
 if __name__ == "__main__":

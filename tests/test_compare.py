@@ -51,7 +51,7 @@ def parsed(flags):
 def made_up(run):
     """The loss of a run that nobody made: Adam's is 2, others are better by less than that, and more steps help."""
     place = [name for name in protocol.SPACES if name != "adam_two_rates"].index(run.named)
-    place += run.optimizer == "adam_two_rates" and 0.5
+    place += 0.5 * (run.optimizer == "adam_two_rates")
     of_trial = abs(int(run.label[6:]) - 5) / 50 if run.label.startswith("trial") else 0.0
     of_rates = abs(math.log2(float(run.label.rpartition("-")[2]))) / 50 if "rates" in run.label else 0.0
     of_size = math.log2(run.steps / 200) / 10 + math.log2(run.width / 128) / 5
@@ -195,11 +195,11 @@ class TestProtocol:
 class TestRunner:
     def test_an_interrupted_comparison_makes_what_is_missing(self, trained, tmp_path):
         keep(MUON[2], tmp_path, 1.25)
-        made = trials.make(MUON[:4], tmp_path, tmp_path, 2)
+        made = trials.make(MUON[:4], "text", tmp_path, tmp_path, 2)
         assert sorted(trained, key=MUON.index) == [MUON[0], MUON[1], MUON[3]]
         assert trials.losses(made)[MUON[2]] == 1.25
         trained.clear()
-        assert trials.make(MUON[:4], tmp_path, tmp_path, 2) == made
+        assert trials.make(MUON[:4], "text", tmp_path, tmp_path, 2) == made
         assert not trained
 
     def test_runs_that_fail_are_told_after_the_others_were_made(self, monkeypatch, tmp_path):
@@ -209,9 +209,8 @@ class TestRunner:
             return keep(run, results, 1.0)
 
         monkeypatch.setattr(trials, "execute", execute)
-        monkeypatch.setattr(corpus, "write", lambda folder: "text")
         with pytest.raises(SystemExit, match="trial-02 failed\nAll other runs are kept: call the same again"):
-            trials.make(MUON[:4], tmp_path, tmp_path, 2)
+            trials.make(MUON[:4], "text", tmp_path, tmp_path, 2)
         assert [trials.path_of(run, tmp_path).exists() for run in MUON[:4]] == [True, False, True, True]
 
     def test_a_file_of_another_protocol_is_refused(self, tmp_path):
@@ -219,11 +218,10 @@ class TestRunner:
         with pytest.raises(ValueError, match=r"holds a run with the flags .*'--muon-lr'.*; remove it"):
             trials.read(replace(MUON[0], settings=("--lr", "1")), tmp_path)
 
-    def test_results_of_another_text_are_refused_before_anything_is_trained(self, trained, monkeypatch, tmp_path):
+    def test_results_of_another_text_are_refused_before_anything_is_trained(self, trained, tmp_path):
         keep(MUON[0], tmp_path, 1.0)
-        monkeypatch.setattr(corpus, "write", lambda folder: "another")
         with pytest.raises(SystemExit, match=r"trial-01\.json, and 0 more, trained on another text .*constraints\.txt"):
-            trials.make(MUON[:2], tmp_path, tmp_path, 2)
+            trials.make(MUON[:2], "another", tmp_path, tmp_path, 2)
         assert not trained
 
     def test_interrupted_it_starts_no_other_run(self, monkeypatch, tmp_path):
@@ -237,9 +235,8 @@ class TestRunner:
             return keep(run, results, 1.0)
 
         monkeypatch.setattr(trials, "execute", execute)
-        monkeypatch.setattr(corpus, "write", lambda folder: "text")
         with pytest.raises(KeyboardInterrupt):
-            trials.make(MUON, tmp_path, tmp_path, 1)
+            trials.make(MUON, "text", tmp_path, tmp_path, 1)
         assert len(asked) < len(MUON)
 
     @pytest.mark.parametrize(

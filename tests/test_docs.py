@@ -155,13 +155,11 @@ def test_every_page_is_in_the_navigation_once():
 
 def crowded(entries):
     """Sections of a navigation that open more than twelve entries."""
-    for title, inside in (
-        (title, value) for entry in entries if isinstance(entry, dict) for title, value in entry.items()
-    ):
-        if isinstance(inside, list):
-            if len(inside) > 12:
-                yield title
-            yield from crowded(inside)
+    for section in (entry for entry in entries if isinstance(entry, dict)):
+        for title, inside in section.items():
+            if isinstance(inside, list):
+                yield from [title] if len(inside) > 12 else []
+                yield from crowded(inside)
 
 
 def test_no_section_opens_more_than_twelve_entries():

@@ -100,6 +100,7 @@ assert type(optimizer.chained_optimizers[0].optimizer) is megatron_eopt.TensorPa
     )
 
 
+@pytest.mark.wide
 def test_nemo_rl_moves_the_state_to_the_host_and_back():
     """It replaces every tensor of the state by a copy elsewhere, and later by one on the GPU."""
     run(
@@ -184,6 +185,7 @@ assert steps(model, optimizer) == steps(other, resumed)
     )
 
 
+@pytest.mark.wide
 def test_what_verl_and_ms_swift_take_to_the_host():
     """They know Adam's moments by their names; of ours they find none, and say nothing."""
     run(

@@ -20,6 +20,8 @@ from tests.distributed.shards import marked, message_of, whole
 from tests.optimizers import field
 from tests.plain.made import assert_same
 
+pytestmark = pytest.mark.wide
+
 STEPS = 5
 FULL = StateDictOptions(full_state_dict=True)
 QKV = [4, 2, 2]

@@ -80,7 +80,7 @@ def of_dtensors(ranks, modifiers, name):
     return q.full_tensor().detach()
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="TP{}".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.wide)], ids="TP{}".format)
 def results(request):
     return run_ranks(on_all, request.param)
 

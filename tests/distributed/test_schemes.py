@@ -51,7 +51,7 @@ def on_ranks(rank, ranks, cases):
     return results, executed(plan, shards, groups, cases[0].settings)
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.wide), 4])
 def run(request):
     return request.param, run_ranks(on_ranks, request.param, CASES)
 

@@ -91,13 +91,14 @@ def test_gated_attention_trains_on_two_ranks_as_on_one(tmp_path, flags):
         assert distance.norm() <= 2e-5 * travelled.norm(), name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         ("spectron", TP2),
-        pytest.param("soap", TP2, marks=pytest.mark.wide),
-        pytest.param("soap", [], marks=pytest.mark.wide),
-        pytest.param("muon_hyperball", ["--use-torch-fsdp2", "--bf16"], marks=pytest.mark.wide),
+        ("soap", TP2),
+        ("soap", []),
+        ("muon_hyperball", ["--use-torch-fsdp2", "--bf16"]),
     ],
     ids=["spectron-TP", "soap-TP", "soap-DP", "muon_hyperball-FSDP"],
 )

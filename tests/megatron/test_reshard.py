@@ -63,11 +63,12 @@ CHAINS = {
     ),
 }
 STEPS = 2  # in each layout
-ALWAYS = {("muon", "TP"), ("muon", "PP"), ("muon", "EP-distributed")}  # the others are run by `make test-full`
+# The others are run by `make test-full`.
+SOONER = {("muon", "TP"): [], ("muon", "PP"): [], ("muon", "EP-distributed"): [pytest.mark.wide]}
 OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "FSDP-alone", "EP"}
 ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along both sides
 MOVES = [
-    pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
+    pytest.param(*one, id="-".join(one), marks=SOONER.get(one, pytest.mark.full))
     for one in itertools.product(CASES, CHAINS)
     if one[1] not in ("TP-DP", "DP-distributed-fp32", "FSDP", "FSDP-alone" if one[0] not in ONE_SIDE else "FSDP-bf16")
 ]

@@ -61,8 +61,9 @@ RELATIVES = {
 
 @without_triton
 @pytest.mark.skipif(SERVES, reason="they run here")
-def test_kernels_and_torch_agree_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+@pytest.mark.parametrize("which", ["not wide", pytest.param("wide", marks=pytest.mark.wide)])
+def test_kernels_and_torch_agree_in_the_interpreter(which):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", which, __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-6000:]
@@ -118,6 +119,7 @@ def test_steps_are_those_of_torch(dtype, masked):
     assert_equal(both(make))
 
 
+@pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -187,6 +189,7 @@ LOGICAL = {
 }
 
 
+@pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("momentum_dtype", [None, BF16])
 @pytest.mark.parametrize("name", LOGICAL)
@@ -259,6 +262,7 @@ def of_ranks(rank, ranks, form, tp_mode):
     return stepped(optimizer, parameters, steps=2)
 
 
+@pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("tp_mode", ["duplicated", "owner", "gram"])
 def test_ranks_take_the_same_steps(tp_mode):
@@ -285,6 +289,7 @@ def test_tables_are_made_again_only_where_an_address_changes(monkeypatch):
         del kept
 
 
+@pytest.mark.wide
 @interpreted
 @settings(max_examples=15)
 @given(

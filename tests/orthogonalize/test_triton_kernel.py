@@ -4,6 +4,7 @@ Triton asks for its interpreter when it is first imported, so all cases run in a
 file as a program; each test reads the outcome of one case.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -23,11 +24,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # half a unit in the last place; Triton's interpreter cuts bf16 off (3.9), GPUs round it
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0 ** (-8 if DEVICE == "cuda" else -7), torch.float32: 2.0**-24}
 RANDOM = 30  # cases, more of which found nothing
-CASES = {}
+CASES, WIDE = {}, {}  # those of the wide subset take most of the time
 
 
 def case(function):
     CASES[function.__name__] = function
+    return function
+
+
+def wide_case(function):
+    WIDE[function.__name__] = function
     return function
 
 
@@ -81,7 +87,7 @@ def transposed_factors():
             expect(product(x, x), x, x)
 
 
-@case
+@wide_case
 def factors_and_coefficients():
     for dtype in ROUNDING:
         for alpha, beta in ((1.0, 1.0), (1, -2), (-4.775, 2.0315), (0.5, 0.0), (0.0, 3.4445)):
@@ -91,7 +97,7 @@ def factors_and_coefficients():
                 expect(product(a, b, alpha=alpha, beta=beta), a, b, None, alpha)
 
 
-@case
+@wide_case
 def every_tile_of_the_walk():
     x = gaussian(145, 20)
     for band in (1, 2, 3, 4, 8, 16):
@@ -144,7 +150,7 @@ def strided(draw, shape, dtype):
     return draw.choice(ways)(x)
 
 
-@case
+@wide_case
 def random_shapes_strides_dtypes_and_stacks():
     for seed in range(RANDOM):
         draw = random.Random(seed)
@@ -264,14 +270,20 @@ def run(code, interpret, **environment):
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    return run(["-m", "tests.orthogonalize.test_triton_kernel"], interpret=DEVICE == "cpu")
+@functools.cache
+def outcomes(*which):
+    return run(["-m", "tests.orthogonalize.test_triton_kernel", *which], interpret=DEVICE == "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel(outcomes, name):
-    assert outcomes[name] is None, outcomes[name]
+def test_kernel(name):
+    assert (found := outcomes()[name]) is None, found
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", WIDE)
+def test_kernel_in_more_cases(name):
+    assert (found := outcomes("wide")[name]) is None, found
 
 
 def test_is_imported_with_the_kernel_alone():
@@ -281,7 +293,7 @@ def test_is_imported_with_the_kernel_alone():
 
 if __name__ == "__main__":
     outcomes = {}
-    for name, check in CASES.items():
+    for name, check in (WIDE if sys.argv[1:] == ["wide"] else CASES).items():
         try:
             check()
             outcomes[name] = None

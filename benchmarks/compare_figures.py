@@ -69,9 +69,9 @@ class Summary:
         return [loss for run, loss in self.test.items() if run.steps == steps]
 
     @property
-    def means(self) -> dict[int, float]:
-        """Steps of a run -> mean test loss."""
-        return {steps: statistics.fmean(self.of(steps)) for steps in {run.steps for run in self.test}}
+    def by_length(self) -> dict[int, list[float]]:
+        """Steps of a run -> test losses with the seeds that ran at every length."""
+        return {steps: self.of(steps)[: len(protocol.FEW_SEEDS)] for steps in {run.steps for run in self.test}}
 
 
 def known(runs: Sequence[Run], results: Path) -> dict[Run, Result]:
@@ -123,10 +123,16 @@ def steps_to(target: float, means: Mapping[int, float]) -> float | None:
 
 def steps_of_seeds(own: Summary, adam: Summary) -> list[float | None]:
     """:func:`steps_to` of each seed that ran at several lengths, to the loss of Adam's run of that seed."""
-    targets = adam.of(protocol.STEPS)[: len(protocol.FEW_SEEDS)]
     return [
-        steps_to(target, {steps: own.of(steps)[place] for steps in own.means}) for place, target in enumerate(targets)
+        steps_to(target, {steps: losses[place] for steps, losses in own.by_length.items()})
+        for place, target in enumerate(adam.by_length[protocol.STEPS])
     ]
+
+
+def steps_of_means(own: Summary, adam: Summary) -> float | None:
+    """:func:`steps_to` of the means of these seeds."""
+    means = {steps: statistics.fmean(losses) for steps, losses in own.by_length.items()}
+    return steps_to(statistics.fmean(adam.by_length[protocol.STEPS]), means)
 
 
 def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Mapping[str, float]) -> str:
@@ -138,14 +144,12 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
         state: bytes of each parameter of the model, by optimizer; one may lack.
     """
     adam = found["adam"]
-    target = statistics.fmean(adam.of(protocol.STEPS))
     rows = []
     for name, summary in sorted(found.items(), key=lambda item: statistics.fmean(item[1].of(protocol.STEPS))):
         own = estimate(summary.of(protocol.STEPS))
-        steps, time = steps_to(target, summary.means), seconds.get(name)
-        less, reached = against(summary.of(protocol.STEPS), adam.of(protocol.STEPS)).cell, "not reached"
-        if steps is not None:
-            reached = _steps(steps, steps_of_seeds(summary, adam))
+        steps, time = steps_of_means(summary, adam), seconds.get(name)
+        less = against(summary.of(protocol.STEPS), adam.of(protocol.STEPS)).cell
+        reached = _steps(steps, steps_of_seeds(summary, adam), min(summary.by_length))
         if name == "adam":
             less, reached = "-", str(protocol.STEPS)
         rows.append(
@@ -175,13 +179,17 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
     return markdown(head, rows)
 
 
-def _steps(steps: float, of_seeds: Sequence[float | None]) -> str:
+def _steps(of_means: float | None, of_seeds: Sequence[float | None], shortest: int) -> str:
     """Steps of the means, and in brackets the least and the most of single seeds."""
-    fewest, most = (choose(math.inf if each is None else each for each in of_seeds) for choose in (min, max))
-    last = "not reached" if most == math.inf else f"{most:.0f}"
-    shown = f"{steps:.0f} or fewer" if steps == min(protocol.LENGTHS) else f"{steps:.0f}"
-    bound = "at most " if fewest in protocol.LENGTHS else ""  # no shorter run was made
-    return f"{shown} ({bound}{fewest:.0f} to {last})"
+
+    def words(steps: float | None) -> str:
+        if steps is None:
+            return "not reached"
+        return f"at most {shortest}" if steps == shortest else f"{steps:.0f}"  # no shorter run was made
+
+    reached = [each for each in of_seeds if each is not None]
+    most = max(reached, default=None) if len(reached) == len(of_seeds) else None
+    return f"{words(of_means)} ({words(min(reached))} to {words(most)})" if reached else words(of_means)
 
 
 def settings_table(found: Mapping[str, Summary]) -> str:

@@ -360,6 +360,11 @@ class TestFigures:
             pytest.approx(200 / 2 ** (1 / 3)),
             None,
         ]
+        # the four that ran at both lengths: Adam's mean is 1.725, these are 2.475 and 1.5
+        assert figures.steps_of_means(own, adam) == pytest.approx(100 * 2 ** (0.75 / 0.975))
+        made = [*protocol.trials("adam"), *adam.test]
+        table = figures.table({"adam": replace(adam, tune=dict.fromkeys(made, 1.0)), "muon": own}, {}, {})
+        assert cells(table)["muon"][4] == "170 (at most 100 to not reached)"
 
     def test_differences_are_taken_seed_by_seed(self):
         found = figures.against([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5])
@@ -543,7 +548,7 @@ class TestKept:
         text = " ".join((ROOT / page).read_text().split())
         found = figures.summaries(trials.RESULTS)
         adam, muon = (figures.estimate(found[name].of(protocol.STEPS)) for name in ("adam", "muon"))
-        steps = figures.steps_to(adam.mean, found["muon"].means)
+        steps = figures.steps_of_means(found["muon"], found["adam"])
         assert f"held-out loss of **{muon.words}**, one with Adam at **{adam.words}**" in text
         of_seeds = figures.steps_of_seeds(found["muon"], found["adam"])
         assert (

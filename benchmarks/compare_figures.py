@@ -225,14 +225,18 @@ def sizes(found: Mapping[str, Summary], results: Path) -> dict[str, dict[tuple[i
             (protocol.WIDTH, protocol.LENGTHS[0]): found[name].of(protocol.LENGTHS[0]),
             (protocol.WIDTH, protocol.STEPS): few,
         }
+        chosen = []
         for width, steps in protocol.SIZES:
             tried = protocol.size_trials(best, width, steps)
             of_trials = known(tried, results)
-            if len(of_trials) < len(tried):
-                continue
-            again = known(protocol.size_finals(protocol.best_of(tried, losses(of_trials))), results)
+            if len(of_trials) == len(tried):
+                chosen.append(protocol.best_of(tried, losses(of_trials)))
+        if len(chosen) == len(protocol.SIZES):
+            chosen.append(protocol.largest(best, chosen))
+        for run in chosen:
+            again = known(protocol.size_finals(run), results)
             if len(again) == len(protocol.FEW_SEEDS):
-                own[width, steps] = list(losses(again, "test").values())
+                own[run.width, run.steps] = list(losses(again, "test").values())
         of_leaders[name] = own
     return of_leaders
 

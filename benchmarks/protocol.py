@@ -17,8 +17,9 @@ FEW_SEEDS = FINAL_SEEDS[:4]  # of runs at another length or width
 WIDTH, STEPS = 128, 200
 LENGTHS = (100, 50)  # shorter runs; the second where the first already ends below Adam's loss
 # (width, steps) of the runs that show how the gain changes with size.
-SIZES = ((128, 400), (256, 200), (256, 400))
+SIZES = ((128, 400), (256, 200))
 FACTORS = (0.5, 1.0, 2.0)  # of all rates, tried at each of these sizes
+LARGEST = (256, 400)  # where rates change by the factors that were best at both
 LEADERS = 2  # beside Adam and Muon
 POINTS_SEED = 20261126
 
@@ -188,13 +189,19 @@ def shorter(best: Run, steps: int) -> list[Run]:
     return [replace(best, label=f"{label}-seed-{seed}", seed=seed, steps=steps) for seed in FEW_SEEDS]
 
 
+def _at_size(best: Run, width: int, steps: int, factor: float) -> Run:
+    label = f"width-{width}-steps-{steps}-rates-{factor:g}"
+    return replace(best, label=label, settings=scaled(best.settings, factor), width=width, steps=steps)
+
+
 def size_trials(best: Run, width: int, steps: int) -> list[Run]:
     """The best trial at another size, with all rates halved, kept and doubled."""
-    at = f"width-{width}-steps-{steps}"
-    return [
-        replace(best, label=f"{at}-rates-{factor:g}", settings=scaled(best.settings, factor), width=width, steps=steps)
-        for factor in FACTORS
-    ]
+    return [_at_size(best, width, steps, factor) for factor in FACTORS]
+
+
+def largest(best: Run, chosen: Sequence[Run]) -> Run:
+    """The best trial at the largest size, by what was chosen at the others."""
+    return _at_size(best, *LARGEST, math.prod(float(run.label.rpartition("-rates-")[2]) for run in chosen))
 
 
 def size_finals(best: Run) -> list[Run]:

@@ -188,9 +188,13 @@ def whole(optimizers: Sequence[str], data: Path, results: Path, workers: int) ->
         yield f"{name}: {best.label} of {len(tried)}, mean test loss {means[name]:.4f}"
     if bests.keys() != protocol.SPACES.keys():
         return
+    chosen: dict[str, list[Run]] = {name: [] for name in protocol.leaders(means)}
     for width, steps in protocol.SIZES:
-        for name in protocol.leaders(means):
+        for name, so_far in chosen.items():
             tried = protocol.size_trials(bests[name], width, steps)
-            best = protocol.best_of(tried, made(tried))
-            made(protocol.size_finals(best))
-            yield f"{name} at width {width} with {steps} steps: {best.label}"
+            so_far.append(protocol.best_of(tried, made(tried)))
+            made(protocol.size_finals(so_far[-1]))
+            yield f"{name}: {so_far[-1].label}"
+    for name, so_far in chosen.items():
+        made(protocol.size_finals(best := protocol.largest(bests[name], so_far)))
+        yield f"{name}: {best.label}"

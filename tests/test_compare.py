@@ -176,6 +176,15 @@ class TestProtocol:
         assert (args.train_iters, args.lr_warmup_iters) == (400, 20)
         assert {run.steps for run in protocol.size_finals(half)} == {400}
 
+    def test_at_the_largest_size_rates_change_by_both_factors(self):
+        double = protocol.size_trials(MUON[0], 128, 400)[2]
+        half = protocol.size_trials(MUON[0], 256, 200)[0]
+        both = [protocol.largest(MUON[0], [double, each]) for each in (half, replace(double, width=256, steps=200))]
+        assert both[0].settings == MUON[0].settings
+        assert both[1].settings == protocol.scaled(MUON[0].settings, 4)
+        assert {(run.width, run.steps) for run in both} == {(256, 400)}
+        assert protocol.size_finals(both[1])[0].label == "width-256-steps-400-seed-11"
+
     def test_steps_that_a_setting_counts_follow_the_length(self):
         run = replace(protocol.trials("ademamix")[0], steps=100)
         assert parsed(["--optimizer", "ademamix", *run.flags]).ademamix_alpha_warmup == 100
@@ -517,7 +526,7 @@ class TestKept:
         for each in found.values():
             short = [run for steps in protocol.LENGTHS for run in protocol.shorter(each.best, steps)]
             allowed |= {trials.path_of(run, trials.RESULTS) for run in [*protocol.finals(each.best), *short]}
-            for width, steps in protocol.SIZES:
+            for width, steps in (*protocol.SIZES, protocol.LARGEST):
                 of_size = protocol.size_trials(each.best, width, steps)
                 finals = protocol.size_finals(of_size[0])
                 allowed |= {trials.path_of(run, trials.RESULTS) for run in [*of_size, *finals]}

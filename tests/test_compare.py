@@ -564,6 +564,10 @@ class TestKept:
             f"Muon needs **{steps:.0f} steps** ({min(of_seeds):.0f} to {max(of_seeds):.0f} by single seeds) to end "
             f"where Adam ends after {protocol.STEPS}"
         ) in text
+        losses = {name: figures.estimate(each.of(protocol.STEPS)) for name, each in found.items()}
+        best = min(losses, key=lambda name: losses[name].mean)
+        assert len(losses.keys() - {"adam_two_rates"}) == 14
+        assert f"Of fourteen optimizers **{best}** has the lowest loss, {losses[best].words}." in text
 
 
 def test_a_run_names_its_file(tmp_path):

@@ -64,7 +64,7 @@ def time_steps(names: Sequence[str], out: Path, results: Path) -> None:
     """Time a step of each optimizer, one after another in several rounds; keep it with its state, of the manifest."""
     load, text = os.getloadavg()[0], corpus.write(out)
     seconds, manifests = dict.fromkeys(names, math.inf), {}
-    for name in [name for _ in range(ROUNDS) for name in names]:
+    for name in [*names] * ROUNDS:
         manifest = out / f"{name}.json"
         first = protocol.trials(name)[0]
         run = replace(
@@ -104,7 +104,12 @@ def write_docs(found: Mapping[str, Summary], results: Path) -> None:
         pictures.draw_hero(found, DOCS / "hero.png")
     if of_leaders := figures.sizes(found, results):
         drawn = "![test loss less Adam's over the steps, a panel for each width](compare-sizes.png)"
-        put("compare.md", "sizes", f"{figures.size_table(of_leaders)}\n\n{drawn}")
+        text = f"{figures.size_table(of_leaders)}\n\n{drawn}"
+        sizes = (*protocol.SIZES, protocol.LARGEST)
+        if missing := [size for size in sizes if any(size not in own for own in of_leaders.values())]:
+            named = ", ".join(f"width {width} with {steps} steps" for width, steps in missing)
+            text += f"\n\nStill without all their runs: {named}."
+        put("compare.md", "sizes", text)
         pictures.draw_sizes(of_leaders, DOCS / "compare-sizes.png")
 
 

@@ -220,11 +220,8 @@ def sizes(found: Mapping[str, Summary], results: Path) -> dict[str, dict[tuple[i
         return {}
     for name in protocol.leaders({name: statistics.fmean(each.of(protocol.STEPS)) for name, each in found.items()}):
         best = found[name].best
-        few = found[name].of(protocol.STEPS)[: len(protocol.FEW_SEEDS)]
-        own = {
-            (protocol.WIDTH, protocol.LENGTHS[0]): found[name].of(protocol.LENGTHS[0]),
-            (protocol.WIDTH, protocol.STEPS): few,
-        }
+        by_length = found[name].by_length
+        own = {(protocol.WIDTH, steps): by_length[steps] for steps in (protocol.LENGTHS[0], protocol.STEPS)}
         chosen = []
         for width, steps in protocol.SIZES:
             tried = protocol.size_trials(best, width, steps)

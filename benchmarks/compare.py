@@ -105,9 +105,9 @@ def write_docs(found: Mapping[str, Summary], results: Path) -> None:
     if of_leaders := figures.sizes(found, results):
         drawn = "![test loss less Adam's over the steps, a panel for each width](compare-sizes.png)"
         text = f"{figures.size_table(of_leaders)}\n\n{drawn}"
-        sizes = (*protocol.SIZES, protocol.LARGEST)
-        if missing := [size for size in sizes if any(size not in own for own in of_leaders.values())]:
-            named = ", ".join(f"width {width} with {steps} steps" for width, steps in missing)
+        all_sizes = (*protocol.SIZES, protocol.LARGEST)
+        if lacking := [size for size in all_sizes if any(size not in own for own in of_leaders.values())]:
+            named = ", ".join(f"width {width} with {steps} steps" for width, steps in lacking)
             text += f"\n\nStill without all their runs: {named}."
         put("compare.md", "sizes", text)
         pictures.draw_sizes(of_leaders, DOCS / "compare-sizes.png")

@@ -64,11 +64,11 @@ def draw_sizes(of_leaders: Mapping[str, Mapping[tuple[int, int], Sequence[float]
     widths = sorted({width for own in of_leaders.values() for width, _ in own})
     with pictures.look():
         figure = Figure(figsize=(pictures.WIDTH, 3.0 * len(widths)))
-        for axes, width in zip(figure.subplots(len(widths), sharex=True, squeeze=False)[:, 0], widths, strict=True):
-            axes.axhline(0, label="adam", **pictures.style("adam"))
+        panels = figure.subplots(len(widths), sharex=True, squeeze=False)[:, 0]
+        for axes, width in zip(panels, widths, strict=True):
             for name, own in of_leaders.items():
                 at = sorted(steps for of_width, steps in own if of_width == width)
-                if name != "adam" and at:
+                if at:
                     less = [against(own[width, steps], of_leaders["adam"][width, steps]) for steps in at]
                     means, halves = [each.mean for each in less], [each.half for each in less]
                     axes.errorbar(at, means, yerr=halves, label="_", fmt="none", color=pictures.style(name)["color"])
@@ -77,6 +77,7 @@ def draw_sizes(of_leaders: Mapping[str, Mapping[tuple[int, int], Sequence[float]
             axes.set_xticks(sorted({steps for own in of_leaders.values() for _, steps in own}))
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.minorticks_off()
-            pictures.name_ends(axes)
         figure.supxlabel("steps")
+        for axes in panels:
+            pictures.name_ends(axes)
         figure.savefig(picture)

@@ -449,6 +449,7 @@ class TestFigures:
         assert len(lines) == 2 + 4 * 5
         assert next(line for line in lines if "| 256 | 400 | muon |" in line).endswith("| -0.025 ± 0.000 |")
 
+    @pytest.mark.filterwarnings("error:constrained_layout not applied")  # where names have no room
     def test_pictures_are_drawn(self, whole, tmp_path):
         found = figures.summaries(whole)
         compare_pictures.draw_all(found, tmp_path / "all.png")

@@ -565,6 +565,13 @@ class TestKept:
             f"Muon needs **{steps:.0f} steps** ({min(of_seeds):.0f} to {max(of_seeds):.0f} by single seeds) to end "
             f"where Adam ends after {protocol.STEPS}"
         ) in text
+        of_sizes = figures.sizes(found, trials.RESULTS)
+        pairs = (of_sizes[name] for name in ("muon", "adam"))
+        muons, adams = ([each[size] for size in ((128, 200), (128, 400), (256, 200))] for each in pairs)
+        less = [-figures.against(one, other).mean for one, other in zip(muons, adams, strict=True)]
+        below = "over four seeds Muon is {:.2f} below Adam, with twice the steps {:.2f}, at twice the width {:.2f}."
+        assert f"The gain shrinks with size: {below.format(*less)}" in text
+        assert less == sorted(less, reverse=True)
         losses = {name: figures.estimate(each.of(protocol.STEPS)) for name, each in found.items()}
         best = min(losses, key=lambda name: losses[name].mean)
         assert len(losses.keys() - {"adam_two_rates"}) == 14

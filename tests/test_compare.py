@@ -553,6 +553,19 @@ class TestKept:
         compare.main(["--docs"])
         assert (tmp_path / "compare.md").read_text() == page
 
+    def test_the_gain_of_each_leader_shrinks_with_size(self):
+        adams, *others = figures.sizes(figures.summaries(trials.RESULTS), trials.RESULTS).values()
+        for own in others:
+            first, *larger = (figures.against(own[size], adams[size]).mean for size in ((128, 200), *protocol.SIZES))
+            assert all(first < each < 0 for each in larger)
+
+    def test_the_least_of_the_rates_was_best_for_two_at_the_larger_width(self):
+        found = figures.summaries(trials.RESULTS)
+        for name, best in (("adam", 0.5), ("muon", 0.5), ("kl_shampoo", 1.0), ("adaptive_muon", 1.0)):
+            tried = protocol.size_trials(found[name].best, 256, 200)
+            chosen = protocol.best_of(tried, trials.losses(figures.known(tried, trials.RESULTS)))
+            assert chosen == tried[protocol.FACTORS.index(best)]
+
     @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
     def test_the_claim_is_what_the_runs_say(self, page):
         text = " ".join((ROOT / page).read_text().split())

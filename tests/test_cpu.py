@@ -295,6 +295,7 @@ def test_megatron_trains_a_gpt_and_tensor_parallelism_does_not_change_the_losses
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
+@pytest.mark.wide
 def test_megatron_trains_experts_on_two_ranks_with_the_distributed_optimizer(tmp_path):
     experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
     run = ["--num-layers", 2, "--train-iters", 3, *experts, "--use-distributed-optimizer", "--bf16"]

@@ -50,6 +50,7 @@ def run(script, *folders, **more):
     run_script(MODEL + script, *folders, **more)
 
 
+@pytest.mark.wide
 def test_megatron_bridge_and_nemo_rl():
     """A config of a class of their own, made before or after activate(), and Megatron's old name of the builder."""
     run(
@@ -206,6 +207,7 @@ assert kept == ["momentum_buffer"] * 4, kept
     )
 
 
+@pytest.mark.wide
 def test_ms_swift():
     """Every field of Megatron's config that its arguments have; a learning rate of Muon's by Megatron's own key."""
     run(

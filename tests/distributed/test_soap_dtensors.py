@@ -1,5 +1,6 @@
 """SOAP takes the steps of one rank with DTensors: FSDP2, HSDP and meshes of two dimensions, cut evenly or not."""
 
+import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -205,6 +206,7 @@ def assert_same_to_the_bit(of_ranks):
             assert all(torch.equal(value, of_other[key]) for key, value in state.items()), name
 
 
+@pytest.mark.wide
 def test_ranks_step_as_one(tmp_path):
     of_two = run_ranks(on_two, 2, tmp_path)
     parameters, optimizer = made(on_one)

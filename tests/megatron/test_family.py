@@ -42,7 +42,9 @@ def run(name):
     return ["--num-layers", 2, "--optimizer", name, *FAMILY[name][0], *EXACT, "--ckpt-format", "torch_dist"]
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.wide] if name == "spectron" else []) for name in FAMILY]
+)
 @pytest.mark.shows(
     "--optimizer spectron",
     "--optimizer soap",

@@ -96,7 +96,10 @@ def cost_of_step(shapes, monkeypatch, name="muon", **settings):
     return costs, sum(p.numel() for p in parameters)
 
 
-@pytest.mark.parametrize(("shapes", "of_each"), [(SMALL, 120), (LARGE, 24)], ids=["64 x 64", "1.3B"])
+@pytest.mark.parametrize(
+    ("shapes", "of_each"),
+    [pytest.param(SMALL, 120, id="64 x 64"), pytest.param(LARGE, 24, id="1.3B", marks=pytest.mark.wide)],
+)
 def test_a_step_of_muon_costs_few_operations_and_bytes(shapes, of_each, monkeypatch):
     costs, entries = cost_of_step(shapes * of_each, monkeypatch)
     assert sum(costs.operations.values()) <= MOST_OPERATIONS, str(costs.operations)

@@ -142,6 +142,7 @@ megatron_eopt.activate()
 """
 
 
+@pytest.mark.wide
 def test_verl(tmp_path):
     """Every setting by name, ours among them; its state is saved and loaded without the model."""
     overrides = tmp_path / "overrides.yaml"

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -260,6 +261,7 @@ def on_four(rank, world_size):
     return on_ranks(rank, world_size), dealt(rank, world_size)
 
 
+@pytest.mark.wide
 def test_four_ranks_step_as_one_and_share_factors_and_work():
     found = run_ranks(on_four, 4)
     assert_ranks_equal_one([of_rank for of_rank, _ in found], 4)

@@ -27,25 +27,21 @@ def is_laid_out(ranks):
     return {state["exp_avg"].ndim for state in states if "exp_avg" in state} == {1}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "flags",
     [
         BF16,
-        *(
-            pytest.param(flags, marks=pytest.mark.wide)
-            for flags in (
-                [],
-                [*BF16, "--overlap-grad-reduce", "--overlap-param-gather"],
-                ["--overlap-grad-reduce", "--overlap-param-gather"],
-                [*BF16, "--dist-ckpt-optim-fully-reshardable"],
-                ["--dist-ckpt-optim-fully-reshardable"],
-                [*BF16, "--optimizer", "dist_muon"],
-                [*BF16, *ADAPTIVE, "normuon"],
-                [*BF16, "--optimizer", "soap"],
-                [*BF16, *map(str, EXPERTS)],
-                [*BF16, "--optimizer-momentum-dtype", "bf16"],
-            )
-        ),
+        [],
+        [*BF16, "--overlap-grad-reduce", "--overlap-param-gather"],
+        ["--overlap-grad-reduce", "--overlap-param-gather"],
+        [*BF16, "--dist-ckpt-optim-fully-reshardable"],
+        ["--dist-ckpt-optim-fully-reshardable"],
+        [*BF16, "--optimizer", "dist_muon"],
+        [*BF16, *ADAPTIVE, "normuon"],
+        [*BF16, "--optimizer", "soap"],
+        [*BF16, *map(str, EXPERTS)],
+        [*BF16, "--optimizer-momentum-dtype", "bf16"],
     ],
     ids=" ".join,
 )

@@ -518,6 +518,13 @@ class TestSmall:
             compare.main(["--results", str(tmp_path), "--out", str(tmp_path)])
 
 
+def less_than_adam(found):
+    """Leader -> how far it is below Adam at the size of the comparison, and at the others that were tried."""
+    (_, adams), *others = figures.sizes(found, trials.RESULTS).items()
+    at = [(protocol.WIDTH, protocol.STEPS), *protocol.SIZES]
+    return {name: [-figures.against(own[size], adams[size]).mean for size in at] for name, own in others}
+
+
 class TestKept:
     """What is in the repository."""
 
@@ -554,10 +561,8 @@ class TestKept:
         assert (tmp_path / "compare.md").read_text() == page
 
     def test_the_gain_of_each_leader_shrinks_with_size(self):
-        adams, *others = figures.sizes(figures.summaries(trials.RESULTS), trials.RESULTS).values()
-        for own in others:
-            first, *larger = (figures.against(own[size], adams[size]).mean for size in ((128, 200), *protocol.SIZES))
-            assert all(first < each < 0 for each in larger)
+        for first, *larger in less_than_adam(figures.summaries(trials.RESULTS)).values():
+            assert all(0 < each < first for each in larger)
 
     def test_the_least_of_the_rates_was_best_for_two_at_the_larger_width(self):
         found = figures.summaries(trials.RESULTS)
@@ -578,10 +583,7 @@ class TestKept:
             f"Muon needs **{steps:.0f} steps** ({min(of_seeds):.0f} to {max(of_seeds):.0f} by single seeds) to end "
             f"where Adam ends after {protocol.STEPS}"
         ) in text
-        of_sizes = figures.sizes(found, trials.RESULTS)
-        pairs = (of_sizes[name] for name in ("muon", "adam"))
-        muons, adams = ([each[size] for size in ((128, 200), (128, 400), (256, 200))] for each in pairs)
-        less = [-figures.against(one, other).mean for one, other in zip(muons, adams, strict=True)]
+        less = less_than_adam(found)["muon"]
         below = "over four seeds Muon is {:.2f} below Adam, with twice the steps {:.2f}, at twice the width {:.2f}."
         assert f"The gain shrinks with size: {below.format(*less)}" in text
         assert less == sorted(less, reverse=True)

@@ -12,7 +12,7 @@ LAYOUTS = {
     "duplicated": (2, [*TP2, "--muon-tp-mode", "duplicated"]),
     "distributed": (2, [*TP2, "--muon-tp-mode", "distributed"]),
 }
-WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in ("one rank", "distributed")]
+ALONE, DISTRIBUTED = (pytest.param(name, marks=pytest.mark.wide) for name in ("one rank", "distributed"))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", ["duplicated", *WIDE])
+@pytest.mark.parametrize("name", [ALONE, "duplicated", DISTRIBUTED])
 @pytest.mark.parametrize("figure", ["losses", "grad_norms"])
 def test_equals_megatrons_own_muon(runs, name, figure):
     ours, theirs = runs(name, "ours")[figure], runs(name, "theirs")[figure]
@@ -37,7 +37,7 @@ def test_equals_megatrons_own_muon(runs, name, figure):
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["duplicated", WIDE[1]])
+@pytest.mark.parametrize("name", ["duplicated", DISTRIBUTED])
 @pytest.mark.parametrize("figure", ["losses", "grad_norms"])
 def test_two_ranks_equal_one(runs, name, figure):
     assert runs(name, "ours")[figure] == pytest.approx(runs("one rank", "ours")[figure], rel=1e-4)

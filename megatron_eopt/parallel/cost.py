@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -205,18 +205,35 @@ def _cost(flops: float, traffic: Mapping[str, tuple[int, int]], rates: Rates) ->
     return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
 
 
+class Costs:
+    """What buckets of a plan's matrices cost, each computed once."""
+
+    def __init__(self, plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> None:
+        self._of_ranks = lru_cache(None)(lambda bucket: _rank_costs(plan, bucket, work, rates))
+        self._matrices = plan.matrices
+
+    def of_bucket(self, bucket: Bucket) -> Cost:
+        """What a bucket costs the busiest rank of its group."""
+        return _busiest(set(self._of_ranks(bucket)))
+
+    def of_buckets(self, buckets: Iterable[Bucket]) -> Cost:
+        """Cost of each group's busiest rank, summed over the groups."""
+        groups: dict[tuple[str, int], list[list[Cost]]] = {}
+        for bucket in buckets:
+            matrix = self._matrices[bucket.matrices[0]]
+            groups.setdefault((matrix.group, matrix.ranks), []).append(self._of_ranks(bucket))
+        # ranks with the same work are many
+        return _sum(_busiest(map(_sum, set(zip(*costs, strict=True)))) for costs in groups.values())
+
+
 def bucket_cost(plan: Plan, bucket: Bucket, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     """What a bucket costs the busiest rank of its group."""
-    return _busiest(_rank_costs(plan, bucket, work, rates))
+    return Costs(plan, work, rates).of_bucket(bucket)
 
 
 def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     """Cost of each group's busiest rank, summed over the groups."""
-    groups: dict[tuple[str, int], list[list[Cost]]] = {}
-    for bucket in plan.buckets:
-        matrix = plan.matrices[bucket.matrices[0]]
-        groups.setdefault((matrix.group, matrix.ranks), []).append(_rank_costs(plan, bucket, work, rates))
-    return _sum(_busiest(map(_sum, zip(*costs, strict=True))) for costs in groups.values())
+    return Costs(plan, work, rates).of_buckets(plan.buckets)
 
 
 def chunk_seconds(plan: Plan, work: Works, rates: Rates) -> list[float]:

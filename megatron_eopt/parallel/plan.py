@@ -3,20 +3,21 @@
 Pure Python, from shapes, shards and settings alone: the same on every rank, also without a process group.
 """
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain, combinations, product, zip_longest
+from itertools import chain, product, zip_longest
 from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.cost import (
     DEFAULT_RATES,
+    Costs,
     Rates,
     Works,
-    bucket_cost,
     cube_flops,
     largest_iteration,
     plan_cost,
@@ -97,12 +98,13 @@ def make_plan(
         kind = -flops, m.group, m.shape, rectangles, m.itemsize, m.iteration, m.ranks
         alike.setdefault(kind, []).append(index)
 
+    costs = Costs(draft, work, rates)
     # from here on the order does not depend on that of the parameters
     kinds = [(draft.matrices[alike[kind][0]], tuple(alike[kind])) for kind in sorted(alike)]
 
     def order(bucket: Bucket) -> tuple[int, bool, float]:
         idle = bucket.scheme in ("local", "blockwise")
-        return bucket.chunk, idle, -bucket_cost(draft, bucket, work, rates).seconds
+        return bucket.chunk, idle, -costs.of_bucket(bucket).seconds
 
     numbers = range(len(draft.matrices)) if parameters is None else parameters
 
@@ -113,13 +115,13 @@ def make_plan(
         return [_with_compute_ranks(draft, list(_cut(buckets, chunk_of)), work) for buckets in of_groups]
 
     def seconds(of_groups: Sequence[list[Bucket]]) -> float:
-        return plan_cost(replace(draft, buckets=tuple(chain(*cut(of_groups)))), work, rates).seconds
+        return costs.of_buckets(chain(*cut(of_groups))).seconds
 
     of_labels: dict[str, list[list[list[Bucket]]]] = {}
     for group, ranks in sorted({(m.group, m.ranks) for m, _ in kinds}):
         of_this_group = [indices for m, indices in kinds if (m.group, m.ranks) == (group, ranks)]
         options = [_options(draft, indices, mode, work, group in share_groups) for indices in of_this_group]
-        of_labels.setdefault(group, []).append(_best(draft, options, work, rates))
+        of_labels.setdefault(group, []).append(_best(draft, options, work, costs))
     # groups of one label share chunks, and what is best in one chunk need not be best in several
     of_groups = chain(*(min(product(*of_label), key=seconds) for of_label in of_labels.values()))
     served = chain(*cut(list(of_groups)))
@@ -195,14 +197,14 @@ def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, s
     return options
 
 
-def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works, rates: Rates) -> list[list[Bucket]]:
+def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works, costs: Costs) -> list[list[Bucket]]:
     """Options of a group with compute ranks, the quickest first."""
 
     def serve(picked: Sequence[tuple[Bucket, ...]]) -> list[Bucket]:
         return _with_compute_ranks(draft, [bucket for buckets in picked for bucket in buckets], work)
 
     def seconds(picked: Sequence[tuple[Bucket, ...]]) -> float:
-        return plan_cost(replace(draft, buckets=tuple(serve(picked))), work, rates).seconds
+        return costs.of_buckets(serve(picked)).seconds
 
     def improved(picked: list[tuple[Bucket, ...]]) -> list[tuple[Bucket, ...]]:
         least, before = seconds(picked), float("inf")
@@ -248,18 +250,20 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
 
 def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Compute ranks, moved to the entries where shards differ."""
-    held = {i: plan.matrices[i].held for i in bucket.matrices}
-    if not plan.matrices[bucket.matrices[0]].uneven or len(set(held.values())) == 1:
+    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for i in bucket.matrices:
+        alike.setdefault(plan.matrices[i].held, []).append(i)
+    if not plan.matrices[bucket.matrices[0]].uneven or len(alike) == 1:
         return compute_ranks
-    room, rank_of = Counter(compute_ranks), dict[int, int]()
     # in an order that does not depend on that of the parameters, but for matrices that lie alike
-    pairs = sorted((-entries, rank, of_ranks, i) for i, of_ranks in held.items() for rank, entries in of_ranks)
-    for _, rank, _, index in pairs:
-        if index not in rank_of and room[rank]:
-            rank_of[index] = rank
+    waiting = [deque(alike[held]) for held in sorted(alike)]
+    room, rank_of = Counter(compute_ranks), dict[int, int]()
+    held_by = [(-entries, rank, kind) for kind, held in enumerate(sorted(alike)) for rank, entries in held]
+    for _, rank, kind in sorted(triple for triple in held_by if room[triple[1]]):
+        while room[rank] and waiting[kind]:
+            rank_of[waiting[kind].popleft()] = rank
             room[rank] -= 1
-    left = sorted(held.keys() - rank_of.keys(), key=lambda index: (held[index], index))
-    rank_of |= zip(left, sorted(room.elements()), strict=True)
+    rank_of |= zip(chain(*waiting), sorted(room.elements()), strict=True)
     return tuple(rank_of[i] for i in bucket.matrices)
 
 
@@ -287,10 +291,23 @@ def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
         rectangles = rectangles[:size]
     (rows, cols), full = shape, [rectangle for rectangle in rectangles if rectangle.numel]
     inside = all(0 <= p.top <= p.bottom <= rows and 0 <= p.left <= p.right <= cols for p in rectangles)
-    pairs = combinations(full, 2)
-    overlap = any(a.top < b.bottom and b.top < a.bottom and a.left < b.right and b.left < a.right for a, b in pairs)
     covered = sum(rectangle.numel for rectangle in full) == rows * cols
-    return bool(rectangles) and inside and covered and not overlap
+    return bool(rectangles) and inside and covered and not _overlap(full)
+
+
+def _overlap(rectangles: Iterable[Rectangle]) -> bool:
+    """Whether two rectangles with entries share one, by a walk down the rows."""
+    edges = [edge for x in rectangles for edge in ((x.top, True, x.left, x.right), (x.bottom, False, x.left, x.right))]
+    across: list[tuple[int, int]] = []  # columns of those in the row, apart and ascending
+    for _, begins, left, right in sorted(edges):  # of a row first those that end above it
+        at = bisect_left(across, (left, right))
+        if not begins:
+            del across[at]
+        elif (at and across[at - 1][1] > left) or (at < len(across) and across[at][0] < right):
+            return True
+        else:
+            across.insert(at, (left, right))
+    return False
 
 
 def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
@@ -303,9 +320,16 @@ def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
     return [replace(bucket, matrices=bucket.matrices[x], compute_ranks=bucket.compute_ranks[x]) for x in parts]
 
 
+@lru_cache
+def digest(value: tuple[Any, ...]) -> str:
+    """SHA-256 of a fact of many numbers, which many matrices share."""
+    return sha256(repr(value).encode()).hexdigest()
+
+
 def fingerprint(plan: Plan, label: str | None = None) -> str:
     """SHA-256 of a plan, or of what a group shares."""
-    return sha256(repr(list(_facts(plan, label))).encode()).hexdigest()
+    facts = [(what, digest(x) if isinstance(x, tuple) else x) for what, x in _facts(plan, label)]
+    return sha256(repr(facts).encode()).hexdigest()
 
 
 def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str | None:

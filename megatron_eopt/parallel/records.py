@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Shape = tuple[int, int]
 
 
-@dataclass(frozen=True, order=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """Rows ``top:bottom`` and columns ``left:right`` of a matrix."""
 
     top: int
@@ -69,11 +68,26 @@ def cut_twice(
     return shape, tuple(map(cut_rows, cut(shape, dim, ranks)))
 
 
-def copies(shape: Shape, rectangles: Sequence[Rectangle]) -> int:
+@lru_cache
+def copies(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int:
     """How often ranks hold a matrix; 1 without entries."""
     return sum(rectangle.numel for rectangle in rectangles) // (shape[0] * shape[1] or 1) or 1
 
 
+@lru_cache
+def shapes(rectangles: tuple[Rectangle, ...]) -> frozenset[Shape]:
+    """Shapes of shards."""
+    return frozenset(rectangle.shape for rectangle in rectangles)
+
+
+@lru_cache
+def held(rectangles: tuple[Rectangle, ...]) -> tuple[tuple[int, int], ...]:
+    """Ranks that hold entries, ascending, each with their number."""
+    entries = (rectangle.numel for rectangle in rectangles)
+    return tuple((rank, number) for rank, number in enumerate(entries) if number)
+
+
+@lru_cache
 def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None:
     """The only cut dimension, if ranks are in its order."""
     for dim in (0, 1):
@@ -126,18 +140,22 @@ class Matrix:
     @property
     def sharded(self) -> bool:
         """Whether a rank holds a part only."""
-        return any(rectangle.shape != self.shape for rectangle in self.rectangles)
+        return self.shapes != {self.shape}
+
+    @cached_property
+    def shapes(self) -> frozenset[Shape]:
+        """Shapes of what ranks hold."""
+        return shapes(self.rectangles)
 
     @cached_property
     def uneven(self) -> bool:
         """Whether one rank holds more entries than another."""
-        return len({rectangle.numel for rectangle in self.rectangles}) > 1
+        return len({rows * cols for rows, cols in self.shapes}) > 1
 
     @cached_property
     def held(self) -> tuple[tuple[int, int], ...]:
         """Ranks that hold entries, ascending, each with their number."""
-        entries = (rectangle.numel for rectangle in self.rectangles)
-        return tuple((rank, number) for rank, number in enumerate(entries) if number)
+        return held(self.rectangles)
 
     @cached_property
     def copies(self) -> int:

@@ -68,16 +68,6 @@ class Pending[Result]:
         return finish()
 
 
-def packed(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[int]]:
-    """What :func:`exchange` sends, 1-D, and entries for each rank."""
-    tensors = [tensor for to in parts for tensor in to]
-    sizes = [sum(tensor.numel() for tensor in to) for to in parts]
-    sent = tensors[0].new_empty(sum(sizes))
-    places = sent.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_([place.view(x.shape) for place, x in zip(places, tensors, strict=True)], tensors)
-    return sent, sizes
-
-
 def exchange(
     sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: ProcessGroup
 ) -> Pending[Tensor]:

@@ -99,6 +99,42 @@ def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None
     return None
 
 
+class Strip(NamedTuple):
+    """Ranks whose shards are equal and lie side by side."""
+
+    ranks: int  # one after another
+    dims: tuple[int, ...]  # of each matrix, along which its shards lie so
+    rectangles: tuple[Rectangle, ...]  # of each matrix, all of these shards
+
+
+@lru_cache
+def strips(cuts: tuple[tuple[Rectangle, ...], ...]) -> tuple[Strip, ...]:
+    """The strips of the ranks, in their order; ``cuts`` are the shards of matrices."""
+    found: list[Strip] = []
+    last: tuple[Rectangle, ...] = ()
+    for shards in zip(*cuts, strict=True):
+        sides = [_beside(a, b) for a, b in zip(last, shards, strict=bool(last))]
+        dims = tuple(dim for dim in sides if dim is not None)
+        if len(dims) == len(shards) and (found[-1].ranks == 1 or found[-1].dims == dims):
+            pairs = zip(found[-1].rectangles, shards, strict=True)
+            together = tuple(Rectangle(a.top, b.bottom, a.left, b.right) if b.numel else a for a, b in pairs)
+            found[-1] = Strip(found[-1].ranks + 1, dims, together)
+        else:
+            found.append(Strip(1, (0,) * len(cuts), shards))
+        last = shards
+    return tuple(found)
+
+
+def _beside(a: Rectangle, b: Rectangle) -> int | None:
+    """The dimension along which ``b`` follows ``a`` and is as large."""
+    if a.shape != b.shape:
+        return None
+    if not a.numel:
+        return 0  # nothing lies anywhere
+    after = [(a.bottom, a.left) == (b.top, b.left), (a.top, a.right) == (b.top, b.left)]
+    return after.index(True) if any(after) else None
+
+
 TpMode = Literal["blockwise", "duplicated", "distributed", "owner", "gram", "auto"]  # what the user asks for
 
 Scheme = Literal["local", "blockwise", "duplicated", "distributed", "owner", "gram_split", "gram_replicated", "share"]

@@ -1,16 +1,18 @@
 """The schemes in which a rank has whole matrices."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import batched
+from functools import cached_property
+from math import prod
+from operator import mul
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
-from megatron_eopt.parallel.collectives import all_gather, exchange, packed
-from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, cut_dimension
+from megatron_eopt.parallel.collectives import all_gather, exchange
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, cut_dimension, strips
 from megatron_eopt.parallel.watched import Watched
 
 Shapes = tuple[int, int, int] | list[Shape]  # (n x rows x cols), or of matrices that lie back to back
@@ -36,6 +38,17 @@ class Job:
     def counts(self) -> bool:
         """Whether this rank reports its matrices, which one rank does."""
         return self.first if self.group is None else bool(self.bucket.compute_ranks) or self.group.rank() == 0
+
+    @property
+    def runs_here(self) -> LayoutRuns:
+        """The matrices that this rank computes."""
+        return self.layout_runs[self.ranks.rank()] or [(0, self.matrix)]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Entries of this rank's shards of the matrices of each rank."""
+        here = self.ranks.rank()
+        return [sum(count * matrix.rectangles[here].numel for count, matrix in runs) for runs in self.layout_runs]
 
     @property
     def ranks(self) -> ProcessGroup:
@@ -74,27 +87,26 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: any shards, cut along both dimensions or in copies."""
-    group, here, ranks = job.ranks, job.layout_runs[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
-    copy = job.matrix.copy_of(group.rank())  # to whose compute ranks this rank's shards go
-    sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in runs) for runs in job.layout_runs]
-    arriving = [[count * (rank in ranks[copy]) * m.rectangles[rank].numel for count, m in here] for rank in ranks]
+    group, here, sizes = job.ranks, job.runs_here, job.sizes
+    arriving, copy = entries_of(here), job.matrix.copy_of(group.rank())  # to whose compute ranks shards go
     sent = stack.view(-1)[sum(sizes[: copy.start]) : sum(sizes[: copy.stop])]
-    near = [size * (rank in ranks[copy]) for rank, size in enumerate(sizes)]
-    pending = exchange(sent, near, [sum(counts) for counts in arriving], group)
+    pending = exchange(sent, _within(copy, sizes), _within(copy, arriving), group)
     del stack, sent
     yield
-    received, runs = pending.wait(), of_copy(here, copy)
-    whole = assemble((by_copy[copy] for by_copy in _of_each(received, arriving)), runs, True, received)
-    del received
+    (whole,) = assemble(pending.wait(), [of_copy(here, copy)], short_first=True)
     factors = orthogonalized(whole, job)
     del whole
-    pairs = [(x, matrix.rectangles) for x, (_, matrix) in zip(_stacks(factors, here), here, strict=True)]
-    back, of_each = packed([[cut_out(x, cuts[rank]) for x, cuts in pairs if cuts[rank].numel] for rank in ranks])
-    del factors, pairs
-    pending = exchange(back, of_each, sizes, group)
+    back = cut_up(_stacks(factors, here), here)
+    del factors
+    pending = exchange(back, arriving, sizes, group)
     del back
     yield
     return shards_of(pending.wait(), job.shapes)
+
+
+def _within(copy: slice, sizes: Sequence[int]) -> list[int]:
+    """What there is of the ranks of a copy; 0 for the others."""
+    return [0] * copy.start + list(sizes[copy]) + [0] * (len(sizes) - copy.stop)
 
 
 def shards_of(flat: Tensor, shapes: Shapes) -> Factors:
@@ -143,62 +155,64 @@ def gather(
 
     A stack has this rank's shards (n x rows x cols) of ``n`` matrices like that of ``matrices``. The result waits.
     """
-    pairs, ranks = list(zip(stacks, matrices, strict=True)), range(group.size())
-    counts = [[len(stack) * matrix.rectangles[rank].numel for stack, matrix in pairs] for rank in ranks]
+    runs = [(len(stack), matrix) for stack, matrix in zip(stacks, matrices, strict=True)]
     flat = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
-    missing, numbers = max(sum(of_rank) for of_rank in counts) - flat.numel(), [len(stack) for stack in stacks]
+    missing = max(entries_of(runs)) - flat.numel()
     pending = all_gather(torch.nn.functional.pad(flat, (0, missing)) if missing else flat, group)
-
-    def finish() -> list[Tensor]:
-        received = pending.wait()
-        rows = [row[: sum(sizes)].split(sizes) for row, sizes in zip(received, counts, strict=True)]
-        whole = zip(zip(*rows, strict=True), numbers, matrices, strict=True)
-        return [assemble([of_ranks], [(number, matrix)], short_first, received) for of_ranks, number, matrix in whole]
-
-    return finish
+    return lambda: assemble(pending.wait(), [[run] for run in runs], short_first)
 
 
 def bring(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
     """Start to bring each matrix to one rank, by all-to-all."""
-    ranks, copy = range(group.size()), matrices[0].copy_of(group.rank())
-    here = ranks[copy]
-    parts = zip(*(stack.split(list(of)) for stack, of in zip(stacks, numbers, strict=True)), strict=True)
-    sent = [[x if rank in here else x[:0] for x in to] for rank, to in enumerate(parts)]
-    pairs = [(of[group.rank()], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
-    sizes = [[count * (rank in here) * matrix.rectangles[rank].numel for count, matrix in pairs] for rank in ranks]
-    wait = _exchange(sent, sizes, group)
-    mine = of_copy(pairs, copy)
-    return lambda: [assemble([parts[copy]], [matrix]) for parts, matrix in zip(wait(), mine, strict=True)]
+    rank, copy = group.rank(), matrices[0].copy_of(group.rank())
+    near = [_within(copy, of) for of in numbers]
+    parts = [x[sum(of[: copy.start]) : sum(of[: copy.stop])] for x, of in zip(stacks, numbers, strict=True)]
+    runs = [(of[rank], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
+    sizes, arriving = _sizes(near, matrices, rank), _within(copy, entries_of(runs))
+    pending = exchange(_by_rank(parts, near), sizes, arriving, group)
+    return lambda: assemble(pending.wait(), [[run] for run in of_copy(runs, copy)])
 
 
 def hand_out(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
     """Start the way back from :func:`bring`, to stacks of shards."""
-    shards = [matrix.rectangles[group.rank()] for matrix in matrices]
-    sent, sizes = [], []
-    for rank in range(group.size()):
-        sent.append([cut_out(x, matrix.rectangles[rank]) for x, matrix in zip(stacks, matrices, strict=True)])
-        sizes.append([of[rank] * shard.numel for of, shard in zip(numbers, shards, strict=True)])
-    wait = _exchange(sent, sizes, group)
-    return lambda: [
-        torch.cat(parts).view(sum(of), *shard.shape) for parts, of, shard in zip(wait(), numbers, shards, strict=True)
-    ]
+    rank = group.rank()
+    runs = [(of[rank], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
+    shapes = [(sum(of), *matrix.rectangles[rank].shape) for of, matrix in zip(numbers, matrices, strict=True)]
+    pending = exchange(cut_up(stacks, runs), entries_of(runs), _sizes(numbers, matrices, rank), group)
+    return lambda: _of_stacks(pending.wait(), numbers, shapes)
 
 
-def _exchange(
-    sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup
-) -> Callable[[], Iterator[tuple[Tensor, ...]]]:
-    pending = exchange(*packed(sent), [sum(of_rank) for of_rank in sizes], group)
-    return lambda: _of_each(pending.wait(), sizes)
+def _sizes(numbers: Sequence[Sequence[int]], matrices: Sequence[Matrix], rank: int) -> list[int]:
+    """Entries of a rank's shards of the matrices of each rank."""
+    entries = [matrix.rectangles[rank].numel for matrix in matrices]
+    return [sum(map(mul, of_rank, entries)) for of_rank in zip(*numbers, strict=True)]
 
 
-def _of_each(received: Tensor, sizes: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, ...]]:
-    """For each stack, its parts from all ranks."""
-    flat = [size for of_rank in sizes for size in of_rank]
-    return zip(*batched(received.split(flat), len(sizes[0])), strict=True)
+def _runs(numbers: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Rank by rank, the stacks of which it has matrices, and how many."""
+    return [(i, count) for of_rank in zip(*numbers, strict=True) for i, count in enumerate(of_rank) if count]
+
+
+def _by_rank(stacks: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> Tensor:
+    """Stacks as one tensor, rank by rank."""
+    if len(stacks) == 1:
+        return stacks[0].reshape(-1)
+    parts = [iter(x.split(list(filter(None, of)))) for x, of in zip(stacks, numbers, strict=True)]
+    return torch.cat([stacks[0].new_empty(0), *(next(parts[i]).reshape(-1) for i, _ in _runs(numbers))])
+
+
+def _of_stacks(flat: Tensor, numbers: Sequence[Sequence[int]], shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """The inverse of :func:`_by_rank`."""
+    if len(shapes) == 1:
+        return [flat.view(shapes[0])]
+    runs, parts = _runs(numbers), [[flat.new_empty(0)] for _ in shapes]
+    for (i, _), part in zip(runs, flat.split([count * prod(shapes[i][1:]) for i, count in runs]), strict=True):
+        parts[i].append(part)
+    return [torch.cat(of_stack).view(shape) for of_stack, shape in zip(parts, shapes, strict=True)]
 
 
 def of_copy(runs: LayoutRuns, copy: slice) -> LayoutRuns:
@@ -208,26 +222,65 @@ def of_copy(runs: LayoutRuns, copy: slice) -> LayoutRuns:
     return [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in runs]
 
 
-def assemble(
-    parts: Iterable[Sequence[Tensor]], runs: LayoutRuns, short_first: bool = False, received: Tensor | None = None
-) -> Tensor:
-    """Whole matrices from ranks' parts; ``short_first`` stores tall ones transposed.
+def entries_of(runs: LayoutRuns) -> list[int]:
+    """Entries of each rank's shards."""
+    found: list[int] = []
+    for strip in strips(_cuts(runs)):
+        held = sum(count * rectangle.numel for (count, _), rectangle in zip(runs, strip.rectangles, strict=True))
+        found += [held // strip.ranks] * strip.ranks
+    return found
 
-    The memory in which the parts ``received`` lie, in order, is that of the result if it is the matrix already.
+
+def assemble(received: Tensor, groups: Sequence[LayoutRuns], short_first: bool = False) -> list[Tensor]:
+    """A stack of whole matrices of each group, whose shape is the same, from all ranks' parts.
+
+    Args:
+        received: parts of all groups, rank by rank; 1-D, or with a row for each rank, which may be padded. It is the
+            result if it is the matrix already.
+        groups: layouts of the matrices.
+        short_first: store tall matrices transposed.
     """
-    shape, rectangles = runs[0][1].shape, runs[0][1].rectangles
-    transposed = short_first and shape[0] > shape[1]
-    alone = received is not None and received.numel() == shape[0] * shape[1] and not transposed
-    if received is not None and alone and cut_dimension(shape, rectangles) == 0:
-        return received.view(1, *shape)
-    parts = list(parts)
-    stack = parts[0][0].new_empty(sum(count for count, _ in runs), *(shape[::-1] if transposed else shape))
-    stack = stack.mT if transposed else stack
-    for of_ranks, x, (count, matrix) in zip(parts, _stacks(stack, runs), runs, strict=True):
-        for part, rectangle in zip(of_ranks, matrix.rectangles, strict=True):
-            if rectangle.numel:
-                cut_out(x, rectangle).copy_(part.view(count, *rectangle.shape))
-    return stack
+    runs = [run for group in groups for run in group]
+    stacks, of_runs = list[Tensor](), list[Tensor]()
+    for group in groups:
+        shape = group[0][1].shape
+        transposed = short_first and shape[0] > shape[1]
+        by_rows = [count for count, _ in runs] == [1] and cut_dimension(shape, runs[0][1].rectangles) == 0
+        if by_rows and not transposed and received.numel() == prod(shape):  # no row is padded
+            return [received.view(1, *shape)]
+        stack = received.new_empty(sum(count for count, _ in group), *(shape[::-1] if transposed else shape))
+        stacks.append(stack.mT if transposed else stack)
+        of_runs += _stacks(stacks[-1], group)
+    for part, place in _pairs(received, of_runs, runs):
+        place.copy_(part)
+    return stacks
+
+
+def cut_up(stacks: Sequence[Tensor], runs: LayoutRuns) -> Tensor:
+    """All ranks' parts of stacks of whole matrices, rank by rank."""
+    flat = stacks[0].new_empty(sum(entries_of(runs)))
+    for part, place in _pairs(flat, stacks, runs):
+        part.copy_(place)
+    return flat
+
+
+def _pairs(flat: Tensor, stacks: Sequence[Tensor], runs: LayoutRuns) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of what several ranks have of a stack, in ``flat`` and in the stack."""
+    rank, start = 0, 0
+    for strip in strips(_cuts(runs)):
+        sizes = [count * r.numel // strip.ranks for (count, _), r in zip(runs, strip.rectangles, strict=True)]
+        size = sum(sizes)
+        rows = flat[rank:, :size] if flat.ndim == 2 else flat[start:][: size * strip.ranks].view(strip.ranks, size)
+        parts = rows[: strip.ranks].split(sizes, dim=1)
+        for part, stack, dim, rectangle in zip(parts, stacks, strip.dims, strip.rectangles, strict=True):
+            if part.numel():  # the ranks as the first dimension of both
+                place = cut_out(stack, rectangle).unflatten(dim + 1, (strip.ranks, -1)).movedim(dim + 1, 0)
+                yield part.view(place.shape), place
+        rank, start = rank + strip.ranks, start + size * strip.ranks
+
+
+def _cuts(runs: LayoutRuns) -> tuple[tuple[Rectangle, ...], ...]:
+    return tuple(matrix.rectangles for _, matrix in runs)
 
 
 def _stacks(stack: Tensor, runs: LayoutRuns) -> Sequence[Tensor]:

@@ -1,7 +1,6 @@
 """What all ranks agree on: results, settings and kernels."""
 
 import argparse
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from os.path import basename
@@ -9,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers import step_choice
@@ -18,8 +18,8 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
 from megatron_eopt.overrides import Entry, OverrideError
-from megatron_eopt.parallel.agreement import in_turns, lowest_of_all
-from megatron_eopt.parallel.collectives import lowest
+from megatron_eopt.parallel.agreement import hashed, in_turns, lowest_of_all
+from megatron_eopt.parallel.collectives import lowest, told, values_of
 
 # Texts that are no choice are names and paths, which a node may have of its own, but for those of the data's order.
 _DATA = ("split", "step_batch_size_schedule", "data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -40,25 +40,16 @@ def distinct[T](value: T) -> list[T]:
 def by_first_rank[T](value: T) -> dict[int, T]:
     """The distinct values of all ranks, by first rank.
 
-    Ranks of a pipeline stage mostly agree, so every rank sends a hash, and one per hash its value; all send values
-    where most differ. ``value`` is plain data without sets: equal values have an equal ``repr``.
+    Every rank sends a hash, and the first of each hash its value. ``value`` is plain data without sets: equal values
+    have an equal ``repr``.
     """
-    digest, ranks = hashlib.sha256(repr(value).encode()).digest(), dist.get_world_size()
-    hashes: list[Any] = [None] * ranks
-    dist.all_gather_object(hashes, digest)
-    first = {x: rank for rank, x in reversed(list(enumerate(hashes)))}
+    world = cast(ProcessGroup, dist.group.WORLD)
+    first: dict[tuple[int, ...], int] = {}
+    for rank, words in enumerate(told(hashed(value), world)):
+        first.setdefault(tuple(words), rank)
     if len(first) == 1:
         return {0: value}
-    if len(first) > ranks // 2:
-        everywhere: list[Any] = [None] * ranks
-        dist.all_gather_object(everywhere, value)
-        return {rank: everywhere[rank] for rank in sorted(first.values())}
-    values: dict[int, Any] = {}
-    for x, rank in sorted(first.items(), key=lambda pair: pair[1]):
-        sent = [value if x == digest else None]
-        dist.broadcast_object_list(sent, src=rank)
-        values[rank] = sent[0]
-    return values
+    return dict(zip(first.values(), values_of([*first.values()], value, world), strict=True))
 
 
 def union(texts: Iterable[str]) -> list[str]:

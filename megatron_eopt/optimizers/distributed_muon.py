@@ -228,12 +228,12 @@ class DistributedMuon(BaseOptimizer):
             for name, p in zip(self._names(), parameters, strict=True):
                 shape = (len(p), p[:1].numel())
                 matrices.append(Matrix(name, shape, (whole(shape),) * self.ranks, _LABEL, p.itemsize))
-            check_same(Plan(tuple(matrices), tuple(chain(*self.rounds))), groups, parameters[0].device)
+            check_same(Plan(tuple(matrices), tuple(chain(*self.rounds))), groups)
             products = self._kernel_products([each.shape for each in matrices])
             given = self.symmetric_products, self.param_groups[0].get(KERNEL)
             if times_kernels(*given, parameters[0].device) and self.ranks > 1:
                 weights = [(name, "", p.detach()) for name, p in zip(self._names(), parameters, strict=True)]
-                check_replicas(None, {}, parameters[0].device, weights, self.process_group)
+                check_replicas(None, {}, weights, self.process_group)
             kernel = agreed_kernel(products, *given, groups)
             for group in self.param_groups:
                 group[KERNEL] = kernel

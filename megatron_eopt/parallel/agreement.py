@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
+from struct import unpack
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from megatron_eopt.orthogonalize.kernels import Shapes, choose
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.timing import seconds
 from megatron_eopt.parallel.checksum import checksum
-from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
+from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest, told, values_of
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.plan import fingerprint, first_difference
 from megatron_eopt.parallel.records import Plan
@@ -27,6 +28,11 @@ Groups = Mapping[str, ProcessGroup]  # of ranks, by label
 KernelProducts = tuple[Shapes, Sequence[torch.dtype], torch.device, Fp32Precision]  # of a kernel that is chosen
 Weights = Iterable[tuple[str, str, Tensor]]  # of matrices: name, what ranks with a copy of it share, and a copy
 _SENT_BYTES = 2**22
+
+
+def hashed(value: object) -> list[int]:
+    """SHA-256 of the ``repr`` of a value, as four numbers of 64 bits."""
+    return list(unpack("<4q", sha256(repr(value).encode()).digest()))
 
 
 def groups_by_label(shared_by: Iterable[tuple[str, Groups]]) -> dict[str, ProcessGroup]:
@@ -42,25 +48,19 @@ def groups_by_label(shared_by: Iterable[tuple[str, Groups]]) -> dict[str, Proces
     return dict(sorted(groups.items()))
 
 
-def check_same(
-    plan: Plan, groups: Groups, device: torch.device, settings: Mapping[str, Mapping[str, Any]] | None = None
-) -> None:
+def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Refuse a plan, or settings, that differ between ranks.
 
     ``settings`` are by label and parameter. ``ValueError`` names the first difference.
     """
     for label, group in groups.items():
         of_group = {} if settings is None else settings[label]
-        hashed = sha256((fingerprint(plan, label) + repr(of_group)).encode()).digest()
-        digest = torch.tensor(list(hashed), dtype=torch.int32, device=device)
-        least, most = lowest(digest, group), -lowest(-digest, group)
-        if torch.equal(least, most):
+        digests = told(hashed((fingerprint(plan, label), of_group)), group)
+        rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if rank is None:
             continue
-        of_ranks: list[Any] = [None] * group.size()
-        dist.all_gather_object(of_ranks, (plan, of_group), group=group)
-        (first, of_first), *_ = of_ranks
-        told = (_first_setting(of_first, of_other) or first_difference(first, x, label) for x, of_other in of_ranks)
-        rank, difference = next((rank, text) for rank, text in enumerate(told) if text is not None)
+        (first, of_first), (other, of_other) = values_of([0, rank], (plan, of_group), group)
+        difference = _first_setting(of_first, of_other) or first_difference(first, other, label)
         raise ValueError(
             f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
             f"share parameters need the same parameters in the same order, with the same settings"
@@ -91,7 +91,6 @@ def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None
 def check_replicas(
     held: object,
     settings: Mapping[str, Any],
-    device: torch.device,
     weights: Weights = (),
     group: ProcessGroup | None = None,
 ) -> None:
@@ -102,21 +101,19 @@ def check_replicas(
     """
     ranks: Any = group or dist.group.WORLD
     of_weights = {(name, of): int(checksum(x, [0] * x.ndim, x.shape)) for name, of, x in weights}
-    told = held, settings, list(of_weights), list(of_weights.values())
-    own = torch.tensor([int.from_bytes(sha256(repr(x).encode()).digest()[:7]) for x in told], device=device)
-    rows = list(enumerate(all_gather(own, ranks).wait().tolist()))
-    of_ranks: list[Any] = [None] * ranks.size()
+    compared = held, settings, list(of_weights), list(of_weights.values())
+    rows = list(enumerate(told([hashed(x)[0] for x in compared], ranks)))
     if pair := _differing((rank, row[0], row[1]) for rank, row in rows):
-        dist.all_gather_object(of_ranks, settings, group=ranks)
         one, other = pair
+        of_one, of_other = values_of(pair, settings, ranks)
         raise ValueError(
             f"the optimizer's settings differ between ranks {one} and {other}, which hold the same parameters: "
-            f"{_first_setting(of_ranks[one], of_ranks[other])}. Replicas need the same settings"
+            f"{_first_setting(of_one, of_other)}. Replicas need the same settings"
         )
     if pair := _differing((rank, row[2], row[3]) for rank, row in rows):
-        dist.all_gather_object(of_ranks, of_weights, group=ranks)
         one, other = pair
-        name = next(key[0] for key, x in of_ranks[one].items() if of_ranks[other][key] != x)
+        of_one, of_other = values_of(pair, of_weights, ranks)
+        name = next(key[0] for key, x in of_one.items() if of_other[key] != x)
         raise ValueError(
             f"the weights of {name} differ between ranks {one} and {other}, which hold copies of it: they would train "
             f"different models. Load one checkpoint on all ranks, or broadcast the weights, before the first step. "

@@ -4,6 +4,7 @@ All but :func:`lowest` and :func:`total` return at once; :meth:`Pending.wait` gi
 backend raises: if a rank is gone, after the group's timeout. bf16 and fp16 are summed in fp32.
 """
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -132,13 +133,40 @@ def total(x: Tensor, group: ProcessGroup) -> Tensor:
     return _agreed(x, dist.ReduceOp.SUM, group)
 
 
+def told(numbers: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+    """As many numbers of each rank, in 64 bits; finished on return."""
+    sent = _on_device(torch.tensor(numbers, dtype=torch.int64), group)
+    found = sent.new_empty(group.size() * len(numbers))
+    counters.count("agree", sent_bytes("all_gather", sent.nbytes, group.size()))
+    dist.all_gather_into_tensor(found, sent, group=group)
+    return found.view(group.size(), -1).tolist()
+
+
+def values_of(ranks: Sequence[int], value: Any, group: ProcessGroup) -> list[Any]:
+    """The values of some ranks of the group, on all; finished on return.
+
+    What is sent grows with these values, and not with the ranks of the group.
+    """
+    own = pickle.dumps(value) if group.rank() in ranks else b""
+    sizes = [size for (size,) in told([len(own)], group)]
+    several = torch.zeros(sum(sizes), dtype=torch.uint8)
+    if own:
+        several.split(sizes)[group.rank()].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    parts = _agreed(several, dist.ReduceOp.SUM, group).split(sizes)  # each entry is that of one rank
+    return [pickle.loads(parts[rank].numpy().tobytes()) for rank in ranks]
+
+
 def _agreed(x: Tensor, op: Any, group: ProcessGroup) -> Tensor:
-    # NCCL takes no tensors on the CPU; the group's name may be "undefined", so its devices are asked
-    known = [device.type for device in group._device_types]
-    sent = x.to(known[0] if known and x.device.type not in known else x.device, copy=True)
+    sent = _on_device(x, group, copy=True)
     counters.count("agree", sent.nbytes)
     dist.all_reduce(sent, op, group=group)
     return sent.to(x.device)
+
+
+def _on_device(x: Tensor, group: ProcessGroup, copy: bool = False) -> Tensor:
+    # NCCL takes no tensors on the CPU; the group's name may be "undefined", so its devices are asked
+    known = [device.type for device in group._device_types]
+    return x.to(known[0] if known and x.device.type not in known else x.device, copy=copy)
 
 
 def _wide(x: Tensor) -> Tensor:

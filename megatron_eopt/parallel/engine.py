@@ -138,7 +138,7 @@ class Engine:
         ranks, ``RuntimeError`` if the kernel cannot serve.
         """
         settings = {x: {p.name: p.settings for p in self._parameters if x in p.shared_by} for x in self.groups}
-        check_same(self.plan, self.groups, self.device, settings)
+        check_same(self.plan, self.groups, settings)
         if products is None and self.works:
             products = self.stacks()
         if products is None:
@@ -146,7 +146,7 @@ class Engine:
         groups = self.groups
         if times_kernels(kernel, kept, self.device) and dist.group.WORLD is not None:
             held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
-            check_replicas(held, {p.name: p.settings for p in self._parameters}, self.device, weights)
+            check_replicas(held, {p.name: p.settings for p in self._parameters}, weights)
             groups = {"world": dist.group.WORLD}
         choice, precision = agreed_kernel(products, kernel, kept, groups), products[-1]
         self._products = lambda rows: made(choice, rows, precision)

@@ -1,5 +1,7 @@
 """Weights of replicas in plain torch, compared where the ranks of a run agree on a kernel: the clocks are fake."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +11,7 @@ from megatron_eopt import OptimizerConfig, build_optimizer
 from megatron_eopt.optimizers.distributed_muon import DistributedMuon
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.parallel.collectives import counters
+from megatron_eopt.parallel import agreement
 from tests.distributed.ranks import run_ranks
 from tests.orthogonalize.test_timing import clocked
 
@@ -80,9 +82,9 @@ def on_rank(rank, ranks):
     resumed = TensorParallelMuon(named(rank))
     resumed.load_state_dict(equal[0].state_dict())  # with its kernel
     found["resumed"] = outcome(resumed)
-    counters.reset()
-    TensorParallelMuon(named(0)).prepare()
-    found["calls"] = counters.calls["all_gather"]
+    with mock.patch.object(agreement, "told", side_effect=agreement.told) as told:
+        TensorParallelMuon(named(0)).prepare()
+    found["calls"] = told.call_count
     return found
 
 

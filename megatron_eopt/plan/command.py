@@ -115,9 +115,9 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
 
     begun = time.monotonic()
 
-    def progress(done: int, ranks: int) -> None:
+    def progress(done: int, stages: int) -> None:
         if time.monotonic() - begun > _QUIET:
-            print(f"megatron-eopt plan: {done} of {ranks} ranks described", file=sys.stderr, flush=True)
+            print(f"megatron-eopt plan: {done} of {stages} pipeline stages planned", file=sys.stderr, flush=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, of missing packages

@@ -50,6 +50,19 @@ def test_the_manifest_is_that_of_the_run(tmp_path, ranks, layout):
     assert "\nTensorParallelMuon, tp_mode auto (default)\n" in output
 
 
+def test_experts_of_other_ranks_have_what_overrides_say_of_their_numbers(tmp_path):
+    """One rank of a stage is described; of four experts, two on a rank, two differ from the others."""
+    overrides = tmp_path / "overrides.json"
+    one, other = ({"lr": rate, "min_lr": rate} for rate in (0.002, 0.003))
+    overrides.write_text(json.dumps({"local_experts.1.linear_fc1.weight": one, "local_experts.2.*": other}))
+    flags = [*RUN, *MOE, "--expert-model-parallel-size", 2, "--bf16", "--optimizer-overrides", overrides]
+    train(tmp_path / "run", 2, *flags, "--optimizer-manifest-file", tmp_path / "of_run.json")
+    found, _ = planned(tmp_path, *flags, ranks=2)
+    assert found == json.loads((tmp_path / "of_run.json").read_text())
+    rates = {each["lr"] for each in found["families"] if "local_experts" in each["pattern"]}
+    assert rates == {0.01, 0.002, 0.003}
+
+
 def test_memory_and_matrices_are_those_of_all_stages():
     """In bf16: two bytes of a parameter, four of its gradient, and its copy beside the state of the manifest."""
     told = []
@@ -63,7 +76,7 @@ def test_memory_and_matrices_are_those_of_all_stages():
     state = sum(each.count * each.like.state_bytes for each in run.families)
     assert sum(each.state for each in held) == pytest.approx(state + 4 * elements)
     assert all(each.temporaries for each in held)
-    assert told == [(1, 4), (2, 4), (3, 4)]
+    assert told == [(1, 2), (2, 2)]
 
 
 def test_ranks_are_counted_before_the_flags(capsys):

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_eopt.manifest import ParamPattern, families, merged, problems, warnings
-from megatron_eopt.megatron.described.model import Memory, described_run, ranks_to_describe
+from megatron_eopt.megatron.described.model import Memory, PlannedStage, described_run, ranks_to_describe
+from megatron_eopt.overrides import OverrideError
 from megatron_eopt.registry import takes_matrices
 
 
@@ -21,36 +22,47 @@ class PlannedRun:
 
 
 def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable[[int, int], None]) -> PlannedRun:
-    """Describe every rank that has own parameters; plan the first.
+    """Describe and plan the first rank of each pipeline stage.
 
-    A ValueError is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.
+    ``progress`` is told of each stage, and how many there are. A ValueError is for flags that Megatron or an optimizer
+    refuses, and for an optimizer that Megatron builds alone.
     """
-    with described_run(flags, 0, world_size) as run:
-        # only now: importing Megatron may need what stands in for a GPU
-        from megatron_eopt.megatron.arguments import unread, without_effect
-        from megatron_eopt.megatron.described.optimizers import matches_here, planned_rank
+    ranks, stages = [0], list[PlannedStage]()
+    while len(stages) < len(ranks):
+        with described_run(flags, ranks[len(stages)], world_size) as run:
+            # only now: importing Megatron may need what stands in for a GPU
+            from megatron_eopt.megatron.arguments import unread, without_effect
+            from megatron_eopt.megatron.described.optimizers import planned_stage
 
-        ranks, name = ranks_to_describe(run.args), run.args.optimizer.removeprefix("dist_")
-        counts, unused = matches_here(run), [*without_effect(run.args), *unread(run.optimizer_config)]
-    for done, rank in enumerate(ranks[1:], 1):
-        progress(done, 2 * len(ranks))
-        with described_run(flags, rank, world_size) as run:
-            counts = [a + b for a, b in zip(counts, matches_here(run), strict=True)]
-    planned = []
-    for done, rank in enumerate(ranks, len(ranks)):
-        progress(done, 2 * len(ranks))
-        with described_run(flags, rank, world_size) as run:
-            planned.append(planned_rank(run, counts))
-    rows, explained, scale_modes, memory = zip(*planned, strict=True)
-    together = merged([families(each) for each in rows])
-    experts = len(ranks) // run.args.pipeline_model_parallel_size
-    of_ranks = [sum(len(row.matrices) for row in each) for each in rows]
-    counted = [sum(of_ranks[first : first + experts]) for first in range(0, len(ranks), experts)]
+            if not stages:
+                ranks, name = ranks_to_describe(run.args), run.args.optimizer.removeprefix("dist_")
+                unused = [*without_effect(run.args), *unread(run.optimizer_config)]
+            try:
+                stages.append(planned_stage(run))
+            except OverrideError:
+                break
+        progress(len(stages), len(ranks))
+    if len(stages) < len(ranks) or frozenset.intersection(*(stage.unmatched for stage in stages)):
+        _refuse(flags, world_size, ranks, len(stages) % len(ranks))
+    rows = [each for stage in stages for each in stage.rows]
+    together = merged(map(families, rows))
     return PlannedRun(
         together,
-        next(filter(None, explained), []),
-        list(zip(counted, memory[::experts], strict=True)),
+        next((stage.explained for stage in stages if stage.explained), []),
+        [(sum(len(row.matrices) for each in stage.rows for row in each), stage.memory) for stage in stages],
         problems(together, name, takes_matrices(name)),
-        [*unused, *warnings(together, scale_modes[0])],
+        [*unused, *warnings(together, stages[0].scale_mode)],
         run.notes,
     )
+
+
+def _refuse(flags: Sequence[str], world_size: int | None, ranks: Sequence[int], stage: int) -> None:
+    """Raise all that is wrong with overrides, as the run would."""
+    from megatron_eopt.megatron.described.optimizers import matches_here, planned_stage
+
+    of_stages = []
+    for rank in ranks:
+        with described_run(flags, rank, world_size) as run:
+            of_stages.append(matches_here(run))
+    with described_run(flags, ranks[stage], world_size) as run:
+        planned_stage(run, [sum(each) for each in zip(*of_stages, strict=True)])

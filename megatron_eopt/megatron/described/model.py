@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_eopt import cpu
 from megatron_eopt.from_config import with_fields
+from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.described.arguments import parsed, refused
 from megatron_eopt.redirect import Redirection, Redirections, around
@@ -55,6 +56,17 @@ class Memory(NamedTuple):
     temporaries: int  # of a step, at most
 
 
+@dataclass(frozen=True)
+class PlannedStage:
+    """What the ranks of a pipeline stage would do."""
+
+    unmatched: frozenset[int]  # overrides that select none of its parameters, but defaults
+    rows: list[list[ManifestRow]]  # by rank of expert parallelism; the first has all that are not experts
+    explained: list[str]  # plans and deals of the first
+    scale_mode: str
+    memory: Memory  # of the first
+
+
 @contextmanager
 def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = None) -> Iterator[DescribedRun]:
     """What a rank of a GPT pretraining holds, without running.
@@ -82,12 +94,11 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
 
 
 def ranks_to_describe(args: Namespace) -> list[int]:
-    """The fewest ranks that together hold every parameter."""
+    """The first rank of each stage: its others add numbers of experts alone."""
     experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
-    # distance of a pipeline group's ranks; a stage's others than the first add their experts
+    # distance of a pipeline group's ranks
     stage = experts if args.use_tp_pp_dp_mapping else args.world_size // args.pipeline_model_parallel_size
-    experts = [expert * args.expert_tensor_parallel_size for expert in range(args.expert_model_parallel_size)]
-    return [pipeline * stage + expert for pipeline in range(args.pipeline_model_parallel_size) for expert in experts]
+    return [pipeline * stage for pipeline in range(args.pipeline_model_parallel_size)]
 
 
 def _stand_in(stack: ExitStack) -> None:

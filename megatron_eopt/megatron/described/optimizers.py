@@ -1,6 +1,8 @@
 """The optimizers of a described run, on the meta device."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +13,7 @@ from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
 from megatron_eopt.megatron.dealing import balances, items_of
-from megatron_eopt.megatron.described.model import DescribedRun, Memory
+from megatron_eopt.megatron.described.model import DescribedRun, Memory, PlannedStage
 from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
@@ -21,6 +23,7 @@ from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.overrides.entries import Layer
 from megatron_eopt.parallel.cost import step_bytes
 from megatron_eopt.parallel.deal import Deal, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
@@ -29,35 +32,68 @@ _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.o
 
 
 def matches_here(run: DescribedRun) -> list[int]:
-    """How many of this rank's parameters each override selects."""
+    """How many parameters of this stage each override selects."""
+    entries, config = all_entries(run.optimizer_config, run.config_overrides), run.optimizer_config
+    return [sum(each) for each in zip(*(matches(p, config, entries) for p in _of_ranks(run)), strict=True)]
+
+
+def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> PlannedStage:
+    """Make a stage's optimizers as the run would; plan them.
+
+    ``counts`` are of all stages; if None, each override is taken to select something in one of them. Experts of other
+    ranks are those of the first with other numbers, and so are their rows, where overrides say the same of them.
+    """
     if run.args.optimizer in _OTHERS:
         raise ValueError(
             f"--optimizer {run.args.optimizer} is built by Megatron alone, and there is no plan: take an optimizer of "
             f"this package, such as muon"
         )
-    return matches(_parameters(run), run.optimizer_config, all_entries(run.optimizer_config, run.config_overrides))
-
-
-def _parameters(run: DescribedRun) -> list[ModelParameter]:
-    """This rank's parameters; experts only, where another has the rest."""
-    groups = run.pg_collection
-    parameters = trainable(run.model_chunks, groups)
-    first = groups.tp.rank() == 0 and groups.ep.rank() == 0
-    here = [p for p in parameters if first or not getattr(p.tensor, "allreduce", True)]
-    mark(here)
-    return here
-
-
-def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str, Memory]:
-    """Make one rank's optimizers as the run would; plan them.
-
-    ``counts`` are of all ranks. Returned are the manifest's rows, plans and deals, the scale mode, and the memory.
-    """
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     refuse_unsupported(planned.facts)
-    config = planned.config
-    entries = all_entries(config, run.config_overrides)
-    planned.assigned = assigned = assignments(_parameters(run), config, entries, counts)
+    config, entries = planned.config, all_entries(planned.config, run.config_overrides)
+    known = dict[str, list[tuple[int, ManifestRow]]]()  # what overrides say of experts -> rows, by number
+    rows, of_kinds = list[list[ManifestRow]](), list[tuple[list[str], str, Memory]]()
+    for parameters in _of_ranks(run):
+        mark(parameters)
+        assigned = assignments(parameters, config, entries, [1] * len(entries) if counts is None else counts)
+        experts = [each for each in assigned if _is_of_one_rank(each.parameter)]
+        said = repr([(each.optimizer, each.resolved) for each in experts])
+        if said in known:
+            rows.append([replace(row, name=experts[number].name) for number, row in known[said]])
+            continue
+        here, of_rank = _planned(planned, run, assigned)
+        of_kinds.append(of_rank)
+        number_of = {each.name: number for number, each in enumerate(experts)}
+        known[said] = [(number_of[row.name], row) for row in here if row.name in number_of]
+        rows.append(here)
+    counted = zip(entries, matches_here(run), strict=True)
+    unmatched = frozenset(i for i, (entry, count) in enumerate(counted) if not count and entry.layer != Layer.DEFAULTS)
+    return PlannedStage(unmatched, rows, *of_kinds[0])
+
+
+def _of_ranks(run: DescribedRun) -> list[list[ModelParameter]]:
+    """Parameters of each rank of expert parallelism, the shared ones once."""
+    groups, config = run.pg_collection, run.args
+    first = trainable(run.model_chunks, groups)
+    experts, ranks = [p for p in first if _is_of_one_rank(p)], groups.ep.size()
+
+    def renamed(parameter: ModelParameter, rank: int) -> ModelParameter:
+        ahead = rank * (config.num_experts // ranks)
+        name = re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(int(found[0]) + ahead), parameter.name)
+        return replace(parameter, info=replace(parameter.info, name=name))
+
+    return [first, *([renamed(p, rank) for p in experts] for rank in range(1, ranks))]
+
+
+def _is_of_one_rank(parameter: ModelParameter) -> bool:
+    return not getattr(parameter.tensor, "allreduce", True)
+
+
+def _planned(
+    planned: OptimizerOfRun, run: DescribedRun, assigned: list[Assignment]
+) -> tuple[list[ManifestRow], tuple[list[str], str, Memory]]:
+    """The manifest's rows; plans and deals, the scale mode, and the memory."""
+    config, planned.assigned = planned.config, assigned
     matrices, _ = planned.check()
     tag(matrices)
     names = dict.fromkeys(each.optimizer for each in assigned if each.optimizer is not None)
@@ -69,7 +105,7 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[Manifes
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
     explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
     explained += [f"{each}." for each in deals] if explained else []
-    return rows, explained, config.muon_scale_mode, _memory(run, assigned, rows, optimizers)
+    return rows, (explained, config.muon_scale_mode, _memory(run, assigned, rows, optimizers))
 
 
 def _memory(

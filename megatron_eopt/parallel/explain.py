@@ -6,17 +6,17 @@ from megatron_eopt.parallel.cost import (
     DEFAULT_RATES,
     HOST_BYTES,
     Cost,
+    Costs,
     Rates,
     Work,
     Works,
-    bucket_cost,
     largest_iteration,
     plan_cost,
     step_parts,
 )
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Plan, TpMode
-from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
+from megatron_eopt.parallel.records import Bucket, Plan, Shape, TpMode
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
 _COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
@@ -24,18 +24,21 @@ _LINE = "{:<34}{:>10}{:>18}{:>15}{:>13}{:>13}{:>13}"
 
 
 def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Workspace = DEFAULT_WORKSPACE) -> str:
-    """A table of each bucket's cost, beside other schemes."""
+    """A table of costs by shape and scheme, beside other schemes."""
     sharing = frozenset(plan.matrices[b.matrices[0]].group for b in plan.buckets if b.scheme == "share")
     lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
     works = {"": work} if isinstance(work, Work) else work
     numbers = {name: f"#{number}" for number, name in enumerate(works, 1)} if len(works) > 1 else {}
-    for bucket in plan.buckets:
+    costs, alike = Costs(plan, work, rates), dict[tuple[Shape, str, str, str], list[Bucket]]()
+    for bucket in plan.buckets:  # of several chunks
         matrix = plan.matrices[bucket.matrices[0]]
-        called = f"{len(bucket.matrices)} of {matrix.shape[0]} x {matrix.shape[1]}"
-        group = matrix.group if matrix.ranks > 1 else "-"
-        line = _row(called, group, bucket.scheme, bucket_cost(plan, bucket, work, rates))
-        lines.append(f"{line}  {numbers[matrix.iteration]}" if numbers else line)
-    lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", plan_cost(plan, work, rates))]
+        kind = matrix.shape, matrix.group if matrix.ranks > 1 else "-", bucket.scheme, numbers.get(matrix.iteration, "")
+        alike.setdefault(kind, []).append(bucket)
+    for ((rows, cols), group, scheme, number), buckets in alike.items():
+        called = f"{sum(len(bucket.matrices) for bucket in buckets)} of {rows} x {cols}"
+        line = _row(called, group, scheme, costs.of_buckets(buckets))
+        lines.append(f"{line}  {number}" if number else line)
+    lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", costs.of_buckets(plan.buckets))]
     for mode in _COMPARED:
         other = make_plan(plan.matrices, mode, work, rates, sharing, workspace)
         lines.append(_row(mode, "", "", plan_cost(other, work, rates)))
@@ -60,13 +63,22 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
     chunks = 1 + max((bucket.chunk for bucket in plan.buckets), default=0)
     called = "1 chunk" if chunks == 1 else f"{chunks} chunks"
     beside, what = max((of_iterations, "iterations"), (of_hooks, "the momentum and update of whole shards"))
-    return (
+    told = (
         f"Temporaries: at most {_figure((of_chunks + beside) / mib)} MiB, in {called}. The workspace is "
         f"{_figure(workspace.bytes / mib)} MiB;\nbeside it an iteration of the largest matrix may take "
         f"{_figure(largest / mib)} MiB.\nAt the peak {_figure(of_chunks / mib)} MiB are of chunks at work, and "
-        f"{_figure(beside / mib)} MiB of {what}.\nOne parameter, one shard and one iteration are not cut, and may "
-        f"exceed their part of the workspace."
+        f"{_figure(beside / mib)} MiB of {what}.\n"
     )
+    if of_chunks + beside <= workspace.bytes + largest:
+        return f"{told}One parameter, one shard and one iteration are not cut."
+    told += "That is more than the workspace, because one parameter, one shard and one iteration are not cut:\n"
+    if of_iterations > of_hooks:
+        rows, cols = max((m.shape for m in plan.matrices), key=lambda shape: (min(shape), max(shape)))
+        return f"{told}the iteration of the largest matrix is that of one of {rows} x {cols}."
+    shard = max((rectangle for m in plan.matrices for rectangle in m.rectangles), key=lambda x: x.numel)
+    (rows, cols), taken = shard.shape, _figure(shard.numel * OF_ENTRY / mib)
+    told += f"momentum and update of the largest shard, {rows} x {cols}, take {taken} MiB"
+    return f"{told} ({OF_ENTRY} bytes an entry)."
 
 
 def explain_offloaded(state: Sequence[int], seconds: Sequence[float]) -> str:

@@ -26,7 +26,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
+from megatron_eopt.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
 
 _OF_RUN = {"--world-size", "--full", "--json"}
 _QUIET = 2.0  # seconds before progress is printed
@@ -62,6 +62,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     gib, temporaries = Workspace.bytes / 2**30, "for temporaries of a step"
     muon.add_argument("--optimizer-workspace", type=float, default=gib, metavar="GIB", help=temporaries)
     rates = parser.add_argument_group("rates of one rank")
+    published = "half of its published operations, two thirds of its NVLink; the flags below override them"
+    rates.add_argument("--gpu", choices=GPUS, help=published)
     rates.add_argument("--tflops", type=_above_zero, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
     rates.add_argument("--bandwidth", type=_above_zero, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
     rates.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
@@ -79,7 +81,7 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     iteration = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
     share, itemsize = 1.0 if options.dense else 0.5, options.exchange_itemsize
     work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
-    rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
+    rates = _rates(options)
     parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
     model, mode = _model(options), options.muon_tp_mode
     if parallel.pipeline > model.num_layers:
@@ -152,6 +154,13 @@ def _given(options: argparse.Namespace) -> set[str]:
     plan: argparse.ArgumentParser = options.parser
     names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
     return {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
+
+
+def _rates(options: argparse.Namespace) -> Rates:
+    given, published = _given(options), DEFAULT_RATES if options.gpu is None else GPUS[options.gpu].rates
+    flops = options.tflops * 1e12 if "--tflops" in given else published.flops
+    sent = options.bandwidth * 1e9 if "--bandwidth" in given else published.bytes
+    return Rates(flops=flops, bytes=sent, latency=options.latency * 1e-6)
 
 
 def _model(options: argparse.Namespace) -> Model:

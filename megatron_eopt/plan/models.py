@@ -1,5 +1,6 @@
 """Matrices of a transformer given by Megatron's flags."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
@@ -26,6 +27,13 @@ class Model:
     swiglu: bool = False  # whether linear_fc1 has gate and up, fused
     num_experts: int | None = None  # None for a dense model
     moe_ffn_hidden_size: int | None = None  # of one expert; None for ffn_hidden_size
+    moe_shared_expert_intermediate_size: int | None = None  # of what every token passes beside experts; None for none
+    first_dense_layers: int = 0  # without experts, as by --moe-layer-freq
+    kv_lora_rank: int | None = None  # of latent attention; None for another attention
+    q_lora_rank: int | None = None
+    qk_head_dim: int = 128  # of latent attention, as the next two
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,29 @@ class Parallel:
     data: int = 1  # over which the layer-wise optimizer deals whole parameters
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What a GPU's maker publishes of it."""
+
+    flops: float  # operations per second with bf16 and without sparsity
+    link: float  # bytes per second that it sends over NVLink
+    memory: float  # bytes
+
+    @property
+    def rates(self) -> Rates:
+        """Half of the operations and two thirds of the link, as products and collectives reach about."""
+        return Rates(flops=self.flops / 2, bytes=self.link * 2 / 3)
+
+
+# Data sheets of NVIDIA: A100 80 GB SXM, H100 SXM, H200 SXM, DGX B200, GB300 NVL72 (of 72 GPUs).
+GPUS = {
+    "a100": Gpu(312e12, 300e9, 80e9),
+    "h100": Gpu(989e12, 450e9, 80e9),
+    "h200": Gpu(989e12, 450e9, 141e9),
+    "b200": Gpu(2250e12, 900e9, 180e9),
+    "gb300": Gpu(2500e12, 900e9, 279e9),
+}
+
 MODELS = {
     # Grattafiori et al., The Llama 3 Herd of Models, arXiv 2407.21783, table 3.
     "llama3-8b": Model(
@@ -46,6 +77,42 @@ MODELS = {
     ),
     "llama3-70b": Model(
         num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, swiglu=True
+    ),
+    "llama3.1-405b": Model(
+        num_layers=126,
+        hidden_size=16384,
+        ffn_hidden_size=53248,
+        num_attention_heads=128,
+        num_query_groups=8,
+        swiglu=True,
+    ),
+    # DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, and the published configuration.
+    "deepseek-v3": Model(
+        num_layers=61,
+        hidden_size=7168,
+        ffn_hidden_size=18432,
+        num_attention_heads=128,
+        swiglu=True,
+        num_experts=256,
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        first_dense_layers=3,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+    ),
+    # Kimi Team, Kimi K2, arXiv 2507.20534, and the published configuration.
+    "kimi-k2": Model(
+        num_layers=61,
+        hidden_size=7168,
+        ffn_hidden_size=18432,
+        num_attention_heads=64,
+        swiglu=True,
+        num_experts=384,
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        first_dense_layers=1,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
     ),
     # Qwen Team, Qwen3 Technical Report, arXiv 2505.09388, and the published configuration.
     "qwen3-30b-a3b": Model(
@@ -71,39 +138,56 @@ def dealt_matrices(
     *,
     split_gate_up: bool = False,
 ) -> tuple[list[Matrix], list[Deal]]:
-    """Logical matrices of the longest stage's busiest rank, and deals.
+    """Logical matrices of the busiest rank of the busiest long stage, and deals.
 
     Embeddings and the output layer are not Muon's. With several data-parallel ranks there is a deal of dense parameters
     and one of experts. Sizes that do not divide over the ranks are a ``ValueError``.
     """
+    length = -(-model.num_layers // parallel.pipeline)
+    firsts = {min(first, model.num_layers - length) for first in range(0, model.num_layers, length)}
+    by_kinds = {max(0, model.first_dense_layers - first): first for first in sorted(firsts, reverse=True)}
+    of_stages = [_parameters(model, parallel, range(x, x + length), split_gate_up) for x in by_kinds.values()]
+    ranks = parallel.tensor * parallel.data
+    if any(experts for _, experts in of_stages):
+        ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, _EXPERTS)
+    stages = []
+    for number, both in enumerate(of_stages):
+        needed, own, deals = 0.0, list[Matrix](), list[Deal]()
+        for parameters, data in zip(both, (parallel.data, ranks), strict=True):
+            matrices = [tuple(replace(matrix, itemsize=work.itemsize) for matrix in each) for each in parameters]
+            items = [Item(each, sum(matrix.rectangles[0].numel for matrix in each)) for each in matrices]
+            found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates)
+            busiest = found.seconds.index(max(found.seconds))
+            own += [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices]
+            deals += [found] if items and data > 1 else []
+            needed += max(found.seconds)
+        stages.append((needed, number, own, deals))
+    _, _, own, deals = max(stages, key=lambda stage: stage[:2])
+    return own, deals
+
+
+def _parameters(
+    model: Model, parallel: Parallel, layers: Sequence[int], split_gate_up: bool
+) -> tuple[list[Matrices], list[Matrices]]:
+    """Dense parameters of layers, and those of a rank's experts."""
     dense: list[Matrices] = []
     experts: list[Matrices] = []
-    for layer in range(-(-model.num_layers // parallel.pipeline)):
+    for layer in layers:
         name = f"decoder.layers.{layer}"
-        dense += _attention(f"{name}.self_attention", model, parallel.tensor)
-        if model.num_experts is None:
+        attention = _attention if model.kv_lora_rank is None else _latent_attention
+        dense += attention(f"{name}.self_attention", model, parallel.tensor)
+        if model.num_experts is None or layer < model.first_dense_layers:
             dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor, "tp", split_gate_up)
             continue
-        router = (model.num_experts, model.hidden_size)
-        dense.append((Matrix(f"{name}.mlp.router.weight", router, (whole(router),)),))
+        dense.append(_whole(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size)))
+        if (columns := model.moe_shared_expert_intermediate_size) is not None:
+            dense += _mlp(f"{name}.mlp.shared_experts", model, columns, parallel.tensor, "tp", split_gate_up)
         columns = model.moe_ffn_hidden_size or model.ffn_hidden_size
         here = _divided(model.num_experts, parallel.expert, "--num-experts over --expert-model-parallel-size")
         for expert in range(here):
             at = f"{name}.mlp.experts.local_experts.{expert}"
             experts += _mlp(at, model, columns, parallel.expert_tensor, "expt_tp", split_gate_up)
-    ranks = parallel.tensor * parallel.data
-    if experts:
-        ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, _EXPERTS)
-    own: list[Matrix] = []
-    deals = []
-    for parameters, data in ((dense, parallel.data), (experts, ranks)):
-        matrices = [tuple(replace(matrix, itemsize=work.itemsize) for matrix in each) for each in parameters]
-        items = [Item(each, sum(matrix.rectangles[0].numel for matrix in each)) for each in matrices]
-        found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates)
-        busiest = found.seconds.index(max(found.seconds))
-        own += [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices]
-        deals += [found] if items and data > 1 else []
-    return own, deals
+    return dense, experts
 
 
 def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
@@ -122,6 +206,25 @@ def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
         qkv.append(Matrix(f"{name}.linear_qkv.weight[{letter}]", shape, cut_at(shape, 0, edges)))
         before += height
     return [tuple(qkv), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
+
+
+def _latent_attention(name: str, model: Model, ranks: int) -> list[Matrices]:
+    """Projections down to the ranks of latents, which are not cut, and up."""
+    heads, hidden, latent = model.num_attention_heads, model.hidden_size, model.kv_lora_rank or 0
+    of_query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    found = [_whole(f"{name}.linear_kv_down_proj.weight", (latent + model.qk_pos_emb_head_dim, hidden))]
+    up = [("linear_kv_up_proj", (heads * (model.qk_head_dim + model.v_head_dim), latent))]
+    if model.q_lora_rank is None:
+        up.append(("linear_q_proj", (of_query, hidden)))
+    else:
+        found.append(_whole(f"{name}.linear_q_down_proj.weight", (model.q_lora_rank, hidden)))
+        up.append(("linear_q_up_proj", (of_query, model.q_lora_rank)))
+    found += [(_sharded(f"{name}.{each}.weight", shape, 0, ranks),) for each, shape in up]
+    return [*found, (_sharded(f"{name}.linear_proj.weight", (hidden, heads * model.v_head_dim), 1, ranks),)]
+
+
+def _whole(name: str, shape: Shape) -> Matrices:
+    return (Matrix(name, shape, (whole(shape),)),)
 
 
 def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:

@@ -10,6 +10,7 @@ from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Rates, Work, bucket_cost, plan_cost
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.workspace import Workspace
 from tests.parallel.plans import STANDARD, WORK, matrices, modes, some
 
 MIXED = [
@@ -25,15 +26,17 @@ def rows(text):
     return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
 
 
-def test_a_row_for_each_bucket_and_the_totals():
+def test_a_row_for_each_shape_and_the_totals():
     plan = make_plan(MIXED, "auto", WORK)
     table = rows(explain(plan, WORK))
+    count = table.index([""]) - 2
+    assert count == len(plan.buckets) - 1
     assert table[0] == ["matrices", "group", "scheme", "GFLOP", "MB sent", "collectives", "ms"]
-    of_buckets = {row[0]: row for row in table[2 : 2 + len(plan.buckets)]}
+    of_buckets = {row[0]: row for row in table[2 : 2 + count]}
     assert of_buckets["8 of 4096 x 16384"][1:3] == ["tp", "owner"]
     assert of_buckets["1 of 16384 x 4096"][1:3] == ["tp", "gram_split"]
     assert of_buckets["3 of 48 x 30"][1:3] == ["-", "local"]
-    assert of_buckets["4 of 64 x 64"][1:3] == ["dp", "share"]  # and the fifth by itself
+    assert of_buckets["5 of 64 x 64"][1:3] == ["dp", "share"]  # in two buckets
     cost = bucket_cost(plan, plan.buckets[0], WORK)
     assert table[2][3:] == [
         f"{cost.flops / 1e9:,.0f}",
@@ -41,7 +44,7 @@ def test_a_row_for_each_bucket_and_the_totals():
         str(cost.collectives),
         f"{cost.seconds * 1e3:.3g}",
     ]
-    totals = {row[0]: row for row in table[2 + len(plan.buckets) :]}
+    totals = {row[0]: row for row in table[2 + count :]}
     assert float(totals["all 17: this plan"][-1]) == pytest.approx(plan_cost(plan, WORK).seconds * 1e3, rel=5e-3)
     for mode in ("duplicated", "distributed", "blockwise"):
         other = plan_cost(make_plan(MIXED, mode, WORK), WORK)
@@ -54,6 +57,22 @@ def test_what_is_shared_stays_shared_in_the_comparison():
     plan = make_plan(replicas, "auto", WORK, share_groups=frozenset({"fsdp"}))
     table = {row[0]: row[1:] for row in rows(explain(plan, WORK))}
     assert table["duplicated"] == table["all 4: this plan"]
+
+
+def test_matrices_of_several_chunks_are_one_row():
+    workspace = Workspace(bytes=2**28)
+    plan = make_plan(some(8, (4096, 16384), 1), "owner", WORK, workspace=workspace)
+    assert len(plan.buckets) > 1
+    text = explain(plan, WORK, workspace=workspace)
+    table = {row[0]: row[-4:] for row in rows(text)}
+    assert table["8 of 4096 x 16384"] == table["all 8: this plan"]
+
+
+def test_it_says_why_temporaries_are_more_than_the_workspace():
+    large = Workspace(bytes=2**28)
+    text = explain(make_plan(some(1, (8192, 16384), None, ranks=1), "auto", WORK), WORK, workspace=large)
+    assert "momentum and update of the largest shard, 8192 x 16384, take 3,072 MiB (24 bytes an entry)." in text
+    assert "more than the workspace" not in explain(make_plan(some(1, (64, 64), 0), "auto", WORK), WORK)
 
 
 @given(matrices(), modes)

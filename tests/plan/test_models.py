@@ -67,6 +67,52 @@ def test_experts():
     assert sum("experts" in m.name for m in dealt) == 2 * 8 * 2 // 8
 
 
+@pytest.mark.parametrize(
+    ("model", "vocabulary", "billions"),
+    [
+        ("llama3-8b", 128256, 8.03),
+        ("llama3-70b", 128256, 70.55),
+        ("llama3.1-405b", 128256, 405.85),
+        ("qwen3-30b-a3b", 151936, 30.53),
+        ("deepseek-v3", 129280, 671.03),
+        ("kimi-k2", 163840, 1026.4),
+    ],
+)
+def test_models_have_as_many_parameters_as_is_published(model, vocabulary, billions):
+    """With embedding and output layer; norms and biases of routers are less than the last digit."""
+    sizes = MODELS[model]
+    entries = sum(rows * cols for m in dealt_matrices(sizes, Parallel(), WORK)[0] for rows, cols in [m.shape])
+    assert (entries + 2 * vocabulary * sizes.hidden_size) / 1e9 == pytest.approx(billions, rel=5e-4)
+
+
+def test_latent_attention_and_shared_experts():
+    """The shapes that Megatron builds, of which test_described has the rest: down projections are not cut."""
+    matrices = dealt_matrices(MODELS["deepseek-v3"], Parallel(tensor=4, expert=64, data=16, pipeline=61), WORK)[0]
+    assert {(m.name.split(".", 3)[-1], m.shape, m.ranks) for m in matrices} <= {
+        ("self_attention.linear_q_down_proj.weight", (1536, 7168), 1),
+        ("self_attention.linear_q_up_proj.weight", (24576, 1536), 4),
+        ("self_attention.linear_kv_down_proj.weight", (576, 7168), 1),
+        ("self_attention.linear_kv_up_proj.weight", (32768, 512), 4),
+        ("self_attention.linear_proj.weight", (7168, 16384), 4),
+        ("mlp.linear_fc1.weight", (36864, 7168), 4),
+        ("mlp.linear_fc2.weight", (7168, 18432), 4),
+        ("mlp.router.weight", (256, 7168), 1),
+        *((f"mlp.experts.local_experts.{n}.linear_fc1.weight", (4096, 7168), 1) for n in range(4)),
+        *((f"mlp.experts.local_experts.{n}.linear_fc2.weight", (7168, 2048), 1) for n in range(4)),
+        ("mlp.shared_experts.linear_fc1.weight", (4096, 7168), 4),
+        ("mlp.shared_experts.linear_fc2.weight", (7168, 2048), 4),
+    }
+
+
+def test_of_unequal_stages_it_is_the_busiest():
+    """Two dense layers take longer than two of experts over 64 ranks; over two ranks these do."""
+    model = replace(MODELS["deepseek-v3"], num_layers=8, first_dense_layers=2, num_experts=64)
+    dense = dealt_matrices(model, Parallel(pipeline=4, expert=64, data=64), WORK)[0]
+    assert {name.split(".")[2] for name in (m.name for m in dense)} <= {"0", "1"}
+    experts = dealt_matrices(model, Parallel(pipeline=4, expert=2, data=2), WORK)[0]
+    assert any("local_experts" in m.name for m in experts)
+
+
 def test_the_matrices_are_those_of_the_busiest_rank():
     model = replace(SMALL, num_layers=5)
     matrices, (found,) = dealt_matrices(model, Parallel(tensor=2, data=3), WORK)

@@ -74,7 +74,7 @@ def others() -> dict[str, tuple[Build, str]]:
 def family(run: Run) -> None:
     """Whole steps of every optimizer at medium beside fused AdamW and other Muons: time, time of the host, memory."""
     for model, sizes in (TINY_GPT if run.tiny else GPTS).items():
-        shapes = [each.shape for each in dealt_matrices(sizes, Parallel(), WORK)[0]]
+        shapes = [each.shape for each in dealt_matrices(sizes, Parallel(), WORK).matrices]
         everyone = peers() | muons(run) | ({} if model == "1.3B" else others())
         adamw: dict[str, float] = {}
         for name, (build, precision) in everyone.items():

@@ -155,7 +155,7 @@ def steps(run: Run) -> None:
     rates = measured_rates(run.device)
     run.figures["rates"] = rates._asdict()
     for name, model in (TINY_GPT if run.tiny else GPTS).items():
-        shapes = [each.shape for each in dealt_matrices(model, Parallel(), WORK)[0]]
+        shapes = [each.shape for each in dealt_matrices(model, Parallel(), WORK).matrices]
         with run.check(f"{name}: step of the matrices"):
             optimizer, bound = muon_of(shapes, run.device), OVER_LIMIT * limit(shapes, rates)
             in_a_row(optimizer.step, 3, run.device)
@@ -250,7 +250,7 @@ def temporaries(mode: TpMode, layers: int, run: Run) -> tuple[int, int]:
         sizes |= {"hidden_size": 256, "ffn_hidden_size": 896}
     groups: Any = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     parameters = []
-    for matrix in dealt_matrices(Model(**sizes), Parallel(tensor=8), WORK)[0]:
+    for matrix in dealt_matrices(Model(**sizes), Parallel(tensor=8), WORK).matrices:
         shard = matrix.rectangles[0].shape
         parameter: Any = nn.Parameter(torch.randn(shard, device=run.device))
         parameter.grad = torch.randn_like(parameter)

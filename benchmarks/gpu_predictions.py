@@ -40,7 +40,7 @@ def table() -> str:
     """The predictions in Markdown, with what they assume."""
     rows: list[tuple[object, ...]] = [HEAD, ("---",) * len(HEAD)]
     for name, (model, ranks) in CASES.items():
-        matrices = dealt_matrices(model, Parallel(tensor=ranks), WORK)[0]
+        matrices = dealt_matrices(model, Parallel(tensor=ranks), WORK).matrices
         for mode in MODES if ranks > 1 else MODES[:1]:
             cost = plan_cost(make_plan(matrices, mode, WORK), WORK)
             amounts = (f"{each:.3g}" for each in (cost.seconds * 1e3, cost.flops / 1e12, cost.bytes / 1e9))

@@ -45,7 +45,7 @@ STYLES: dict[TpMode, dict[str, Any]] = {  # auto lies behind the scheme that it 
 def plans(name: str, data: int) -> dict[TpMode, Plan]:
     """The plan of every mode."""
     parallel = Parallel(tensor=TENSOR, pipeline=PIPELINE[name], data=data)
-    matrices = dealt_matrices(MODELS[name], parallel, WORK)[0]
+    matrices = dealt_matrices(MODELS[name], parallel, WORK).matrices
     return {mode: make_plan(matrices, mode, WORK) for mode in MODES}
 
 
@@ -59,7 +59,7 @@ def chosen(plan: Plan) -> str:
 
 def busiest(name: str, data: int, **parallel: int) -> str:
     """Milliseconds of the busiest data-parallel rank, by size and by time: of dense parameters, then of experts."""
-    _, deals = dealt_matrices(MODELS[name], Parallel(data=data, **parallel), WORK)
+    deals = dealt_matrices(MODELS[name], Parallel(data=data, **parallel), WORK).deals
     found = (tuple(f"{max(each) * 1e3:.3g}" for each in (deal.by_size, deal.seconds)) for deal in deals)
     return ", ".join(f"{before} → {after}" for before, after in found)
 

@@ -35,7 +35,7 @@ class Way(NamedTuple):
 @cache
 def shards(name: str, pipeline: int) -> list[list[Rectangle]]:
     """What a tensor-parallel rank has of each parameter with matrices: of its logical ones."""
-    matrices, _ = dealt_matrices(MODELS[name], Parallel(tensor=TENSOR, pipeline=pipeline), WORK)
+    matrices = dealt_matrices(MODELS[name], Parallel(tensor=TENSOR, pipeline=pipeline), WORK).matrices
     found: dict[str, list[Rectangle]] = {}
     for matrix in matrices:
         found.setdefault(matrix.name.partition("[")[0], []).append(matrix.rectangles[0])
@@ -50,7 +50,7 @@ def entries(name: str, pipeline: int) -> list[int]:
 @cache
 def dealt(name: str, pipeline: int, data: int) -> float:
     """The share where whole parameters are dealt to ``data`` ranks."""
-    _, (deal,) = dealt_matrices(MODELS[name], Parallel(tensor=TENSOR, pipeline=pipeline, data=data), WORK)
+    (deal,) = dealt_matrices(MODELS[name], Parallel(tensor=TENSOR, pipeline=pipeline, data=data), WORK).deals
     held = [0] * data
     for rank, count in zip(deal.ranks, entries(name, pipeline), strict=True):
         held[rank] += count

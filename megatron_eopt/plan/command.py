@@ -27,6 +27,8 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
+from megatron_eopt.plan.sweep import draw, numbers_of, swept
+from megatron_eopt.plan.sweep import table as swept_table
 
 _OF_RUN = {"--world-size", "--full", "--json"}
 _QUIET = 2.0  # seconds before progress is printed
@@ -46,6 +48,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             model.add_argument(f"--{field.name.replace('_', '-')}", type=_positive)
     model.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
     ranks = parser.add_argument_group("ranks")
+    ranks.add_argument("--sweep-gpus", metavar="FIRST..LAST", help="a line for each number of GPUs, and where to stop")
+    ranks.add_argument("--picture", metavar="FILE", help="draw the sweep there, by matplotlib")
     for name in ("tensor-model", "expert-tensor", "expert-model", "pipeline-model", "data"):
         dealt = "over which the layer-wise distributed optimizer deals whole parameters" if name == "data" else None
         field_name = name.removesuffix("-model").replace("-", "_")
@@ -64,8 +68,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rates = parser.add_argument_group("rates of one rank")
     published = "half of its published operations, two thirds of its NVLink; the flags below override them"
     rates.add_argument("--gpu", choices=GPUS, help=published)
-    rates.add_argument("--tflops", type=_above_zero, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
-    rates.add_argument("--bandwidth", type=_above_zero, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
+    flops, sent = DEFAULT_RATES.flops / 1e12, DEFAULT_RATES.bytes / 1e9
+    rates.add_argument("--tflops", type=_above_zero, help=f"TFLOP/s, instead of the GPU's or {flops:g}")
+    rates.add_argument("--bandwidth", type=_above_zero, help=f"GB/s sent, instead of the GPU's or {sent:g}")
     rates.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
     run = parser.add_argument_group("with -- and the flags of a Megatron pretrain command, which say all of the above")
     run.add_argument("--world-size", type=_positive, help="ranks of the run; as few as its parallel sizes allow")
@@ -86,8 +91,12 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     model, mode = _model(options), options.muon_tp_mode
     if parallel.pipeline > model.num_layers:
         raise ValueError(f"--pipeline-model-parallel-size {parallel.pipeline} is more than {model.num_layers} layers")
-    matrices, deals = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
+    if options.sweep_gpus is not None:
+        return _print_sweep(options, model, parallel, work, rates, workspace)
+    if options.picture is not None:
+        raise ValueError("--picture would have no effect without --sweep-gpus")
+    matrices, deals, *_ = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     plan = make_plan(matrices, mode, work, rates, workspace=workspace)
     if options.kernel_times is not None:  # not for the plan: a run makes it before its ranks agree on times
         times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
@@ -99,6 +108,28 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     if model.num_layers % parallel.pipeline:
         shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
         print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
+    return 0
+
+
+def _print_sweep(
+    options: argparse.Namespace, model: Model, parallel: Parallel, work: Work, rates: Rates, workspace: Workspace
+) -> int:
+    if given := _given(options) & {"--data-parallel-size", "--kernel-times"}:
+        raise ValueError(f"{', '.join(sorted(given))} would have no effect with --sweep-gpus")
+    of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
+    gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
+    settings = (work, options.muon_tp_mode, rates, workspace)
+    points = swept(model, parallel, gpus, *settings, split_gate_up=options.split_gate_up)
+    print(swept_table(points))
+    modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
+    print(
+        f"\nModelled at {modelled}, nothing overlapped, without embeddings, output layer and activations."
+        f"\nA step is that of the busiest rank; the mean is what it would take if the work were shared evenly."
+        f"\nThe gather brings bf16 parameters to all data-parallel ranks."
+        f"\nState is a momentum and a copy of the parameters, in fp32."
+    )
+    if options.picture is not None:
+        draw(points, options.picture)
     return 0
 
 
@@ -157,9 +188,9 @@ def _given(options: argparse.Namespace) -> set[str]:
 
 
 def _rates(options: argparse.Namespace) -> Rates:
-    given, published = _given(options), DEFAULT_RATES if options.gpu is None else GPUS[options.gpu].rates
-    flops = options.tflops * 1e12 if "--tflops" in given else published.flops
-    sent = options.bandwidth * 1e9 if "--bandwidth" in given else published.bytes
+    published = DEFAULT_RATES if options.gpu is None else GPUS[options.gpu].rates
+    flops = published.flops if options.tflops is None else options.tflops * 1e12
+    sent = published.bytes if options.bandwidth is None else options.bandwidth * 1e9
     return Rates(flops=flops, bytes=sent, latency=options.latency * 1e-6)
 
 

@@ -1,7 +1,9 @@
 """Matrices of a transformer given by Megatron's flags."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
@@ -129,6 +131,18 @@ MODELS = {
 }
 
 
+class Stage(NamedTuple):
+    """What the ranks of a pipeline stage do, without embeddings and output layer."""
+
+    matrices: list[Matrix]  # logical ones of the busiest rank
+    deals: list[Deal]
+    seconds: float  # of the busiest rank's step
+    mean: float  # seconds of all, if the work were shared evenly
+    held: int  # entries of a rank's parameters
+    kept: int  # most entries whose state a rank keeps
+    gathered: int  # entries that a rank receives when data-parallel ranks share their parameters
+
+
 def dealt_matrices(
     model: Model,
     parallel: Parallel,
@@ -137,8 +151,8 @@ def dealt_matrices(
     rates: Rates = DEFAULT_RATES,
     *,
     split_gate_up: bool = False,
-) -> tuple[list[Matrix], list[Deal]]:
-    """Logical matrices of the busiest rank of the busiest long stage, and deals.
+) -> Stage:
+    """The busiest long stage.
 
     Embeddings and the output layer are not Muon's. With several data-parallel ranks there is a deal of dense parameters
     and one of experts. Sizes that do not divide over the ranks are a ``ValueError``.
@@ -151,19 +165,29 @@ def dealt_matrices(
     if any(experts for _, experts in of_stages):
         ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, _EXPERTS)
     stages = []
-    for number, both in enumerate(of_stages):
-        needed, own, deals = 0.0, list[Matrix](), list[Deal]()
-        for parameters, data in zip(both, (parallel.data, ranks), strict=True):
-            matrices = [tuple(replace(matrix, itemsize=work.itemsize) for matrix in each) for each in parameters]
-            items = [Item(each, sum(matrix.rectangles[0].numel for matrix in each)) for each in matrices]
-            found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates)
-            busiest = found.seconds.index(max(found.seconds))
-            own += [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices]
-            deals += [found] if items and data > 1 else []
-            needed += max(found.seconds)
-        stages.append((needed, number, own, deals))
-    _, _, own, deals = max(stages, key=lambda stage: stage[:2])
-    return own, deals
+    for dense, experts in of_stages:
+        parts = [_dealt(*each, work, mode, rates) for each in ((dense, parallel.data), (experts, ranks))]
+        stages.append(Stage(*(sum(values[1:], values[0]) for values in zip(*parts, strict=True))))
+    return max(stages, key=lambda stage: stage.seconds)
+
+
+def _dealt(parameters: Sequence[Matrices], data: int, work: Work, mode: TpMode, rates: Rates) -> Stage:
+    matrices = [tuple(replace(matrix, itemsize=work.itemsize) for matrix in each) for each in parameters]
+    items = [Item(each, sum(matrix.rectangles[0].numel for matrix in each)) for each in matrices]
+    found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates)
+    busiest, held = found.seconds.index(max(found.seconds)), sum(item.entries for item in items)
+    kept = Counter[int]()
+    for item, rank in zip(items, found.ranks, strict=True):
+        kept[rank] += item.entries
+    return Stage(
+        [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices],
+        [found] if items and data > 1 else [],
+        max(found.seconds),
+        sum(found.seconds) / data,
+        held,
+        max(kept.values(), default=0),
+        held * (data - 1) // data,
+    )
 
 
 def _parameters(

@@ -23,7 +23,7 @@ def shapes(matrices):
 
 
 def test_a_dense_model():
-    matrices = dealt_matrices(SMALL, Parallel(tensor=2), WORK)[0]
+    matrices = dealt_matrices(SMALL, Parallel(tensor=2), WORK).matrices
     assert shapes(matrices) == {
         ("self_attention.linear_qkv.weight[q]", (64, 64), 2, "tp"): 3,
         ("self_attention.linear_qkv.weight[k]", (16, 64), 2, "tp"): 3,
@@ -38,13 +38,13 @@ def test_a_dense_model():
     }
     assert of_qkv["[q]"] == [(32, 64)] * 2
     assert of_qkv["[k]"] == [(8, 64)] * 2
-    split = shapes(dealt_matrices(SMALL, Parallel(tensor=2, pipeline=2), WORK, split_gate_up=True)[0])
+    split = shapes(dealt_matrices(SMALL, Parallel(tensor=2, pipeline=2), WORK, split_gate_up=True).matrices)
     assert split["mlp.linear_fc1.weight[gate]", (96, 64), 2, "tp"] == 2
     assert split["mlp.linear_fc1.weight[up]", (96, 64), 2, "tp"] == 2
 
 
 def test_more_ranks_than_query_groups_cut_inside_a_group():
-    matrices = {m.name: m for m in dealt_matrices(SMALL, Parallel(tensor=4), WORK)[0]}
+    matrices = {m.name: m for m in dealt_matrices(SMALL, Parallel(tensor=4), WORK).matrices}
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     # a group is 32 rows of q, 8 of k and 8 of v; a rank has 24 of these 48
     assert [rectangle.shape[0] for rectangle in matrices[f"{name}[q]"].rectangles] == [24, 8, 24, 8]
@@ -56,14 +56,14 @@ def test_more_ranks_than_query_groups_cut_inside_a_group():
 def test_experts():
     model = Model(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, num_experts=8,
                   moe_ffn_hidden_size=32)  # fmt: skip
-    matrices = dealt_matrices(model, Parallel(tensor=4, expert_tensor=2, expert=2), WORK)[0]
+    matrices = dealt_matrices(model, Parallel(tensor=4, expert_tensor=2, expert=2), WORK).matrices
     counted = Counter((m.shape, m.ranks, m.group) for m in matrices)
     # 4 ranks hold the experts twice over in shards of two: nothing is dealt
     assert counted[(32, 64), 2, "expt_tp"] == 8
     assert counted[(64, 32), 2, "expt_tp"] == 8
     assert counted[(8, 64), 1, "tp"] == 2
     # as many data-parallel ranks of experts as there are ranks
-    dealt = dealt_matrices(model, Parallel(tensor=4, data=2), WORK)[0]
+    dealt = dealt_matrices(model, Parallel(tensor=4, data=2), WORK).matrices
     assert sum("experts" in m.name for m in dealt) == 2 * 8 * 2 // 8
 
 
@@ -81,13 +81,13 @@ def test_experts():
 def test_models_have_as_many_parameters_as_is_published(model, vocabulary, billions):
     """With embedding and output layer; norms and biases of routers are less than the last digit."""
     sizes = MODELS[model]
-    entries = sum(rows * cols for m in dealt_matrices(sizes, Parallel(), WORK)[0] for rows, cols in [m.shape])
+    entries = sum(rows * cols for m in dealt_matrices(sizes, Parallel(), WORK).matrices for rows, cols in [m.shape])
     assert (entries + 2 * vocabulary * sizes.hidden_size) / 1e9 == pytest.approx(billions, rel=5e-4)
 
 
 def test_latent_attention_and_shared_experts():
     """The shapes that Megatron builds, of which test_described has the rest: down projections are not cut."""
-    matrices = dealt_matrices(MODELS["deepseek-v3"], Parallel(tensor=4, expert=64, data=16, pipeline=61), WORK)[0]
+    matrices = dealt_matrices(MODELS["deepseek-v3"], Parallel(tensor=4, expert=64, data=16, pipeline=61), WORK).matrices
     assert {(m.name.split(".", 3)[-1], m.shape, m.ranks) for m in matrices} <= {
         ("self_attention.linear_q_down_proj.weight", (1536, 7168), 1),
         ("self_attention.linear_q_up_proj.weight", (24576, 1536), 4),
@@ -107,21 +107,21 @@ def test_latent_attention_and_shared_experts():
 def test_of_unequal_stages_it_is_the_busiest():
     """Two dense layers take longer than two of experts over 64 ranks; over two ranks these do."""
     model = replace(MODELS["deepseek-v3"], num_layers=8, first_dense_layers=2, num_experts=64)
-    dense = dealt_matrices(model, Parallel(pipeline=4, expert=64, data=64), WORK)[0]
+    dense = dealt_matrices(model, Parallel(pipeline=4, expert=64, data=64), WORK).matrices
     assert {name.split(".")[2] for name in (m.name for m in dense)} <= {"0", "1"}
-    experts = dealt_matrices(model, Parallel(pipeline=4, expert=2, data=2), WORK)[0]
+    experts = dealt_matrices(model, Parallel(pipeline=4, expert=2, data=2), WORK).matrices
     assert any("local_experts" in m.name for m in experts)
 
 
 def test_the_matrices_are_those_of_the_busiest_rank():
     model = replace(SMALL, num_layers=5)
-    matrices, (found,) = dealt_matrices(model, Parallel(tensor=2, data=3), WORK)
-    everything = dealt_matrices(model, Parallel(tensor=2), WORK)[0]
+    matrices, (found,), *_ = dealt_matrices(model, Parallel(tensor=2, data=3), WORK)
+    everything = dealt_matrices(model, Parallel(tensor=2), WORK).matrices
     assert set(matrices) < set(everything)
     parameters = {m.name.partition("[")[0] for m in matrices}
     assert len(parameters) == found.ranks.count(found.seconds.index(max(found.seconds)))
     assert len(found.ranks) == 20
-    assert dealt_matrices(model, Parallel(), WORK)[1] == []  # nothing to deal
+    assert dealt_matrices(model, Parallel(), WORK).deals == []  # nothing to deal
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_matrices_are_those_of_the_busiest_rank():
 def test_the_busiest_rank_before_and_after(data, by_size, by_time):
     """The figures of docs/proof/planning.md, for a stage of llama3-70b without embeddings."""
     parallel = Parallel(tensor=8, pipeline=4, data=data)
-    _, (found,) = dealt_matrices(MODELS["llama3-70b"], parallel, HALF)
+    _, (found,), *_ = dealt_matrices(MODELS["llama3-70b"], parallel, HALF)
     assert [f"{max(each) * 1e3:.3g}" for each in (found.by_size, found.seconds)] == [f"{by_size:g}", f"{by_time:g}"]
 
 
@@ -144,13 +144,13 @@ def test_the_busiest_rank_before_and_after(data, by_size, by_time):
 )
 def test_what_cannot_be_divided_is_refused(parallel, model, message):
     with pytest.raises(ValueError, match=message):
-        dealt_matrices(model, parallel, WORK)[0]
+        dealt_matrices(model, parallel, WORK)
 
 
 def predicted(model, pipeline, data, **settings):
     """Predicted milliseconds of each mode at TP8 in fp32, and the plan of ``auto``."""
     parallel = Parallel(tensor=8, pipeline=pipeline, data=data)
-    matrices = dealt_matrices(MODELS[model], parallel, WORK, **settings)[0]
+    matrices = dealt_matrices(MODELS[model], parallel, WORK, **settings).matrices
     modes = ("auto", "owner", "gram", "duplicated", "distributed")
     plans = {mode: make_plan(matrices, mode, WORK) for mode in modes}
     return {mode: plan_cost(plan, WORK).seconds * 1e3 for mode, plan in plans.items()}, plans["auto"]

@@ -1,0 +1,93 @@
+"""``plan --sweep-gpus``: a line for each number of GPUs, and where more of them no longer help."""
+
+import re
+
+import pytest
+
+from megatron_eopt.cli import main
+from megatron_eopt.parallel.cost import Rates
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
+from megatron_eopt.plan.models import GPUS, MODELS, Parallel, dealt_matrices
+from megatron_eopt.plan.sweep import last_that_helps, numbers_of, swept
+from tests.plan.test_models import HALF, SMALL
+
+
+def test_numbers_are_doubled_and_hold_the_model():
+    assert numbers_of("8..4096", 8) == [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert numbers_of("8..100", 32) == [32, 64]
+    assert numbers_of("12..12", 4) == [12]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8", "the first and the last number of GPUs, as in 8..4096, got '8'"),
+        ("64..8", "got '64..8'"),
+        ("0..8", "got '0..8'"),
+        ("8..16", "a multiple of 32 GPUs, and none of 8, 16 is one"),
+    ],
+)
+def test_other_numbers_are_refused(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        numbers_of(text, 32)
+
+
+def test_each_point_is_the_plan_of_that_number():
+    rates = Rates()
+    points = swept(SMALL, Parallel(tensor=2), [2, 4, 8], HALF, "auto", rates, DEFAULT_WORKSPACE)
+    for point, data in zip(points, (1, 2, 4), strict=True):
+        assert point.data == data
+        assert point.stage == dealt_matrices(SMALL, Parallel(tensor=2, data=data), HALF, "auto", rates)
+        # a rank's parameters: half of those of three layers, of 64 x 64, two of 16 x 64, 64 x 64, 192 x 64 and 64 x 96
+        held = 3 * (64 * 64 + 2 * 16 * 64 + 64 * 64 + 192 * 64 + 64 * 96) // 2
+        assert point.memory[:2] == (2 * held, 4 * held)
+        assert point.gather == pytest.approx(2 * held * (data - 1) / data / rates.bytes)
+        assert point.stage.mean <= point.stage.seconds
+    assert points[0].memory[2] == 8 * held
+    assert points[0].stage.mean == points[0].stage.seconds
+
+
+def test_it_says_where_more_gpus_no_longer_help(capsys, tmp_path):
+    assert main(["plan", "--model", "llama3-8b", "--sweep-gpus", "8..256", "--picture", str(tmp_path / "a.png")]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if re.match(r" *[0-9]", line)}
+    assert list(rows) == ["8", "16", "32", "64", "128", "256"]
+    assert rows["128"][1] == rows["256"][1]
+    # 6.98 billion parameters of two bytes; 127 of 128 of them arrive at 300 GB/s
+    assert float(rows["128"][4]) == pytest.approx(2 * 6.98e9 * 127 / 128 / 300e9 * 1e3, rel=0.005)
+    assert (
+        "More than 128 GPUs hardly make the step faster: decoder.layers.0.mlp.linear_fc1.weight, 28672 x 4096, " in out
+    )
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_with_few_gpus_more_of_them_help(capsys):
+    assert main(["plan", "--model", "llama3-70b", "--tensor-model-parallel-size", "8", "--sweep-gpus", "8..64"]) == 0
+    assert "Up to 64 GPUs more of them make the step faster." in capsys.readouterr().out
+    points = swept(MODELS["llama3-70b"], Parallel(tensor=8), [8], HALF, "auto", Rates(), DEFAULT_WORKSPACE)
+    assert last_that_helps(points) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sweep-gpus", "8..64", "--data-parallel-size", "2"], "--data-parallel-size would have no effect with"),
+        (["--picture", "a.png"], "--picture would have no effect without --sweep-gpus"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "llama3-8b", *flags])
+    assert message in capsys.readouterr().err
+
+
+def test_rates_of_a_gpu_count_unless_others_are_given(capsys):
+    for flags, said in (
+        ([], "modelled at 1.25e+03 TFLOP/s, 600 GB/s"),
+        (["--bandwidth", "50"], "modelled at 1.25e+03 TFLOP/s, 50 GB/s"),
+        (["--tflops", "500"], "modelled at 500 TFLOP/s, 600 GB/s"),
+    ):
+        assert main(["plan", "--model", "llama3-8b", "--gpu", "gb300", *flags]) == 0
+        assert said in capsys.readouterr().out
+    assert GPUS["h100"].rates.flops == pytest.approx(Rates().flops, rel=0.02)  # which the default rates are of
+    assert GPUS["h100"].rates.bytes == Rates().bytes

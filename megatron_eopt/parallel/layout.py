@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows, Split
 from megatron_eopt.parallel.collectives import joint_group
-from megatron_eopt.parallel.records import Rectangle, Shape, cut, cut_dimension, cut_twice, whole
+from megatron_eopt.parallel.records import Rectangle, Shape, cut, cut_dimension, cut_twice, shapes, whole
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Layout:
     @property
     def cut_dims(self) -> frozenset[int]:
         """The dimensions that are cut, in whatever order."""
-        return frozenset(i for i in (0, 1) if any(rectangle.shape[i] != self.shape[i] for rectangle in self.rectangles))
+        return frozenset(i for i in (0, 1) if any(shape[i] != self.shape[i] for shape in shapes(self.rectangles)))
 
 
 def on_one_rank(shape: Shape) -> Layout:
@@ -233,7 +233,7 @@ def _shards(layout: Layout, split: Split) -> int:
     if layout.shards is not None:
         return layout.shards
     shards = layout.ranks if layout.dim == 0 else 1
-    rows = sorted({rectangle.shape[0] for rectangle in layout.rectangles})
+    rows = sorted({rows for rows, _ in shapes(layout.rectangles)})
     if split.order == "per_shard" and len(rows) > 1:
         raise ValueError(f"shards that each have a part of every matrix are equal, got {rows} rows on several ranks")
     return shards

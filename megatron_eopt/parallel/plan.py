@@ -240,7 +240,7 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
         if bucket.scheme not in ("owner", "gram_split", "share"):
             continue
         rounds, rest = divmod(len(bucket.matrices), ranks)
-        last = sorted(sorted(range(ranks), key=lambda rank: (load[rank], rank))[:rest])
+        last = sorted(sorted(range(ranks), key=load.__getitem__)[:rest])  # of equals the first
         compute_ranks = (*range(ranks),) * rounds + (*last,)
         for rank in last:
             load[rank] += flops(bucket)

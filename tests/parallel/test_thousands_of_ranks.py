@@ -1,0 +1,68 @@
+"""Plans for thousands of ranks: what they decide, and how often what is large is looked at."""
+
+from hashlib import sha256
+
+import pytest
+
+from megatron_eopt.parallel import cost
+from megatron_eopt.parallel.cost import Work
+from megatron_eopt.parallel.plan import fingerprint, make_plan
+from megatron_eopt.parallel.records import Matrix, Rectangle, cut_at
+
+WORK = Work(schedule=((3.4, -4.7, 2.0),) * 5, restarts=(2,))
+HIDDEN, FFN = 4096, 14336
+# the matrices of each parameter, one above the other, and their columns
+APART = {"q": ([4096], HIDDEN), "k": ([1024], HIDDEN), "v": ([1024], HIDDEN), "o": ([4096], HIDDEN)}
+APART |= {"gate": ([FFN], HIDDEN), "up": ([FFN], HIDDEN), "down": ([4096], FFN)}
+FUSED = {"qkv": ([4096, 1024, 1024], HIDDEN), "o": ([4096], HIDDEN), "fc1": ([FFN, FFN], HIDDEN), "fc2": ([4096], FFN)}
+
+
+def matrices(parameters, ranks, layers=32):
+    """Those of layers of Llama 3 8B, each parameter cut along its rows as torch's FSDP does."""
+    for layer in range(layers):
+        for name, (heights, columns) in parameters.items():
+            size = -(-sum(heights) // ranks)
+            shards = cut_at((sum(heights), columns), 0, [min(rank * size, sum(heights)) for rank in range(ranks + 1)])
+            first = 0
+            for number, height in enumerate(heights):
+                edges = [[min(max(row - first, 0), height) for row in (shard.top, shard.bottom)] for shard in shards]
+                held = tuple(Rectangle(*edge, 0, columns) for edge in edges)
+                yield Matrix(f"{layer}.{name}{number if len(heights) > 1 else ''}", (height, columns), held, "dp", 2)
+                first += height
+
+
+@pytest.mark.parametrize(
+    ("parameters", "ranks", "digest"),
+    [
+        (APART, 64, "4c0ea1358626"),
+        (APART, 1024, "a005fbabb4dd"),
+        (FUSED, 64, "955067f5ca78"),
+        (FUSED, 256, "577580fe4a61"),
+        (FUSED, 1024, "dfe1638bab8b"),
+    ],
+)
+def test_plans_are_those_that_were_made_before_they_were_made_fast(parameters, ranks, digest):
+    """Digests of the plans that took 26 s at 1,024 ranks."""
+    plan = make_plan(list(matrices(parameters, ranks)), "auto", WORK)
+    assert sha256(repr(plan.buckets).encode()).hexdigest()[:12] == digest
+
+
+@pytest.mark.parametrize("parameters", [APART, FUSED], ids=["apart", "fused"])
+@pytest.mark.parametrize("ranks", [64, 4096])
+def test_a_bucket_is_priced_once_whatever_the_number_of_ranks(monkeypatch, parameters, ranks):
+    priced, price = [], cost._rank_costs
+    monkeypatch.setattr(
+        cost, "_rank_costs", lambda plan, bucket, *more: priced.append(bucket) or price(plan, bucket, *more)
+    )
+    make_plan(list(matrices(parameters, ranks, layers=4)), "auto", WORK)
+    assert len(priced) == len(set(priced)) < 40
+
+
+def test_a_fingerprint_has_every_shard():
+    given = list(matrices(FUSED, 64))
+    plan = make_plan(given, "auto", WORK)
+    first = given[0].rectangles
+    moved = Rectangle(first[0].top, first[0].bottom - 1, 0, HIDDEN), Rectangle(first[0].bottom - 1, *first[1][1:])
+    other = [Matrix(m.name, m.shape, (*moved, *m.rectangles[2:]), "dp", 2) if m is given[0] else m for m in given]
+    assert fingerprint(plan) == fingerprint(make_plan(list(matrices(FUSED, 64)), "auto", WORK))
+    assert fingerprint(plan) != fingerprint(make_plan(other, "auto", WORK))

@@ -14,7 +14,7 @@ from megatron_eopt import manifest
 from megatron_eopt.family import ADAMW_RMS, OPTIMIZERS
 from megatron_eopt.manifest import LogicalMatrix, ManifestRow, ParamPattern, families, merged, rows
 from megatron_eopt.matrices import warn_of_unmatched
-from megatron_eopt.megatron.agreement import by_first_rank
+from megatron_eopt.megatron.agreement import by_first_rank, distinct
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
@@ -49,13 +49,13 @@ def build_manifest(
     groups_by_id = {id(one.model): plain(one.group) for one in optimizer_parameters(optimizer)}
     group_of = {each.name: groups_by_id.get(id(each.parameter.tensor), {}) for each in assigned}
     compared = families(replace(row, settings=group_of[row.name]) for row in found)
-    of_ranks = by_first_rank((families(found), families(here[len(found) :]), misplaced, compared))
-    updated, others, lines, with_groups = (list(each) for each in zip(*of_ranks.values(), strict=True))
+    of_ranks = by_first_rank((families(found), misplaced, compared))
+    updated, lines, with_groups = (list(each) for each in zip(*of_ranks.values(), strict=True))
     merged(with_groups, list(of_ranks))  # which refuses groups that differ, also in what is no setting of a user's
     everywhere = merged(updated, list(of_ranks))
     names = {row.name for row in rows(everywhere)}
-    # what one rank does not update, another may
-    everywhere += families(row for row in rows(merged(others)) if row.name not in names)
+    # what one rank does not update, another may; with a distributed optimizer that is nearly all of what it has
+    everywhere += merged(distinct(families(row for row in here[len(found) :] if row.name not in names)))
     name = config.optimizer.removeprefix("dist_")
     wrong = [*manifest.problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
     if wrong:

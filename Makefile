@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 # What the caller's shell has set for other Python projects must not reach ours.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 
-.PHONY: help demo test test-wide test-full lint bench gpu compare widths walk tables venv
+.PHONY: help demo test test-wide test-full lint bench gpu compare widths walk scale tables venv
 
 help:
 	@echo "make demo       train a small GPT with Muon and with Adam on the CPU, resume it, draw the losses"
@@ -18,6 +18,7 @@ help:
 	@echo "make compare    train the demo's GPT once with each optimizer on the CPU, show it beside the recorded runs"
 	@echo "make widths     find the best learning rate of the demo's GPT at three widths, with muP and without"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
+	@echo "make scale      simulate a rank of thousands: plans, host time of steps, what ranks say to each other"
 	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py, and llms.txt"
 
 demo: venv
@@ -59,6 +60,9 @@ widths: venv
 
 walk: venv
 	@$(PYTHON) benchmarks/walk.py
+
+scale: venv
+	@$(PYTHON) benchmarks/scale.py
 
 tables: venv
 	@$(PYTHON) scripts/tables.py

@@ -1,0 +1,40 @@
+"""What starts and steps cost at thousands of ranks, by ``make scale``: counts, which do not depend on the machine."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import scale  # noqa: E402
+
+HASH = 32  # bytes
+
+
+@pytest.mark.parametrize("ranks", [64, 4096])
+def test_ranks_compare_plans_by_their_hashes_alone(ranks):
+    assert scale.compared(ranks) == (1, HASH * (ranks - 1))
+
+
+@pytest.mark.parametrize(("ranks", "kinds"), [(64, 16), (4096, 16), (4096, 1024)])
+def test_what_ranks_say_grows_with_what_is_different_and_not_with_the_ranks(ranks, kinds):
+    """Beside each different value once: a hash and a size of every rank."""
+    calls, sent, _ = scale.said(ranks, kinds)
+    assert calls == 3
+    assert sent == (HASH + 8) * (ranks - 1) + kinds * len(pickle.dumps("x" * 8192))
+
+
+def test_an_exponent_is_the_slope_of_logarithms():
+    assert scale.exponent({10: 2.0, 100: 20.0, 1000: 200.0}) == pytest.approx(1)
+    assert scale.exponent({10: 1.0, 100: 100.0}) == pytest.approx(2)
+    assert scale.exponent({64: 3.0, 4096: 3.0}) == pytest.approx(0)
+
+
+def test_parts_of_the_table_run_on_few_ranks():
+    assert min(scale.plans(8)) >= 0
+    assert scale.step((96, 8), 8, rounds=1) > 0
+    row = scale.line("what", "ms", lambda ranks: ranks / 1000)
+    assert row == "| what, ms | 64 | 256 | 1.02e+03 | 4.1e+03 | 1.00 |"

@@ -1,0 +1,142 @@
+"""Recipes for clusters: Megatron takes their flags, and the job of Slurm runs here, with stand-ins for Slurm alone."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_eopt.megatron.described import planned_run
+
+ROOT = Path(__file__).parents[1]
+RECIPES = {"llama3-8b": 16, "llama3-70b": 128, "qwen3-30b-a3b": 32, "deepseek-v3": 1024}  # GPUs
+BATCH = ROOT / "examples" / "slurm" / "train.sbatch"
+JOB = yaml.safe_load((ROOT / "examples" / "kubernetes" / "pytorchjob.yaml").read_text())
+
+
+def flags_of(name):
+    lines = (ROOT / "examples" / "recipes" / f"{name}.flags").read_text().splitlines()
+    return " ".join(line.partition("#")[0] for line in lines).split()
+
+
+def test_every_recipe_is_here():
+    assert {path.stem for path in (ROOT / "examples" / "recipes").glob("*.flags")} == RECIPES.keys()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", RECIPES)
+def test_megatron_takes_a_recipe_and_every_gpu_has_room(name):
+    run = planned_run([*flags_of(name), "--tokenizer-type", "NullTokenizer"], RECIPES[name], lambda *done: None)
+    assert run.problems == []
+    assert run.warnings == []
+    assert max(sum(memory) for _, memory in run.stages) < 48e9  # of 80 GB, the rest for activations
+
+
+def shells():
+    """What the examples run: the batch file, and the script of a pod."""
+    (container,) = JOB["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+    return {"train.sbatch": BATCH.read_text(), "pytorchjob.yaml": "#!/bin/bash\n" + container["args"][0]}
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "pytorchjob.yaml"])
+def test_shell_scripts_pass_shellcheck(tmp_path, name):
+    checker = Path(sys.executable).with_name("shellcheck")
+    (tmp_path / name).write_text(shells()[name])
+    done = subprocess.run([checker, tmp_path / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_pytorchjob_has_what_the_operator_asks_for():
+    assert (JOB["apiVersion"], JOB["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = JOB["spec"]["pytorchReplicaSpecs"]
+    assert set(replicas) == {"Master", "Worker"}
+    assert replicas["Master"]["replicas"] == 1
+    for each in replicas.values():
+        assert each["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+        (container,) = each["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"  # by which the operator finds it
+        mounted = {volume["name"] for volume in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in each["template"]["spec"]["volumes"]}
+        files = re.findall(r"examples/\S+\.(?:py|flags)", str(container))
+        assert files
+        assert all((ROOT / file).exists() for file in files)
+
+
+STAND_INS = {
+    "srun": 'for word in "$@"; do case $word in --*) shift ;; *) break ;; esac; done; exec "$@"',
+    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi',
+}
+SMALL = """# A model for a CPU.
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope  # of two heads a rank
+--seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --vocab-size 127
+--tokenizer-type NullTokenizer --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --eval-iters 0 --eval-interval 1000
+--tensor-model-parallel-size 2 --optimizer muon --muon-preset match_adamw --ckpt-format torch_dist --log-interval 1
+--save-interval 10 --hidden-dropout 0 --attention-dropout 0
+--transformer-impl local --attention-backend unfused --use-cpu-initialization --no-gradient-accumulation-fusion
+--no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --num-workers 0
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Runs the batch file as Slurm would on one node of two GPUs, which the CPU stands in for."""
+    (tmp_path / "bin").mkdir()
+    for name, script in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "small.flags").write_text(SMALL)
+    from tests.megatron.runs import free_port
+
+    def run(*flags, **more):
+        path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        slurm = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2"}
+        own = {"SAVE": str(tmp_path / "saved"), "PRETRAIN": "examples/pretrain_gpt.py", "RUN_FLAGS": "--cpu"}
+        own |= {"REQUEUED": str(tmp_path / "requeued"), "RENDEZVOUS_PORT": str(free_port()), "PATH": path}
+        environment = os.environ | slurm | own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
+        command = [shutil.which("bash"), BATCH, tmp_path / "small.flags", *map(str, flags)]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+    return run, tmp_path / "requeued"
+
+
+@pytest.mark.wide
+def test_a_job_looks_plans_checks_trains_and_resumes(job):
+    run, requeued = job
+    first = run("--train-iters", 2)
+    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    marks = ["Problems", "memory of each GPU", "2 ranks: 64 MiB are summed in", r"iteration +1/"]
+    places = [found.start() if (found := re.search(mark, first.stdout)) else mark for mark in marks]
+    assert places == sorted(places)
+    second = run("--train-iters", 3)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert re.findall(r" iteration +(\d+)/", second.stdout) == ["3"]
+    assert not requeued.exists()
+
+
+@pytest.mark.wide
+def test_a_job_that_fails_in_training_goes_back_into_the_queue_but_not_for_ever(job, tmp_path):
+    run, requeued = job
+    (broken := tmp_path / "broken.py").write_text("raise SystemExit(3)")
+    done = run("--train-iters", 2, PRETRAIN=str(broken))
+    assert done.returncode == 0
+    assert "back into the queue: training ended with status" in done.stderr
+    assert requeued.read_text() == "requeue 7\n"
+    done = run("--train-iters", 2, PRETRAIN=str(broken), SLURM_RESTART_COUNT="20")
+    assert done.returncode == 1
+    assert "ended after 20 restarts: training ended with status" in done.stderr
+    assert requeued.read_text() == "requeue 7\n"
+
+
+@pytest.mark.wide
+def test_a_mistake_ends_a_job_before_it_trains(job):
+    run, requeued = job
+    for mistake in (["--muon-prest", "match_adamw"], ["--global-batch-size", 3]):
+        done = run("--train-iters", 2, *mistake)
+        assert done.returncode == 2
+        assert "megatron-eopt plan: error" in done.stderr
+        assert "ranks: 64 MiB" not in done.stdout
+    assert not requeued.exists()

@@ -20,7 +20,7 @@ from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Worksp
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
 _COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
-_LINE = "{:<34}{:>10}{:>18}{:>15}{:>13}{:>13}{:>13}"
+_LINE = "{:<24}{:>20}{:>18}{:>15}{:>13}{:>13}{:>13}"
 
 
 def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Workspace = DEFAULT_WORKSPACE) -> str:

@@ -20,6 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.parallel import collectives
+from megatron_eopt.parallel.plan import fingerprint
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import message_of
@@ -234,3 +236,19 @@ def test_convolutions_are_matrices_of_rows_times_the_rest(runs):
     assert sharded_losses == pytest.approx(losses, rel=1e-5)
     assert losses[-1] < losses[0]
     assert "a rank holds several separate parts of the matrix (4, 36)" in two["refused"]
+
+
+def started(rank, ranks, shape):
+    """What Muon settles before a first step: its plan, and how often and with how much the ranks agree."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    collectives.counters.reset()
+    optimizer = optimizer_of(model, "muon")
+    engine = optimizer.matrices.prepare()
+    settled = (sum(counter.values()) for counter in (collectives.counters.calls, collectives.counters.bytes))
+    return fingerprint(engine.plan), *settled
+
+
+def test_sixty_four_ranks_start_with_one_plan_and_say_little():
+    few, many = (list(zip(*run_ranks(started, r, shape), strict=True)) for r, shape in ((2, (1, 2)), (64, (4, 16))))
+    print(few, many)

@@ -96,7 +96,7 @@ class _Forks:
         path = _path(self._launcher, Path(folder.name) / "hidden")
         self._process = subprocess.Popen(
             [sys.executable, *self._launcher, str(HERE / "forked.py")],
-            env=_environment(path) | {"LOCAL_WORLD_SIZE": "4"},  # the CPU backend counts its devices once
+            env=_environment(path) | {"LOCAL_WORLD_SIZE": "8"},  # the CPU backend counts its devices once
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -125,3 +125,28 @@ def test_a_run_moves(tmp_path, unmoved, optimizer, chain):
         seen += losses(recorded)
     rel = 1e-2 if "--bf16" in model else 1e-5 if how else 1e-4
     assert seen == pytest.approx(unmoved(optimizer, model)[: len(seen)], rel=rel)
+
+
+# Of eight ranks two of each kind. Experts meet tensor parallelism only with Megatron's kernels, for sequence parallelism.
+EIGHT = {
+    "TP2-PP2-DP2": ([(8, [TP, 2, PP, 2, *SHARED]), (8, [TP, 4])], []),
+    "PP2-EP2-ETP2": ([(8, [PP, 2, EP, 2, "--expert-tensor-parallel-size", 2]), (4, [EP, 4])], [*EXPERTS, *ONE_EACH]),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", EIGHT)
+def test_eight_ranks_take_ten_steps_and_others_go_on(tmp_path, layout):
+    (eight, other), model = EIGHT[layout]
+    model = [*model, *MUON, *WARMUP, "--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
+    flags = ["--num-layers", 2, *model, "--train-iters", 16]
+    straight = losses(train(tmp_path / "straight", 1, *flags)[0])
+    state, seen, load = None, [], []
+    for last, (ranks, where) in {2: (1, []), 12: eight, 14: other, 16: (1, [])}.items():
+        save = ["--save", tmp_path / "checkpoint", "--save-interval", last, "--exit-interval", last]
+        recorded, _ = train(tmp_path / str(last), ranks, *flags, *where, *save, *load)
+        if state is not None:
+            assert_same(whole([rank["before"] for rank in recorded]), state)
+        state, load = whole([rank["after"] for rank in recorded]), ["--load", tmp_path / "checkpoint"]
+        seen += losses(recorded)
+    assert seen == pytest.approx(straight, rel=1e-4)

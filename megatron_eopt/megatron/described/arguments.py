@@ -33,14 +33,11 @@ _WITHOUT: dict[str, Any] = {
         False,
     ),
 }
-_SECOND_AXIS = "--[expert-]tensor-parallel-num-weight-shards is for Transformer Engine's layers"
 _ELSEWHERE = {
     "use_checkpoint_args": "--use-checkpoint-args takes the model's sizes from a checkpoint, and nothing is read here",
     "yaml_cfg": "--yaml-cfg replaces the flags",
     "hybrid_layer_pattern": "Megatron-Core makes hybrid models (--hybrid-layer-pattern) of Transformer Engine's layers",
     "hybrid_override_pattern": "Megatron-Core makes hybrid models of Transformer Engine's layers",
-    "tensor_parallel_num_weight_shards": _SECOND_AXIS,
-    "expert_tensor_parallel_num_weight_shards": _SECOND_AXIS,
     "use_megatron_fsdp": "FSDP cuts parameters in a way of its own",
 }
 
@@ -110,10 +107,16 @@ def _notes(args: Namespace) -> tuple[str, ...]:
 
 
 def _smallest_world(args: Namespace) -> int:
-    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    dense = args.tensor_model_parallel_size * args.context_parallel_size
-    expert = expert_tensor * args.expert_model_parallel_size
+    tensor = args.tensor_model_parallel_size
+    dense = _shards(args, "tensor_parallel_num_weight_shards", tensor) * args.context_parallel_size
+    of_experts = args.expert_tensor_parallel_size or tensor
+    expert = _shards(args, "expert_tensor_parallel_num_weight_shards", of_experts) * args.expert_model_parallel_size
     return math.lcm(dense, expert) * args.pipeline_model_parallel_size * args.num_distributed_optimizer_instances
+
+
+def _shards(args: Namespace, name: str, tensor: int) -> int:
+    """Ranks that a weight is cut over, where a release can cut it twice."""
+    return max(getattr(args, name, None) or tensor, tensor)
 
 
 def _pad_vocabulary(args: Namespace) -> None:

@@ -27,10 +27,13 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
-from megatron_eopt.plan.sweep import draw, numbers_of, swept
+from megatron_eopt.plan.sweep import draw, numbers_of, point_of, swept, where_it_stops
 from megatron_eopt.plan.sweep import table as swept_table
 
 _OF_RUN = {"--world-size", "--full", "--json"}
+_OF_POINTS = """A step is that of the busiest rank; the mean is what it would take if the work were shared evenly.
+The gather brings bf16 parameters to all data-parallel ranks. State is a momentum and a copy of the parameters, in fp32.
+Embeddings, output layer and activations are not counted."""
 _QUIET = 2.0  # seconds before progress is printed
 
 
@@ -96,15 +99,18 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
         return _print_sweep(options, model, parallel, work, rates, workspace)
     if options.picture is not None:
         raise ValueError("--picture would have no effect without --sweep-gpus")
-    matrices, deals, *_ = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
-    plan = make_plan(matrices, mode, work, rates, workspace=workspace)
+    stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
+    plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
+    gpus = parallel.tensor * parallel.pipeline * parallel.data
+    point = point_of(stage, plan, gpus, parallel.data, work, rates, workspace)
     if options.kernel_times is not None:  # not for the plan: a run makes it before its ranks agree on times
         times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
         work = replace(work, share=shares(times))
         print(f"Symmetric products by {fastest(times)}, as measured on {source}.\n")
     print(explain(plan, work, rates, workspace))
-    for deal in deals:
+    for deal in stage.deals:
         print(f"\n{deal}.")
+    print(f"\n{swept_table([point])}\n\n{_OF_POINTS}")
     if model.num_layers % parallel.pipeline:
         shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
         print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
@@ -118,16 +124,11 @@ def _print_sweep(
         raise ValueError(f"{', '.join(sorted(given))} would have no effect with --sweep-gpus")
     of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
     gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
-    settings = (work, options.muon_tp_mode, rates, workspace)
-    points = swept(model, parallel, gpus, *settings, split_gate_up=options.split_gate_up)
-    print(swept_table(points))
+    mode, split = options.muon_tp_mode, options.split_gate_up
+    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=split)
+    print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
     modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
-    print(
-        f"\nModelled at {modelled}, nothing overlapped, without embeddings, output layer and activations."
-        f"\nA step is that of the busiest rank; the mean is what it would take if the work were shared evenly."
-        f"\nThe gather brings bf16 parameters to all data-parallel ranks."
-        f"\nState is a momentum and a copy of the parameters, in fp32."
-    )
+    print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
     if options.picture is not None:
         draw(points, options.picture)
     return 0

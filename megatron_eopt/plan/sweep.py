@@ -8,7 +8,7 @@ from itertools import pairwise
 from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.parallel.cost import Rates, Work, plan_cost, step_bytes, whole_flops
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix, TpMode
+from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import Model, Parallel, Stage, dealt_matrices
 
@@ -30,7 +30,6 @@ class Point:
     sent: int  # bytes of the busiest rank, to orthogonalize
     gather: float  # seconds in which bf16 parameters come to all data-parallel ranks
     memory: tuple[int, int, int, int]  # bytes of parameters, gradients, state and temporaries
-    longest: tuple[float, Matrix]  # of the matrices of the busiest rank, with seconds
 
     @property
     def cells(self) -> list[str]:
@@ -63,6 +62,16 @@ def numbers_of(text: str, model_parallel: int) -> list[int]:
     return found
 
 
+def point_of(
+    stage: Stage, plan: Plan, gpus: int, data: int, work: Work, rates: Rates, workspace: Workspace
+) -> Point:
+    """What a step takes where a plan is that of a stage's busiest rank."""
+    # parameters in bf16, gradients in fp32, and a momentum and a copy of the parameters in fp32
+    memory = 2 * stage.held, 4 * stage.held, 8 * stage.kept, step_bytes(plan, work, workspace)
+    sent, gather = plan_cost(plan, work, rates).bytes, 2 * stage.gathered / rates.bytes
+    return Point(gpus, data, stage, sent, gather, memory)
+
+
 def swept(
     model: Model,
     parallel: Parallel,
@@ -81,12 +90,7 @@ def swept(
         here = replace(parallel, data=data)
         stage = dealt_matrices(model, here, work, mode, rates, split_gate_up=split_gate_up)
         plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
-        # parameters in bf16, gradients in fp32, and a momentum and a copy of the parameters in fp32
-        memory = 2 * stage.held, 4 * stage.held, 8 * stage.kept, step_bytes(plan, work, workspace)
-        longest = max(stage.matrices, key=lambda matrix: whole_flops(matrix.shape, work))
-        alone = plan_cost(make_plan([longest], mode, work, rates), work, rates).seconds
-        sent, gather = plan_cost(plan, work, rates).bytes, 2 * stage.gathered / rates.bytes
-        points.append(Point(number, data, stage, sent, gather, memory, (alone, longest)))
+        points.append(point_of(stage, plan, number, data, work, rates, workspace))
     return points
 
 
@@ -97,18 +101,19 @@ def last_that_helps(points: Sequence[Point]) -> Point | None:
 
 
 def table(points: Sequence[Point]) -> str:
-    """The points as lines of text, and where more GPUs no longer help."""
-    lines = aligned(_HEAD, [point.cells for point in points], 170, _HEAD)
+    """The points as lines of text."""
+    return "\n".join(aligned(_HEAD, [point.cells for point in points], 170, _HEAD))
+
+
+def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rates) -> str:
+    """Where more GPUs no longer help, and because of which matrix."""
     if (last := last_that_helps(points)) is None:
-        return "\n".join([*lines, "", f"Up to {points[-1].gpus:,} GPUs more of them make the step faster."])
-    alone, matrix = last.longest
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"More than {last.gpus:,} GPUs hardly make the step faster: {matrix.name}, {matrix.shape[0]} x "
-            f"{matrix.shape[1]}, is the work of one data-parallel rank and takes {alone * 1e3:.3g} ms.",
-        ]
+        return f"Up to {points[-1].gpus:,} GPUs more of them make the step faster."
+    longest = max(last.stage.matrices, key=lambda matrix: whole_flops(matrix.shape, work))
+    (rows, cols), alone = longest.shape, plan_cost(make_plan([longest], mode, work, rates), work, rates).seconds
+    return (
+        f"More than {last.gpus:,} GPUs hardly make the step faster: {longest.name}, {rows} x {cols}, is the work of "
+        f"one data-parallel rank and takes {alone * 1e3:.3g} ms."
     )
 
 

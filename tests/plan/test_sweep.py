@@ -61,6 +61,15 @@ def test_it_says_where_more_gpus_no_longer_help(capsys, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_one_plan_has_the_line_of_its_number_of_gpus(capsys):
+    model = ["plan", "--model", "llama3-8b", "--tensor-model-parallel-size", "2"]
+    lines = []
+    for flags in (["--data-parallel-size", "4"], ["--sweep-gpus", "8..8"]):
+        assert main([*model, *flags]) == 0
+        lines.append(next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("   8 ")))
+    assert lines[0] == lines[1]
+
+
 def test_with_few_gpus_more_of_them_help(capsys):
     assert main(["plan", "--model", "llama3-70b", "--tensor-model-parallel-size", "8", "--sweep-gpus", "8..64"]) == 0
     assert "Up to 64 GPUs more of them make the step faster." in capsys.readouterr().out

@@ -4,10 +4,12 @@
 - Host time of a step's exchange of one matrix with a shard on every rank, without arithmetic.
 - What ranks say to each other at start: collectives, and bytes that a rank sends in them.
 - CPU seconds of ``plan -- FLAGS`` for a model like DeepSeek-V3, of which nothing is built.
+- What steps of several models are predicted to take on 8 to 4,096 GPUs (``sweeps.py``).
 
-Of times that grow with the ranks, an exponent says how fast: 1 is in proportion.
+``--docs`` writes docs/scale.md. Of times that grow with the ranks, an exponent says how fast: 1 is in proportion.
 """
 
+import argparse
 import math
 import statistics
 import time
@@ -18,8 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import sweeps
 import torch
 import torch.distributed as dist
+from pages import markdown, put
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -27,6 +31,7 @@ from megatron_eopt.parallel import agreement, collectives
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan import fingerprint, make_plan
 from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, Shape, cut_at
@@ -77,7 +82,7 @@ def plans(ranks: int) -> tuple[float, float]:
 
 
 def step(shape: Shape, ranks: int, rounds: int = 9) -> float:
-    """Median seconds in which a rank sends and gets what it has of a matrix, and that of the first rank."""
+    """Median milliseconds in which a rank sends and gets what it has of a matrix, and that of the first rank."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         layout = Layout(shape, by_rows(shape, ranks), dist.group.WORLD, "dp")
@@ -89,7 +94,7 @@ def step(shape: Shape, ranks: int, rounds: int = 9) -> float:
                 start = time.perf_counter()
                 engine.factors([0], [shard.clone()])
                 seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds[1:])  # the first compiles the plan
+        return 1e3 * statistics.median(seconds[1:])  # the first compiles the plan
     finally:
         dist.destroy_process_group()
 
@@ -153,29 +158,43 @@ def described() -> float:
     return time.process_time() - start
 
 
-def line(what: str, unit: str, of_ranks: Callable[[int], float]) -> str:
-    """A row of the table: times, and their exponent."""
+def line(what: str, of_ranks: Callable[[int], float]) -> list[str]:
+    """A row of the table: figures, and their exponent."""
     found = {number: of_ranks(number) for number in RANKS}
-    cells = [f"{each * (1e3 if unit == 'ms' else 1):.3g}" for each in found.values()]
-    return f"| {' | '.join([f'{what}, {unit}', *cells, f'{exponent(found):.2f}'])} |"
+    return [what, *map(figure, found.values()), f"{exponent(found):.2f}"]
+
+
+def simulated() -> str:
+    """What does not depend on a GPU, as tables."""
+    head = ["ranks", *(f"{ranks:,}" for ranks in RANKS), "exponent"]
+    rows = [line(f"plan of {LAYERS * len(LAYER)} matrices, CPU s", lambda ranks: sum(plans(ranks)))]
+    rows += [line(f"exchange of a matrix, {name}, host ms", partial(step, shape)) for name, shape in STEPPED.items()]
+    agreed = []
+    for ranks in (RANKS[0], RANKS[-1]):
+        calls, sent = compared(ranks)
+        agreed.append([f"{ranks:,}", "their plans", str(calls), f"{sent:,}", ""])
+        for kinds in filter(ranks.__ge__, KINDS):
+            calls, sent, seconds = said(ranks, kinds)
+            agreed.append([f"{ranks:,}", f"{kinds:,} values of 8 KiB", str(calls), f"{sent:,}", f"{seconds:.2g}"])
+    told = markdown(["ranks", "compare", "collectives", "bytes of a rank", "CPU s"], agreed)
+    run = f"`plan -- FLAGS` of DeepSeek-V3, {STAGES} stages of {EXPERT_RANKS} ranks: {described():.0f} CPU s."
+    return f"{markdown(head, rows)}\n\n{told}\n\n{run}"
 
 
 def main() -> None:
-    """Print all tables."""
+    """Print all tables, and write them into docs/scale.md if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", action="store_true", help="write docs/scale.md and docs/scale.png, too")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")  # Megatron's, of missing packages
     torch.set_num_threads(1)
-    head = ["ranks", *(f"{ranks:,}" for ranks in RANKS), "exponent"]
-    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
-    print(line(f"plan of {LAYERS * len(LAYER)} matrices, CPU", "s", lambda ranks: sum(plans(ranks))), flush=True)
-    for name, shape in STEPPED.items():
-        print(line(f"exchange of a matrix, {name}, host", "ms", partial(step, shape)), flush=True)
-    for ranks in (RANKS[0], RANKS[-1]):
-        calls, sent = compared(ranks)
-        print(f"\n{ranks:,} ranks compare their plans in {calls} collective, {sent:,} bytes a rank.")
-        for kinds in filter(ranks.__ge__, KINDS):
-            calls, sent, seconds = said(ranks, kinds)
-            print(f"{kinds} values of 8 KiB: {calls} collectives, {sent:,} bytes a rank, {seconds:.2g} CPU s.")
-    print(f"\nplan -- FLAGS, DeepSeek-V3, {STAGES} stages of {EXPERT_RANKS} ranks: {described():.3g} CPU s.")
+    tables = {"simulated": simulated(), **sweeps.tables()}
+    for name, text in tables.items():
+        print(f"\n{name}:\n\n{text}")
+        if options.docs:
+            put("scale.md", name, text)
+    if options.docs:
+        sweeps.draw()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import pages  # noqa: E402
 import scale  # noqa: E402
 
 HASH = 32  # bytes
@@ -27,6 +28,12 @@ def test_what_ranks_say_grows_with_what_is_different_and_not_with_the_ranks(rank
     assert sent == (HASH + 8) * (ranks - 1) + kinds * len(pickle.dumps("x" * 8192))
 
 
+def test_the_page_has_what_is_predicted_today():
+    page = (ROOT / "docs" / "scale.md").read_text()
+    for name, text in scale.sweeps.tables().items():
+        assert pages.between(page, name).strip() == text
+
+
 def test_an_exponent_is_the_slope_of_logarithms():
     assert scale.exponent({10: 2.0, 100: 20.0, 1000: 200.0}) == pytest.approx(1)
     assert scale.exponent({10: 1.0, 100: 100.0}) == pytest.approx(2)
@@ -36,5 +43,4 @@ def test_an_exponent_is_the_slope_of_logarithms():
 def test_parts_of_the_table_run_on_few_ranks():
     assert min(scale.plans(8)) >= 0
     assert scale.step((96, 8), 8, rounds=1) > 0
-    row = scale.line("what", "ms", lambda ranks: ranks / 1000)
-    assert row == "| what, ms | 64 | 256 | 1.02e+03 | 4.1e+03 | 1.00 |"
+    assert scale.line("what", lambda ranks: ranks / 100) == ["what", "0.64", "2.56", "10.2", "41", "1.00"]

@@ -64,10 +64,10 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
     called = "1 chunk" if chunks == 1 else f"{chunks} chunks"
     beside, what = max((of_iterations, "iterations"), (of_hooks, "the momentum and update of whole shards"))
     told = (
-        f"Temporaries: at most {_figure((of_chunks + beside) / mib)} MiB, in {called}. The workspace is "
-        f"{_figure(workspace.bytes / mib)} MiB;\nbeside it an iteration of the largest matrix may take "
-        f"{_figure(largest / mib)} MiB.\nAt the peak {_figure(of_chunks / mib)} MiB are of chunks at work, and "
-        f"{_figure(beside / mib)} MiB of {what}.\n"
+        f"Temporaries: at most {figure((of_chunks + beside) / mib)} MiB, in {called}. The workspace is "
+        f"{figure(workspace.bytes / mib)} MiB;\nbeside it an iteration of the largest matrix may take "
+        f"{figure(largest / mib)} MiB.\nAt the peak {figure(of_chunks / mib)} MiB are of chunks at work, and "
+        f"{figure(beside / mib)} MiB of {what}.\n"
     )
     if of_chunks + beside <= workspace.bytes + largest:
         return f"{told}One parameter, one shard and one iteration are not cut."
@@ -76,7 +76,7 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
         rows, cols = max((m.shape for m in plan.matrices), key=lambda shape: (min(shape), max(shape)))
         return f"{told}the iteration of the largest matrix is that of one of {rows} x {cols}."
     shard = max((rectangle for m in plan.matrices for rectangle in m.rectangles), key=lambda x: x.numel)
-    (rows, cols), taken = shard.shape, _figure(shard.numel * OF_ENTRY / mib)
+    (rows, cols), taken = shard.shape, figure(shard.numel * OF_ENTRY / mib)
     told += f"momentum and update of the largest shard, {rows} x {cols}, take {taken} MiB"
     return f"{told} ({OF_ENTRY} bytes an entry)."
 
@@ -87,16 +87,17 @@ def explain_offloaded(state: Sequence[int], seconds: Sequence[float]) -> str:
     waits = copied[0] + sum(max(0.0, there - 1e3 * work) for there, work in zip(copied[1:], seconds, strict=False))
     there = (max(state[::2]) + max(state[1::2], default=0)) / mib  # in two slots, which take turns
     return (
-        f"State in host memory: {_figure(sum(state) / mib)} MiB of this rank, which a step copies to the device and "
-        f"back; at most {_figure(there)} MiB are there.\nAt {HOST_BYTES / 1e9:.3g} GB/s {_figure(sum(copied))} ms each "
-        f"way: the step waits {_figure(waits)} ms, and the predicted time of its chunks hides the rest."
+        f"State in host memory: {figure(sum(state) / mib)} MiB of this rank, which a step copies to the device and "
+        f"back; at most {figure(there)} MiB are there.\nAt {HOST_BYTES / 1e9:.3g} GB/s {figure(sum(copied))} ms each "
+        f"way: the step waits {figure(waits)} ms, and the predicted time of its chunks hides the rest."
     )
 
 
 def _row(name: str, group: str, scheme: str, cost: Cost) -> str:
-    figures = (_figure(cost.flops / 1e9), _figure(cost.bytes / 1e6), str(cost.collectives), _figure(cost.seconds * 1e3))
+    figures = (figure(cost.flops / 1e9), figure(cost.bytes / 1e6), str(cost.collectives), figure(cost.seconds * 1e3))
     return _LINE.format(name, group, scheme, *figures)
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
+    """A number in three digits, or without decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

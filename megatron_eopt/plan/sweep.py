@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.parallel.cost import Rates, Work, plan_cost, step_bytes, whole_flops
+from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.parallel.workspace import Workspace
@@ -34,10 +35,10 @@ class Point:
     @property
     def cells(self) -> list[str]:
         """A line of the table."""
-        times = [f"{each * 1e3:,.3g}" for each in (self.stage.seconds, self.stage.mean)]
+        times = [figure(each * 1e3) for each in (self.stage.seconds, self.stage.mean)]
         sizes = [megabytes(each) for each in (self.sent, *self.memory)]
         ratio = f"{self.stage.seconds / self.stage.mean:.1f}"
-        return [f"{self.gpus:,}", f"{self.data:,}", *times, ratio, f"{self.gather * 1e3:,.3g}", *sizes]
+        return [f"{self.gpus:,}", f"{self.data:,}", *times, ratio, figure(self.gather * 1e3), *sizes]
 
 
 def numbers_of(text: str, model_parallel: int) -> list[int]:
@@ -62,9 +63,7 @@ def numbers_of(text: str, model_parallel: int) -> list[int]:
     return found
 
 
-def point_of(
-    stage: Stage, plan: Plan, gpus: int, data: int, work: Work, rates: Rates, workspace: Workspace
-) -> Point:
+def point_of(stage: Stage, plan: Plan, gpus: int, data: int, work: Work, rates: Rates, workspace: Workspace) -> Point:
     """What a step takes where a plan is that of a stage's busiest rank."""
     # parameters in bf16, gradients in fp32, and a momentum and a copy of the parameters in fp32
     memory = 2 * stage.held, 4 * stage.held, 8 * stage.kept, step_bytes(plan, work, workspace)
@@ -123,8 +122,8 @@ def draw(points: Sequence[Point], file: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(f"pictures are drawn by matplotlib: pip install matplotlib ({error})") from error
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = drawn.add_subplot()
     gpus = [point.gpus for point in points]
     for label, style, seconds in (
         ("step of the busiest rank", "-", [point.stage.seconds for point in points]),
@@ -141,4 +140,4 @@ def draw(points: Sequence[Point], file: str) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(file, dpi=140)
+    drawn.savefig(file, dpi=140)

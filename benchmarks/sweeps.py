@@ -1,0 +1,223 @@
+"""Predict steps over 8 to 4,096 GPUs, for the tables and the picture of docs/scale.md. Nothing is measured.
+
+``benchmarks/scale.py`` prints and writes them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pictures
+from matplotlib.figure import Figure
+from pages import DOCS, markdown
+
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.parallel.cost import Rates, Work, plan_cost
+from megatron_eopt.parallel.explain import figure
+from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.records import Matrix, Shape, cut
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
+from megatron_eopt.plan.models import GPUS, MODELS, Parallel, dealt_matrices
+from megatron_eopt.plan.sweep import Point, last_that_helps, swept, where_it_stops
+
+NUMBERS = tuple(8 << doubled for doubled in range(10))
+NEWTON_SCHULZ = NewtonSchulz()
+WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, itemsize=2)
+
+
+NETWORK = 50e9  # bytes per second of a GPU, as by InfiniBand of 400 Gbit/s
+LARGEST: tuple[tuple[str, Shape], ...] = (
+    ("llama3-8b, fc1", (28672, 4096)),
+    ("llama3-70b, fc1", (57344, 8192)),
+    ("deepseek-v3, fc1 of a dense layer", (36864, 7168)),
+    ("deepseek-v3, output of attention", (7168, 16384)),
+)
+
+RECIPES = DOCS.parent / "examples" / "recipes"
+REACHED = 0.4  # of the published operations, in forward and backward passes
+ACTIVE = {"llama3-8b": 8.0e9, "llama3-70b": 70.6e9, "qwen3-30b-a3b": 3.3e9, "deepseek-v3": 37e9}  # parameters a token
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model and how it is laid out, on H100s; its name and color in the picture."""
+
+    model: str
+    parallel: Parallel
+    name: str
+    color: str
+    split_gate_up: bool = False
+
+    @property
+    def layout(self) -> str:
+        """Sizes in short, such as TP8 PP4."""
+        sizes = {"TP": self.parallel.tensor, "PP": self.parallel.pipeline, "EP": self.parallel.expert}
+        found = [f"{kind}{size}" for kind, size in sizes.items() if size > 1] or ["TP1"]
+        return " ".join(found) + ", gate and up split" * self.split_gate_up
+
+    def points(self) -> list[Point]:
+        """A point for each number of GPUs that can hold the model."""
+        one = self.parallel
+        least = one.pipeline * max(one.tensor, one.expert)
+        gpus = [number for number in NUMBERS if number >= least]
+        rates = GPUS["h100"].rates
+        return swept(
+            MODELS[self.model], one, gpus, WORK, "auto", rates, DEFAULT_WORKSPACE, split_gate_up=self.split_gate_up
+        )
+
+
+ROWS = (
+    Row("llama3-8b", Parallel(), "8B", "#f97000"),
+    Row("llama3-8b", Parallel(tensor=2), "8B, TP2", "#7f4100"),
+    Row("llama3-70b", Parallel(tensor=8, pipeline=4), "70B", "#d1361b"),
+    Row("llama3.1-405b", Parallel(tensor=8, pipeline=16), "405B", "#cd00cf"),
+    Row("qwen3-30b-a3b", Parallel(expert=8), "Qwen3 30B-A3B", "#5ca265"),
+    Row("deepseek-v3", Parallel(expert=32, pipeline=8), "DeepSeek-V3", "#0036b4"),
+    Row("deepseek-v3", Parallel(expert=32, pipeline=8), "V3, split", "#4f92f7", split_gate_up=True),
+    Row("kimi-k2", Parallel(expert=32, pipeline=16), "Kimi-K2", "#000000"),
+)
+
+
+def steps(found: Mapping[Row, Sequence[Point]]) -> str:
+    """Milliseconds of a step by number of GPUs."""
+    head = ["model", "layout", *(f"{number:,}" for number in NUMBERS)]
+    rows = []
+    for row, points in found.items():
+        times = {point.gpus: figure(point.stage.seconds * 1e3) for point in points}
+        rows.append([row.model, row.layout, *(times.get(number, "") for number in NUMBERS)])
+    return markdown(head, rows)
+
+
+def limits(found: Mapping[Row, Sequence[Point]]) -> str:
+    """Where more GPUs stop to help, and what a GPU holds there."""
+    head = ["model", "layout", "GPUs", "step", "if shared evenly", "gather", "parameters", "gradients", "state"]
+    head += ["temporaries"]
+    rows = []
+    for row, points in found.items():
+        last = last_that_helps(points) or points[-1]
+        times = [f"{figure(each * 1e3)} ms" for each in (last.stage.seconds, last.stage.mean, last.gather)]
+        memory = [f"{each / 1e9:.1f} GB" for each in last.memory]
+        rows.append([row.model, row.layout, f"{last.gpus:,}", *times, *memory])
+    return markdown(head, rows)
+
+
+def reasons(found: Mapping[Row, Sequence[Point]]) -> str:
+    """What stops each model that stops, a line each."""
+    rates, stopped = GPUS["h100"].rates, ((row, each) for row, each in found.items() if last_that_helps(each))
+    return "\n".join(
+        f"- {row.model}, {row.layout}: {where_it_stops(each, WORK, 'auto', rates)}" for row, each in stopped
+    )
+
+
+@dataclass(frozen=True)
+class Published:
+    """What NVIDIA measured of Muon on GB300, in TFLOP/s of a GPU: the model's with AdamW and with Muon, and Muon's."""
+
+    model: str
+    parallel: Parallel
+    adamw: int
+    muon: int
+    of_muon: int
+
+
+# https://developer.nvidia.com/blog/advancing-emerging-optimizers-for-accelerated-llm-training-with-nvidia-megatron/
+PUBLISHED = (
+    Published("kimi-k2", Parallel(expert=64, pipeline=4, data=64), 1051, 1029, 51),
+    Published("qwen3-30b-a3b", Parallel(expert=8, data=8), 713, 686, 35),
+)
+
+
+def newton_schulz_flops(model: str) -> float:
+    """Operations of five steps for all matrices, each product counted whole."""
+    matrices = dealt_matrices(MODELS[model], Parallel(), WORK).matrices
+    sides = (sorted(matrix.shape) for matrix in matrices)
+    return sum(5 * (4 * short**2 * long + 2 * short**3) for short, long in sides)
+
+
+def beside_published(rates: Rates = GPUS["gb300"].rates) -> str:
+    """What Muon adds to an iteration, as measured by others, and our step as modelled."""
+    head = ["model", "GB300", "iteration, from their figures", "of which Muon adds to AdamW", "our step, modelled"]
+    rows = []
+    for one in PUBLISHED:
+        gpus = one.parallel.pipeline * one.parallel.data
+        iteration = newton_schulz_flops(one.model) / gpus / (one.of_muon * 1e12)
+        added = iteration * (1 - one.muon / one.adamw)
+        ours = dealt_matrices(MODELS[one.model], one.parallel, WORK, "auto", rates).seconds
+        cells = (f"{iteration:.2f} s", f"{added * 1e3:.0f} ms", f"{ours * 1e3:.0f} ms")
+        rows.append([one.model, str(gpus), *cells])
+    return markdown(head, rows)
+
+
+def over_several() -> str:
+    """What the largest matrices would take if several ranks held a shard each, within a node and over a network."""
+    ranks, published = (1, 2, 4, 8), GPUS["h100"].rates
+    network = Rates(flops=published.flops, bytes=NETWORK * 2 / 3)
+    rows = []
+    for model, shape in LARGEST:
+        cells = []
+        for rates in (published, network):
+            cuts = (cut(shape, shape[0] < shape[1], number) for number in ranks)
+            plans = (make_plan([Matrix(model, shape, shards, "dp", 2)], "auto", WORK, rates) for shards in cuts)
+            cells.append(" / ".join(figure(plan_cost(plan, WORK, rates).seconds * 1e3) for plan in plans))
+        rows.append([f"{shape[0]} x {shape[1]}", model, *cells])
+    return markdown(["matrix", "of", "ms over 1 / 2 / 4 / 8 ranks, NVLink", "over a network of 50 GB/s a GPU"], rows)
+
+
+def tables() -> dict[str, str]:
+    """The tables of the page, by their names there."""
+    found = {row: row.points() for row in ROWS}
+    return {
+        "steps": steps(found),
+        "limits": limits(found),
+        "reasons": reasons(found),
+        "recipes": recipes(),
+        "several": over_several(),
+        "published": beside_published(),
+    }
+
+
+def flags_of(recipe: Path) -> dict[str, str]:
+    """Values of the flags of a recipe."""
+    lines = (line.partition("#")[0].split() for line in recipe.read_text(encoding="utf-8").splitlines())
+    return dict(line for line in lines if len(line) == 2)
+
+
+def recipes() -> str:
+    """What the recipes take: share of the optimizer, and memory."""
+    rates, rows = GPUS["h100"].rates, []
+    for model, active in ACTIVE.items():
+        recipe = RECIPES / f"{model}.flags"
+        gpus = int(re.findall(r"on (\d+) GPUs", recipe.read_text(encoding="utf-8"))[0])
+        flags = flags_of(recipe)
+        sizes = {name: int(flags.get(f"--{name}-model-parallel-size", 1)) for name in ("tensor", "pipeline", "expert")}
+        one = Row(model, Parallel(**sizes), model, "")
+        (point,) = swept(MODELS[model], one.parallel, [gpus], WORK, "auto", rates, DEFAULT_WORKSPACE)
+        tokens = int(flags["--global-batch-size"]) * int(flags["--seq-length"])
+        iteration = 6 * active * tokens / gpus / (REACHED * GPUS["h100"].flops)
+        step = point.stage.seconds
+        cells = [f"{tokens / 1e6:.1f} million", f"{iteration:.1f} s", f"{figure(step * 1e3)} ms"]
+        share, memory = f"{100 * step / iteration:.1f} %", f"{sum(point.memory) / 1e9:.0f} GB"
+        rows.append([f"`{recipe.name}`", f"{gpus:,}", one.layout, *cells, share, memory])
+    head = ["recipe", "GPUs", "layout", "tokens of a step", "iteration", "of which Muon", "share", "memory of a GPU"]
+    return markdown(head, rows)
+
+
+def draw(picture: Path = DOCS / "scale.png") -> None:
+    """Draw a line for each model."""
+    found = {row: row.points() for row in ROWS}
+    with pictures.look():
+        drawn = Figure(figsize=(pictures.WIDTH, 4.2))
+        axes = drawn.subplots()
+        for row, points in found.items():
+            style = "--" if row.split_gate_up else "-"
+            gpus, ms = [x.gpus for x in points], [x.stage.seconds * 1e3 for x in points]
+            axes.plot(gpus, ms, style, label=row.name, color=row.color, marker="o", markersize=3)
+        axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="ms per step")
+        axes.set_xticks(NUMBERS[::3], [f"{number:,}" for number in NUMBERS[::3]])
+        ticks = (1, 3, 10, 30, 100, 300, 1000)
+        axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        drawn.suptitle("Orthogonalization of one step on H100s: modelled, not measured")
+        pictures.name_ends(axes)
+        drawn.savefig(picture)

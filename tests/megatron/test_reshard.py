@@ -127,7 +127,7 @@ def test_a_run_moves(tmp_path, unmoved, optimizer, chain):
     assert seen == pytest.approx(unmoved(optimizer, model)[: len(seen)], rel=rel)
 
 
-# Of eight ranks two of each kind. Experts meet tensor parallelism only with Megatron's kernels, for sequence parallelism.
+# Two of each kind. Where experts meet tensor parallelism, Megatron asks for kernels of sequence parallelism.
 EIGHT = {
     "TP2-PP2-DP2": ([(8, [TP, 2, PP, 2, *SHARED]), (8, [TP, 4])], []),
     "PP2-EP2-ETP2": ([(8, [PP, 2, EP, 2, "--expert-tensor-parallel-size", 2]), (4, [EP, 4])], [*EXPERTS, *ONE_EACH]),

@@ -118,8 +118,8 @@ def test_the_package_has_fewer_than_30_710_lines():
     # for plans that are compared as they are cut; 40 for kernels of checkpoints that are compiled in turns, for shards
     # that are not copied, and for means of triangles; 210 for momenta in 8 bits; 130 for more that was taken in
     # silence; 110 for SOAP's kernels; 860 for the kernels of a step; 3,720 for the field of 2026: Shampoo, Dion, Muown,
-    # AdEMAMix, PSGD-Kron, modifiers, averages of weights, presets, and Megatron-Core 0.20; 570 for thousands of ranks: plans, exchanges and messages that
-    # do not grow with them, sweeps, rates of GPUs, latent attention, and weights that are cut twice
+    # AdEMAMix, PSGD-Kron, modifiers, averages of weights, presets, and Megatron-Core 0.20; 570 for thousands of
+    # ranks: plans, exchanges and messages that do not grow with them, sweeps, rates of GPUs, MLA, and second cuts
     assert sum(map(lines_of, FILES)) < 30_710
 
 

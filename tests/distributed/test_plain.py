@@ -251,5 +251,4 @@ def test_sixty_four_ranks_start_with_one_plan_and_say_no_more_than_four():
     four, many = ([*zip(*run_ranks(started, ranks), strict=True)] for ranks in (4, 64))
     assert len({*many[0]}) == 1
     assert {*many[1]} == {*four[1]}
-    # a rank says the same to every other
-    assert {said / 63 for said in many[2]} == {said / 3 for said in four[2]}
+    assert max(many[2]) / 63 <= min(four[2]) / 3  # bytes, for each other rank

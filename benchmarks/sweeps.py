@@ -137,7 +137,7 @@ def newton_schulz_flops(model: str) -> float:
 
 def beside_published(rates: Rates = GPUS["gb300"].rates) -> str:
     """What Muon adds to an iteration, as measured by others, and our step as modelled."""
-    head = ["model", "GB300", "iteration, from their figures", "of which Muon adds to AdamW", "our step, modelled"]
+    head = ["model", "GB300", "layout", "iteration, from their figures", "of which Muon adds to AdamW", "our step, modelled"]
     rows = []
     for one in PUBLISHED:
         gpus = one.parallel.pipeline * one.parallel.data
@@ -145,7 +145,7 @@ def beside_published(rates: Rates = GPUS["gb300"].rates) -> str:
         added = iteration * (1 - one.muon / one.adamw)
         ours = dealt_matrices(MODELS[one.model], one.parallel, WORK, "auto", rates).seconds
         cells = (f"{iteration:.2f} s", f"{added * 1e3:.0f} ms", f"{ours * 1e3:.0f} ms")
-        rows.append([one.model, str(gpus), *cells])
+        rows.append([one.model, str(gpus), Row(one.model, one.parallel, "", "").layout, *cells])
     return markdown(head, rows)
 
 

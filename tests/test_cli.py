@@ -162,7 +162,7 @@ def test_measured_kernels_are_refused(capsys, times):
         (f"{SIZES} --pipeline-model-parallel-size 5", "--pipeline-model-parallel-size 5 is more than 4 layers"),
         ("--", "expected the flags of a pretrain command after --"),
         ("-- --num-layers 2", "the flags after -- lack --micro-batch-size"),
-        (f"{SIZES} --num-layers 0", "expected at least 1, got 0"),
+        (f"{SIZES} --num-layers 0", "expected a whole number of at least 1, got 0"),
         ("--model llama2", "invalid choice: 'llama2'"),
     ],
 )

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,17 +119,45 @@ def test_a_job_looks_plans_checks_trains_and_resumes(job):
 
 
 @pytest.mark.wide
-def test_a_job_that_fails_in_training_goes_back_into_the_queue_but_not_for_ever(job, tmp_path):
+def test_a_job_goes_back_into_the_queue_if_it_has_saved(job, tmp_path):
     run, requeued = job
-    (broken := tmp_path / "broken.py").write_text("raise SystemExit(3)")
-    done = run("--train-iters", 2, PRETRAIN=str(broken))
-    assert done.returncode == 0
-    assert "back into the queue: training ended with status" in done.stderr
-    assert requeued.read_text() == "requeue 7\n"
-    done = run("--train-iters", 2, PRETRAIN=str(broken), SLURM_RESTART_COUNT="20")
+    saves = "import sys; open(sys.argv[sys.argv.index('--save') + 1] + '/latest_checkpointed_iteration.txt', 'w')"
+    (tmp_path / "saved").mkdir()
+    for name, script in (
+        ("fails", "raise SystemExit(3)"),
+        ("saves and fails", f"{saves}.write('7'); raise SystemExit(3)"),
+    ):
+        (tmp_path / f"{name}.py").write_text(script)
+    own = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
+    done = run("--train-iters", 2, PRETRAIN=str(tmp_path / "fails.py"), **own)
     assert done.returncode == 1
-    assert "ended after 20 restarts: training ended with status" in done.stderr
+    assert "not back into the queue: status 1, and nothing was saved since this start (nothing)" in done.stderr
+    assert not requeued.exists()
+    done = run("--train-iters", 2, PRETRAIN=str(tmp_path / "saves and fails.py"), **own)
+    assert done.returncode == 0
+    assert "back into the queue: status 1, saved at iteration 7" in done.stderr
     assert requeued.read_text() == "requeue 7\n"
+    done = run("--train-iters", 2, PRETRAIN=str(tmp_path / "saves and fails.py"), **own)
+    assert done.returncode == 1
+    assert "nothing was saved since this start (7)" in done.stderr
+
+
+@pytest.mark.wide
+def test_a_job_saves_before_its_time_ends_and_goes_on(job, tmp_path):
+    """One minute from when its training starts, of many iterations."""
+    run, requeued = job
+    own = {"SLURM_JOB_END_TIME": str(int(time.time()) + 15 * 60 + 150)}
+    done = run("--train-iters", 100000, "--log-interval", 1000, **own)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (iteration,) = re.findall(r"back into the queue: status 0, saved at iteration (\d+)", done.stderr)
+    assert 0 < int(iteration) < 100000
+    assert requeued.read_text() == "requeue 7\n"
+    done = run("--train-iters", iteration, SLURM_JOB_END_TIME=str(int(time.time()) + 3600))
+    assert done.returncode == 0, done.stderr[-3000:]  # which has nothing to go on with
+    assert requeued.read_text() == "requeue 7\n"
+    done = run("--train-iters", 100000, SLURM_JOB_END_TIME=str(int(time.time()) + 60))
+    assert done.returncode == 2
+    assert "in less than MARGIN_MINUTES" in done.stderr
 
 
 @pytest.mark.wide

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from typing import get_args
 
 from megatron_eopt.family import DEFAULT_TP_MODE
@@ -31,9 +32,20 @@ from megatron_eopt.plan.sweep import draw, numbers_of, point_of, swept, where_it
 from megatron_eopt.plan.sweep import table as swept_table
 
 _OF_RUN = {"--world-size", "--full", "--json"}
-_OF_POINTS = """A step is that of the busiest rank; the mean is what it would take if the work were shared evenly.
-The gather brings bf16 parameters to all data-parallel ranks. State is a momentum and a copy of the parameters, in fp32.
-Embeddings, output layer and activations are not counted."""
+_NEEDS = {  # of the model -> what has an effect on no other
+    "num_experts": {
+        "--expert-model-parallel-size",
+        "--expert-tensor-parallel-size",
+        "--moe-ffn-hidden-size",
+        "--moe-shared-expert-intermediate-size",
+        "--first-dense-layers",
+    },
+    "kv_lora_rank": {"--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"},
+}
+_OF_POINTS = """A step is that of the busiest rank, with 10 ps an entry for momentum, decay and update; the mean is what it would
+take if the work were shared evenly. The gather brings bf16 parameters to all data-parallel ranks, at the same bandwidth:
+between nodes it takes as much longer as their network is slower. State is a momentum and a copy of the parameters, in
+fp32. Embeddings, output layer and activations are not counted."""
 _QUIET = 2.0  # seconds before progress is printed
 
 
@@ -92,6 +104,11 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     rates = _rates(options)
     parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
     model, mode = _model(options), options.muon_tp_mode
+    for needed, flags in _NEEDS.items():
+        if getattr(model, needed) is None and (unused := sorted(_given(options) & flags)):
+            raise ValueError(f"{', '.join(unused)} would have no effect without --{needed.replace('_', '-')}")
+    if model.first_dense_layers > model.num_layers:
+        raise ValueError(f"--first-dense-layers {model.first_dense_layers} is more than {model.num_layers} layers")
     if parallel.pipeline > model.num_layers:
         raise ValueError(f"--pipeline-model-parallel-size {parallel.pipeline} is more than {model.num_layers} layers")
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
@@ -111,10 +128,14 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     for deal in stage.deals:
         print(f"\n{deal}.")
     print(f"\n{swept_table([point])}\n\n{_OF_POINTS}")
+    _note_of_stages(model, parallel)
+    return 0
+
+
+def _note_of_stages(model: Model, parallel: Parallel) -> None:
     if model.num_layers % parallel.pipeline:
         shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
         print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
-    return 0
 
 
 def _print_sweep(
@@ -122,6 +143,8 @@ def _print_sweep(
 ) -> int:
     if given := _given(options) & {"--data-parallel-size", "--kernel-times"}:
         raise ValueError(f"{', '.join(sorted(given))} would have no effect with --sweep-gpus")
+    if options.picture is not None and not (folder := Path(options.picture).absolute().parent).is_dir():
+        raise ValueError(f"--picture {options.picture}: there is no folder {folder}")
     of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
     gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
     mode, split = options.muon_tp_mode, options.split_gate_up
@@ -129,6 +152,7 @@ def _print_sweep(
     print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
     modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
     print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
+    _note_of_stages(model, parallel)
     if options.picture is not None:
         draw(points, options.picture)
     return 0
@@ -169,8 +193,9 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     lines = [[str(i), f"{n:,}", *map(megabytes, (*held, sum(held)))] for i, (n, held) in enumerate(run.stages)]
     print("\nmemory of each GPU:", *aligned(named, lines, 170, named), sep="\n")
     print(
-        "state: with fp32 copies of bf16 parameters, and an equal share of what data-parallel ranks share out. "
-        "Activations are not counted.\nMatrices are those of all ranks of a stage; the plan below is the first rank's."
+        "state: with fp32 copies of bf16 parameters; of whole parameters that are dealt to data-parallel ranks, what the "
+        "fullest\nrank holds at most. Activations are not counted. Matrices are those of all ranks of a stage.\n"
+        f"\nThe plan of pipeline stage {run.slowest}, of those that take the longest, on its busiest rank:"
     )
     for explained in run.explained:
         print(f"\n{explained}")
@@ -206,14 +231,16 @@ def _model(options: argparse.Namespace) -> Model:
 
 
 def _above_zero(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text}")
     return value
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return int(text)

@@ -10,6 +10,7 @@ from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
 from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut, cut_at, whole
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
+_HEADS = "--num-attention-heads over --tensor-model-parallel-size"
 _EXPERTS = (
     "ranks of a stage (--tensor-model-parallel-size times --data-parallel-size) over those of the experts "
     "(--expert-tensor-parallel-size times --expert-model-parallel-size)"
@@ -217,6 +218,7 @@ def _parameters(
 def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """QKV, with rows interleaved by query group, and output projection."""
     heads = model.num_attention_heads
+    _divided(heads, ranks, _HEADS)
     channels = model.kv_channels or _divided(model.hidden_size, heads, "--hidden-size over --num-attention-heads")
     groups = model.num_query_groups or heads
     rows = (_divided(heads, groups, "--num-attention-heads over --num-query-groups") * channels, channels, channels)
@@ -235,6 +237,7 @@ def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
 def _latent_attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """Projections down to the ranks of latents, which are not cut, and up."""
     heads, hidden, latent = model.num_attention_heads, model.hidden_size, model.kv_lora_rank or 0
+    _divided(heads, ranks, _HEADS)
     of_query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
     found = [_whole(f"{name}.linear_kv_down_proj.weight", (latent + model.qk_pos_emb_head_dim, hidden))]
     up = [("linear_kv_up_proj", (heads * (model.qk_head_dim + model.v_head_dim), latent))]
@@ -253,6 +256,7 @@ def _whole(name: str, shape: Shape) -> Matrices:
 
 def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
     hidden, first = model.hidden_size, f"{name}.linear_fc1.weight"
+    _divided(columns, ranks, f"columns of {'experts' if group == 'expt_tp' else 'an MLP'} over their tensor-parallel ranks")
     names = [f"{first}[gate]", f"{first}[up]"] if model.swiglu and split else [first]
     rows = columns * 2 if model.swiglu and not split else columns
     fc1 = tuple(_sharded(each, (rows, hidden), 0, ranks, group) for each in names)

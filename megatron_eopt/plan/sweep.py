@@ -105,14 +105,19 @@ def table(points: Sequence[Point]) -> str:
 
 
 def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rates) -> str:
-    """Where more GPUs no longer help, and because of which matrix."""
+    """Where more GPUs no longer help, and because of what."""
+    if len(points) == 1:
+        return "Where more GPUs stop to help, two numbers of GPUs and more say."
     if (last := last_that_helps(points)) is None:
         return f"Up to {points[-1].gpus:,} GPUs more of them make the step faster."
     longest = max(last.stage.matrices, key=lambda matrix: whole_flops(matrix.shape, work))
     (rows, cols), alone = longest.shape, plan_cost(make_plan([longest], mode, work, rates), work, rates).seconds
+    beyond = f"More than {last.gpus:,} GPUs hardly make the step faster"
+    if alone < last.stage.seconds / 2:  # such as logical matrices of one parameter, or dense ones beside experts
+        return f"{beyond}: what the busiest rank then has is one parameter, or one of a kind."
     return (
-        f"More than {last.gpus:,} GPUs hardly make the step faster: {longest.name}, {rows} x {cols}, is the work of "
-        f"one data-parallel rank and takes {alone * 1e3:.3g} ms."
+        f"{beyond}: {longest.name}, {rows} x {cols}, is the work of one data-parallel rank and takes "
+        f"{figure(alone * 1e3)} ms."
     )
 
 

@@ -82,12 +82,39 @@ def test_with_few_gpus_more_of_them_help(capsys):
     [
         (["--sweep-gpus", "8..64", "--data-parallel-size", "2"], "--data-parallel-size would have no effect with"),
         (["--picture", "a.png"], "--picture would have no effect without --sweep-gpus"),
+        (["--expert-model-parallel-size", "8"], "--expert-model-parallel-size would have no effect without --num-ex"),
+        (["--q-lora-rank", "512"], "--q-lora-rank would have no effect without --kv-lora-rank"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(capsys, flags, message):
     with pytest.raises(SystemExit):
         main(["plan", "--model", "llama3-8b", *flags])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sweep-gpus", "8..8", "--picture", "nowhere/a.png"], "--picture nowhere/a.png: there is no folder"),
+        (["--tensor-model-parallel-size", "64"], "--num-attention-heads over --tensor-model-parallel-size: 32 is no m"),
+        (["--num-experts", "8", "--first-dense-layers", "40"], "--first-dense-layers 40 is more than 32 layers"),
+        (["--tflops", "fast"], "expected a finite number above 0, got fast"),
+    ],
+)
+def test_mistakes_are_named(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "llama3-8b", *flags])
+    assert message in capsys.readouterr().err
+
+
+def test_the_reason_is_a_matrix_only_if_it_takes_most_of_the_step(capsys):
+    model = ["plan", "--model", "llama3-8b", "--sweep-gpus"]
+    assert main([*model, "128..256", "--tflops", "1000000"]) == 0
+    assert "what the busiest rank then has is one parameter, or one of a kind." in capsys.readouterr().out
+    assert main([*model, "8..8"]) == 0
+    assert "two numbers of GPUs and more say" in capsys.readouterr().out
+    assert main([*model, "10..40", "--pipeline-model-parallel-size", "5"]) == 0
+    assert "32 layers are not shared equally by 5 pipeline stages" in capsys.readouterr().out
 
 
 def test_rates_of_a_gpu_count_unless_others_are_given(capsys):

@@ -14,7 +14,8 @@ class PlannedRun:
     """A run before it is one."""
 
     families: list[ParamPattern]  # the manifest, as the run will print it
-    explained: list[str]  # the plan of each optimizer on the first rank, as a table, and deals
+    explained: list[str]  # the plan of each optimizer in the slowest stage, as a table, and deals
+    slowest: int  # that stage
     stages: list[tuple[int, Memory]]  # of each pipeline stage its matrices on all ranks, and what a rank holds
     problems: list[str]  # what the run will end on at its start
     warnings: list[str]
@@ -46,9 +47,11 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
         _refuse(flags, world_size, ranks, len(stages) % len(ranks))
     rows = [each for stage in stages for each in stage.rows]
     together = merged(map(families, rows))
+    slowest = max(range(len(stages)), key=lambda number: (stages[number].seconds, bool(stages[number].explained)))
     return PlannedRun(
         together,
-        next((stage.explained for stage in stages if stage.explained), []),
+        stages[slowest].explained,
+        slowest,
         [(sum(len(row.matrices) for each in stage.rows for row in each), stage.memory) for stage in stages],
         problems(together, name, takes_matrices(name)),
         [*unused, *warnings(together, stages[0].scale_mode)],

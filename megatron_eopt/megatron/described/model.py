@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
     parameters: int
     gradients: int
-    state: int  # with fp32 copies of the parameters; of what is shared over data-parallel ranks an equal share
+    state: int  # with fp32 copies of parameters; where whole parameters are dealt to ranks at most so much
     temporaries: int  # of a step, at most
 
 
@@ -63,6 +63,7 @@ class PlannedStage:
     unmatched: frozenset[int]  # overrides that select none of its parameters, but defaults
     rows: list[list[ManifestRow]]  # by rank of expert parallelism; the first has all that are not experts
     explained: list[str]  # plans and deals of the first
+    seconds: float  # predicted of its step
     scale_mode: str
     memory: Memory  # of the first
 
@@ -201,7 +202,7 @@ def _described(args: Namespace, transformer_engine: bool, notes: tuple[str, ...]
     from megatron.training import training
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    with refused("cannot build this model without a GPU"):
+    with refused("cannot build this model on the CPU"):
         with _OnMeta():
             chunks = list(_chunks(args, groups, transformer_engine))
         if args.use_torch_fsdp2:  # whose mesh has numbers

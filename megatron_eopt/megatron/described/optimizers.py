@@ -1,12 +1,14 @@
 """The optimizers of a described run, on the meta device."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import ManifestRow
@@ -24,7 +26,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.overrides.entries import Layer
-from megatron_eopt.parallel.cost import step_bytes
+from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.deal import Deal, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
@@ -52,7 +54,7 @@ def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> Pla
     refuse_unsupported(planned.facts)
     config, entries = planned.config, all_entries(planned.config, run.config_overrides)
     known = dict[str, list[tuple[int, ManifestRow]]]()  # what overrides say of experts -> rows, by number
-    rows, of_kinds = list[list[ManifestRow]](), list[tuple[list[str], str, Memory]]()
+    rows, of_kinds = list[list[ManifestRow]](), list[tuple[list[str], float, str, Memory]]()
     for parameters in _of_ranks(run):
         mark(parameters)
         assigned = assignments(parameters, config, entries, [1] * len(entries) if counts is None else counts)
@@ -91,8 +93,8 @@ def _is_of_one_rank(parameter: ModelParameter) -> bool:
 
 def _planned(
     planned: OptimizerOfRun, run: DescribedRun, assigned: list[Assignment]
-) -> tuple[list[ManifestRow], tuple[list[str], str, Memory]]:
-    """The manifest's rows; plans and deals, the scale mode, and the memory."""
+) -> tuple[list[ManifestRow], tuple[list[str], float, str, Memory]]:
+    """The manifest's rows; plans and deals, predicted seconds, the scale mode, and the memory."""
     config, planned.assigned = planned.config, assigned
     matrices, _ = planned.check()
     tag(matrices)
@@ -100,57 +102,76 @@ def _planned(
     built = [each for name in names for each in _built(name, assigned, config, run)]
     optimizers = dict.fromkeys(each.optimizer for each in built)
     rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
-    deals = _keep_busiest(list(optimizers), planned, run)
+    deals, rank_of = _keep_busiest(list(optimizers), planned, run)
+    engines = [each.proposed() for each in optimizers if isinstance(each, TensorParallelMuon)]
+    alone = sum(plan_cost(each.plan, each.works).seconds for each in engines)
     mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
     explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
     explained += [f"{each}." for each in deals] if explained else []
-    return rows, (explained, config.muon_scale_mode, _memory(run, assigned, rows, optimizers))
+    seconds = sum(max(each.seconds) for each in deals) or alone
+    temporaries = max((step_bytes(each.plan, each.works, each.workspace) for each in engines), default=0)
+    dealt = {each.model: rank_of[each.main] for each in built if each.main in rank_of}
+    return rows, (explained, seconds, config.muon_scale_mode, _memory(run, assigned, rows, dealt, temporaries))
 
 
 def _memory(
-    run: DescribedRun, assigned: Sequence[Assignment], rows: Sequence[ManifestRow], optimizers: Iterable[Optimizer]
+    run: DescribedRun,
+    assigned: Sequence[Assignment],
+    rows: Sequence[ManifestRow],
+    dealt: Mapping[Tensor, int],
+    temporaries: int,
 ) -> Memory:
+    """What the fullest rank holds, where whole parameters are dealt to ranks, as to those in ``dealt``."""
     args, groups, held = run.args, run.pg_collection, [local(p) for c in run.model_chunks for p in c.parameters()]
     in_fp32 = args.accumulate_allreduce_grads_in_fp32
     shared = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
-    state, of_name = 0.0, {row.name: row.state_bytes for row in rows}
+    everywhere, hands, of_name = 0.0, Counter[tuple[bool, int]](), {row.name: row.state_bytes for row in rows}
     for each in assigned:
         tensor, entries = each.parameter.tensor, local(each.parameter.tensor).numel()
-        among = groups.dp_cp if getattr(tensor, "allreduce", True) else groups.expt_dp
+        dense = getattr(tensor, "allreduce", True)
         copy = 4 * entries if tensor.element_size() < 4 else 0
         share = entries / max(1, prod(each.parameter.info.shape))
-        state += (of_name.get(each.name, 0) * share + copy) / (among.size() if shared else 1)
-    engines = [each.proposed() for each in optimizers if isinstance(each, TensorParallelMuon)]
+        state = of_name.get(each.name, 0) * share + copy
+        if tensor in dealt:
+            hands[dense, dealt[tensor]] += round(state)
+        else:
+            everywhere += state / ((groups.dp_cp if dense else groups.expt_dp).size() if shared else 1)
+    fullest = sum(max((n for (of, _), n in hands.items() if of == dense), default=0) for dense in (True, False))
     return Memory(
         sum(each.nbytes for each in held),
         sum(each.numel() * (4 if in_fp32 else each.element_size()) for each in held if each.requires_grad),
-        round(state),
-        max((step_bytes(each.plan, each.works, each.workspace) for each in engines), default=0),
+        round(everywhere) + fullest,
+        temporaries,
     )
 
 
-def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun) -> list[Deal]:
-    """Keep the parameters of the busiest data-parallel rank, if dealt."""
+def _keep_busiest(
+    optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun
+) -> tuple[list[Deal], dict[Tensor, int]]:
+    """Keep the parameters of the busiest data-parallel rank, if dealt by time; the rank of each, if dealt at all."""
     facts, groups = planned.facts, run.pg_collection
-    if not facts.layer_wise or not balances(planned.config, run.args):
-        return []
+    if not facts.layer_wise:
+        return [], {}
     whole = releases.distributed_optimizer(facts.release).get("whole_matrices", False)
-    if whole and run.args.use_layer_wise_param_layout:
-        return []
+    by_time = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
     items, works = items_of(optimizers)
-    deals = []
+    deals, rank_of = list[Deal](), dict[Tensor, int]()
     for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
         parameters, ranks = [p for p in items if getattr(p, "allreduce", True) == dense], among.size()
         if ranks == 1 or not parameters:
             continue
         by_size = to_and_fro([p.numel() for p in parameters], ranks)
+        rank_of |= dict(zip(parameters, by_size, strict=True))
+        if not by_time:
+            continue
         deals.append(dealt := deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode))
+        rank_of |= dict(zip(parameters, dealt.ranks, strict=True))
         busiest = dealt.seconds.index(max(dealt.seconds))
         others = {p for p, rank in zip(parameters, dealt.ranks, strict=True) if rank != busiest}
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if parameter not in others]
-    return deals
+    return deals, rank_of
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:

@@ -137,7 +137,14 @@ def newton_schulz_flops(model: str) -> float:
 
 def beside_published(rates: Rates = GPUS["gb300"].rates) -> str:
     """What Muon adds to an iteration, as measured by others, and our step as modelled."""
-    head = ["model", "GB300", "layout", "iteration, from their figures", "of which Muon adds to AdamW", "our step, modelled"]
+    head = [
+        "model",
+        "GB300",
+        "layout",
+        "iteration, from their figures",
+        "of which Muon adds to AdamW",
+        "our step, modelled",
+    ]
     rows = []
     for one in PUBLISHED:
         gpus = one.parallel.pipeline * one.parallel.data

@@ -24,7 +24,7 @@ def shown(capsys, arguments):
 
 def test_a_model_by_name(capsys):
     said = shown(capsys, "--model llama3-70b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4")
-    assert said.count("8 of 57344 x 8192") == 2  # and four: at most 1 GiB of a kind is exchanged at once
+    assert "20 of 57344 x 8192" in said
     assert "40 of 1024 x 8192" in said
     assert "all 120: this plan" in said
     said = shown(capsys, "--model llama3-70b --tensor-model-parallel-size 8 --split-gate-up --num-layers 2")
@@ -36,8 +36,7 @@ def test_a_model_by_flags(capsys):
     assert [line.split()[:6] for line in said.splitlines() if " of " in line and " x " in line and "tp" in line] == [
         ["4", "of", "3584", "x", "512", "tp"],
         ["4", "of", "512", "x", "1792", "tp"],
-        ["4", "of", "512", "x", "512", "tp"],
-        ["4", "of", "512", "x", "512", "tp"],
+        ["8", "of", "512", "x", "512", "tp"],
         ["8", "of", "128", "x", "512", "tp"],
     ]
 
@@ -149,7 +148,7 @@ def test_measured_kernels_are_refused(capsys, times):
     ("arguments", "message"),
     [
         ("--hidden-size 512", "name a --model, or give --num-layers, --ffn-hidden-size, --num-attention-heads"),
-        (f"{SIZES} --tensor-model-parallel-size 5", "rows of linear_qkv over --tensor-model-parallel-size"),
+        (f"{SIZES} --tensor-model-parallel-size 5", "--num-attention-heads over --tensor-model-parallel-size"),
         (
             "--model qwen3-30b-a3b --expert-model-parallel-size 8",
             "times --data-parallel-size) over those of the experts",
@@ -225,7 +224,8 @@ def test_as_a_module_without_a_gpu_and_without_megatron():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("8 of 28672 x 4096") == 4  # all 32 at once are more than the workspace holds
+    assert "32 of 28672 x 4096" in done.stdout
+    assert " chunks. The workspace" in done.stdout  # all 32 at once are more than the workspace holds
     assert "The workspace is 2,048 MiB" in done.stdout
 
 

@@ -42,10 +42,10 @@ _NEEDS = {  # of the model -> what has an effect on no other
     },
     "kv_lora_rank": {"--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"},
 }
-_OF_POINTS = """A step is that of the busiest rank, with 10 ps an entry for momentum, decay and update; the mean is what it would
-take if the work were shared evenly. The gather brings bf16 parameters to all data-parallel ranks, at the same bandwidth:
-between nodes it takes as much longer as their network is slower. State is a momentum and a copy of the parameters, in
-fp32. Embeddings, output layer and activations are not counted."""
+_OF_POINTS = """A step is that of the busiest rank, with 10 ps an entry for momentum, decay and update.
+The mean is what it would take if the work were shared evenly. The gather brings bf16 parameters to all data-parallel
+ranks, at the same bandwidth: between nodes it takes as much longer as their network is slower. State is a momentum and
+a copy of the parameters, in fp32. Embeddings, output layer and activations are not counted."""
 _QUIET = 2.0  # seconds before progress is printed
 
 
@@ -104,8 +104,8 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     rates = _rates(options)
     parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
     model, mode = _model(options), options.muon_tp_mode
-    for needed, flags in _NEEDS.items():
-        if getattr(model, needed) is None and (unused := sorted(_given(options) & flags)):
+    for needed, names in _NEEDS.items():
+        if getattr(model, needed) is None and (unused := sorted(_given(options) & names)):
             raise ValueError(f"{', '.join(unused)} would have no effect without --{needed.replace('_', '-')}")
     if model.first_dense_layers > model.num_layers:
         raise ValueError(f"--first-dense-layers {model.first_dense_layers} is more than {model.num_layers} layers")
@@ -193,8 +193,8 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     lines = [[str(i), f"{n:,}", *map(megabytes, (*held, sum(held)))] for i, (n, held) in enumerate(run.stages)]
     print("\nmemory of each GPU:", *aligned(named, lines, 170, named), sep="\n")
     print(
-        "state: with fp32 copies of bf16 parameters; of whole parameters that are dealt to data-parallel ranks, what the "
-        "fullest\nrank holds at most. Activations are not counted. Matrices are those of all ranks of a stage.\n"
+        "state: with fp32 copies of bf16 parameters; of whole parameters that are dealt to data-parallel ranks, what "
+        "the fullest\nrank holds at most. Activations are not counted. Matrices are those of all ranks of a stage.\n"
         f"\nThe plan of pipeline stage {run.slowest}, of those that take the longest, on its busiest rank:"
     )
     for explained in run.explained:

@@ -256,7 +256,9 @@ def _whole(name: str, shape: Shape) -> Matrices:
 
 def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
     hidden, first = model.hidden_size, f"{name}.linear_fc1.weight"
-    _divided(columns, ranks, f"columns of {'experts' if group == 'expt_tp' else 'an MLP'} over their tensor-parallel ranks")
+    _divided(
+        columns, ranks, f"columns of {'experts' if group == 'expt_tp' else 'an MLP'} over their tensor-parallel ranks"
+    )
     names = [f"{first}[gate]", f"{first}[up]"] if model.swiglu and split else [first]
     rows = columns * 2 if model.swiglu and not split else columns
     fc1 = tuple(_sharded(each, (rows, hidden), 0, ranks, group) for each in names)

@@ -137,7 +137,7 @@ def test_the_busiest_rank_before_and_after(data, by_size, by_time):
 @pytest.mark.parametrize(
     ("parallel", "model", "message"),
     [
-        (Parallel(tensor=5), SMALL, "rows of linear_qkv over --tensor-model-parallel-size: 96 is no multiple of 5"),
+        (Parallel(tensor=5), SMALL, "--num-attention-heads over --tensor-model-parallel-size: 8 is no multiple of 5"),
         (Parallel(expert=3), MODELS["qwen3-30b-a3b"], "over --expert-model-parallel-size: 128 is no multiple"),
         (Parallel(expert=4), MODELS["qwen3-30b-a3b"], r"--expert-model-parallel-size\): 1 is no multiple"),
     ],

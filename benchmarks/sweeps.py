@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pictures
@@ -157,16 +157,20 @@ def beside_published(rates: Rates = GPUS["gb300"].rates) -> str:
 
 
 def over_several() -> str:
-    """What the largest matrices would take if several ranks held a shard each, within a node and over a network."""
+    """What the largest matrices would take over several ranks, within a node and over a network."""
     ranks, published = (1, 2, 4, 8), GPUS["h100"].rates
     network = Rates(flops=published.flops, bytes=NETWORK * 2 / 3)
     rows = []
     for model, shape in LARGEST:
         cells = []
         for rates in (published, network):
-            cuts = (cut(shape, shape[0] < shape[1], number) for number in ranks)
-            plans = (make_plan([Matrix(model, shape, shards, "dp", 2)], "auto", WORK, rates) for shards in cuts)
-            cells.append(" / ".join(figure(plan_cost(plan, WORK, rates).seconds * 1e3) for plan in plans))
+            times = []
+            for number in ranks:
+                shards = cut(shape, shape[0] < shape[1], number)
+                plan = make_plan([Matrix(model, shape, shards, "dp", 2)], "auto", WORK, rates)
+                handed = 2 * 2 * shape[0] * shape[1] * (number - 1) / number  # bytes, there and back in bf16
+                times.append(plan_cost(plan, WORK, rates).seconds + handed / rates.bytes)
+            cells.append(" / ".join(figure(each * 1e3) for each in times))
         rows.append([f"{shape[0]} x {shape[1]}", model, *cells])
     return markdown(["matrix", "of", "ms over 1 / 2 / 4 / 8 ranks, NVLink", "over a network of 50 GB/s a GPU"], rows)
 
@@ -179,6 +183,7 @@ def tables() -> dict[str, str]:
         "limits": limits(found),
         "reasons": reasons(found),
         "recipes": recipes(),
+        "even": even(),
         "several": over_several(),
         "published": beside_published(),
     }
@@ -190,24 +195,60 @@ def flags_of(recipe: Path) -> dict[str, str]:
     return dict(line for line in lines if len(line) == 2)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A file of flags, and the run that it makes."""
+
+    file: Path
+    model: str
+    parallel: Parallel
+    gpus: int
+    tokens: int  # of a step
+
+    def at(self, gpus: int) -> tuple[Point, float]:
+        """A step on so many GPUs, and seconds of its iteration."""
+        (point,) = swept(MODELS[self.model], self.parallel, [gpus], WORK, "auto", GPUS["h100"].rates, DEFAULT_WORKSPACE)
+        return point, 6 * ACTIVE[self.model] * self.tokens / gpus / (REACHED * GPUS["h100"].flops)
+
+
+def all_recipes() -> list[Recipe]:
+    """The recipes of examples."""
+    found = []
+    for model in ACTIVE:
+        file = RECIPES / f"{model}.flags"
+        gpus = int(re.findall(r"on (\d+) GPUs", file.read_text(encoding="utf-8"))[0])
+        flags = flags_of(file)
+        sizes = {name: int(flags.get(f"--{name}-model-parallel-size", 1)) for name in ("tensor", "pipeline", "expert")}
+        tokens = int(flags["--global-batch-size"]) * int(flags["--seq-length"])
+        found.append(Recipe(file, model, Parallel(**sizes), gpus, tokens))
+    return found
+
+
 def recipes() -> str:
     """What the recipes take: share of the optimizer, and memory."""
-    rates, rows = GPUS["h100"].rates, []
-    for model, active in ACTIVE.items():
-        recipe = RECIPES / f"{model}.flags"
-        gpus = int(re.findall(r"on (\d+) GPUs", recipe.read_text(encoding="utf-8"))[0])
-        flags = flags_of(recipe)
-        sizes = {name: int(flags.get(f"--{name}-model-parallel-size", 1)) for name in ("tensor", "pipeline", "expert")}
-        one = Row(model, Parallel(**sizes), model, "")
-        (point,) = swept(MODELS[model], one.parallel, [gpus], WORK, "auto", rates, DEFAULT_WORKSPACE)
-        tokens = int(flags["--global-batch-size"]) * int(flags["--seq-length"])
-        iteration = 6 * active * tokens / gpus / (REACHED * GPUS["h100"].flops)
-        step = point.stage.seconds
-        cells = [f"{tokens / 1e6:.1f} million", f"{iteration:.1f} s", f"{figure(step * 1e3)} ms"]
+    rows = []
+    for recipe in all_recipes():
+        point, iteration = recipe.at(recipe.gpus)
+        step, layout = point.stage.seconds, Row(recipe.model, recipe.parallel, "", "").layout
+        cells = [f"{recipe.tokens / 1e6:.1f} million", f"{iteration:.1f} s", f"{figure(step * 1e3)} ms"]
         share, memory = f"{100 * step / iteration:.1f} %", f"{sum(point.memory) / 1e9:.0f} GB"
-        rows.append([f"`{recipe.name}`", f"{gpus:,}", one.layout, *cells, share, memory])
+        rows.append([f"`{recipe.file.name}`", f"{recipe.gpus:,}", layout, *cells, share, memory])
     head = ["recipe", "GPUs", "layout", "tokens of a step", "iteration", "of which Muon", "share", "memory of a GPU"]
     return markdown(head, rows)
+
+
+def even() -> str:
+    """What the recipes would gain by work that is shared evenly."""
+    rows, runs = [], [(recipe, recipe.gpus * more) for recipe in all_recipes() for more in (1, 4)]
+    # what gains the most: no tensor parallelism, and one sequence for each GPU
+    runs.append((replace(runs[0][0], parallel=Parallel()), 512))
+    for recipe, gpus in runs:
+        point, iteration = recipe.at(gpus)
+        step, mean, layout = point.stage.seconds, point.stage.mean, Row(recipe.model, recipe.parallel, "", "").layout
+        times = (f"{figure(each * 1e3)} ms" for each in (step, mean))
+        gained = f"{100 * (step - mean) / iteration:.2f} %"
+        rows.append([recipe.model, layout, f"{gpus:,}", f"{iteration:.1f} s", *times, gained])
+    return markdown(["model", "layout", "GPUs", "iteration", "of which Muon", "if shared evenly", "gained"], rows)
 
 
 def draw(picture: Path = DOCS / "scale.png") -> None:
@@ -225,6 +266,6 @@ def draw(picture: Path = DOCS / "scale.png") -> None:
         ticks = (1, 3, 10, 30, 100, 300, 1000)
         axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
-        drawn.suptitle("Orthogonalization of one step on H100s: modelled, not measured")
+        drawn.suptitle("A step of Muon on H100s: modelled, not measured")
         pictures.name_ends(axes)
         drawn.savefig(picture)

@@ -74,8 +74,9 @@ STAND_INS = {
 SMALL = """# A model for a CPU.
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope  # of two heads a rank
 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --vocab-size 127
---tokenizer-type NullTokenizer --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --eval-iters 0 --eval-interval 1000
---tensor-model-parallel-size 2 --optimizer muon --muon-preset match_adamw --ckpt-format torch_dist --log-interval 1
+--tokenizer-type NullTokenizer --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant
+--eval-iters 0 --eval-interval 1000 --tensor-model-parallel-size 2 --log-interval 1
+--optimizer muon --muon-preset match_adamw --ckpt-format torch_dist
 --save-interval 10 --hidden-dropout 0 --attention-dropout 0
 --transformer-impl local --attention-backend unfused --use-cpu-initialization --no-gradient-accumulation-fusion
 --no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --num-workers 0
@@ -107,7 +108,7 @@ def job(tmp_path):
 @pytest.mark.wide
 def test_a_job_looks_plans_checks_trains_and_resumes(job):
     run, requeued = job
-    first = run("--train-iters", 2)
+    first = run("--train-iters", 3, "--exit-interval", 2)
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
     marks = ["Problems", "memory of each GPU", "2 ranks: 64 MiB are summed in", r"iteration +1/"]
     places = [found.start() if (found := re.search(mark, first.stdout)) else mark for mark in marks]
@@ -142,7 +143,7 @@ def test_a_job_goes_back_into_the_queue_if_it_has_saved(job, tmp_path):
     assert "nothing was saved since this start (7)" in done.stderr
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_job_saves_before_its_time_ends_and_goes_on(job, tmp_path):
     """One minute from when its training starts, of many iterations."""
     run, requeued = job
@@ -152,7 +153,8 @@ def test_a_job_saves_before_its_time_ends_and_goes_on(job, tmp_path):
     (iteration,) = re.findall(r"back into the queue: status 0, saved at iteration (\d+)", done.stderr)
     assert 0 < int(iteration) < 100000
     assert requeued.read_text() == "requeue 7\n"
-    done = run("--train-iters", iteration, SLURM_JOB_END_TIME=str(int(time.time()) + 3600))
+    shorter = "--train-iters", iteration, "--use-checkpoint-opt_param-scheduler"
+    done = run(*shorter, SLURM_JOB_END_TIME=str(int(time.time()) + 3600))
     assert done.returncode == 0, done.stderr[-3000:]  # which has nothing to go on with
     assert requeued.read_text() == "requeue 7\n"
     done = run("--train-iters", 100000, SLURM_JOB_END_TIME=str(int(time.time()) + 60))

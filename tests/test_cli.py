@@ -90,6 +90,11 @@ def milliseconds(printed):
     return {row[0]: float(row[-1].replace(",", "")) for row in cells if re.match(r"\d+ of|all", row[0])}
 
 
+def step_of_gpu(printed):
+    """Milliseconds of a step, in the line of one GPU."""
+    return float(re.search(r"^ +1 +1 +([\d,.]+)", printed, flags=re.MULTILINE)[1].replace(",", ""))
+
+
 def test_measured_kernels(capsys, times):
     model = "--num-layers 1 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 8 --num-query-groups 2"
     assumed = shown(capsys, f"{model} --tflops 0.01")
@@ -109,6 +114,8 @@ def test_measured_kernels(capsys, times):
         "all 6: this plan": 2 * (of_mlp + of_square + of_key),
     }
     assert milliseconds("\n".join(table)) == pytest.approx({k: v / 1e7 for k, v in expected.items()}, rel=1e-2)
+    # and what else a step does takes 10 ps an entry
+    assert step_of_gpu(said) == pytest.approx(expected["all 6: this plan"] / 1e7 + 10.7e6 * 1e-8, rel=1e-2)
     # without the file half of each product
     assert milliseconds(assumed)["1 of 4096 x 1024"] == pytest.approx((24 + 14) * n3 / 1e7, rel=1e-2)
     # fp32 on the wire is multiplied in tf32, where torch is the fastest here: everything is computed

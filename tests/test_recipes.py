@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megatron_eopt.megatron.described import planned_run
+from megatron_eopt.megatron.described.model import described_run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {"llama3-8b": 16, "llama3-70b": 128, "qwen3-30b-a3b": 32, "deepseek-v3": 1024}  # GPUs
@@ -26,6 +27,19 @@ def flags_of(name):
 
 def test_every_recipe_is_here():
     assert {path.stem for path in (ROOT / "examples" / "recipes").glob("*.flags")} == RECIPES.keys()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", RECIPES)
+def test_megatron_counts_the_samples_of_a_recipe(name):
+    """Which it does when it makes the data, long after it has parsed the flags."""
+    flags = [*flags_of(name), "--tokenizer-type", "NullTokenizer"]
+    with described_run(flags, 0, RECIPES[name]) as run:
+        from megatron.training.training import get_train_valid_test_num_samples
+
+        training, *others = get_train_valid_test_num_samples()
+    assert training == run.args.train_iters * run.args.global_batch_size
+    assert min(others) >= 10 * run.args.global_batch_size
 
 
 @pytest.mark.wide
@@ -67,7 +81,39 @@ def test_a_pytorchjob_has_what_the_operator_asks_for():
         assert all((ROOT / file).exists() for file in files)
 
 
+COMMANDS = {
+    "megatron-eopt": 'if [ "$1" = "$MISTAKE" ]; then exit 2; fi',
+    "torchrun": """case $* in *check_ranks*) exit "${UNREACHED:-0}" ;; esac
+        if [ -n "${SAVES:-}" ]; then echo 7 > "$SAVE/latest_checkpointed_iteration.txt"; fi; exit "${FAILS:-0}\"""",
+}
+
+
+@pytest.mark.parametrize(
+    ("happens", "status"),
+    [
+        ({}, 0),
+        ({"MISTAKE": "doctor"}, 2),
+        ({"MISTAKE": "plan"}, 2),
+        ({"UNREACHED": "1"}, 130),
+        ({"FAILS": "1"}, 1),
+        ({"FAILS": "1", "SAVES": "1"}, 130),
+        ({"SAVES": "1"}, 0),
+    ],
+)
+def test_a_pod_starts_again_only_where_that_helps(tmp_path, happens, status):
+    """By ExitCode the operator takes 128 and more for that."""
+    for name, script in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (container,) = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    given = {each["name"]: each["value"] for each in container["env"]} | {"SAVE": str(tmp_path), "WORLD_SIZE": "16"}
+    environment = os.environ | given | happens | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([*container["command"], *container["args"]], cwd=ROOT, env=environment, check=False)
+    assert done.returncode == status
+
+
 STAND_INS = {
+    "squeue": 'date -d "+1 hour" +%Y-%m-%dT%H:%M:%S',
     "srun": 'for word in "$@"; do case $word in --*) shift ;; *) break ;; esac; done; exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi',
 }
@@ -165,9 +211,13 @@ def test_a_job_saves_before_its_time_ends_and_goes_on(job, tmp_path):
 @pytest.mark.wide
 def test_a_mistake_ends_a_job_before_it_trains(job):
     run, requeued = job
-    for mistake in (["--muon-prest", "match_adamw"], ["--global-batch-size", 3]):
+    for mistake, message in (
+        (["--muon-prest", "match_adamw"], "megatron-eopt plan: error"),
+        (["--global-batch-size", 3], "megatron-eopt plan: error"),
+        (["--load", "elsewhere"], "--save and --load are what SAVE says"),
+    ):
         done = run("--train-iters", 2, *mistake)
         assert done.returncode == 2
-        assert "megatron-eopt plan: error" in done.stderr
+        assert message in done.stderr
         assert "ranks: 64 MiB" not in done.stdout
     assert not requeued.exists()

@@ -1,6 +1,6 @@
 """Let all ranks of a job exchange something, and time it: before a long run, and under torchrun as it is.
 
-A rank that cannot be reached ends all after a minute.
+A rank that cannot be reached ends all after ten minutes, which a slow start of many nodes may take.
 """
 
 import os
@@ -19,7 +19,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=1))
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=10))
     ranks = dist.get_world_size()
     one = torch.ones(1, device=device)
     dist.all_reduce(one)

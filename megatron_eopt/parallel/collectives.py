@@ -158,7 +158,7 @@ def values_of(ranks: Sequence[int], value: Any, group: ProcessGroup) -> list[Any
 
 def _agreed(x: Tensor, op: Any, group: ProcessGroup) -> Tensor:
     sent = _on_device(x, group, copy=True)
-    counters.count("agree", sent.nbytes)
+    counters.count("agree", sent_bytes("all_reduce", sent.nbytes, group.size()))
     dist.all_reduce(sent, op, group=group)
     return sent.to(x.device)
 

@@ -195,12 +195,8 @@ def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
     return [entries * matrix.itemsize for entries in sent]
 
 
-def rank_cost(plan: Plan, bucket: Bucket, rank: int, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
-    """What a bucket costs one rank of its group."""
-    return _cost(bucket_flops(plan, bucket, rank, work), bucket_traffic(plan, bucket, rank, work), rates)
-
-
-def _cost(flops: float, traffic: Mapping[str, tuple[int, int]], rates: Rates) -> Cost:
+def cost_of(flops: float, traffic: Mapping[str, tuple[int, int]], rates: Rates) -> Cost:
+    """The cost of operations, and of (calls, bytes) of collectives."""
     calls, sent = sum(of_group[0] for of_group in traffic.values()), sum(of_group[1] for of_group in traffic.values())
     return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
 
@@ -224,11 +220,6 @@ class Costs:
             groups.setdefault((matrix.group, matrix.ranks), []).append(self._of_ranks(bucket))
         # ranks with the same work are many
         return _sum(_busiest(map(_sum, set(zip(*costs, strict=True)))) for costs in groups.values())
-
-
-def bucket_cost(plan: Plan, bucket: Bucket, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
-    """What a bucket costs the busiest rank of its group."""
-    return Costs(plan, work, rates).of_bucket(bucket)
 
 
 def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
@@ -292,7 +283,7 @@ def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[C
         if kind not in known:
             exchanged = {"all_to_all": (2, sent[rank])} if bucket.scheme == "owner" else None
             traffic = exchanged or bucket_traffic(plan, bucket, rank, work)
-            known[kind] = _cost(bucket_flops(plan, bucket, rank, work), traffic, rates)
+            known[kind] = cost_of(bucket_flops(plan, bucket, rank, work), traffic, rates)
         costs.append(known[kind])
     return costs
 

@@ -1,6 +1,7 @@
 """A plan as a table, for people."""
 
 from collections.abc import Sequence
+from math import prod
 
 from megatron_eopt.parallel.cost import (
     DEFAULT_RATES,
@@ -16,7 +17,7 @@ from megatron_eopt.parallel.cost import (
 )
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Bucket, Plan, Shape, TpMode
-from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace, chunk_bytes
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
 _COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
@@ -72,13 +73,17 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
     if of_chunks + beside <= workspace.bytes + largest:
         return f"{told}One parameter, one shard and one iteration are not cut."
     told += "That is more than the workspace, because one parameter, one shard and one iteration are not cut:\n"
-    if of_iterations > of_hooks:
-        rows, cols = max((m.shape for m in plan.matrices), key=lambda shape: (min(shape), max(shape)))
-        return f"{told}the iteration of the largest matrix is that of one of {rows} x {cols}."
-    shard = max((rectangle for m in plan.matrices for rectangle in m.rectangles), key=lambda x: x.numel)
-    (rows, cols), taken = shard.shape, figure(shard.numel * OF_ENTRY / mib)
-    told += f"momentum and update of the largest shard, {rows} x {cols}, take {taken} MiB"
-    return f"{told} ({OF_ENTRY} bytes an entry)."
+    causes, taken = [], chunk_bytes(plan, workspace)
+    if of_chunks > workspace.for_chunks(largest):
+        of_chunk = (plan.matrices[b.matrices[0]] for b in plan.buckets if b.chunk == taken.index(max(taken)))
+        name, another = max(of_chunk, key=lambda m: prod(m.shape)).name, ", with the state of the next,"
+        causes.append(f"the chunk of {name}{another * bool(workspace.state)} takes {figure(of_chunks / mib)} MiB")
+    if of_hooks > max(of_iterations, workspace.part):
+        shard = max((rectangle for m in plan.matrices for rectangle in m.rectangles), key=lambda x: x.numel)
+        (rows, cols), entries = shard.shape, figure(shard.numel * OF_ENTRY / mib)
+        causes.append(f"momentum and update of the largest shard, {rows} x {cols}, take {entries} MiB")
+        causes[-1] += f" ({OF_ENTRY} bytes an entry)"
+    return f"{told}{',\n'.join(causes)}."
 
 
 def explain_offloaded(state: Sequence[int], seconds: Sequence[float]) -> str:

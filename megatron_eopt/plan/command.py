@@ -28,7 +28,7 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
-from megatron_eopt.plan.sweep import draw, numbers_of, point_of, swept, where_it_stops
+from megatron_eopt.plan.sweep import Point, draw, numbers_of, point_of, swept, where_it_stops
 from megatron_eopt.plan.sweep import table as swept_table
 
 _OF_RUN = {"--world-size", "--full", "--json"}
@@ -118,21 +118,27 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
         raise ValueError("--picture would have no effect without --sweep-gpus")
     stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
-    gpus = parallel.tensor * parallel.pipeline * parallel.data
-    point = point_of(stage, plan, gpus, parallel.data, work, rates, workspace)
+    deals = stage.deals
     if options.kernel_times is not None:  # not for the plan: a run makes it before its ranks agree on times
         times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
         work = replace(work, share=shares(times))
         print(f"Symmetric products by {fastest(times)}, as measured on {source}.\n")
+        stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     print(explain(plan, work, rates, workspace))
-    for deal in stage.deals:
+    for deal in deals:
         print(f"\n{deal}.")
+    gpus = parallel.tensor * parallel.pipeline * parallel.data
+    point = point_of(stage, plan, gpus, parallel.data, work, rates, workspace)
     print(f"\n{swept_table([point])}\n\n{_OF_POINTS}")
-    _note_of_stages(model, parallel)
+    _print_notes(options, model, parallel, [point])
     return 0
 
 
-def _note_of_stages(model: Model, parallel: Parallel) -> None:
+def _print_notes(options: argparse.Namespace, model: Model, parallel: Parallel, points: Sequence[Point]) -> None:
+    has = math.inf if options.gpu is None else GPUS[options.gpu].memory
+    if full := [f"{each.gpus:,}" for each in points if sum(each.memory) > has]:
+        gpus = f"{', '.join(full)} GPU{'s' * (full != ['1'])}"
+        print(f"\nnote: with {gpus} that is more memory than the {has / 1e9:.0f} GB of one {options.gpu}.")
     if model.num_layers % parallel.pipeline:
         shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
         print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
@@ -152,7 +158,7 @@ def _print_sweep(
     print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
     modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
     print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
-    _note_of_stages(model, parallel)
+    _print_notes(options, model, parallel, points)
     if options.picture is not None:
         draw(points, options.picture)
     return 0

@@ -133,12 +133,15 @@ MODELS = {
 
 
 class Stage(NamedTuple):
-    """What the ranks of a pipeline stage do, without embeddings and output layer."""
+    """What the ranks of a pipeline stage do, without embeddings and output layer.
+
+    Of several stages, times and numbers of entries are the most of any.
+    """
 
     matrices: list[Matrix]  # logical ones of the busiest rank
     deals: list[Deal]
     seconds: float  # of the busiest rank's step
-    mean: float  # seconds of all, if the work were shared evenly
+    mean: float  # seconds of all, if the work of a stage were shared evenly
     held: int  # entries of a rank's parameters
     kept: int  # most entries whose state a rank keeps
     gathered: int  # entries that a rank receives when data-parallel ranks share their parameters
@@ -169,7 +172,8 @@ def dealt_matrices(
     for dense, experts in of_stages:
         parts = [_dealt(*each, work, mode, rates) for each in ((dense, parallel.data), (experts, ranks))]
         stages.append(Stage(*(sum(values[1:], values[0]) for values in zip(*parts, strict=True))))
-    return max(stages, key=lambda stage: stage.seconds)
+    most = {field: max(getattr(stage, field) for stage in stages) for field in ("mean", "held", "kept", "gathered")}
+    return max(stages, key=lambda stage: stage.seconds)._replace(**most)
 
 
 def _dealt(parameters: Sequence[Matrices], data: int, work: Work, mode: TpMode, rates: Rates) -> Stage:

@@ -79,6 +79,19 @@ def test_memory_and_matrices_are_those_of_all_stages():
     assert told == [(1, 2), (2, 2)]
 
 
+@pytest.mark.parametrize("more", [[], ["--ckpt-format", "torch"]], ids=["by time", "by size"])
+def test_the_slowest_stage_is_planned_where_its_experts_are_not_dealt(more):
+    """One dense layer is dealt to two ranks; of the experts of the other each rank has its own."""
+    flags = [*SMALL_GPT, *RUN, *MOE, "--num-experts", 64, "--moe-layer-freq", "[0,1]", "--bf16", *more]
+    flags += ["--use-distributed-optimizer", "--expert-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
+    run = planned_run([*map(str, flags)], 4, lambda *done: None)
+    assert run.slowest == 1
+    assert "\n32 of 96 x 64 " in run.explained[0]
+    # of its four dense matrices one rank has some
+    of_mine = re.findall(r"^all (\d+): this plan", run.explained[0], flags=re.MULTILINE)
+    assert 64 < int(*of_mine) < 64 + 5
+
+
 @pytest.mark.since(0, 19)
 def test_a_second_cut_changes_no_matrix():
     """Experts over four ranks and the other weights over eight: only shards and state of padded rows are others."""

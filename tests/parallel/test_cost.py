@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import (
     DEFAULT_RATES,
+    Costs,
     Rates,
     Work,
-    bucket_cost,
     bucket_flops,
+    bucket_traffic,
+    cost_of,
     plan_cost,
-    rank_cost,
     whole_flops,
 )
 from megatron_eopt.parallel.plan import make_plan
@@ -26,6 +27,11 @@ from tests.parallel.plans import QUINTIC, WORK, bucket_bytes, bucket_calls, matr
 DENSE = Work(schedule=QUINTIC, restarts=None, share=1.0)
 # The largest of Llama-3 70B: hidden 8192, ffn 28672, cut along the long side over 8 ranks.
 N, M, T = 8192, 28672, 8
+
+
+def rank_cost(plan, bucket, rank, work):
+    """By itself, and not with those of equals."""
+    return cost_of(bucket_flops(plan, bucket, rank, work), bucket_traffic(plan, bucket, rank, work), DEFAULT_RATES)
 
 
 # One segment, without a restart.
@@ -39,7 +45,7 @@ def planned(count, scheme, compute_ranks=(), *args, **settings):
 
 def of_llama(scheme, work, itemsize, count=1, compute_ranks=()):
     plan = planned(count, scheme, compute_ranks, (N, M), 1, T, itemsize=itemsize)
-    cost = bucket_cost(plan, plan.buckets[0], work)
+    cost = Costs(plan, work).of_bucket(plan.buckets[0])
     return cost.flops / count / 1e12, cost.bytes / count / 1e6
 
 
@@ -212,7 +218,7 @@ def test_a_plan_costs_what_its_ranks_do(given_matrices, mode, work):
     for bucket in plan.buckets:
         first = plan.matrices[bucket.matrices[0]]
         costs = [rank_cost(plan, bucket, rank, work) for rank in range(first.ranks)]
-        of_bucket = bucket_cost(plan, bucket, work)
+        of_bucket = Costs(plan, work).of_bucket(bucket)
         assert of_bucket.bytes == max(cost.bytes for cost in costs)
         assert of_bucket.seconds == max(cost.seconds for cost in costs)
         for cost in costs:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from megatron_eopt.orthogonalize import get_coefficients
-from megatron_eopt.parallel.cost import Rates, Work, bucket_cost, plan_cost
+from megatron_eopt.parallel.cost import Costs, Rates, Work, plan_cost
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.workspace import Workspace
@@ -37,7 +37,7 @@ def test_a_row_for_each_shape_and_the_totals():
     assert of_buckets["1 of 16384 x 4096"][1:3] == ["tp", "gram_split"]
     assert of_buckets["3 of 48 x 30"][1:3] == ["-", "local"]
     assert of_buckets["5 of 64 x 64"][1:3] == ["dp", "share"]  # in two buckets
-    cost = bucket_cost(plan, plan.buckets[0], WORK)
+    cost = Costs(plan, WORK).of_bucket(plan.buckets[0])
     assert table[2][3:] == [
         f"{cost.flops / 1e9:,.0f}",
         f"{cost.bytes / 1e6:,.0f}",
@@ -72,6 +72,8 @@ def test_it_says_why_temporaries_are_more_than_the_workspace():
     large = Workspace(bytes=2**28)
     text = explain(make_plan(some(1, (8192, 16384), None, ranks=1), "auto", WORK), WORK, workspace=large)
     assert "momentum and update of the largest shard, 8192 x 16384, take 3,072 MiB (24 bytes an entry)." in text
+    text = explain(make_plan(some(1, (8192, 16384), 0), "auto", WORK, workspace=large), WORK, workspace=large)
+    assert re.search(r"not cut:\nthe chunk of .* takes 640 MiB\.\n", text), text
     assert "more than the workspace" not in explain(make_plan(some(1, (64, 64), 0), "auto", WORK), WORK)
 
 

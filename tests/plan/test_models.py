@@ -85,23 +85,28 @@ def test_models_have_as_many_parameters_as_is_published(model, vocabulary, billi
     assert (entries + 2 * vocabulary * sizes.hidden_size) / 1e9 == pytest.approx(billions, rel=5e-4)
 
 
-def test_latent_attention_and_shared_experts():
-    """The shapes that Megatron builds, of which test_described has the rest: down projections are not cut."""
-    matrices = dealt_matrices(MODELS["deepseek-v3"], Parallel(tensor=4, expert=64, data=16, pipeline=61), WORK).matrices
-    assert {(m.name.split(".", 3)[-1], m.shape, m.ranks) for m in matrices} <= {
-        ("self_attention.linear_q_down_proj.weight", (1536, 7168), 1),
-        ("self_attention.linear_q_up_proj.weight", (24576, 1536), 4),
-        ("self_attention.linear_kv_down_proj.weight", (576, 7168), 1),
-        ("self_attention.linear_kv_up_proj.weight", (32768, 512), 4),
-        ("self_attention.linear_proj.weight", (7168, 16384), 4),
-        ("mlp.linear_fc1.weight", (36864, 7168), 4),
-        ("mlp.linear_fc2.weight", (7168, 18432), 4),
-        ("mlp.router.weight", (256, 7168), 1),
-        *((f"mlp.experts.local_experts.{n}.linear_fc1.weight", (4096, 7168), 1) for n in range(4)),
-        *((f"mlp.experts.local_experts.{n}.linear_fc2.weight", (7168, 2048), 1) for n in range(4)),
-        ("mlp.shared_experts.linear_fc1.weight", (4096, 7168), 4),
-        ("mlp.shared_experts.linear_fc2.weight", (7168, 2048), 4),
-    }
+LATENT_ATTENTION = {  # the shapes that Megatron builds, as test_described has them: down projections are not cut
+    ("self_attention.linear_q_down_proj.weight", (1536, 7168), 1),
+    ("self_attention.linear_q_up_proj.weight", (24576, 1536), 4),
+    ("self_attention.linear_kv_down_proj.weight", (576, 7168), 1),
+    ("self_attention.linear_kv_up_proj.weight", (32768, 512), 4),
+    ("self_attention.linear_proj.weight", (7168, 16384), 4),
+}
+OF_DENSE_LAYER = {("mlp.linear_fc1.weight", (36864, 7168), 4), ("mlp.linear_fc2.weight", (7168, 18432), 4)}
+OF_EXPERTS = {
+    ("mlp.router.weight", (256, 7168), 1),
+    *((f"mlp.experts.local_experts.{n}.linear_fc1.weight", (4096, 7168), 1) for n in range(64)),
+    *((f"mlp.experts.local_experts.{n}.linear_fc2.weight", (7168, 2048), 1) for n in range(64)),
+    ("mlp.shared_experts.linear_fc1.weight", (4096, 7168), 4),
+    ("mlp.shared_experts.linear_fc2.weight", (7168, 2048), 4),
+}
+
+
+@pytest.mark.parametrize(("dense_layers", "of_layer"), [(61, OF_DENSE_LAYER), (0, OF_EXPERTS)])
+def test_latent_attention_and_shared_experts(dense_layers, of_layer):
+    model = replace(MODELS["deepseek-v3"], first_dense_layers=dense_layers)
+    matrices = dealt_matrices(model, Parallel(tensor=4, expert=4, pipeline=61), WORK).matrices
+    assert {(m.name.split(".", 3)[-1], m.shape, m.ranks) for m in matrices} == LATENT_ATTENTION | of_layer
 
 
 def test_of_unequal_stages_it_is_the_busiest():
@@ -111,6 +116,18 @@ def test_of_unequal_stages_it_is_the_busiest():
     assert {name.split(".")[2] for name in (m.name for m in dense)} <= {"0", "1"}
     experts = dealt_matrices(model, Parallel(pipeline=4, expert=2, data=2), WORK).matrices
     assert any("local_experts" in m.name for m in experts)
+
+
+def test_of_unequal_stages_an_even_share_is_that_of_the_one_with_the_most_work():
+    """Two dense layers are a few large matrices, and experts more work, of which each rank has some."""
+    model = replace(MODELS["deepseek-v3"], num_layers=8, first_dense_layers=2, num_experts=64)
+    parallel = Parallel(pipeline=4, expert=64, data=64)
+    both = dealt_matrices(model, parallel, WORK)
+    (dense, experts) = (dealt_matrices(replace(model, first_dense_layers=n), parallel, WORK) for n in (8, 0))
+    assert (both.seconds, both.mean) == (dense.seconds, experts.mean)
+    assert dense.seconds > experts.seconds
+    assert dense.mean < experts.mean
+    assert both.held == max(dense.held, experts.held)
 
 
 def test_the_matrices_are_those_of_the_busiest_rank():

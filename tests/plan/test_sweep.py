@@ -70,6 +70,18 @@ def test_one_plan_has_the_line_of_its_number_of_gpus(capsys):
     assert lines[0] == lines[1]
 
 
+def test_it_says_where_the_memory_of_a_gpu_does_not_suffice(capsys):
+    model = ["plan", "--model", "llama3-8b", "--sweep-gpus", "1..4"]
+    for flags, note in (
+        (["--gpu", "h100"], "note: with 1 GPU that is more memory than the 80 GB of one h100.\n"),
+        (["--gpu", "h200"], ""),
+        ([], ""),
+    ):
+        assert main([*model, *flags]) == 0
+        found = re.findall(r"note: .*\n", capsys.readouterr().out)
+        assert "".join(found) == note
+
+
 def test_with_few_gpus_more_of_them_help(capsys):
     assert main(["plan", "--model", "llama3-70b", "--tensor-model-parallel-size", "8", "--sweep-gpus", "8..64"]) == 0
     assert "Up to 64 GPUs more of them make the step faster." in capsys.readouterr().out

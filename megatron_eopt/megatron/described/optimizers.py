@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.overrides.entries import Layer
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
-from megatron_eopt.parallel.deal import Deal, deal, to_and_fro
+from megatron_eopt.parallel.deal import OF_ENTRY, Deal, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -104,12 +104,12 @@ def _planned(
     rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
     deals, rank_of = _keep_busiest(list(optimizers), planned, run)
     engines = [each.proposed() for each in optimizers if isinstance(each, TensorParallelMuon)]
-    alone = sum(plan_cost(each.plan, each.works).seconds for each in engines)
     mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
     explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
     explained += [f"{each}." for each in deals] if explained else []
-    seconds = sum(max(each.seconds) for each in deals) or alone
+    entries = sum(p.numel() for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    seconds = OF_ENTRY * entries + sum(plan_cost(each.plan, each.works).seconds for each in engines)
     temporaries = max((step_bytes(each.plan, each.works, each.workspace) for each in engines), default=0)
     dealt = {each.model: rank_of[each.main] for each in built if each.main in rank_of}
     return rows, (explained, seconds, config.muon_scale_mode, _memory(run, assigned, rows, dealt, temporaries))
@@ -149,7 +149,7 @@ def _memory(
 def _keep_busiest(
     optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun
 ) -> tuple[list[Deal], dict[Tensor, int]]:
-    """Keep the parameters of the busiest data-parallel rank, if dealt by time; the rank of each, if dealt at all."""
+    """Keep the parameters of the busiest data-parallel rank; deals by time, and the rank of each that is dealt."""
     facts, groups = planned.facts, run.pg_collection
     if not facts.layer_wise:
         return [], {}
@@ -162,13 +162,12 @@ def _keep_busiest(
         if ranks == 1 or not parameters:
             continue
         by_size = to_and_fro([p.numel() for p in parameters], ranks)
-        rank_of |= dict(zip(parameters, by_size, strict=True))
-        if not by_time:
-            continue
-        deals.append(dealt := deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode))
-        rank_of |= dict(zip(parameters, dealt.ranks, strict=True))
-        busiest = dealt.seconds.index(max(dealt.seconds))
-        others = {p for p, rank in zip(parameters, dealt.ranks, strict=True) if rank != busiest}
+        dealt = deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode)
+        deals += [dealt] * by_time
+        of_each, seconds = (dealt.ranks, dealt.seconds) if by_time else (by_size, dealt.by_size)
+        rank_of |= dict(zip(parameters, of_each, strict=True))
+        busiest = seconds.index(max(seconds))
+        others = {p for p, rank in zip(parameters, of_each, strict=True) if rank != busiest}
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if parameter not in others]
     return deals, rank_of

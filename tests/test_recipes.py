@@ -95,7 +95,8 @@ COMMANDS = {
         ({"MISTAKE": "doctor"}, 2),
         ({"MISTAKE": "plan"}, 2),
         ({"UNREACHED": "1"}, 130),
-        ({"FAILS": "1"}, 1),
+        ({"FAILS": "1"}, 130),
+        ({"FAILS": "1", "RETRIES": "0"}, 1),
         ({"FAILS": "1", "SAVES": "1"}, 130),
         ({"SAVES": "1"}, 0),
     ],
@@ -156,7 +157,7 @@ def test_a_job_looks_plans_checks_trains_and_resumes(job):
     run, requeued = job
     first = run("--train-iters", 3, "--exit-interval", 2)
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
-    marks = ["Problems", "memory of each GPU", "2 ranks: 64 MiB are summed in", r"iteration +1/"]
+    marks = ["2 ranks: tensor 2", "memory of each GPU", "2 ranks: 64 MiB are summed in", r"iteration +1/"]
     places = [found.start() if (found := re.search(mark, first.stdout)) else mark for mark in marks]
     assert places == sorted(places)
     second = run("--train-iters", 3)
@@ -166,7 +167,7 @@ def test_a_job_looks_plans_checks_trains_and_resumes(job):
 
 
 @pytest.mark.wide
-def test_a_job_goes_back_into_the_queue_if_it_has_saved(job, tmp_path):
+def test_a_job_goes_back_into_the_queue_but_not_if_it_fails_again_and_again(job, tmp_path):
     run, requeued = job
     saves = "import sys; open(sys.argv[sys.argv.index('--save') + 1] + '/latest_checkpointed_iteration.txt', 'w')"
     (tmp_path / "saved").mkdir()
@@ -176,17 +177,18 @@ def test_a_job_goes_back_into_the_queue_if_it_has_saved(job, tmp_path):
     ):
         (tmp_path / f"{name}.py").write_text(script)
     own = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
-    done = run("--train-iters", 2, PRETRAIN=str(tmp_path / "fails.py"), **own)
-    assert done.returncode == 1
-    assert "not back into the queue: status 1, and nothing was saved since this start (nothing)" in done.stderr
-    assert not requeued.exists()
-    done = run("--train-iters", 2, PRETRAIN=str(tmp_path / "saves and fails.py"), **own)
-    assert done.returncode == 0
-    assert "back into the queue: status 1, saved at iteration 7" in done.stderr
-    assert requeued.read_text() == "requeue 7\n"
-    done = run("--train-iters", 2, PRETRAIN=str(tmp_path / "saves and fails.py"), **own)
-    assert done.returncode == 1
-    assert "nothing was saved since this start (7)" in done.stderr
+    for script, status, said in (
+        ("fails", 0, "back into the queue: status 1, last saved iteration: nothing"),
+        ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (nothing)"),
+        ("saves and fails", 0, "back into the queue: status 1, last saved iteration: 7"),
+        ("saves and fails", 0, "back into the queue: status 1, last saved iteration: 7"),
+        ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (7)"),
+    ):
+        requeued.unlink(missing_ok=True)
+        done = run("--train-iters", 2, PRETRAIN=str(tmp_path / f"{script}.py"), RETRIES="1", **own)
+        assert done.returncode == status
+        assert said in done.stderr
+        assert requeued.exists() == (status == 0)
 
 
 @pytest.mark.full
@@ -196,7 +198,7 @@ def test_a_job_saves_before_its_time_ends_and_goes_on(job, tmp_path):
     own = {"SLURM_JOB_END_TIME": str(int(time.time()) + 15 * 60 + 150)}
     done = run("--train-iters", 100000, "--log-interval", 1000, **own)
     assert done.returncode == 0, done.stderr[-3000:]
-    (iteration,) = re.findall(r"back into the queue: status 0, saved at iteration (\d+)", done.stderr)
+    (iteration,) = re.findall(r"back into the queue: status 0, last saved iteration: (\d+)", done.stderr)
     assert 0 < int(iteration) < 100000
     assert requeued.read_text() == "requeue 7\n"
     shorter = "--train-iters", iteration, "--use-checkpoint-opt_param-scheduler"
@@ -215,6 +217,7 @@ def test_a_mistake_ends_a_job_before_it_trains(job):
         (["--muon-prest", "match_adamw"], "megatron-eopt plan: error"),
         (["--global-batch-size", 3], "megatron-eopt plan: error"),
         (["--load", "elsewhere"], "--save and --load are what SAVE says"),
+        (["--save=elsewhere"], "--save and --load are what SAVE says"),
     ):
         done = run("--train-iters", 2, *mistake)
         assert done.returncode == 2

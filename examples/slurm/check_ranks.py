@@ -1,9 +1,11 @@
 """Let all ranks of a job exchange something, and time it: before a long run, and under torchrun as it is.
 
-A rank that cannot be reached ends all after ten minutes, which a slow start of many nodes may take.
+A rank without a GPU ends all, but with --cpu, and so does one that cannot be reached in ten minutes.
 """
 
 import os
+import socket
+import sys
 import time
 from datetime import timedelta
 
@@ -15,7 +17,9 @@ MEBIBYTES = 64
 
 def main() -> None:
     """Sum a number, then a buffer, over all ranks."""
-    gpu = torch.cuda.is_available()
+    gpu = "--cpu" not in sys.argv[1:]
+    if gpu and not torch.cuda.is_available():
+        raise SystemExit(f"{socket.gethostname()}: torch {torch.__version__} finds no GPU")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)

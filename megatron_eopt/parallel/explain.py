@@ -39,13 +39,16 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
         called = f"{sum(len(bucket.matrices) for bucket in buckets)} of {rows} x {cols}"
         line = _row(called, group, scheme, costs.of_buckets(buckets))
         lines.append(f"{line}  {number}" if number else line)
-    lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", costs.of_buckets(plan.buckets))]
+    whole, apart = costs.of_buckets(plan.buckets), sum(costs.of_buckets(each).seconds for each in alike.values())
+    lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", whole)]
     for mode in _COMPARED:
         other = make_plan(plan.matrices, mode, work, rates, sharing, workspace)
         lines.append(_row(mode, "", "", plan_cost(other, work, rates)))
     flops, sent, latency = rates.flops / 1e12, rates.bytes / 1e9, rates.latency * 1e6
     modelled = f"{flops:.3g} TFLOP/s, {sent:.3g} GB/s and {latency:.3g} us a collective"
     lines += ["", f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped."]
+    if apart > 1.01 * whole.seconds:
+        lines.append("Each line is of the rank that is the busiest with its matrices: one rank has not all of that.")
     lines.append(_memory(plan, work, workspace))
     for name, one in works.items():
         steps = f"{numbers[name]}: {name}" if numbers else f"{len(one.schedule)} steps"

@@ -24,7 +24,7 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
-from megatron_eopt.parallel.explain import explain
+from megatron_eopt.parallel.explain import explain, figure
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
@@ -65,10 +65,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--sweep-gpus", metavar="FIRST..LAST", help="a line for each number of GPUs, and where to stop")
     ranks.add_argument("--picture", metavar="FILE", help="draw the sweep there, by matplotlib")
+    said = {"data": "over which the layer-wise distributed optimizer deals whole parameters"}
+    said["expert-tensor"] = "of experts, by default as --tensor-model-parallel-size"
     for name in ("tensor-model", "expert-tensor", "expert-model", "pipeline-model", "data"):
-        dealt = "over which the layer-wise distributed optimizer deals whole parameters" if name == "data" else None
-        field_name = name.removesuffix("-model").replace("-", "_")
-        ranks.add_argument(f"--{name}-parallel-size", dest=field_name, type=_positive, default=1, help=dealt)
+        field_name, default = name.removesuffix("-model").replace("-", "_"), None if name == "expert-tensor" else 1
+        flag = f"--{name}-parallel-size"
+        ranks.add_argument(flag, dest=field_name, type=_positive, default=default, help=said.get(name))
     muon = parser.add_argument_group("Muon")
     muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default=DEFAULT_TP_MODE)
     sets, iteration = get_supported_coefficient_types(), NewtonSchulz()
@@ -102,7 +104,8 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     share, itemsize = 1.0 if options.dense else 0.5, options.exchange_itemsize
     work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
     rates = _rates(options)
-    parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
+    sizes = {field.name: getattr(options, field.name) for field in fields(Parallel)}
+    parallel = Parallel(**sizes | {"expert_tensor": options.expert_tensor or options.tensor})
     model, mode = _model(options), options.muon_tp_mode
     for needed, names in _NEEDS.items():
         if getattr(model, needed) is None and (unused := sorted(_given(options) & names)):
@@ -142,6 +145,7 @@ def _print_notes(options: argparse.Namespace, model: Model, parallel: Parallel, 
     if model.num_layers % parallel.pipeline:
         shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
         print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
+        print("Megatron takes --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for that.")
 
 
 def _print_sweep(
@@ -161,6 +165,7 @@ def _print_sweep(
     _print_notes(options, model, parallel, points)
     if options.picture is not None:
         draw(points, options.picture)
+        print(f"\nDrawn in {options.picture}.")
     return 0
 
 
@@ -170,8 +175,11 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     given = _given(options)
     unused = sorted(given - _OF_RUN)
     if unused:
-        ranks = "; ranks are data-parallel by --world-size N before --" if "--data-parallel-size" in given else ""
-        raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{ranks}")
+        more = "; ranks are data-parallel by --world-size N before --" if "--data-parallel-size" in given else ""
+        if {"--gpu", "--tflops", "--bandwidth", "--latency", "--kernel-times"} & given:
+            assumed = f"{DEFAULT_RATES.flops / 1e12:g} TFLOP/s and {DEFAULT_RATES.bytes / 1e9:g} GB/s"
+            more = f", and it plans with {assumed} on every GPU; plan --model takes other rates"
+        raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{more}")
     if misplaced := [flag for flag in flags if flag.partition("=")[0] in ("--world-size", "--data-parallel-size")]:
         raise ValueError(f"{misplaced[0]} is no flag of Megatron's: give --world-size N, before --")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
@@ -188,20 +196,21 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
         try:
             run = planned_run(flags, options.world_size, progress)
         except ValueError as error:
-            if missing := re.search(r"assert args\.(\w+) is not None", str(error)):
+            if missing := re.search(r"assert args\.(?:encoder_)?(\w+) is not None", str(error)):
                 raise ValueError(f"the flags after -- lack --{missing[1].replace('_', '-')}") from None
             if "world size" not in str(error) and "data_parallel_size" not in str(error):
                 raise
             ranks = options.world_size or "as few as the parallel sizes allow, by default"
             raise ValueError(f"{error}; the world size is that of --world-size before -- ({ranks})") from None
-    print(table(run.families, full=options.full))
+    print(f"{run.layout}\n\n{table(run.families, full=options.full)}")
     named = ("pipeline stage", "matrices", *(f"{kind} MB" for kind in run.stages[0][1]._fields), "all MB")
     lines = [[str(i), f"{n:,}", *map(megabytes, (*held, sum(held)))] for i, (n, held) in enumerate(run.stages)]
     print("\nmemory of each GPU:", *aligned(named, lines, 170, named), sep="\n")
     print(
         "state: with fp32 copies of bf16 parameters; of whole parameters that are dealt to data-parallel ranks, what "
         "the fullest\nrank holds at most. Activations are not counted. Matrices are those of all ranks of a stage.\n"
-        f"\nThe plan of pipeline stage {run.slowest}, of those that take the longest, on its busiest rank:"
+        f"\nA step takes the longest in pipeline stage {run.slowest}: {figure(run.seconds * 1e3)} ms on its busiest "
+        "rank. That is 10 ps an entry for\nmomentum, decay and update, and what this rank orthogonalizes:"
     )
     for explained in run.explained:
         print(f"\n{explained}")

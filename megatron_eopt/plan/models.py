@@ -135,7 +135,7 @@ MODELS = {
 class Stage(NamedTuple):
     """What the ranks of a pipeline stage do, without embeddings and output layer.
 
-    Of several stages, times and numbers of entries are the most of any.
+    Of several stages, times are the longest of any, and entries those of the one with the most memory.
     """
 
     matrices: list[Matrix]  # logical ones of the busiest rank
@@ -172,8 +172,9 @@ def dealt_matrices(
     for dense, experts in of_stages:
         parts = [_dealt(*each, work, mode, rates) for each in ((dense, parallel.data), (experts, ranks))]
         stages.append(Stage(*(sum(values[1:], values[0]) for values in zip(*parts, strict=True))))
-    most = {field: max(getattr(stage, field) for stage in stages) for field in ("mean", "held", "kept", "gathered")}
-    return max(stages, key=lambda stage: stage.seconds)._replace(**most)
+    mean, gathered = (max(getattr(stage, field) for stage in stages) for field in ("mean", "gathered"))
+    _, held, kept = max((6 * stage.held + 8 * stage.kept, stage.held, stage.kept) for stage in stages)  # bytes
+    return max(stages, key=lambda stage: stage.seconds)._replace(mean=mean, gathered=gathered, held=held, kept=kept)
 
 
 def _dealt(parameters: Sequence[Matrices], data: int, work: Work, mode: TpMode, rates: Rates) -> Stage:
@@ -275,5 +276,5 @@ def _sharded(name: str, shape: Shape, dim: int, ranks: int, group: str = "tp") -
 
 def _divided(size: int, by: int, what: str) -> int:
     if size % by:
-        raise ValueError(f"{what}: {size} is no multiple of {by}")
+        raise ValueError(f"{what}: {size} is no multiple of {by}, so take another of these sizes")
     return size // by

@@ -125,6 +125,7 @@ def draw(points: Sequence[Point], file: str) -> None:
     """Draw times over numbers of GPUs; ``ValueError`` without matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, StrMethodFormatter
     except ImportError as error:
         raise ValueError(f"pictures are drawn by matplotlib: pip install matplotlib ({error})") from error
     drawn = Figure(figsize=(6.4, 4), layout="constrained")
@@ -139,9 +140,11 @@ def draw(points: Sequence[Point], file: str) -> None:
         axes.plot(gpus, ms, style, label=label, marker="o", markersize=3)
     if (last := last_that_helps(points)) is not None:
         axes.axvline(last.gpus, color="0.7", linewidth=1)
-        axes.annotate("more hardly help", (last.gpus, 0.97), xycoords=("data", "axes fraction"), ha="right", va="top")
+        axes.annotate("more hardly help", (last.gpus, 0.02), xycoords=("data", "axes fraction"), ha="left", va="bottom")
     axes.set(xlabel="GPUs", ylabel="ms, modelled", xscale="log", yscale="log")
     axes.set_xticks(gpus, [f"{each:,}" for each in gpus])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

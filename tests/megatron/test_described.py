@@ -208,3 +208,32 @@ def test_a_model_without_matrices_for_muon_is_a_problem(tmp_path, capsys):
     assert main(["plan", "--", *flags]) == 1
     assert "problem: --optimizer muon is for matrices" in capsys.readouterr().out
     assert "--optimizer muon is for matrices" in refused(*flags, model=[])
+
+
+@pytest.mark.since(0, 19)
+def test_what_megatron_would_end_on_when_it_makes_rates_and_data(capsys):
+    """Which it does in a run after the optimizer is built."""
+    flags = [*map(str, [*SMALL_GPT, *RUN])]
+    without = flags.index("--eval-interval")
+    for given, status, said in (
+        (flags, 0, ""),
+        ([*flags, "--lr-warmup-iters", "5"], 1, "will refuse the schedule: assert self.lr_warmup_steps < "),
+        ([*flags[:without], *flags[without + 2 :]], 1, "int' and 'NoneType'; add --eval-interval"),
+    ):
+        assert main(["plan", "--", *given]) == status
+        assert said in "".join(re.findall("^problem: .*", capsys.readouterr().out, flags=re.MULTILINE))
+    without = flags.index("--lr")
+    with pytest.raises(SystemExit):
+        main(["plan", "--", *flags[:without], *flags[without + 2 :]])
+    assert "Megatron trains with --lr, and there is none: add it" in capsys.readouterr().err
+
+
+def test_the_time_of_a_step_and_numbers_of_ranks_are_said(capsys):
+    """With 10 ps for each entry of the rank, and what its plan takes."""
+    assert main(["plan", "--world-size", "4", "--", *map(str, [*SMALL_GPT, *RUN, *TP2])]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("4 ranks: tensor 2, pipeline 1, context 1, expert 1, data 2\n")
+    (step,) = re.findall(r"in pipeline stage 0: (\S+) ms on its busiest rank", out)
+    (plan,) = re.findall(r"all \d+: this plan .* (\S+)\n", out)
+    (held,) = re.findall(r"^ +0 +\d+ +([\d.]+) ", out, flags=re.MULTILINE)
+    assert float(step) == pytest.approx(float(plan) + 1e-8 * float(held) / 4 * 1e6, rel=0.01)

@@ -16,6 +16,8 @@ class PlannedRun:
     families: list[ParamPattern]  # the manifest, as the run will print it
     explained: list[str]  # the plan of each optimizer in the slowest stage, as a table, and deals
     slowest: int  # that stage
+    seconds: float  # predicted of its step
+    layout: str  # numbers of ranks
     stages: list[tuple[int, Memory]]  # of each pipeline stage its matrices on all ranks, and what a rank holds
     problems: list[str]  # what the run will end on at its start
     warnings: list[str]
@@ -33,10 +35,12 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
         with described_run(flags, ranks[len(stages)], world_size) as run:
             # only now: importing Megatron may need what stands in for a GPU
             from megatron_eopt.megatron.arguments import unread, without_effect
+            from megatron_eopt.megatron.described.arguments import problems_of_training, sizes
             from megatron_eopt.megatron.described.optimizers import planned_stage
 
             if not stages:
                 ranks, name = ranks_to_describe(run.args), run.args.optimizer.removeprefix("dist_")
+                of_training = problems_of_training(run.args)
                 unused = [*without_effect(run.args), *unread(run.optimizer_config)]
             try:
                 stages.append(planned_stage(run))
@@ -52,8 +56,10 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
         together,
         stages[slowest].explained,
         slowest,
+        stages[slowest].seconds,
+        sizes(run.args),
         [(sum(len(row.matrices) for each in stage.rows for row in each), stage.memory) for stage in stages],
-        problems(together, name, takes_matrices(name)),
+        [*problems(together, name, takes_matrices(name)), *of_training],
         [*unused, *warnings(together, stages[0].scale_mode)],
         run.notes,
     )

@@ -71,6 +71,34 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     return args, transformer_engine, notes
 
 
+def sizes(args: Namespace) -> str:
+    """The number of ranks, and how they are parallel."""
+    kinds = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
+    kinds |= {"context": args.context_parallel_size, "expert": args.expert_model_parallel_size}
+    kinds["data"] = args.data_parallel_size
+    return f"{args.world_size} ranks: " + ", ".join(f"{kind} {size}" for kind, size in kinds.items())
+
+
+def problems_of_training(args: Namespace) -> list[str]:
+    """What Megatron ends on long after it has parsed flags, when it makes rates and data."""
+    from megatron.training import training
+
+    if args.lr is None:
+        raise ValueError("Megatron trains with --lr, and there is none: add it")
+    found, needed = [], ("eval_interval", "eval_iters")
+    for what, step, names in (
+        ("the schedule", lambda: training.get_optimizer_param_scheduler(Namespace(param_groups=[])), ()),
+        ("to count samples", training.get_train_valid_test_num_samples, needed),
+    ):
+        try:
+            with refused(f"will refuse {what}"):
+                step()
+        except ValueError as error:
+            missing = [f"add --{name.replace('_', '-')}" for name in names if getattr(args, name) is None]
+            found.append("; ".join([str(error), *missing]))
+    return found
+
+
 @contextmanager
 def refused(what: str) -> Iterator[None]:
     """Raise what Megatron raises or exits with as a ValueError."""

@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.overrides.entries import Layer
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
-from megatron_eopt.parallel.deal import OF_ENTRY, Deal, deal, to_and_fro
+from megatron_eopt.parallel.deal import OF_ENTRY, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -47,8 +47,8 @@ def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> Pla
     """
     if run.args.optimizer in _OTHERS:
         raise ValueError(
-            f"--optimizer {run.args.optimizer} is built by Megatron alone, and there is no plan: take an optimizer of "
-            f"this package, such as muon"
+            f"--optimizer {run.args.optimizer} is built by Megatron alone (adam where there is no --optimizer), and "
+            f"there is no plan: take an optimizer of this package, such as muon"
         )
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     refuse_unsupported(planned.facts)
@@ -107,7 +107,7 @@ def _planned(
     mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
     explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
-    explained += [f"{each}." for each in deals] if explained else []
+    explained += deals if explained else []
     entries = sum(p.numel() for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     seconds = OF_ENTRY * entries + sum(plan_cost(each.plan, each.works).seconds for each in engines)
     temporaries = max((step_bytes(each.plan, each.works, each.workspace) for each in engines), default=0)
@@ -148,29 +148,31 @@ def _memory(
 
 def _keep_busiest(
     optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun
-) -> tuple[list[Deal], dict[Tensor, int]]:
-    """Keep the parameters of the busiest data-parallel rank; deals by time, and the rank of each that is dealt."""
+) -> tuple[list[str], dict[Tensor, int]]:
+    """Keep the parameters of the busiest data-parallel rank; what is said of deals, and the rank of each."""
     facts, groups = planned.facts, run.pg_collection
     if not facts.layer_wise:
         return [], {}
     whole = releases.distributed_optimizer(facts.release).get("whole_matrices", False)
     by_time = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
     items, works = items_of(optimizers)
-    deals, rank_of = list[Deal](), dict[Tensor, int]()
+    told, rank_of = list[str](), dict[Tensor, int]()
     for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
         parameters, ranks = [p for p in items if getattr(p, "allreduce", True) == dense], among.size()
         if ranks == 1 or not parameters:
             continue
         by_size = to_and_fro([p.numel() for p in parameters], ranks)
         dealt = deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode)
-        deals += [dealt] * by_time
         of_each, seconds = (dealt.ranks, dealt.seconds) if by_time else (by_size, dealt.by_size)
+        by_megatron = f"{len(parameters)} parameters dealt to {ranks} data-parallel ranks by size, as with"
+        by_megatron += " --no-balanced-deal, --ckpt-format torch and Megatron's layout of buffers."
+        told.append(f"{dealt}." if by_time else by_megatron)
         rank_of |= dict(zip(parameters, of_each, strict=True))
         busiest = seconds.index(max(seconds))
         others = {p for p, rank in zip(parameters, of_each, strict=True) if rank != busiest}
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if parameter not in others]
-    return deals, rank_of
+    return told, rank_of
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:

@@ -119,7 +119,8 @@ def test_the_package_has_fewer_than_30_830_lines():
     # that are not copied, and for means of triangles; 210 for momenta in 8 bits; 130 for more that was taken in
     # silence; 110 for SOAP's kernels; 860 for the kernels of a step; 3,720 for the field of 2026: Shampoo, Dion, Muown,
     # AdEMAMix, PSGD-Kron, modifiers, averages of weights, presets, and Megatron-Core 0.20; 690 for thousands of
-    # ranks: plans, exchanges and messages that do not grow with them, sweeps, rates of GPUs, MLA, second cuts, and what a run would end on
+    # ranks: plans, exchanges and messages that do not grow with them, sweeps, rates of GPUs, MLA, second cuts,
+    # and what a run would end on
     assert sum(map(lines_of, FILES)) < 30_830
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -79,6 +80,16 @@ def test_a_pytorchjob_has_what_the_operator_asks_for():
         files = re.findall(r"examples/\S+\.(?:py|flags)", str(container))
         assert files
         assert all((ROOT / file).exists() for file in files)
+
+
+@pytest.mark.parametrize("kind", ["Master", "Worker"])
+def test_a_pod_has_the_schema_of_kubernetes(kind):
+    """As a dry run of kubectl would see it, and strictly: a field that nothing knows is an error."""
+    pod = {"apiVersion": "v1", "kind": "Pod", **JOB["spec"]["pytorchReplicaSpecs"][kind]["template"]}
+    kubernetes_validate.validate(pod, "1.30", strict=True)
+    pod["spec"] = {**pod["spec"], "volume": []}
+    with pytest.raises(kubernetes_validate.ValidationError, match="'volume' was unexpected"):
+        kubernetes_validate.validate(pod, "1.30", strict=True)
 
 
 COMMANDS = {

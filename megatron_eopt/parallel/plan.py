@@ -153,8 +153,11 @@ def _chunks(
 
 def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> Iterator[Bucket]:
     for bucket in buckets:
-        for chunk in sorted({chunk_of[i] for i in bucket.matrices}):
-            yield Bucket(tuple(i for i in bucket.matrices if chunk_of[i] == chunk), bucket.scheme, (), chunk)
+        of_chunks: dict[int, list[int]] = {}
+        for i in bucket.matrices:
+            of_chunks.setdefault(chunk_of[i], []).append(i)
+        for chunk in sorted(of_chunks):
+            yield Bucket(tuple(of_chunks[chunk]), bucket.scheme, (), chunk)
 
 
 def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, share: bool) -> list[tuple[Bucket, ...]]:

@@ -6,6 +6,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pictures
@@ -39,6 +40,12 @@ REACHED = 0.4  # of the published operations, in forward and backward passes
 ACTIVE = {"llama3-8b": 8.0e9, "llama3-70b": 70.6e9, "qwen3-30b-a3b": 3.3e9, "deepseek-v3": 37e9}  # parameters a token
 
 
+def in_short(parallel: Parallel) -> str:
+    """Sizes such as TP8 PP4."""
+    sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "EP": parallel.expert}
+    return " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) or "TP1"
+
+
 @dataclass(frozen=True)
 class Row:
     """A model and how it is laid out, on H100s; its name and color in the picture."""
@@ -51,10 +58,8 @@ class Row:
 
     @property
     def layout(self) -> str:
-        """Sizes in short, such as TP8 PP4."""
-        sizes = {"TP": self.parallel.tensor, "PP": self.parallel.pipeline, "EP": self.parallel.expert}
-        found = [f"{kind}{size}" for kind, size in sizes.items() if size > 1] or ["TP1"]
-        return " ".join(found) + ", gate and up split" * self.split_gate_up
+        """Sizes in short, and whether gate and up are split."""
+        return in_short(self.parallel) + ", gate and up split" * self.split_gate_up
 
     def points(self) -> list[Point]:
         """A point for each number of GPUs that can hold the model."""
@@ -77,6 +82,12 @@ ROWS = (
     Row("deepseek-v3", Parallel(expert=32, pipeline=8), "V3, split", "#4f92f7", split_gate_up=True),
     Row("kimi-k2", Parallel(expert=32, pipeline=16), "Kimi-K2", "#000000"),
 )
+
+
+@cache
+def all_points() -> Mapping[Row, Sequence[Point]]:
+    """The points of each row, for tables and picture."""
+    return {row: row.points() for row in ROWS}
 
 
 def steps(found: Mapping[Row, Sequence[Point]]) -> str:
@@ -152,7 +163,7 @@ def beside_published(rates: Rates = GPUS["gb300"].rates) -> str:
         added = iteration * (1 - one.muon / one.adamw)
         ours = dealt_matrices(MODELS[one.model], one.parallel, WORK, "auto", rates).seconds
         cells = (f"{iteration:.2f} s", f"{added * 1e3:.0f} ms", f"{ours * 1e3:.0f} ms")
-        rows.append([one.model, str(gpus), Row(one.model, one.parallel, "", "").layout, *cells])
+        rows.append([one.model, str(gpus), in_short(one.parallel), *cells])
     return markdown(head, rows)
 
 
@@ -177,7 +188,7 @@ def over_several() -> str:
 
 def tables() -> dict[str, str]:
     """The tables of the page, by their names there."""
-    found = {row: row.points() for row in ROWS}
+    found = all_points()
     return {
         "steps": steps(found),
         "limits": limits(found),
@@ -229,7 +240,7 @@ def recipes() -> str:
     rows = []
     for recipe in all_recipes():
         point, iteration = recipe.at(recipe.gpus)
-        step, layout = point.stage.seconds, Row(recipe.model, recipe.parallel, "", "").layout
+        step, layout = point.stage.seconds, in_short(recipe.parallel)
         cells = [f"{recipe.tokens / 1e6:.1f} million", f"{iteration:.1f} s", f"{figure(step * 1e3)} ms"]
         share, memory = f"{100 * step / iteration:.1f} %", f"{sum(point.memory) / 1e9:.0f} GB"
         rows.append([f"`{recipe.file.name}`", f"{recipe.gpus:,}", layout, *cells, share, memory])
@@ -244,7 +255,7 @@ def even() -> str:
     runs.append((replace(runs[0][0], parallel=Parallel()), 512))
     for recipe, gpus in runs:
         point, iteration = recipe.at(gpus)
-        step, mean, layout = point.stage.seconds, point.stage.mean, Row(recipe.model, recipe.parallel, "", "").layout
+        step, mean, layout = point.stage.seconds, point.stage.mean, in_short(recipe.parallel)
         times = (f"{figure(each * 1e3)} ms" for each in (step, mean))
         gained = f"{100 * (step - mean) / iteration:.2f} %"
         rows.append([recipe.model, layout, f"{gpus:,}", f"{iteration:.1f} s", *times, gained])
@@ -253,7 +264,7 @@ def even() -> str:
 
 def draw(picture: Path = DOCS / "scale.png") -> None:
     """Draw a line for each model."""
-    found = {row: row.points() for row in ROWS}
+    found = all_points()
     with pictures.look():
         drawn = Figure(figsize=(pictures.WIDTH, 4.2))
         axes = drawn.subplots()

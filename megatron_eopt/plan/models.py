@@ -73,6 +73,21 @@ GPUS = {
     "gb300": Gpu(2500e12, 900e9, 279e9),
 }
 
+# DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, and the published configuration.
+_DEEPSEEK_V3 = Model(
+    num_layers=61,
+    hidden_size=7168,
+    ffn_hidden_size=18432,
+    num_attention_heads=128,
+    swiglu=True,
+    num_experts=256,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    first_dense_layers=3,
+    kv_lora_rank=512,
+    q_lora_rank=1536,
+)
+
 MODELS = {
     # Grattafiori et al., The Llama 3 Herd of Models, arXiv 2407.21783, table 3.
     "llama3-8b": Model(
@@ -89,34 +104,9 @@ MODELS = {
         num_query_groups=8,
         swiglu=True,
     ),
-    # DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, and the published configuration.
-    "deepseek-v3": Model(
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_attention_heads=128,
-        swiglu=True,
-        num_experts=256,
-        moe_ffn_hidden_size=2048,
-        moe_shared_expert_intermediate_size=2048,
-        first_dense_layers=3,
-        kv_lora_rank=512,
-        q_lora_rank=1536,
-    ),
+    "deepseek-v3": _DEEPSEEK_V3,
     # Kimi Team, Kimi K2, arXiv 2507.20534, and the published configuration.
-    "kimi-k2": Model(
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_attention_heads=64,
-        swiglu=True,
-        num_experts=384,
-        moe_ffn_hidden_size=2048,
-        moe_shared_expert_intermediate_size=2048,
-        first_dense_layers=1,
-        kv_lora_rank=512,
-        q_lora_rank=1536,
-    ),
+    "kimi-k2": replace(_DEEPSEEK_V3, num_attention_heads=64, num_experts=384, first_dense_layers=1),
     # Qwen Team, Qwen3 Technical Report, arXiv 2505.09388, and the published configuration.
     "qwen3-30b-a3b": Model(
         num_layers=48,
@@ -146,6 +136,11 @@ class Stage(NamedTuple):
     kept: int  # most entries whose state a rank keeps
     gathered: int  # entries that a rank receives when data-parallel ranks share their parameters
 
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes of bf16 parameters, fp32 gradients, and of a momentum and a copy of the parameters in fp32."""
+        return 2 * self.held, 4 * self.held, 8 * self.kept
+
 
 def dealt_matrices(
     model: Model,
@@ -173,8 +168,8 @@ def dealt_matrices(
         parts = [_dealt(*each, work, mode, rates) for each in ((dense, parallel.data), (experts, ranks))]
         stages.append(Stage(*(sum(values[1:], values[0]) for values in zip(*parts, strict=True))))
     mean, gathered = (max(getattr(stage, field) for stage in stages) for field in ("mean", "gathered"))
-    _, held, kept = max((6 * stage.held + 8 * stage.kept, stage.held, stage.kept) for stage in stages)  # bytes
-    return max(stages, key=lambda stage: stage.seconds)._replace(mean=mean, gathered=gathered, held=held, kept=kept)
+    slowest, fullest = max(stages, key=lambda stage: stage.seconds), max(stages, key=lambda stage: sum(stage.memory))
+    return slowest._replace(mean=mean, gathered=gathered, held=fullest.held, kept=fullest.kept)
 
 
 def _dealt(parameters: Sequence[Matrices], data: int, work: Work, mode: TpMode, rates: Rates) -> Stage:

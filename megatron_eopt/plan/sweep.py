@@ -65,8 +65,7 @@ def numbers_of(text: str, model_parallel: int) -> list[int]:
 
 def point_of(stage: Stage, plan: Plan, gpus: int, data: int, work: Work, rates: Rates, workspace: Workspace) -> Point:
     """What a step takes where a plan is that of a stage's busiest rank."""
-    # parameters in bf16, gradients in fp32, and a momentum and a copy of the parameters in fp32
-    memory = 2 * stage.held, 4 * stage.held, 8 * stage.kept, step_bytes(plan, work, workspace)
+    memory = *stage.memory, step_bytes(plan, work, workspace)
     sent, gather = plan_cost(plan, work, rates).bytes, 2 * stage.gathered / rates.bytes
     return Point(gpus, data, stage, sent, gather, memory)
 

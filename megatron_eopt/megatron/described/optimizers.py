@@ -25,7 +25,7 @@ from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.overrides.entries import Layer
+from megatron_eopt.overrides.entries import Entry, Layer
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.deal import OF_ENTRY, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
@@ -35,8 +35,12 @@ _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.o
 
 def matches_here(run: DescribedRun) -> list[int]:
     """How many parameters of this stage each override selects."""
-    entries, config = all_entries(run.optimizer_config, run.config_overrides), run.optimizer_config
-    return [sum(each) for each in zip(*(matches(p, config, entries) for p in _of_ranks(run)), strict=True)]
+    entries = all_entries(run.optimizer_config, run.config_overrides)
+    return _matches(_of_ranks(run), run.optimizer_config, entries)
+
+
+def _matches(of_ranks: Sequence[Sequence[ModelParameter]], config: Any, entries: Sequence[Entry]) -> list[int]:
+    return [sum(each) for each in zip(*(matches(p, config, entries) for p in of_ranks), strict=True)]
 
 
 def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> PlannedStage:
@@ -55,10 +59,11 @@ def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> Pla
     config, entries = planned.config, all_entries(planned.config, run.config_overrides)
     known = dict[str, list[tuple[int, ManifestRow]]]()  # what overrides say of experts -> rows, by number
     rows, of_kinds = list[list[ManifestRow]](), list[tuple[list[str], float, str, Memory]]()
-    for parameters in _of_ranks(run):
+    of_ranks = _of_ranks(run)
+    for parameters in of_ranks:
         mark(parameters)
         assigned = assignments(parameters, config, entries, [1] * len(entries) if counts is None else counts)
-        experts = [each for each in assigned if _is_of_one_rank(each.parameter)]
+        experts = [each for each in assigned if _is_of_one_rank(each.parameter.tensor)]
         said = repr([(each.optimizer, each.resolved) for each in experts])
         if said in known:
             rows.append([replace(row, name=experts[number].name) for number, row in known[said]])
@@ -68,7 +73,7 @@ def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> Pla
         number_of = {each.name: number for number, each in enumerate(experts)}
         known[said] = [(number_of[row.name], row) for row in here if row.name in number_of]
         rows.append(here)
-    counted = zip(entries, matches_here(run), strict=True)
+    counted = zip(entries, _matches(of_ranks, config, entries), strict=True)
     unmatched = frozenset(i for i, (entry, count) in enumerate(counted) if not count and entry.layer != Layer.DEFAULTS)
     return PlannedStage(unmatched, rows, *of_kinds[0])
 
@@ -77,7 +82,7 @@ def _of_ranks(run: DescribedRun) -> list[list[ModelParameter]]:
     """Parameters of each rank of expert parallelism, the shared ones once."""
     groups, config = run.pg_collection, run.args
     first = trainable(run.model_chunks, groups)
-    experts, ranks = [p for p in first if _is_of_one_rank(p)], groups.ep.size()
+    experts, ranks = [p for p in first if _is_of_one_rank(p.tensor)], groups.ep.size()
 
     def renamed(parameter: ModelParameter, rank: int) -> ModelParameter:
         ahead = rank * (config.num_experts // ranks)
@@ -87,8 +92,9 @@ def _of_ranks(run: DescribedRun) -> list[list[ModelParameter]]:
     return [first, *([renamed(p, rank) for p in experts] for rank in range(1, ranks))]
 
 
-def _is_of_one_rank(parameter: ModelParameter) -> bool:
-    return not getattr(parameter.tensor, "allreduce", True)
+def _is_of_one_rank(parameter: Tensor) -> bool:
+    """Whether other ranks of expert parallelism have other parameters in its place."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def _planned(
@@ -129,7 +135,7 @@ def _memory(
     everywhere, hands, of_name = 0.0, Counter[tuple[bool, int]](), {row.name: row.state_bytes for row in rows}
     for each in assigned:
         tensor, entries = each.parameter.tensor, local(each.parameter.tensor).numel()
-        dense = getattr(tensor, "allreduce", True)
+        dense = not _is_of_one_rank(tensor)
         copy = 4 * entries if tensor.element_size() < 4 else 0
         share = entries / max(1, prod(each.parameter.info.shape))
         state = of_name.get(each.name, 0) * share + copy
@@ -158,7 +164,7 @@ def _keep_busiest(
     items, works = items_of(optimizers)
     told, rank_of = list[str](), dict[Tensor, int]()
     for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
-        parameters, ranks = [p for p in items if getattr(p, "allreduce", True) == dense], among.size()
+        parameters, ranks = [p for p in items if _is_of_one_rank(p) != dense], among.size()
         if ranks == 1 or not parameters:
             continue
         by_size = to_and_fro([p.numel() for p in parameters], ranks)

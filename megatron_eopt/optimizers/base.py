@@ -205,8 +205,8 @@ class BaseOptimizer(Optimizer):
         """Each parameter's logical matrices; ``settled`` agrees on plans."""
         return {}
 
-    def explain_proposed(self) -> str | None:
-        """The plan before ranks agree, a table or None."""
+    def engine_to_explain(self) -> Engine | None:
+        """The engine that orthogonalizes, before ranks agree on it, or None."""
         return None
 
     def _check_settings(self, group: dict[str, Any]) -> None:

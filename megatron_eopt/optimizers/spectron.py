@@ -236,9 +236,9 @@ class Spectron(BaseOptimizer):
         self.prepare()
         return self._factors.explain()
 
-    def explain_proposed(self) -> str:
-        """What :meth:`explain` will say, before ranks agree."""
-        return self._proposed_factors()[0].explain()
+    def engine_to_explain(self) -> Engine:
+        """The engine of :meth:`explain`, before ranks agree on it."""
+        return self._proposed_factors()[0]
 
     @property
     def matrices_updated(self) -> int:

@@ -535,9 +535,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """The plan of a step, a table; all ranks ask."""
         return self.prepare().explain()
 
-    def explain_proposed(self) -> str:
-        """What :meth:`explain` will say, before ranks agree."""
-        return self.proposed().explain()
+    def engine_to_explain(self) -> Engine:
+        """The engine of :meth:`explain`, before ranks agree on it."""
+        return self.proposed()
 
     @property
     def matrices_updated(self) -> int:

@@ -228,9 +228,11 @@ def test_what_megatron_would_end_on_when_it_makes_rates_and_data(capsys):
     assert "Megatron trains with --lr, and there is none: add it" in capsys.readouterr().err
 
 
-def test_the_time_of_a_step_and_numbers_of_ranks_are_said(capsys):
-    """With 10 ps for each entry of the rank, and what its plan takes."""
-    assert main(["plan", "--world-size", "4", "--", *map(str, [*SMALL_GPT, *RUN, *TP2])]) == 0
+@pytest.mark.parametrize("more", [[], ["--optimizer", "spectron", "--spectron-rank", 8]], ids=["muon", "spectron"])
+def test_the_time_of_a_step_and_numbers_of_ranks_are_said(capsys, more):
+    """With 10 ps for each entry of the rank, and what its plan takes; that of Spectron is for factors."""
+    own = RUN if not more else [flag for flag in RUN if flag not in ("--muon-extra-scale-factor", "0.2")]
+    assert main(["plan", "--world-size", "4", "--", *map(str, [*SMALL_GPT, *own, *TP2, *more])]) == 0
     out = capsys.readouterr().out
     assert out.startswith("4 ranks: tensor 2, pipeline 1, context 1, expert 1, data 2\n")
     (step,) = re.findall(r"in pipeline stage 0: (\S+) ms on its busiest rank", out)

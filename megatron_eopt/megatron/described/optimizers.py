@@ -24,7 +24,6 @@ from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.overrides.entries import Entry, Layer
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.deal import OF_ENTRY, deal, to_and_fro
@@ -109,14 +108,14 @@ def _planned(
     optimizers = dict.fromkeys(each.optimizer for each in built)
     rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
     deals, rank_of = _keep_busiest(list(optimizers), planned, run)
-    engines = [each.proposed() for each in optimizers if isinstance(each, TensorParallelMuon)]
+    proposed = {each: each.engine_to_explain() for each in optimizers if isinstance(each, BaseOptimizer)}
+    engines = {each: engine for each, engine in proposed.items() if engine is not None}
     mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
-    tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
-    explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
+    explained = [f"{type(each).__name__}, {mode}\n{engine.explain()}" for each, engine in engines.items()]
     explained += deals if explained else []
     entries = sum(p.numel() for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    seconds = OF_ENTRY * entries + sum(plan_cost(each.plan, each.works).seconds for each in engines)
-    temporaries = max((step_bytes(each.plan, each.works, each.workspace) for each in engines), default=0)
+    seconds = OF_ENTRY * entries + sum(plan_cost(each.plan, each.works).seconds for each in engines.values())
+    temporaries = max((step_bytes(each.plan, each.works, each.workspace) for each in engines.values()), default=0)
     dealt = {each.model: rank_of[each.main] for each in built if each.main in rank_of}
     return rows, (explained, seconds, config.muon_scale_mode, _memory(run, assigned, rows, dealt, temporaries))
 

@@ -34,7 +34,7 @@ import gpu_training  # noqa: E402
 from gpu_verdicts import Run, Verdict, line, machine  # noqa: E402
 
 OUT = ROOT / "bench-out" / "gpu"
-SECONDS, SPARE = 510, 20  # after which a part is stopped; of these to end by itself
+SECONDS, SPARE = 510, 20  # after which a part is stopped, unless told; of these to end by itself
 LOG_LINES = 40  # of a part that failed
 
 PARTS: dict[str, Callable[[Run], None]] = {  # those first whose figures decide
@@ -66,14 +66,15 @@ def run_here(name: str, run: Run) -> None:
         run.judge(name, False, "a verdict", reason="the part came to none")
 
 
-def run_apart(name: str, device: str, tiny: bool, out: Path, seconds: float = SECONDS) -> dict[str, Any]:
+def run_apart(name: str, device: str, tiny: bool, out: Path, seconds: int = SECONDS) -> dict[str, Any]:
     """Run a part in a process of its own; that it dies or is stopped is a verdict beside those it had reached."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, __file__, name, "--device", device, "--out", str(out), "--here", folder]
+        command = [sys.executable, __file__, name, "--device", device, "--out", str(out)]
+        command += ["--seconds", str(seconds), "--here", folder]
         # all ranks are on this machine; without a GPU the Triton kernel runs in Triton's interpreter
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ}
         environment |= {} if device == "cuda" else {"TRITON_INTERPRET": "1"}
-        start, ended = time.monotonic(), f"it was stopped after {seconds:.0f} s"
+        start, ended = time.monotonic(), f"it was stopped after {seconds} s"
         with Path(folder, "part.log").open("w") as log:
             whole = [*command, *(["--tiny"] if tiny else [])]
             own = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
@@ -104,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say what the parts do, and run nothing")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default a GPU, where there is one")
     parser.add_argument("--tiny", action="store_true", help="small shapes, which show that the code runs")
+    parser.add_argument(
+        "--seconds", type=int, default=SECONDS, help="after which a part is stopped (default: %(default)s)"
+    )
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # this process is that of the part, with a folder
     options = parser.parse_args(argv)
     names = options.parts or list(PARTS)
@@ -120,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     if options.here:
-        until = time.monotonic() + SECONDS - SPARE
+        until = time.monotonic() + options.seconds - SPARE
         where = torch.device(device)
         run_here(names[0], Run(device=where, tiny=options.tiny, out=options.out, work=options.here, until=until))
         return 0
@@ -128,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
         print(f"\n{name}: {about(name)}", flush=True)
-        found[name] = run_apart(name, device, options.tiny, options.out)
+        found[name] = run_apart(name, device, options.tiny, options.out, options.seconds)
         path.write_text(json.dumps(finite(found), indent=1))
         print("\n".join(line(Verdict(**each)) for each in found[name]["verdicts"]), flush=True)
     states = [each["status"] for name in names for each in found[name]["verdicts"]]

@@ -91,8 +91,8 @@ class TestCommand:
         assert f"{QUICK['nccl']} passed, 0 failed, 0 skipped, 8 measured" in said
 
     def test_a_part_that_takes_too_long_is_stopped_and_that_is_a_verdict(self, tmp_path):
-        (found,) = gpu.run_apart("fp16", "cpu", True, tmp_path, 0.1)["verdicts"]
-        assert (found["status"], found["reason"]) == ("failed", "it was stopped after 0 s")
+        (found,) = gpu.run_apart("fp16", "cpu", True, tmp_path, 1)["verdicts"]
+        assert (found["status"], found["reason"]) == ("failed", "it was stopped after 1 s")
 
     def test_json_has_words_for_what_is_no_number(self):
         assert gpu.finite({1: [math.nan, 2.0], "a": (math.inf,)}) == {"1": ["nan", 2.0], "a": ["inf"]}

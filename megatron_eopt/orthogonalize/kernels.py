@@ -181,9 +181,10 @@ def check(
     *,
     fp32_precision: Fp32Precision = "ieee",
 ) -> str | None:
-    """Why products are wrong for some shape, or None.
+    """Why products, or matrices over their norms, are wrong, or None.
 
-    ``|got - expected| <= u |expected| + v max|expected|`` for every entry, with ``u`` and ``v`` of the table above.
+    ``|got - expected| <= u |expected| + v max|expected|`` for every entry of a product, with ``u`` and ``v`` of the
+    table above.
     """
     device = torch.device(device)
     tf32 = dtype == torch.float32 and fp32_precision == "tf32"
@@ -205,7 +206,25 @@ def check(
             if not bool((error <= relative * expected.abs() + absolute * largest).all()):
                 off = (error.max() / largest).item()
                 return f"{name} of {shape} in {dtype} is off by {off:.1e} of the largest entry"
+        if dtype.itemsize == 2 and (reason := _wrong_norms(products, shape, dtype, device)):
+            return reason
     return None
+
+
+def _wrong_norms(products: Products, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why matrices in bf16 over their norms are wrong, or None."""
+    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device).bfloat16()
+    x = x.mT if x.size(-2) > x.size(-1) else x
+    got, norm, power = products.normalized(x, dtype, unit=16.0)
+    exact = torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True)
+    expected = x.float() * (16.0 / exact)
+    relative, _ = _TOLERANCES[dtype]
+    error = (got.float() - expected).abs()
+    if bool((error <= relative * expected.abs() + 2.0**-24).all()):
+        error = (norm * power / exact - 1).abs()
+        if bool((error <= 1e-5).all()):
+            return None
+    return f"matrices over their norms, of {shape} in {dtype}, are off by {error.max().item():.1e}"
 
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from megatron_eopt.orthogonalize import forms
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
+from megatron_eopt.orthogonalize.norms import scaled
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
     gram_dtype,
@@ -90,18 +91,18 @@ class Iteration:
         if x.device.type == "cpu" and not X.is_contiguous():  # it transposes a copy far faster than a quotient
             X, own = X.clone(memory_format=torch.contiguous_format), True
         with self.in_precision():
+            if self.restarts is None or self.dtype == torch.float16:
+                unit = 1.0 if self.restarts is None else forms.UNIT_IN_FP16
+                X, *sizes = self.products.normalized(
+                    X, self.dtype, unit=unit, propagate_nan=self.propagate_nan, own=own
+                )
             if self.restarts is None:
-                X, *sizes = forms.scaled_with_norm(X, self.dtype, self.propagate_nan, own)
-                X = forms.normalized(X, sizes[0], self.dtype)
                 factor = forms.iterate_standard(X, self.schedule, self.products, watch=watch)
             elif self.dtype == torch.float16:
-                unit = forms.UNIT_IN_FP16
-                X, *sizes = forms.scaled_with_norm(X, self.dtype, self.propagate_nan, own)
-                X = forms.normalized(X, sizes[0], self.dtype, unit)
                 settings = self.schedule, self.restarts, self.products
                 factor = forms.iterate_gram_fp16(X, *settings, watch=watch, dtype=x.dtype)
             else:
-                X, *sizes = forms.scaled(X, self.propagate_nan, self.dtype, own)
+                X, *sizes = scaled(X, self.propagate_nan, self.dtype, own)
                 factor = forms.iterate_gram(X, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
         if norms is not None:
             norms += sizes

@@ -1,10 +1,12 @@
-"""Symmetric products, of which half need not be computed."""
+"""What an iteration is computed with: symmetric products, of which half need not be computed, and quotients."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_eopt.orthogonalize import norms
 
 Fp32Precision = Literal["tf32", "ieee"]
 
@@ -25,6 +27,19 @@ class Products(Protocol):
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """``beta C + alpha A B`` of symmetric matrices."""
+
+    def normalized(
+        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Matrices over their norms, times ``unit``, in ``dtype``.
+
+        Contiguous, and in the memory of ``x`` where ``own`` allows it; a zero matrix stays zero. Without
+        ``propagate_nan`` a matrix that is not finite becomes zero. Then two factors of the norms, (1 x 1) or
+        (n x 1 x 1), whose product may exceed fp32 and is not finite where an entry is not.
+        """
+
+    def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
+        """``x`` over a power of two, in ``dtype``; overwrites ``x``."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,17 @@ class Dense:
             return mean_of_triangles(c, a, b, beta=beta, alpha=alpha, half=torch.empty_like(c), out=out)
         out = (torch.baddbmm if c.ndim == 3 else torch.addmm)(c, a, b, beta=beta, alpha=alpha, out=out)
         return _mirrored(out) if out.dtype == torch.float16 else out
+
+    def normalized(
+        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Products`."""
+        x, norm, power = norms.scaled_with_norm(x, dtype, propagate_nan, own)
+        return norms.normalized(x, norm, dtype, unit), norm, power
+
+    def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
+        """See :class:`Products`."""
+        return x.to(dtype).div_(divisor)
 
 
 def mean_of_triangles(
@@ -109,6 +135,16 @@ class Blocked:
         self._fill(out, other, c, beta=0.0, alpha=alpha)
         diagonal.copy_(before)
         return out
+
+    def normalized(
+        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Products`."""
+        return Dense().normalized(x, dtype, unit=unit, propagate_nan=propagate_nan, own=own)
+
+    def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
+        """See :class:`Products`."""
+        return Dense().rescaled(x, dtype, divisor)
 
     def _fill(self, out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> Tensor:
         """``out <- beta out + alpha A B``, symmetric."""

@@ -1,6 +1,7 @@
 """A Triton kernel that computes half of a symmetric product.
 
-Only this file imports triton. On a CPU it is interpreted, for tests, if TRITON_INTERPRET=1 is set before that.
+Only here and in ``triton_norms.py`` does an iteration import triton. On a CPU both are interpreted, for tests, if
+TRITON_INTERPRET=1 is set before that.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.products import Fp32Precision
+from megatron_eopt.orthogonalize import triton_norms
+from megatron_eopt.orthogonalize.products import Dense, Fp32Precision
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -126,6 +128,17 @@ class Triton:
         # b is symmetric: A B = A B^T
         precision, tiles = self.input_precision, self.tiles
         return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=precision, tiles=tiles)
+
+    def normalized(
+        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        serves = triton_norms.normalized if dtype.itemsize == 2 else Dense().normalized
+        return serves(x, dtype, unit=unit, propagate_nan=propagate_nan, own=own)
+
+    def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        return triton_norms.rescaled(x, dtype, divisor)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, iterate_gram
 from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.orthogonalize.products import Dense
 
 SPECTRA = ("gaussian", "cond_1e3", "cond_1e7", "rank_10", "spikes", "harmonic")
 
@@ -52,7 +53,7 @@ PUBLISHED_ERRORS: dict[Preset, dict[torch.dtype, dict[str, float]]] = {
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Rounded(Dense):
     """Products whose operands and results have ``dtype``, while sums are taken in fp32, as in tensor cores.
 
     They are simulated in fp32, because CPUs are slow in fp16.

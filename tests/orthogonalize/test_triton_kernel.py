@@ -6,6 +6,7 @@ file as a program; each test reads the outcome of one case.
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -245,6 +246,99 @@ def the_choice_takes_it():
         table = "torch, triton/16x32x2x4x3 from 16"
         assert choose(shapes, dtype, DEVICE, kept=table).kernel == table
         assert made(table, 33) == Triton(tiles=Tiles(16, 32, band=2, warps=4, stages=3))
+
+
+def normalized(x, dtype, **more):
+    from megatron_eopt.orthogonalize.triton_kernel import Triton
+
+    return Triton().normalized(x, dtype, **more)
+
+
+def lengths(x):
+    return torch.linalg.vector_norm(x.double(), dim=(-2, -1), keepdim=True)
+
+
+# the interpreter of Triton 3.9 misreads numbers below 1e-38 in bf16
+SIZES = {torch.bfloat16: (1.0, 1e-30, 1e30, 3e37), torch.float32: (1.0, 1e-38, 1e30, 3e37), torch.float16: (1.0,)}
+
+
+@case
+def matrices_over_their_norms():
+    """Alone, in stacks, transposed, with gaps, of more than a block, and of sizes whose squares fp32 does not have."""
+    for shape in ((1, 1), (5, 7), (2, 130, 260), (3, 24, 40)):
+        for given, sizes in SIZES.items():
+            for size, dtype in itertools.product(sizes, (torch.float16, torch.bfloat16)):
+                x = (gaussian(*shape).double() * size).to(given)
+                for lies in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., : x.size(-1)]):
+                    got, norm, power = normalized(lies, dtype, unit=128.0)
+                    assert (got.dtype, got.is_contiguous()) == (dtype, True)
+                    expected = x.double() / lengths(x) * 128
+                    off = (got.double() - expected).abs() - 1.01 * ROUNDING[dtype] * expected.abs()
+                    assert off.max() <= 2.0**-25, (shape, given, size, dtype)
+                    torch.testing.assert_close(norm.double() * power.double(), lengths(x), rtol=1e-6, atol=0)
+
+
+@case
+def a_matrix_is_normalized_alike_alone_and_in_a_stack():
+    x = gaussian(3, 70, 200, dtype=torch.bfloat16)
+    together = normalized(x, torch.float16)
+    for index in range(3):
+        alone = normalized(x[index], torch.float16)
+        assert all(torch.equal(one[index], other) for one, other in zip(together, alone, strict=True))
+
+
+@case
+def norms_take_the_memory_that_they_may():
+    x = gaussian(2, 30, 40, dtype=torch.bfloat16)
+    kept = x.clone()
+    expected = normalized(x, torch.float16)[0]
+    assert torch.equal(x, kept)
+    got = normalized(x, torch.float16, own=True)[0]
+    assert (got.data_ptr(), got.dtype) == (x.data_ptr(), torch.float16)
+    assert torch.equal(got, expected)
+
+
+@case
+def norms_of_what_is_zero_or_not_finite():
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = gaussian(4, 20, 500, dtype=dtype)
+            expected = normalized(x[:1], torch.float16)[0][0]
+            x[1, 2, 3], x[2] = bad, 0.0
+            for propagate_nan in (True, False):
+                got, norm, power = normalized(x, torch.float16, propagate_nan=propagate_nan)
+                assert got[1].isnan().all() if propagate_nan else (got[1] == 0).all()
+                assert torch.equal(got[0], expected)
+                assert (got[2] == 0).all()
+                assert (norm * power).isfinite().flatten().tolist() == [True, False, True, True]
+
+
+@case
+def quotients_in_another_dtype():
+    from megatron_eopt.orthogonalize.products import Dense
+    from megatron_eopt.orthogonalize.triton_kernel import Triton
+
+    x = 100 * gaussian(2, 30, 41, dtype=torch.float16)
+    for dtype in ROUNDING:
+        expected = Dense().rescaled(x.clone(), dtype, 128.0).float()
+        got = Triton().rescaled(x.clone(), dtype, 128.0)
+        assert got.dtype == dtype
+        assert ((got.float() - expected).abs() <= 2 * ROUNDING[dtype] * expected.abs()).all()
+
+
+@case
+def factors_are_those_of_torch():
+    """The whole iteration in 16 bits, of either form, with quotients by kernels."""
+    from megatron_eopt.orthogonalize import newton_schulz
+    from megatron_eopt.orthogonalize.triton_kernel import Triton
+
+    for shape in ((40, 24), (3, 20, 70)):
+        x = gaussian(*shape)
+        settings = {"fp32_matmul_prec": "medium", "form": "standard"}
+        expected = newton_schulz(x, **settings)
+        got, health = newton_schulz(x, **settings, products=Triton(), health=True)
+        assert lengths(got - expected).max() <= 3e-2 * lengths(expected).min()
+        torch.testing.assert_close(health.norm, lengths(x)[..., 0, 0], rtol=1e-2, atol=0)
 
 
 @case

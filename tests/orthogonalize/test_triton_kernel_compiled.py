@@ -83,7 +83,32 @@ def compile_all(target):
             print(said)
             if not fits or (precision == "tf32" or dtype != torch.float32) != (TARGETS[target] in code):
                 wrong.append(said)
+    for kernel, kinds, fixed in quotients():
+        aligned = [name for name in kernel.arg_names if name not in fixed and kinds[name] != "fp32"]
+        shared, _, used, spilled = resources(kernel, kinds, fixed, aligned, target, {"enable_fp_fusion": True})
+        print(said := f"{kernel.__name__} {fixed}: {shared} bytes shared, {used} registers, {spilled} spilled")
+        if shared > MOST_SHARED or used > MOST_REGISTERS or spilled > MOST_SPILLED:
+            wrong.append(said)
     return wrong
+
+
+def quotients():
+    """Kernels of norms, the kinds of their arguments, and their constants."""
+    from megatron_eopt.orthogonalize import triton_norms as norms
+
+    flat = {"HEIGHT": 1, "WIDTH": norms._WIDE, "x_col": 1, "out_col": 1}
+    crossed = {"HEIGHT": norms._SIDE, "WIDTH": norms._SIDE, "x_row": 1, "out_col": 1}
+    divided = {"DIVIDED": True, "KEEP_BAD": True}
+    cases = [
+        (norms._squares_of_blocks, {"BLOCK": norms._BLOCK}),
+        (norms._norms_of_matrices, {"WIDTH": 1024}),
+        *((norms._quotients, {**lie, **divided}) for lie in (flat, crossed)),
+        (norms._quotients, {**flat, "DIVIDED": False, "KEEP_BAD": True}),
+    ]
+    pointers = {"x": "*bf16", "out": "*fp16"} | dict.fromkeys(("powers", "squares", "power", "norm"), "*fp32")
+    for kernel, fixed in cases:
+        kinds = dict.fromkeys(kernel.arg_names, "i32") | pointers | {"unit": "fp32"}
+        yield kernel, kinds | dict.fromkeys(fixed, "constexpr"), fixed
 
 
 @pytest.mark.wide

@@ -9,8 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, nonzero, normalized, scaled_with_norm
+from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
+from megatron_eopt.orthogonalize.norms import nonzero, normalized, scaled_with_norm
 from megatron_eopt.orthogonalize.products import square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.records import cut_dimension, in_rounds

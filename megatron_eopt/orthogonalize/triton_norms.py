@@ -1,0 +1,156 @@
+"""Triton kernels that divide matrices by their norms in one pass.
+
+torch takes four, and is three times slower than memory where the result has another dtype than the matrix (H200, torch
+2.11). A matrix is read in blocks, so that it gives the same bits alone and in a stack.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 8192  # entries of which a program adds the squares
+_WIDE, _SIDE = 4096, 64  # entries of a tile of a quotient; a side, where one of both is transposed
+_OPTIONS = {"enable_fp_fusion": True}  # releases of triton differ in the default, and so would bits
+
+
+def normalized(
+    x: Tensor, dtype: torch.dtype, *, unit: float, propagate_nan: bool, own: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+    if not (x.is_contiguous() or x.mT.is_contiguous()):
+        x, own = x.contiguous(), True
+    same = own and x.is_contiguous() and x.element_size() == dtype.itemsize
+    # each entry takes the place of its own, perhaps as another 16 bits
+    out = x.view(dtype) if same else torch.empty(x.shape, dtype=dtype, device=x.device)
+    shape, entries = (*x.shape[:-2], 1, 1), x.size(-2) * x.size(-1)
+    count, blocks = x.numel() // entries, -(-entries // _BLOCK)
+    powers, squares = x.new_empty(2, count * blocks, dtype=torch.float32)
+    power, norm = x.new_empty(2, *shape, dtype=torch.float32)
+    with torch.cuda.device_of(x):  # triton launches on the current one
+        _squares_of_blocks[(count * blocks,)](x, powers, squares, entries, blocks, BLOCK=_BLOCK, **_OPTIONS)
+        _norms_of_matrices[(count,)](powers, squares, power, norm, blocks, WIDTH=1024, **_OPTIONS)
+        _divide(x, out, power, norm, unit, DIVIDED=True, KEEP_BAD=propagate_nan)
+    return out, norm, power
+
+
+def rescaled(x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
+    """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+    out = x.view(dtype) if x.element_size() == dtype.itemsize else torch.empty(x.shape, dtype=dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        _divide(x, out, x, x, 1 / divisor, DIVIDED=False, KEEP_BAD=True)
+    return out
+
+
+def _divide(x: Tensor, out: Tensor, power: Tensor, norm: Tensor, unit: float, *, DIVIDED: bool, KEEP_BAD: bool) -> None:
+    count, (rows, cols) = x[..., 0, 0].numel(), x.shape[-2:]
+    if x.is_contiguous():
+        rows, cols, height, width = 1, rows * cols, 1, _WIDE
+        strides = [cols, cols, 1] * 2
+    else:
+        height = width = _SIDE
+        strides = [rows * cols, *x.stride()[-2:], rows * cols, *out.stride()[-2:]]
+    across = -(-cols // width)
+    per_matrix = across * -(-rows // height)
+    _quotients[(count * per_matrix,)](
+        x,
+        out,
+        power,
+        norm,
+        float(unit),
+        rows,
+        cols,
+        across,
+        per_matrix,
+        *strides,
+        DIVIDED=DIVIDED,
+        KEEP_BAD=KEEP_BAD,
+        HEIGHT=height,
+        WIDTH=width,
+        **_OPTIONS,
+    )
+
+
+@triton.jit
+def _power(x):  # type: ignore[no-untyped-def]
+    """The power of two below a positive number; infinity stays."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(bits, 0x00800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _squares_of_blocks(x, powers, squares, entries, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of squares of a block over a power near its largest."""
+    program = tl.program_id(0).to(tl.int64)
+    at = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + (program // blocks) * entries + at, mask=at < entries, other=0.0).to(tl.float32)
+    power = _power(tl.max(tl.abs(values)))
+    values = tl.div_rn(values, power)
+    tl.store(powers + program, power)
+    tl.store(squares + program, tl.sum(values * values))
+
+
+@triton.jit
+def _norms_of_matrices(powers, squares, power, norm, blocks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each matrix the largest power, and the norm over it."""
+    matrix = tl.program_id(0).to(tl.int64)
+    powers += matrix * blocks
+    squares += matrix * blocks
+    inside = tl.arange(0, WIDTH)
+    largest = tl.zeros((WIDTH,), dtype=tl.float32)
+    for start in range(0, blocks, WIDTH):
+        largest = tl.maximum(largest, tl.load(powers + start + inside, mask=start + inside < blocks, other=0.0))
+    of_all = tl.max(largest)
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for start in range(0, blocks, WIDTH):
+        valid = start + inside < blocks
+        ratio = tl.div_rn(tl.load(powers + start + inside, mask=valid, other=0.0), of_all)
+        total += tl.load(squares + start + inside, mask=valid, other=0.0) * ratio * ratio
+    tl.store(power + matrix, of_all)
+    tl.store(norm + matrix, tl.sqrt_rn(tl.sum(total)))
+
+
+@triton.jit
+def _quotients(  # type: ignore[no-untyped-def]
+    x,
+    out,
+    power,
+    norm,
+    unit,
+    rows,
+    cols,
+    across,
+    per_matrix,
+    x_matrix,
+    x_row,
+    x_col,
+    out_matrix,
+    out_row,
+    out_col,
+    DIVIDED: tl.constexpr,
+    KEEP_BAD: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A tile of a matrix over its norm, times ``unit``."""
+    program = tl.program_id(0)
+    matrix = (program // per_matrix).to(tl.int64)
+    tile = program % per_matrix
+    top = (tile // across).to(tl.int64) * HEIGHT
+    left = (tile % across).to(tl.int64) * WIDTH
+    down = tl.arange(0, HEIGHT)[:, None]
+    along = tl.arange(0, WIDTH)[None, :]
+    inside = (down < rows - top) & (along < cols - left)
+    x += matrix * x_matrix + top * x_row + left * x_col
+    values = tl.load(x + down * x_row + along * x_col, mask=inside, other=0.0).to(tl.float32)
+    if DIVIDED:
+        of_matrix = tl.load(norm + matrix)
+        # the norm is 0 or, as the largest entry is near the power, at least that of the smallest number
+        divisor = tl.div_rn(tl.maximum(of_matrix, 2.0**-30, propagate_nan=tl.PropagateNan.ALL), unit)
+        values = tl.div_rn(tl.div_rn(values, tl.load(power + matrix)), divisor)
+        if not KEEP_BAD:
+            values = tl.where(of_matrix == of_matrix, values, 0.0)
+    else:
+        values *= unit
+    out += matrix * out_matrix + top * out_row + left * out_col
+    tl.store(out + down * out_row + along * out_col, values.to(out.dtype.element_ty), mask=inside)

@@ -76,3 +76,13 @@ def test_what_cannot_be_run(capsys, monkeypatch, arguments, message):
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_start_without_a_makefile_goes_on(folder):
+    """Megatron's wheel has no Makefile, and what a start on a GPU builds by it is in the wheel."""
+    (folder / "script.py").write_text(
+        "from megatron.core.datasets import utils\nutils.compile_helpers()\n"
+        "from megatron.core.datasets import helpers_cpp\nprint('went on')\n"
+    )
+    done = launch(folder, "script.py")
+    assert done.stdout.splitlines()[-1:] == ["went on"], done.stderr

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
-from megatron_eopt.redirect import Redirection, answer, around, becomes
+from megatron_eopt.redirect import Redirection, answer, around, becomes, without_makefile
 
 _CPU = torch.device("cpu")
 # Factories with `device=`, besides those that `with torch.device` knows.
@@ -203,10 +203,8 @@ def redirections() -> list[Redirection]:
 
 def of_megatron() -> list[Redirection]:
     """Redirections in Megatron itself; installing them imports it."""
-    utils, initialize = "megatron.core.datasets.utils", "megatron.training.initialize"
+    initialize = "megatron.training.initialize"
     writer = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
-    built = "the wheel ships them built, but without the Makefile that this runs"
-    helpers = around(lambda real: real() if Path(real.__code__.co_filename).with_name("Makefile").exists() else None)
     warming_up = (
         "nothing is compiled, and warming it up draws numbers, how many depends on the tensor-parallel size: the "
         "weights would depend on it too"
@@ -215,7 +213,7 @@ def of_megatron() -> list[Redirection]:
     forked = "a new interpreter would write asynchronous saves without this backend, and the trainer wait for it"
     copied = "a tensor that is on the host is not copied there, so an asynchronous save would write later steps"
     found = [
-        Redirection(utils, "compile_helpers", helpers, built),
+        without_makefile(),
         # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
         Redirection(initialize, "set_jit_fusion_options", answer(), warming_up, required=False),
         Redirection(initialize, "init_persistent_async_worker", by_fork, forked, required=False),

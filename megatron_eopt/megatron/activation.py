@@ -24,7 +24,7 @@ from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
-from megatron_eopt.redirect import Redirection, Redirections, around, becomes
+from megatron_eopt.redirect import Redirection, Redirections, around, becomes, without_makefile
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +169,7 @@ def _of_training() -> list[Redirection]:
     at_average = "an average of weights, Schedule-Free's or --optimizer-weight-average's, is what is evaluated"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
+        without_makefile(),
         Redirection(checkpointing, "_load_base_checkpoint", files.checked_base, whole),
         Redirection(checkpointing, "_build_sharded_state_dict_metadata", sharding.undecided, apart),
         Redirection(checkpointing, "generate_state_dict", sharding.named_apart, apart),

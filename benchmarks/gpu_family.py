@@ -19,7 +19,7 @@ from megatron_eopt.plan.models import Parallel, dealt_matrices
 
 Build = Callable[[Sequence[Tensor]], Any]
 
-SECONDS_OF_ONE = 30  # an optimizer is not begun in the last of a part
+SECONDS_OF_ONE = 10  # an optimizer is not begun in the last of a part
 MEDIUM: dict[str, Any] = {"fp32_matmul_prec": "medium"}
 FURTHER = {"spectron": {"rank": 16}}  # what a row's constructor has to be told
 

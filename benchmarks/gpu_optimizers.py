@@ -49,7 +49,14 @@ STEPS, BAD, WATCHED = 10, 5, 4  # the step, from 1, with a NaN gradient, and tha
 # SOAP's by 3e-4 (seen on a CPU); one sign of a zero that rounding decides is 4e-3.
 DIFFERENCE, OF_OTHERS = 1e-4, {"soap": 2e-2, "lion": 1e-2, "signum": 1e-2}
 # What lets a few steps of small matrices show what an optimizer does.
-SMALL = {"spectron": {"rank": 3}, "soap": {"precondition_frequency": 2}, "schedule_free_adamw": {"warmup_steps": 2}}
+SMALL: dict[str, dict[str, Any]] = {
+    "spectron": {"rank": 3},
+    "soap": {"precondition_frequency": 2},
+    "schedule_free_adamw": {"warmup_steps": 2},
+    # by default roots are made from eigenvectors, and torch.linalg.eigh asks the GPU whether it found them
+    "shampoo": {"root_method": "cans", "damping": 1e-3},
+    "kl_shampoo": {"root_method": "cans", "damping": 1e-3},
+}
 METHODS = [{"moment2_method": method} for method in ("adamuon", "normuon", "namo")]
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")  # cudaMemcpyAsync is none
 
@@ -223,7 +230,8 @@ def training_seconds(model: Model, run: Run) -> dict[str, float]:
     calls = 2 if run.tiny else 10
     found = {"training": in_a_row(micro_batch, calls, run.device) * TOKENS / (sequences * length)}
     for name in ("adamw", "muon"):
-        optimizer = build_optimizer(net, OptimizerConfig(name=name, lr=1e-5))
+        options = {"fp32_matmul_prec": "medium"} if name == "muon" else {}
+        optimizer = build_optimizer(net, OptimizerConfig(name=name, lr=1e-5, options=options))
         in_a_row(optimizer.step, 3, run.device)
         found[name] = in_a_row(optimizer.step, calls, run.device)
         del optimizer

@@ -32,7 +32,7 @@ ASPECT, SMALLEST = 3.5, 2048  # the shapes that the targets of Newton-Schulz are
 DEFAULT_RATIO, FAST_RATIO, RATE, EXPERTS_RATIO = 1.8, 2.5, 0.8, 5.0
 
 TINY_SHAPES: dict[str, tuple[int, ...]] = {"aspect 3.5": (28, 8), "2 experts": (2, 8, 24)}
-SECONDS_OF_SHAPE = 60  # a shape is not begun in the last of a part
+SECONDS_OF_SHAPE = 20  # a shape is not begun in the last of a part
 
 SWEEP_ROWS, SWEEP_STACKS = (512, 768, 1024, 1408, 2048, 4096, 8192), (1, 8, 64)
 SWEEP_KINDS: dict[str, tuple[torch.dtype, "Fp32Precision", float]] = {

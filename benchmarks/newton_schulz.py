@@ -29,6 +29,7 @@ from megatron_eopt.orthogonalize.forms import PRESETS, gram_flops, restarts_for,
 from megatron_eopt.orthogonalize.kernels import choose, made
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.products import Products
+from megatron_eopt.orthogonalize.timing import fastest, is_timed, times
 
 OUT = Path(__file__).resolve().parent.parent / "bench-out"
 
@@ -93,7 +94,8 @@ class Setup:
 @cache
 def _products(setup: Setup, shape: tuple[int, ...]) -> Products:
     dtypes = (torch.float16, torch.bfloat16) if setup.on_gpu else (torch.float32,)
-    return made(choose([shape], dtypes, setup.device).kernel, min(shape[-2:]))
+    timed = fastest(times([shape], dtypes, setup.device)) if is_timed(setup.device) else None
+    return made(timed or choose([shape], dtypes, setup.device).kernel, min(shape[-2:]))
 
 
 class Contestant(NamedTuple):

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 import demo  # noqa: E402
 import gpu  # noqa: E402
 import gpu_optimizers  # noqa: E402
+import gpu_page  # noqa: E402
 import gpu_predictions  # noqa: E402
 import gpu_products  # noqa: E402
 import gpu_training  # noqa: E402
@@ -266,6 +267,12 @@ def test_a_part_that_starts_processes_runs_with_small_shapes(name, tmp_path):
     failed = [f"{each['name']}: {each['reason']}" for each in part["verdicts"] if each["status"] == "failed"]
     logs = [row for log in part.get("logs", {}).values() for row in log]
     assert not failed, "\n".join([*failed, *logs])
+
+
+def test_the_page_has_what_the_gpu_found():
+    page = (ROOT / "docs" / gpu_page.PAGE).read_text()
+    for mark, table in gpu_page.tables().items():
+        assert between(page, mark).strip() == table
 
 
 def test_kernel_times_are_those_that_a_plan_takes(run, monkeypatch):

@@ -56,8 +56,9 @@ class Preconditioning(FactoredOptimizer):
     Logical matrices, compute ranks, DTensors, ``share_over_dp`` and ``weight_norm`` are as in
     :class:`~megatron_eopt.optimizers.soap.SOAP`. A side longer than ``max_dim`` has no factor, and a matrix without a
     factor is refused. ``root_method`` says how roots are made: ``eigh`` by eigenvectors, some 10 n^3 operations a side
-    of n that are bound by memory; ``cans`` by 11 coupled steps of three products, 19 for fourth roots, which a GPU is
-    fast in. Both are of the same matrix, and about as exact: see :mod:`~megatron_eopt.optimizers.inverse_roots`.
+    of n that are bound by memory, and the step waits for a GPU, which is asked whether it found them; ``cans`` by 11
+    coupled steps of three products, 19 for fourth roots, which a GPU is fast in. Both are of the same matrix, and about
+    as exact: see :mod:`~megatron_eopt.optimizers.inverse_roots`.
 
     Args:
         params: matrices and declared stacks of matrices, or groups of them.

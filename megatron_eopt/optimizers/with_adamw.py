@@ -141,6 +141,11 @@ class Muon(Optimizer):
         as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
         exact = {"fp32_matmul_prec": "highest", "tp_mode": "auto"}
         muon = HeavyBallMuon(listed(muon_params), **settings, **{**as_in_the_original, **exact, **muon_settings})
+        if "fp32_matmul_prec" not in muon_settings and any(p.is_cuda for p in muon._parameters()):
+            warn(
+                f"{type(self).__name__} multiplies in fp32, as its original does: fp32_matmul_prec='medium' took a "
+                f"twelfth of the time for 1.3B on an H200, and 'highest' says that you want it so"
+            )
         # fused=False would also turn off what torch takes by itself
         adam: dict[str, Any] = {"betas": adam_betas, "eps": adam_eps, "fused": adam_fused or None}
         self._join(muon, adam_params, {"lr": lr if adam_lr is None else adam_lr, **adam})

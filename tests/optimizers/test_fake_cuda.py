@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_eopt import Muon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.parallel import agreement, engine
@@ -126,6 +127,15 @@ def test_ranks_wait_for_no_host_and_send_what_lies_together(name, settings, monk
     assert kinds
     assert {kind for _, kind in kinds} <= {(True, "cuda"), (True, "cpu")}, kinds
     assert {collective for collective, (_, device) in kinds if device == "cpu"} <= {"all_reduce"}
+
+
+@pytest.mark.parametrize(("settings", "warns"), [({}, True), ({"fp32_matmul_prec": "highest"}, False)])
+def test_products_in_fp32_that_nobody_asked_for_are_told(settings, warns, caplog):
+    for device in ("cuda", "cpu"):
+        caplog.clear()
+        with FakeTensorMode():
+            Muon([torch.nn.Parameter(torch.empty(8, 8, device=device))], [], **settings)
+        assert ("fp32_matmul_prec='medium'" in caplog.text) == (warns and device == "cuda")
 
 
 def test_waits_are_found():

@@ -1,0 +1,83 @@
+"""Write the tables of docs/proof/gpu.md from the figures of a GPU: ``python benchmarks/gpu_page.py``.
+
+``docs/proof/h200.json`` has what ``make gpu`` found there: verdicts and figures of each part, and the machine.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pages
+
+FOUND = Path(pages.DOCS, "proof", "h200.json")
+PAGE = "proof/gpu.md"
+STATES = ("passed", "failed", "skipped", "measured")
+CONTESTANTS = {
+    "emerging-optimizers": "emerging-optimizers",
+    "emerging-optimizers, its batch": "its batch",
+    "torch.optim.Muon": "torch.optim.Muon",
+    "ours, standard": "ours, standard",
+    "ours, default": "ours, default",
+    "ours, fast": "ours, `fast`",
+}
+COLUMNS = ("ms", "host ms", "GiB of state", "GiB at the peak of a step")
+PEERS = ("AdamW, fused", "torch.optim.Muon", "emerging-optimizers, Muon")
+
+
+def parts(found: Mapping[str, Any]) -> str:
+    """How many checks of each part came to what, and seconds."""
+    rows = []
+    for name, part in found.items():
+        states = [each["status"] for each in part["verdicts"]]
+        rows.append((f"`{name}`", *(str(states.count(state)) for state in STATES), f"{part['seconds']:.0f}"))
+    return pages.markdown(("part", *STATES, "seconds"), rows)
+
+
+def missed(found: Mapping[str, Any]) -> str:
+    """Checks that failed, with what was expected and found."""
+    rows = []
+    for name, part in found.items():
+        for each in part["verdicts"]:
+            if each["status"] == "failed":
+                value = f"{each['value']:.3g}" if isinstance(each["value"], float | int) else "-"
+                rows.append((f"`{name}`", each["name"], value, each["bound"], each["reason"]))
+    return pages.markdown(("part", "check", "found", "expected", "reason"), rows)
+
+
+def newton_schulz(found: Mapping[str, Any]) -> str:
+    """Milliseconds of each contestant, and errors, of each shape."""
+    rows = []
+    for name, contestants in found["newton-schulz"]["figures"].items():
+        if isinstance(contestants, list):
+            by = {each["contestant"]: each for each in contestants}
+            times = [f"{by[key]['milliseconds']:.3g}" if key in by else "-" for key in CONTESTANTS]
+            shape = " x ".join(map(str, contestants[0]["shape"]))
+            errors = (f"{by[key]['error']:.1e}" for key in ("emerging-optimizers", "ours, default"))
+            rows.append((f"{name}: {shape}", *times, *errors))
+    return pages.markdown(("ms", *CONTESTANTS.values(), "error, emerging-optimizers", "error, ours"), rows)
+
+
+def family(found: Mapping[str, Any]) -> str:
+    """Steps of optimizers for the matrices of 124M."""
+    rows = []
+    for label, figures in found["family"]["figures"].items():
+        model, _, name = label.partition(": ")
+        name = name if name in PEERS else f"**{name.removeprefix('ours, ')}**"
+        rows.append((name, *(f"{figures[column]:.3g}" for column in COLUMNS)))
+    return pages.markdown((model, *COLUMNS), rows)
+
+
+# mark on the page -> what it shows
+TABLES = {"parts": parts, "missed": missed, "newton-schulz": newton_schulz, "family": family}
+
+
+def tables() -> dict[str, str]:
+    """Each table of the page by its mark."""
+    found = json.loads(FOUND.read_text())["parts"]
+    return {mark: made(found) for mark, made in TABLES.items()}
+
+
+if __name__ == "__main__":
+    for mark, table in tables().items():
+        pages.put(PAGE, mark, table)

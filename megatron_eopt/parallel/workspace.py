@@ -30,12 +30,13 @@ class Workspace:
 
     @property
     def part(self) -> int:
-        """For element-wise work on so many shards at once."""
-        return self.bytes // 16
+        """For element-wise work on so many shards, while nothing is iterated on."""
+        return self.iteration
 
     def for_chunks(self, largest: int) -> int:
         """For the chunks at work; ``largest`` is the largest iteration's."""
-        return self.bytes - self.part - (self.iteration if largest <= self.iteration else 0)
+        small = self.bytes // 16  # statistics, tables and masks
+        return self.bytes - small - (self.iteration if largest <= self.iteration else 0)
 
 
 DEFAULT_WORKSPACE = Workspace()

@@ -148,13 +148,13 @@ class StepKernels:
         indices = tuple([i for batch in batches for i in batch.indices])
         seen: list[object] = [tuple(scales)]
         for batch in batches:
-            tensors = chain(batch.weights, batch.momenta, batch.gradients) if momentum else batch.weights
-            seen += [(address(x), x.stride(), x.dtype) for x in tensors]
+            tensors = [*batch.weights, *batch.momenta, *batch.gradients] if momentum else batch.weights
+            seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
             seen.append([isinstance(x, Tensor) for x in (batch.accepted, batch.lr, batch.weight_decay)])
             seen.append((batch.nesterov, batch.decays, batch.decay_method))
         storages: dict[int, int] = {}
-        stacks = [storages.setdefault(storage(x), len(storages)) for x in others]
-        seen += [(n, x.storage_offset(), x.stride(), x.dtype) for n, x in zip(stacks, others, strict=True)]
+        stacks = [storages.setdefault(where, len(storages)) for where in map(storage, others)]
+        seen += stacks, [*map(Tensor.storage_offset, others)], [*map(Tensor.stride, others)], [x.dtype for x in others]
         key = (indices, momentum, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step

@@ -6,16 +6,24 @@ A hand is costed by the plan that its tensor-parallel ranks would make. Pure Pyt
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush
+from math import prod
+from operator import mul
 
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, TpMode
+from megatron_eopt.parallel.teams import MODES, cut_over, handed_seconds, team_sizes
 
 OF_ENTRY = 1e-11  # seconds that momentum, weight decay and update take of an entry: 30 bytes at 3 TB/s
+
+LENDS_BELOW = 0.95  # of the time of the busiest rank: to gain less is not worth an exchange
 
 MOST_ENTRIES = 4 / 3  # a rank gets at most so many times the entries of the fullest rank by size, since they are memory
 
 Hand = tuple[int, ...]  # what a rank has: how many items of each kind
+State = tuple[Hand, int, float]  # of a rank: its hand, its entries, and seconds of what else it does
+Dealt = tuple[int, int]  # kind and entries of an item
 
 
 @dataclass(frozen=True)
@@ -24,11 +32,12 @@ class Item:
 
     matrices: tuple[Matrix, ...]  # on the ranks beside each data-parallel rank; none if it steps element-wise
     entries: int  # that each of these ranks holds
+    lendable: bool = False  # whether a team may orthogonalize it
 
     @cached_property
     def kind(self) -> "Item":
         """The same for all items that cost the same."""
-        return Item(tuple(replace(matrix, name="") for matrix in self.matrices), self.entries)
+        return replace(self, matrices=tuple(replace(matrix, name="") for matrix in self.matrices))
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,24 @@ class Deal:
     ranks: tuple[int, ...]  # of each item
     seconds: tuple[float, ...]  # that a step of each rank's hand takes
     by_size: tuple[float, ...]  # the same by the deal that this one replaces
+    lent: tuple[int, ...] = ()  # the items that teams orthogonalize, each that of its rank
+    team: int = 1  # ranks of a team
+    alone: float = 0.0  # seconds of the busiest rank, if each orthogonalized its items alone
 
     def __str__(self) -> str:
         ms, before = max(self.seconds) * 1e3, max(self.by_size) * 1e3
-        return (
+        told = (
             f"{len(self.ranks)} parameters dealt to {len(self.seconds)} data-parallel ranks by predicted time: the "
             f"busiest needs {ms:.3g} ms a step; dealt by size {before:.3g} ms"
         )
+        if not self.lent:
+            return told
+        return f"{told}; {len(self.lent)} are the work of {self.team} ranks each, else {self.alone * 1e3:.3g} ms"
+
+    def of_team(self, rank: int) -> list[int]:
+        """The items that a rank's team orthogonalizes, in one order on all of its ranks."""
+        here = [i for i in self.lent if self.ranks[i] // self.team == rank // self.team]
+        return sorted(here, key=lambda i: self.ranks[i])
 
 
 class Times:
@@ -52,7 +72,7 @@ class Times:
 
     def __init__(self, kinds: Sequence[Item], work: Works, mode: TpMode, rates: Rates) -> None:
         self._kinds, self._settings = kinds, (mode, work, rates)
-        self._known: dict[Hand, float] = {}
+        self._known: dict[tuple[Hand, int], float] = {}
         self._ranks = [max((matrix.ranks for matrix in kind.matrices), default=1) for kind in kinds]
         # As many as ranks can share evenly take their time again and again, whatever else is there.
         alone = [tuple(count * (i == j) for j in range(len(kinds))) for i, count in enumerate(self._ranks)]
@@ -69,18 +89,26 @@ class Times:
         """Seconds of one item where there are many."""
         return OF_ENTRY * self._kinds[kind].entries + self._rounds[kind] / self._ranks[kind]
 
-    def _planned(self, hand: Hand) -> float:
-        if hand not in self._known:
+    def of_team(self, hands: Sequence[Hand]) -> float:
+        """Seconds in which a team orthogonalizes what its ranks lend."""
+        team, (_, _, rates) = len(hands), self._settings
+        nbytes = [sum(matrix.itemsize * prod(matrix.shape) for matrix in kind.matrices) for kind in self._kinds]
+        most = max(sum(map(mul, hand, nbytes)) for hand in hands)
+        whole = tuple(map(sum, zip(*hands, strict=True)))
+        return self._planned(whole, team) + handed_seconds(most, team, rates) if most else 0.0
+
+    def _planned(self, hand: Hand, team: int = 1) -> float:
+        if (hand, team) not in self._known:
             mode, work, rates = self._settings
             matrices = [
-                replace(matrix, name=f"{number}.{copy}.{part}")
+                replace(matrix if team == 1 else cut_over(matrix, team), name=f"{number}.{copy}.{part}")
                 for number, (kind, count) in enumerate(zip(self._kinds, hand, strict=True))
                 for copy in range(count)
                 for part, matrix in enumerate(kind.matrices)
             ]
             plan = make_plan(matrices, mode, work, rates)
-            self._known[hand] = plan_cost(plan, work, rates).seconds
-        return self._known[hand]
+            self._known[hand, team] = plan_cost(plan, work, rates).seconds
+        return self._known[hand, team]
 
 
 def deal(
@@ -91,6 +119,7 @@ def deal(
     mode: TpMode = "auto",
     rates: Rates = DEFAULT_RATES,
     buckets: Sequence[tuple[Sequence[int], float]] | None = None,
+    teams: Sequence[int] = (),
 ) -> Deal:
     """Deal items to ranks by predicted time, the longest first.
 
@@ -98,46 +127,110 @@ def deal(
     time. Without tensor parallelism and bounds of memory the busiest needs at most 4/3 of the least possible (Graham,
     Bounds on Multiprocessing Timing Anomalies, 1969).
 
+    What takes longer than a rank's share of all work is orthogonalized by the rank's team, where that lets the busiest
+    rank need less than :data:`LENDS_BELOW` of its time.
+
     ``by_size`` is the deal that is replaced, ``mode`` how hands will be orthogonalized. ``buckets`` are item indices
     with a rank's room for entries (by default all, :data:`MOST_ENTRIES`); one that does not fit is dealt by size.
+    ``teams`` are sizes of teams to try, of consecutive ranks.
     """
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(item.kind for item in items))}
     of_kind = [kinds[item.kind] for item in items]
     times = Times(list(kinds), work, mode, rates)
+    none = (0,) * len(kinds)
     if buckets is None:
         pairs = list(zip(items, by_size, strict=True))
         filled = [sum(item.entries for item, r in pairs if r == rank) for rank in range(ranks)]
         buckets = [(range(len(items)), MOST_ENTRIES * max(filled))]
-    rank_of = list(by_size)
-    hands: list[Hand] = [(0,) * len(kinds)] * ranks
+    rank_of, hands = list(by_size), [none] * ranks
     for indices, room in buckets:
         order = sorted(indices, key=lambda i: -times.alone(of_kind[i]))
-        dealt = _dealt([(of_kind[i], items[i].entries) for i in order], hands, room, times)
+        dealt = _dealt([(of_kind[i], items[i].entries) for i in order], [(hand, 0, 0.0) for hand in hands], room, times)
         for i, rank in zip(order, dealt or [by_size[i] for i in order], strict=True):
             rank_of[i], hands[rank] = rank, _with(hands[rank], of_kind[i])
-    before: list[Hand] = [(0,) * len(kinds)] * ranks
+    before = [none] * ranks
     for kind, rank in zip(of_kind, by_size, strict=True):
         before[rank] = _with(before[rank], kind)
     seconds, replaced = tuple(map(times.of, hands)), tuple(map(times.of, before))
+    found = Deal(tuple(by_size), replaced, replaced)
     if max(seconds) < max(replaced):
-        return Deal(tuple(rank_of), seconds, replaced)
-    return Deal(tuple(by_size), replaced, replaced)
+        found = Deal(tuple(rank_of), seconds, replaced)
+    if len(buckets) > 1 or mode not in MODES:
+        return found
+    share, ((_, room),) = sum(found.seconds) / ranks, buckets
+    longest = sorted((n for kind, n in kinds.items() if kind.lendable), key=lambda n: -times.alone(n))
+    longest = [n for n in longest if times.alone(n) > share]
+    alone = least = max(found.seconds)
+    order = sorted(range(len(items)), key=lambda i: -times.alone(of_kind[i]))
+    for team, lent in ((team, longest[:end]) for team in teams for end in range(1, len(longest) + 1)):
+        trial = _lent([(of_kind[i], items[i].entries) for i in order], lent, team, ranks, none, room, times)
+        if trial is not None and max(trial[1]) < min(least, LENDS_BELOW * alone):
+            rank_of = dict(zip(order, trial[0], strict=True))
+            owners, least = tuple(rank_of[i] for i in range(len(items))), max(trial[1])
+            indices = tuple(i for i, kind in enumerate(of_kind) if kind in lent)
+            found = Deal(owners, tuple(trial[1]), replaced, indices, team, alone)
+    return found
 
 
-def _dealt(items: Sequence[tuple[int, int]], hands: Sequence[Hand], room: float, times: Times) -> list[int] | None:
-    """The rank of each (kind, entries), if they fit."""
-    hands, filled, ranks = list(hands), [0] * len(hands), []
+def _dealt(items: Sequence[Dealt], states: Sequence[State], room: float, times: Times) -> list[int] | None:
+    """The rank of each item, if they fit."""
+    ranks, alike = list[int](), dict[State, list[int]]()  # ranks of each state, the first on top
+    for rank, state in enumerate(states):
+        alike.setdefault(state, []).append(rank)
     for kind, entries in items:
-        alike: dict[tuple[Hand, int], int] = {}  # the first of the ranks that have the same
-        for rank, state in enumerate(zip(hands, filled, strict=True)):
-            if state[1] + entries <= room:
-                alike.setdefault(state, rank)
-        if not alike:
+        trials = [
+            (times.of(_with(hand, kind)) + beside, filled, same[0], (hand, filled, beside))
+            for (hand, filled, beside), same in alike.items()
+            if filled + entries <= room
+        ]
+        if not trials:
             return None
-        _, _, rank = min((times.of(_with(hand, kind)), held, rank) for (hand, held), rank in alike.items())
-        hands[rank], filled[rank] = _with(hands[rank], kind), filled[rank] + entries
-        ranks.append(rank)
+        *_, state = min(trials)
+        hand, filled, beside = state
+        ranks.append(rank := heappop(alike[state]))
+        if not alike[state]:
+            del alike[state]
+        heappush(alike.setdefault((_with(hand, kind), filled + entries, beside), []), rank)
     return ranks
+
+
+def _lent(
+    items: Sequence[Dealt], lent: Sequence[int], team: int, ranks: int, none: Hand, room: float, times: Times
+) -> tuple[list[int], list[float]] | None:
+    """Ranks of items and seconds of ranks, if teams orthogonalize some kinds; None if they do not fit.
+
+    The team that then takes the least time gets an item, and in it the rank with the fewest entries. All others are
+    dealt after these.
+    """
+    alike = {(none,) * team: list(range(ranks // team))}  # teams that lend the same, the first on top
+    rank_of, filled = dict[int, int](), [0] * ranks
+    for number, (kind, entries) in enumerate(items):
+        if kind in lent:
+            trials = []
+            for loans, (first, *_) in alike.items():
+                rank = min(range(first * team, first * team + team), key=filled.__getitem__)
+                after = (*loans[: rank % team], _with(loans[rank % team], kind), *loans[rank % team + 1 :])
+                trials.append((times.of_team(after), rank, loans, after))
+            _, rank, loans, after = min(trials)
+            filled[rank] += entries
+            if filled[rank] > room:
+                return None
+            rank_of[number] = rank
+            heappush(alike.setdefault(after, []), heappop(alike[loans]))
+            if not alike[loans]:
+                del alike[loans]
+    of_team = {number: times.of_team(loans) for loans, numbers in alike.items() for number in numbers}
+    beside = [of_team[rank // team] + OF_ENTRY * entries for rank, entries in enumerate(filled)]
+    kept = [number for number, _ in enumerate(items) if number not in rank_of]
+    dealt = _dealt([items[number] for number in kept], [(none, *state) for state in zip(filled, beside, strict=True)], room, times)
+    if dealt is None:
+        return None
+    hands = [none] * ranks
+    for number, rank in zip(kept, dealt, strict=True):
+        hands[rank] = _with(hands[rank], items[number][0])
+    rank_of |= zip(kept, dealt, strict=True)
+    seconds = [times.of(hand) + more for hand, more in zip(hands, beside, strict=True)]
+    return [rank_of[number] for number, _ in enumerate(items)], seconds
 
 
 def _with(hand: Hand, kind: int) -> Hand:

@@ -174,6 +174,9 @@ class OptimizerOfRun:
         agreement.choose_kernels(here)
         self.phase("kernels")
         agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
+        of_all = [x for x in torch_optimizers(self.optimizer) if isinstance(x, BaseOptimizer)]
+        with_team = [(x, team) for x in of_all if (team := x._session.team) is not None]
+        agreement.on_all_ranks(lambda: [team.plan(optimizer) for optimizer, team in with_team])
 
     def build_manifest(self) -> None:
         """Record which optimizer updates every parameter, as built."""

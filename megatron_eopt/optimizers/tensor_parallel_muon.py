@@ -314,8 +314,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _run(self, batches: Sequence[Batch]) -> None:
         indices, watch = [i for batch in batches for i in batch.indices], None
-        engine, scales = self._session.plans.scales
-        kernels, own = self._session.plans.kernels, self._reads_all()
+        session = self._session
+        engine, scales = session.plans.scales
+        kernels, own = session.plans.kernels, self._reads_all()
         assert engine is not None, "prepare() made it"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
@@ -328,6 +329,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
         if offloads := self.offload_fraction > 0:
             self.streamed.begin(batches, engine.order(indices), self.on_host)
+        if session.team is not None:
+            indices = session.team.step(self, indices, program)
         engine.run(indices, program)
         if offloads:
             self.streamed.end()

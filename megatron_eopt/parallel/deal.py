@@ -13,7 +13,7 @@ from operator import mul
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, TpMode
-from megatron_eopt.parallel.teams import MODES, cut_over, handed_seconds, team_sizes
+from megatron_eopt.parallel.teams import cut_over, handed_seconds
 
 OF_ENTRY = 1e-11  # seconds that momentum, weight decay and update take of an entry: 30 bytes at 3 TB/s
 
@@ -32,7 +32,12 @@ class Item:
 
     matrices: tuple[Matrix, ...]  # on the ranks beside each data-parallel rank; none if it steps element-wise
     entries: int  # that each of these ranks holds
-    lendable: bool = False  # whether a team may orthogonalize it
+    kept: str = ""  # why no team may orthogonalize it
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its rank has whole matrices, and no other has a part in them."""
+        return bool(self.matrices) and all(matrix.ranks == 1 for matrix in self.matrices)
 
     @cached_property
     def kind(self) -> "Item":
@@ -49,7 +54,8 @@ class Deal:
     by_size: tuple[float, ...]  # the same by the deal that this one replaces
     lent: tuple[int, ...] = ()  # the items that teams orthogonalize, each that of its rank
     team: int = 1  # ranks of a team
-    alone: float = 0.0  # seconds of the busiest rank, if each orthogonalized its items alone
+    alone: tuple[float, ...] = ()  # seconds of each rank, if each orthogonalized its items alone
+    against: str = ""  # why teams do not orthogonalize more, where that would be faster
 
     def __str__(self) -> str:
         ms, before = max(self.seconds) * 1e3, max(self.by_size) * 1e3
@@ -57,9 +63,9 @@ class Deal:
             f"{len(self.ranks)} parameters dealt to {len(self.seconds)} data-parallel ranks by predicted time: the "
             f"busiest needs {ms:.3g} ms a step; dealt by size {before:.3g} ms"
         )
-        if not self.lent:
-            return told
-        return f"{told}; {len(self.lent)} are the work of {self.team} ranks each, else {self.alone * 1e3:.3g} ms"
+        if self.lent:
+            told += f"; {len(self.lent)} are the work of {self.team} ranks each, else {max(self.alone) * 1e3:.3g} ms"
+        return f"{told}; several ranks to a matrix would be faster: {self.against}" if self.against else told
 
     def of_team(self, rank: int) -> list[int]:
         """The items that a rank's team orthogonalizes, in one order on all of its ranks."""
@@ -155,21 +161,29 @@ def deal(
     found = Deal(tuple(by_size), replaced, replaced)
     if max(seconds) < max(replaced):
         found = Deal(tuple(rank_of), seconds, replaced)
-    if len(buckets) > 1 or mode not in MODES:
-        return found
-    share, ((_, room),) = sum(found.seconds) / ranks, buckets
-    longest = sorted((n for kind, n in kinds.items() if kind.lendable), key=lambda n: -times.alone(n))
+    share, shared = sum(found.seconds) / ranks, list(kinds)
+    longest = [n for n in sorted(kinds.values(), key=lambda n: -times.alone(n)) if shared[n].is_whole]
     longest = [n for n in longest if times.alone(n) > share]
-    alone = least = max(found.seconds)
+    if not (longest and teams) or len(buckets) > 1:
+        return found
     order = sorted(range(len(items)), key=lambda i: -times.alone(of_kind[i]))
-    for team, lent in ((team, longest[:end]) for team in teams for end in range(1, len(longest) + 1)):
-        trial = _lent([(of_kind[i], items[i].entries) for i in order], lent, team, ranks, none, room, times)
-        if trial is not None and max(trial[1]) < min(least, LENDS_BELOW * alone):
-            rank_of = dict(zip(order, trial[0], strict=True))
-            owners, least = tuple(rank_of[i] for i in range(len(items))), max(trial[1])
-            indices = tuple(i for i, kind in enumerate(of_kind) if kind in lent)
-            found = Deal(owners, tuple(trial[1]), replaced, indices, team, alone)
-    return found
+
+    def over_teams(allowed: Sequence[int]) -> Deal:
+        best, bound = found, LENDS_BELOW * max(found.seconds)
+        for team, lent in ((team, allowed[:end]) for team in teams for end in range(1, len(allowed) + 1)):
+            trial = _lent([(of_kind[i], items[i].entries) for i in order], lent, team, ranks, none, room, times)
+            if trial is not None and max(trial[1]) < bound:
+                owner_of, bound = dict(zip(order, trial[0], strict=True)), max(trial[1])
+                owners = tuple(owner_of[i] for i in range(len(items)))
+                indices = tuple(i for i, kind in enumerate(of_kind) if kind in lent)
+                best = Deal(owners, tuple(trial[1]), replaced, indices, team, found.seconds)
+        return best
+
+    best = over_teams([n for n in longest if not shared[n].kept])
+    against = next((shared[n].kept for n in longest if shared[n].kept), "")
+    if against and max(over_teams(longest).seconds) < LENDS_BELOW * max(best.seconds):
+        return replace(best, against=against)
+    return best
 
 
 def _dealt(items: Sequence[Dealt], states: Sequence[State], room: float, times: Times) -> list[int] | None:
@@ -222,7 +236,8 @@ def _lent(
     of_team = {number: times.of_team(loans) for loans, numbers in alike.items() for number in numbers}
     beside = [of_team[rank // team] + OF_ENTRY * entries for rank, entries in enumerate(filled)]
     kept = [number for number, _ in enumerate(items) if number not in rank_of]
-    dealt = _dealt([items[number] for number in kept], [(none, *state) for state in zip(filled, beside, strict=True)], room, times)
+    states = [(none, entries, seconds) for entries, seconds in zip(filled, beside, strict=True)]
+    dealt = _dealt([items[number] for number in kept], states, room, times)
     if dealt is None:
         return None
     hands = [none] * ranks

@@ -160,7 +160,7 @@ def _keep_busiest(
         return [], {}
     whole = releases.distributed_optimizer(facts.release).get("whole_matrices", False)
     by_time = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
-    items, works = items_of(optimizers)
+    items, works = items_of(optimizers, planned.tp_mode)
     told, rank_of = list[str](), dict[Tensor, int]()
     for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
         parameters, ranks = [p for p in items if _is_of_one_rank(p) != dense], among.size()

@@ -4,6 +4,7 @@ Their parameters, state and gradients stay with one rank. A step begins with the
 whatever it has to step: so none waits for another.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -17,10 +18,11 @@ from torch.distributed import ProcessGroup
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import values_of
 from megatron_eopt.parallel.engine import Engine, Spread
+from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Matrix, Shape, whole
+from megatron_eopt.parallel.records import Matrix, Shape, TpMode, whole
 from megatron_eopt.parallel.scheduler import Program, resume
-from megatron_eopt.parallel.teams import MODES, TEAM, cut_over
+from megatron_eopt.parallel.teams import MODES, TEAM, Shared, cut_over, nbytes
 from megatron_eopt.parallel.workspace import Workspace
 
 
@@ -36,15 +38,18 @@ class TeamPlan:
     spread: list[Spread]  # of each of them: whose it is
     dtype: torch.dtype  # in which they are handed over
     own: dict[int, list[int]]  # of this rank's lent parameters the indices of their matrices here
+    mode: TpMode
     of: object  # the settings that it was made for
 
-    def factors(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """The factors of this rank's matrices; all ranks of the team call it together."""
-        remaining, engine = iter(matrices), self.engine
-        mine = set(chain(*self.own.values()))
+    def factors(self, matrices: list[Tensor]) -> list[Tensor]:
+        """The factors of this rank's matrices; empties the list; all ranks of the team call it together."""
+        engine, mine = self.engine, set(chain(*self.own.values()))
         none = [torch.empty(0, *each.matrix.shape, dtype=self.dtype, device=engine.device) for each in self.spread]
-        stacks = [[next(remaining)[None]] if i in mine else [empty] for i, empty in enumerate(none)]
-        shards = [x[0] for (x,) in _finished(engine.scatter_back(stacks, self.spread))]
+        stacks = [[matrices.pop(0)[None]] if i in mine else [empty] for i, empty in enumerate(none)]
+        sending = engine.scatter_back(stacks, self.spread)
+        next(sending)
+        stacks.clear()
+        shards = [x[0] for (x,) in _finished(sending)]
         factors = engine.factors(range(len(shards)), shards)
         back = _finished(engine.gather_whole([[x[None]] for x in factors], self.spread))
         return [x[0] for i, (x,) in enumerate(back) if i in mine]
@@ -91,7 +96,7 @@ class Team:
         remaining = iter([i for i, owner in enumerate(owners) if owner == this_rank])
         own = {i: [next(remaining) for _ in of_parameter] for i, of_parameter in zip(lent, facts, strict=True)}
         dtype = reduce(torch.promote_types, [spec.dtype for spec in all_specs])
-        return TeamPlan(engine, spread, dtype, own, wanted)
+        return TeamPlan(engine, spread, dtype, own, mode, wanted)
 
     @torch.no_grad()
     def step(
@@ -123,6 +128,25 @@ class Team:
             of_one = [factors.pop(n) for n in at]
             resume(one, of_one if dtypes is None else [x.to(d) for x, d in zip(of_one, dtypes, strict=True)])
         return [i for i in indices if i not in plan.own]
+
+    def schemes(self, optimizer: Any) -> dict[str, str]:
+        """How matrices of this rank are orthogonalized, by name."""
+        plan = self.plan(optimizer).engine.plan
+        size = self.group.size()
+        of_all = {i: f"{b.scheme.replace('_', ' ')} over {size} of a node" for b in plan.buckets for i in b.matrices}
+        return {plan.matrices[i].name: scheme for i, scheme in of_all.items()}
+
+    def explain(self, optimizer: Any) -> str:
+        """The plan of a rank's matrices, and of those of its team; all ranks ask."""
+        plan, alone = self.plan(optimizer), optimizer.engine
+        own = frozenset(plan.engine.plan.matrices[n].name for n in chain(*plan.own.values()))
+        handed = Counter[int]()
+        for each in plan.spread:
+            handed[each.numbers.index(1)] += nbytes([each.matrix])
+        shared = Shared(plan.engine.plan.matrices, own, max(handed.values()))
+        works, rates, workspace = alone.works | plan.engine.works, plan.engine.rates, alone.workspace
+        together = shared.plan(alone.plan.matrices, plan.mode, works, rates, workspace)
+        return f"{explain(together, works, rates, workspace)}\n{shared.explain(rates)}"
 
     def _room(self, plan: TeamPlan, number: int) -> Tensor:
         return torch.empty(plan.spread[number].matrix.shape, dtype=plan.dtype, device=self.device)

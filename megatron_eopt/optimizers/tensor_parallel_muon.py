@@ -536,7 +536,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def explain(self) -> str:
         """The plan of a step, a table; all ranks ask."""
-        return self.prepare().explain()
+        engine, team = self.prepare(), self._session.team
+        return engine.explain() if team is None else team.explain(self)
 
     def engine_to_explain(self) -> Engine:
         """The engine of :meth:`explain`, before ranks agree on it."""
@@ -554,7 +555,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         scales = [
             scales_of(self._scale(group), matrices) for group, matrices in zip(groups, engine.matrices, strict=True)
         ]
-        return dict(zip(parameters, reports.described(engine, groups, scales, self.predicted_rms), strict=True))
+        team = self._session.team
+        schemes = team.schemes(self) if team is not None and settled else {}
+        return dict(
+            zip(parameters, reports.described(engine, groups, scales, self.predicted_rms, schemes), strict=True)
+        )
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""

@@ -3,17 +3,17 @@
 A hand is costed by the plan that its tensor-parallel ranks would make. Pure Python: the same on every rank.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from math import prod
 from operator import mul
 
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, TpMode
-from megatron_eopt.parallel.teams import cut_over, handed_seconds
+from megatron_eopt.parallel.teams import Shared, cut_over, handed_seconds, nbytes
 
 OF_ENTRY = 1e-11  # seconds that momentum, weight decay and update take of an entry: 30 bytes at 3 TB/s
 
@@ -68,9 +68,21 @@ class Deal:
         return f"{told}; several ranks to a matrix would be faster: {self.against}" if self.against else told
 
     def of_team(self, rank: int) -> list[int]:
-        """The items that a rank's team orthogonalizes, in one order on all of its ranks."""
-        here = [i for i in self.lent if self.ranks[i] // self.team == rank // self.team]
-        return sorted(here, key=lambda i: self.ranks[i])
+        """The items that a rank's team orthogonalizes."""
+        return [i for i in self.lent if self.ranks[i] // self.team == rank // self.team]
+
+    def shared(self, items: Sequence[Item], rank: int, only: Collection[int] | None = None) -> Shared | None:
+        """What a rank's team works on, of all items or some; None for nothing."""
+        here = [i for i in self.of_team(rank) if only is None or i in only]
+        if not here:
+            return None
+        matrices = [matrix for i in here for matrix in items[i].matrices]
+        own = [matrix for i in here if self.ranks[i] == rank for matrix in items[i].matrices]
+        handed = Counter[int]()
+        for i in here:
+            handed[self.ranks[i]] += nbytes(items[i].matrices)
+        names = frozenset(matrix.name for matrix in own)
+        return Shared([cut_over(m, self.team) for m in matrices], names, max(handed.values(), default=0))
 
 
 class Times:
@@ -98,8 +110,8 @@ class Times:
     def of_team(self, hands: Sequence[Hand]) -> float:
         """Seconds in which a team orthogonalizes what its ranks lend."""
         team, (_, _, rates) = len(hands), self._settings
-        nbytes = [sum(matrix.itemsize * prod(matrix.shape) for matrix in kind.matrices) for kind in self._kinds]
-        most = max(sum(map(mul, hand, nbytes)) for hand in hands)
+        of_kinds = [nbytes(kind.matrices) for kind in self._kinds]
+        most = max(sum(map(mul, hand, of_kinds)) for hand in hands)
         whole = tuple(map(sum, zip(*hands, strict=True)))
         return self._planned(whole, team) + handed_seconds(most, team, rates) if most else 0.0
 

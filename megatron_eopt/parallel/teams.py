@@ -5,16 +5,63 @@ the shards as tensor-parallel ranks would, and hand the shards of the factor bac
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from math import gcd
+from math import gcd, prod
 
-from megatron_eopt.parallel.cost import Rates
-from megatron_eopt.parallel.records import Matrix, TpMode, cut_at
+from megatron_eopt.parallel.cost import Rates, Works
+from megatron_eopt.parallel.explain import figure
+from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.records import Matrix, Plan, TpMode, cut_at
+from megatron_eopt.parallel.workspace import Workspace
 
 TEAM = "team"  # label of the group
 
+GPUS_OF_NODE = 8  # where nothing else is known
+
 MODES: tuple[TpMode, ...] = ("auto", "gram")  # in which ranks work on shards where that is faster
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a team works on, as one of its ranks sees it."""
+
+    matrices: Sequence[Matrix]  # cut over the team
+    own: frozenset[str]  # names of those that the rank has
+    handed: int  # bytes of the whole matrices of the rank that has the most
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the team."""
+        return self.matrices[0].ranks
+
+    @property
+    def held(self) -> int:
+        """Bytes of temporaries while matrices are handed over: them, and a copy that is sent."""
+        return 2 * self.handed
+
+    def seconds(self, rates: Rates) -> float:
+        """What it takes to hand matrices over, and factors back."""
+        return handed_seconds(self.handed, self.ranks, rates)
+
+    def plan(self, matrices: Sequence[Matrix], mode: TpMode, works: Works, rates: Rates, workspace: Workspace) -> Plan:
+        """The plan of a rank's matrices, and of those that its team works on."""
+        alone = [matrix for matrix in matrices if matrix.name not in self.own]
+        return make_plan([*alone, *self.matrices], mode, works, rates, workspace=workspace)
+
+    def explain(self, rates: Rates) -> str:
+        """What the table of that plan lacks."""
+        sent, ms = handed_bytes(self.handed, self.ranks), self.seconds(rates) * 1e3
+        return (
+            f"The matrices of group {TEAM!r} are the work of {self.ranks} ranks of a node. The rank that has one sends "
+            f"shards, and gets those of the\nfactor back: at most {figure(sent / 1e6)} MB each way, {figure(ms)} ms "
+            f"for both, and {figure(self.held / 2**20)} MiB of temporaries beside those above."
+        )
+
+
+def nbytes(matrices: Sequence[Matrix]) -> int:
+    """Bytes of whole matrices where they are exchanged."""
+    return sum(matrix.itemsize * prod(matrix.shape) for matrix in matrices)
 
 
 def cut_over(matrix: Matrix, ranks: int) -> Matrix:

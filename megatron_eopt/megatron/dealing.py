@@ -126,14 +126,20 @@ def node_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def most_of_team(config: Any) -> int | None:
+    """Most ranks that may work on one matrix; None for all of a node."""
+    most: int | None = getattr(config, "matrix_ranks", None)
+    if most is not None and most < 1:
+        raise ValueError(f"--matrix-ranks is a number of ranks, 1 for each matrix on one rank, got {most}")
+    return most
+
+
 def sizes_of_teams(config: Any, ranks: Sequence[int], of_node: int) -> list[int]:
     """Sizes that teams of a group's ranks may have; none with ``--matrix-ranks 1``.
 
     ``ranks`` are global, of consecutive nodes of ``of_node``.
     """
-    most = getattr(config, "matrix_ranks", None)
-    if most is not None and most < 1:
-        raise ValueError(f"--matrix-ranks is a number of ranks, 1 for each matrix on one rank, got {most}")
+    most = most_of_team(config)
     return team_sizes(run_length(ranks, of_node), of_node if most is None else most)
 
 

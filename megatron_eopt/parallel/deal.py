@@ -13,7 +13,7 @@ from operator import mul
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, TpMode
-from megatron_eopt.parallel.teams import Shared, cut_over, handed_seconds, nbytes
+from megatron_eopt.parallel.teams import MODES, Shared, cut_over, handed_seconds, nbytes
 
 OF_ENTRY = 1e-11  # seconds that momentum, weight decay and update take of an entry: 30 bytes at 3 TB/s
 
@@ -118,6 +118,8 @@ class Times:
     def _planned(self, hand: Hand, team: int = 1) -> float:
         if (hand, team) not in self._known:
             mode, work, rates = self._settings
+            if team > 1 and mode not in MODES:  # in which no team works, but it is said whether one would be faster
+                mode = MODES[0]
             matrices = [
                 replace(matrix if team == 1 else cut_over(matrix, team), name=f"{number}.{copy}.{part}")
                 for number, (kind, count) in enumerate(zip(self._kinds, hand, strict=True))

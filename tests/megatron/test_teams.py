@@ -53,6 +53,18 @@ def test_four_ranks_train_as_without_teams_and_resume_bit_by_bit(tmp_path, few, 
         torch.testing.assert_close(of_teams[name]["parameter"], state["parameter"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["missing", "nan"])
+def test_no_rank_waits_for_a_gradient(tmp_path, few, how):
+    run = [*RUN, *FP32, *few, "--muon-tp-mode", "gram"]
+    lost = {"LOSE": how}
+    found, output = train(tmp_path / "teams", 4, *run, program=LENDING, environment=lost, timeout=90)
+    assert shared(output) is not None
+    alone, _ = train(tmp_path / "alone", 4, *run, "--matrix-ranks", 1, program=LENDING, environment=lost)
+    whole_run, _ = train(tmp_path / "whole", 4, *run, "--matrix-ranks", 1, program=LENDING)
+    assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(found) != pytest.approx(losses(whole_run), rel=1e-5)  # in whose third step all matrices are updated
+
+
 def test_the_run_says_what_the_plan_of_its_flags_says(tmp_path, capsys, monkeypatch):
     flags = [*map(str, [*SMALL_GPT, *MODEL, *DEALT, "--train-iters", 1])]
     _, output = train(tmp_path / "run", 4, *RUN, "--train-iters", 1, "--bf16", program=LENDING)

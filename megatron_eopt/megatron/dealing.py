@@ -23,7 +23,7 @@ from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Deal, Item, deal
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, TpMode
-from megatron_eopt.parallel.teams import MODES, run_length, team_sizes
+from megatron_eopt.parallel.teams import GPUS_OF_NODE, MODES, run_length, team_sizes
 from megatron_eopt.redirect import Redirection, Redirections, around
 
 DENSE = "dp_cp"  # whose matrices teams may work on; experts are many and small
@@ -40,7 +40,9 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
             return
         groups = [group for each in optimizers for group in each.param_groups]
         whole = [list(group["params"]) for group in groups]
-        items, works = items_of(optimizers, mode)
+        node = os.environ.get("LOCAL_WORLD_SIZE")  # which torchrun sets
+        unknown = "LOCAL_WORLD_SIZE does not say how many ranks a node has" if node is None else ""
+        items, works = items_of(optimizers, mode, unknown)
         inner = [each for outer in optimizers for each in torch_optimizers(outer)]
         optimizer_of = {p: each for each in inner for group in each.param_groups for p in group["params"]}
         original(self, optimizers, *layouts)
@@ -52,7 +54,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
             parameters = [parameter for params in whole for parameter in params if parameter in rank_of]
             ranks_of, of_all = getattr(self.pg_collection, ranks), [items[p] for p in parameters]
             members = dist.get_process_group_ranks(ranks_of)
-            teams = sizes_of_teams(config, members, node_size()) if ranks == DENSE else []
+            teams = sizes_of_teams(config, members, int(node or GPUS_OF_NODE)) if ranks == DENSE else []
             dealt = deal(of_all, [rank_of[p] for p in parameters], len(by_size), works, mode, teams=teams)
             hands: list[list[Tensor]] = [[] for _ in by_size]
             for parameter, rank in zip(parameters, dealt.ranks, strict=True):
@@ -103,27 +105,24 @@ def balances(config: Any, args: Any) -> bool:
     return getattr(config, "balanced_deal", True) and getattr(args, "ckpt_format", None) != "torch"
 
 
-def items_of(optimizers: Sequence[Optimizer], mode: TpMode) -> tuple[dict[Tensor, Item], dict[str, Work]]:
-    """Items to deal, of optimizers with all parameters, and iterations."""
+def items_of(
+    optimizers: Sequence[Optimizer], mode: TpMode, against: str = ""
+) -> tuple[dict[Tensor, Item], dict[str, Work]]:
+    """Items to deal, of optimizers with all parameters, and iterations; ``against`` is a reason against teams."""
     items: dict[Tensor, Item] = {}
     works: dict[str, Work] = {}
     for optimizer in (inner for outer in optimizers for inner in torch_optimizers(outer)):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        against, matrices = "", list[tuple[Matrix, ...]]([()] * len(parameters))
+        kept, matrices = against, list[tuple[Matrix, ...]]([()] * len(parameters))
         if isinstance(optimizer, BaseOptimizer) and (engine := optimizer.proposed()).works:
             flat, works = iter(engine.plan.matrices), works | engine.works  # as they are on all ranks, in any mode
             matrices = [tuple(islice(flat, len(parts))) for parts in engine.matrices]
-            against = reason_against_teams(optimizer, engine, mode)
-        items |= {p: Item(parts, p.numel(), against) for p, parts in zip(parameters, matrices, strict=True)}
+            kept = kept or reason_against_teams(optimizer, engine, mode)
+        items |= {p: Item(parts, p.numel(), kept) for p, parts in zip(parameters, matrices, strict=True)}
     return items, works
 
 
 # Teams, which orthogonalize a matrix of one rank together.
-
-
-def node_size() -> int:
-    """Ranks of a node, as torchrun says; 1 where nothing says it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def most_of_team(config: Any) -> int | None:

@@ -1,6 +1,7 @@
 """pretrain.py with rates of slow products and a fast link, at which ranks share the matrices of a small GPT.
 
-Where LOSE is "missing" or "nan", so is the gradient of the largest matrix in the third step of the rank that has it.
+With NODES=unknown it is as where no launcher says how many ranks a node has. Where LOSE is "missing" or "nan", so is
+the gradient of the largest matrix in the third step of the rank that has it.
 """
 
 import functools
@@ -33,6 +34,8 @@ def lose(how, step=TensorParallelMuon.step):
 
 if __name__ == "__main__":
     dealing.deal = dealt_at_rates
+    if os.environ.get("NODES") == "unknown":
+        del os.environ["LOCAL_WORLD_SIZE"]
     if "LOSE" in os.environ:
         lose(os.environ["LOSE"])
     runpy.run_path(str(Path(__file__).parent / "pretrain.py"), run_name="__main__")

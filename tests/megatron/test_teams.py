@@ -102,6 +102,13 @@ def test_it_is_said_why_no_team_works_on_a_matrix(tmp_path, flags, reason):
     assert f"; several ranks to a matrix would be faster: {reason}\n" in output
 
 
+def test_without_a_launchers_word_nobody_knows_the_node(tmp_path):
+    """As under srun: the variable is taken away before the deal, since the CPU backend counts devices by it."""
+    _, output = train(tmp_path / "run", 4, *RUN, "--train-iters", 1, program=LENDING, environment={"NODES": "unknown"})
+    assert shared(output) is None
+    assert "would be faster: LOCAL_WORLD_SIZE does not say how many ranks a node has\n" in output
+
+
 def test_without_a_gain_nothing_is_shared_and_nothing_is_said(tmp_path):
     _, output = train(tmp_path / "run", 4, *RUN, "--train-iters", 1)
     assert len(deal(output)) == 1

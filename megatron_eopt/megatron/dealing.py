@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -18,7 +19,7 @@ from megatron_eopt.optimizers.lent import Team
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.parallel.collectives import joint_group
+from megatron_eopt.parallel.collectives import joint_group, lowest
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Deal, Item, deal
 from megatron_eopt.parallel.engine import Engine
@@ -27,11 +28,13 @@ from megatron_eopt.parallel.teams import GPUS_OF_NODE, MODES, run_length, team_s
 from megatron_eopt.redirect import Redirection, Redirections, around
 
 DENSE = "dp_cp"  # whose matrices teams may work on; experts are many and small
+UNKNOWN_NODE = "LOCAL_WORLD_SIZE does not say how many ranks a node has"
 HANDS = (("dp_cp_params_list", DENSE), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
 
 def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
-    """Redirections that make Megatron's layer-wise optimizer deal by time."""
+    """Redirections that make Megatron's layer-wise optimizer deal by time; all ranks call it."""
+    node = ranks_of_node()
 
     @around
     def shard_params(original: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
@@ -40,9 +43,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
             return
         groups = [group for each in optimizers for group in each.param_groups]
         whole = [list(group["params"]) for group in groups]
-        node = os.environ.get("LOCAL_WORLD_SIZE")  # which torchrun sets
-        unknown = "LOCAL_WORLD_SIZE does not say how many ranks a node has" if node is None else ""
-        items, works = items_of(optimizers, mode, unknown)
+        items, works = items_of(optimizers, mode, "" if node else UNKNOWN_NODE)
         inner = [each for outer in optimizers for each in torch_optimizers(outer)]
         optimizer_of = {p: each for each in inner for group in each.param_groups for p in group["params"]}
         original(self, optimizers, *layouts)
@@ -54,7 +55,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
             parameters = [parameter for params in whole for parameter in params if parameter in rank_of]
             ranks_of, of_all = getattr(self.pg_collection, ranks), [items[p] for p in parameters]
             members = dist.get_process_group_ranks(ranks_of)
-            teams = sizes_of_teams(config, members, int(node or GPUS_OF_NODE)) if ranks == DENSE else []
+            teams = sizes_of_teams(config, members, node or GPUS_OF_NODE) if ranks == DENSE else []
             dealt = deal(of_all, [rank_of[p] for p in parameters], len(by_size), works, mode, teams=teams)
             hands: list[list[Tensor]] = [[] for _ in by_size]
             for parameter, rank in zip(parameters, dealt.ranks, strict=True):
@@ -123,6 +124,12 @@ def items_of(
 
 
 # Teams, which orthogonalize a matrix of one rank together.
+
+
+def ranks_of_node() -> int:
+    """Ranks of the smallest node, as torchrun says on each; 0 where it does not."""
+    here = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", "0"))])
+    return int(lowest(here, dist.group.WORLD))  # type: ignore[arg-type]
 
 
 def most_of_team(config: Any) -> int | None:

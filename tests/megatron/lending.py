@@ -1,7 +1,7 @@
 """pretrain.py with rates of slow products and a fast link, at which ranks share the matrices of a small GPT.
 
-With NODES=unknown it is as where no launcher says how many ranks a node has. Where LOSE is "missing" or "nan", so is
-the gradient of the largest matrix in the third step of the rank that has it.
+On rank NODES nothing says how many ranks a node has. Where LOSE is "missing" or "nan", so is the gradient of the
+largest matrix in the third step of the rank that has it.
 """
 
 import functools
@@ -34,7 +34,7 @@ def lose(how, step=TensorParallelMuon.step):
 
 if __name__ == "__main__":
     dealing.deal = dealt_at_rates
-    if os.environ.get("NODES") == "unknown":
+    if os.environ.get("NODES") == os.environ["RANK"]:
         del os.environ["LOCAL_WORLD_SIZE"]
     if "LOSE" in os.environ:
         lose(os.environ["LOSE"])

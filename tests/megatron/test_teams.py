@@ -78,6 +78,21 @@ def test_the_run_says_what_the_plan_of_its_flags_says(tmp_path, capsys, monkeypa
     assert re.search(r"\d+ gram \w+ over \d of a node|\d+ owner over \d of a node", summary(output))
 
 
+def test_a_plan_by_flags_is_that_by_sizes(capsys):
+    """Of 8B on 64 nodes, where a matrix is the work of eight ranks."""
+    sizes = ["--num-layers", 32, "--hidden-size", 4096, "--ffn-hidden-size", 14336, "--num-attention-heads", 32]
+    run = [*SMALL_GPT, *sizes, "--num-query-groups", 8, "--global-batch-size", 1024, *MUON, *DEALT, "--bf16"]
+    assert main(["plan", "--world-size", "512", "--", *map(str, run), "--train-iters", "1"]) == 0
+    by_flags = capsys.readouterr().out
+    assert main(["plan", "--model", "llama3-8b", "--data-parallel-size", "512"]) == 0
+    by_sizes = capsys.readouterr().out
+    assert shared(by_flags) == shared(by_sizes) == (32, 8, 5.76, 8.87)
+    assert "in pipeline stage 0: 5.76 ms on its busiest rank" in by_flags
+    for out in (by_flags, by_sizes):
+        assert re.search(r"^1 of 28672 x 4096 +team +gram_\w+", out, re.MULTILINE)
+        assert "448 MiB of temporaries beside those above." in out
+
+
 def test_a_checkpoint_goes_on_with_other_teams(tmp_path, few):
     run = [*RUN, *FP32, *few, "--muon-tp-mode", "gram", "--ckpt-format", "torch_dist"]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
@@ -102,9 +117,9 @@ def test_it_is_said_why_no_team_works_on_a_matrix(tmp_path, flags, reason):
     assert f"; several ranks to a matrix would be faster: {reason}\n" in output
 
 
-def test_without_a_launchers_word_nobody_knows_the_node(tmp_path):
-    """As under srun: the variable is taken away before the deal, since the CPU backend counts devices by it."""
-    _, output = train(tmp_path / "run", 4, *RUN, "--train-iters", 1, program=LENDING, environment={"NODES": "unknown"})
+def test_where_one_rank_does_not_know_its_node_all_deal_alike(tmp_path):
+    """As where a launcher sets no variable for it."""
+    _, output = train(tmp_path / "run", 4, *RUN, "--train-iters", 1, program=LENDING, environment={"NODES": "2"})
     assert shared(output) is None
     assert "would be faster: LOCAL_WORLD_SIZE does not say how many ranks a node has\n" in output
 

@@ -175,17 +175,18 @@ def deal(
     found = Deal(tuple(by_size), replaced, replaced)
     if max(seconds) < max(replaced):
         found = Deal(tuple(rank_of), seconds, replaced)
-    share, shared = sum(found.seconds) / ranks, list(kinds)
-    longest = [n for n in sorted(kinds.values(), key=lambda n: -times.alone(n)) if shared[n].is_whole]
-    longest = [n for n in longest if times.alone(n) > share]
-    if not (longest and teams) or len(buckets) > 1:
+    if not teams or len(buckets) > 1:
         return found
+    of_number, share = list(kinds), sum(found.seconds) / ranks
+    by_length = sorted(range(len(kinds)), key=lambda n: -times.alone(n))
+    longest = [n for n in by_length if of_number[n].is_whole and times.alone(n) > share]
     order = sorted(range(len(items)), key=lambda i: -times.alone(of_kind[i]))
+    in_order = [(of_kind[i], items[i].entries) for i in order]
 
     def over_teams(allowed: Sequence[int]) -> Deal:
         best, bound = found, LENDS_BELOW * max(found.seconds)
         for team, lent in ((team, allowed[:end]) for team in teams for end in range(1, len(allowed) + 1)):
-            trial = _lent([(of_kind[i], items[i].entries) for i in order], lent, team, ranks, none, room, times)
+            trial = _lent(in_order, lent, team, hands=[none] * ranks, room=buckets[0][1], times=times)
             if trial is not None and max(trial[1]) < bound:
                 owner_of, bound = dict(zip(order, trial[0], strict=True)), max(trial[1])
                 owners = tuple(owner_of[i] for i in range(len(items)))
@@ -193,8 +194,8 @@ def deal(
                 best = Deal(owners, tuple(trial[1]), replaced, indices, team, found.seconds)
         return best
 
-    best = over_teams([n for n in longest if not shared[n].kept])
-    against = next((shared[n].kept for n in longest if shared[n].kept), "")
+    best = over_teams([n for n in longest if not of_number[n].kept])
+    against = next((of_number[n].kept for n in longest if of_number[n].kept), "")
     if against and max(over_teams(longest).seconds) < LENDS_BELOW * max(best.seconds):
         return replace(best, against=against)
     return best
@@ -223,21 +224,21 @@ def _dealt(items: Sequence[Dealt], states: Sequence[State], room: float, times: 
 
 
 def _lent(
-    items: Sequence[Dealt], lent: Sequence[int], team: int, ranks: int, none: Hand, room: float, times: Times
+    items: Sequence[Dealt], lent: Sequence[int], team: int, hands: list[Hand], room: float, times: Times
 ) -> tuple[list[int], list[float]] | None:
     """Ranks of items and seconds of ranks, if teams orthogonalize some kinds; None if they do not fit.
 
     The team that then takes the least time gets an item, and in it the rank with the fewest entries. All others are
-    dealt after these.
+    dealt after these, to ``hands``, which are empty.
     """
-    alike = {(none,) * team: list(range(ranks // team))}  # teams that lend the same, the first on top
-    rank_of, filled = dict[int, int](), [0] * ranks
+    alike = {tuple(hands[:team]): list(range(0, len(hands), team))}  # first ranks of teams that lend the same
+    rank_of, filled = dict[int, int](), [0] * len(hands)
     for number, (kind, entries) in enumerate(items):
         if kind in lent:
             trials = []
             for loans, (first, *_) in alike.items():
-                rank = min(range(first * team, first * team + team), key=filled.__getitem__)
-                after = (*loans[: rank % team], _with(loans[rank % team], kind), *loans[rank % team + 1 :])
+                rank = min(range(first, first + team), key=filled.__getitem__)
+                after = tuple(_with(loan, kind) if r == rank else loan for r, loan in enumerate(loans, first))
                 trials.append((times.of_team(after), rank, loans, after))
             _, rank, loans, after = min(trials)
             filled[rank] += entries
@@ -247,17 +248,14 @@ def _lent(
             heappush(alike.setdefault(after, []), heappop(alike[loans]))
             if not alike[loans]:
                 del alike[loans]
-    of_team = {number: times.of_team(loans) for loans, numbers in alike.items() for number in numbers}
-    beside = [of_team[rank // team] + OF_ENTRY * entries for rank, entries in enumerate(filled)]
+    of_team = {first: times.of_team(loans) for loans, firsts in alike.items() for first in firsts}
+    beside = [of_team[rank - rank % team] + OF_ENTRY * entries for rank, entries in enumerate(filled)]
     kept = [number for number, _ in enumerate(items) if number not in rank_of]
-    states = [(none, entries, seconds) for entries, seconds in zip(filled, beside, strict=True)]
-    dealt = _dealt([items[number] for number in kept], states, room, times)
+    dealt = _dealt([items[n] for n in kept], list(zip(hands, filled, beside, strict=True)), room, times)
     if dealt is None:
         return None
-    hands = [none] * ranks
     for number, rank in zip(kept, dealt, strict=True):
-        hands[rank] = _with(hands[rank], items[number][0])
-    rank_of |= zip(kept, dealt, strict=True)
+        rank_of[number], hands[rank] = rank, _with(hands[rank], items[number][0])
     seconds = [times.of(hand) + more for hand, more in zip(hands, beside, strict=True)]
     return [rank_of[number] for number, _ in enumerate(items)], seconds
 

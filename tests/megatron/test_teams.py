@@ -9,7 +9,19 @@ from megatron_eopt.cli import main
 from megatron_eopt.megatron import dealing
 from megatron_eopt.megatron.described import optimizers as described
 from tests.megatron.lending import dealt_at_rates
-from tests.megatron.runs import HERE, LAUNCHER, MUON, SMALL_GPT, losses, refused, resumed, summary, train, whole
+from tests.megatron.runs import (
+    HERE,
+    LAUNCHER,
+    MUON,
+    SMALL_GPT,
+    assert_close_in_bf16,
+    losses,
+    refused,
+    resumed,
+    summary,
+    train,
+    whole,
+)
 from tests.megatron.test_dealing import DEALT, deal, hands
 
 LENDING = [*LAUNCHER[:-1], str(HERE / "lending.py")]
@@ -36,9 +48,17 @@ def few(tmp_path):
     return ["--optimizer-overrides", file]
 
 
-@pytest.mark.parametrize("mode", ["auto", "gram"])
-def test_four_ranks_train_as_without_teams_and_resume_bit_by_bit(tmp_path, few, mode):
-    run = [*RUN, *FP32, *few, "--muon-tp-mode", mode, "--ckpt-format", "torch_dist"]
+@pytest.mark.parametrize(
+    "how",
+    [
+        [*FP32, "--muon-tp-mode", "gram"],
+        ["--bf16", "--muon-tp-mode", "gram", "--overlap-grad-reduce", "--overlap-param-gather"],
+        pytest.param([*FP32, "--optimizer", "adaptive_muon"], marks=pytest.mark.wide),
+    ],
+    ids=["fp32", "bf16", "adaptive"],
+)
+def test_four_ranks_train_as_without_teams_and_resume_bit_by_bit(tmp_path, few, how):
+    run = [*RUN, *few, *how, "--ckpt-format", "torch_dist"]
     (found, output), _ = resumed(tmp_path, 4, *run, program=LENDING)
     matrices, ranks, ms, ms_alone = shared(output)
     assert matrices >= 1
@@ -47,6 +67,9 @@ def test_four_ranks_train_as_without_teams_and_resume_bit_by_bit(tmp_path, few, 
     assert [] in [sorted(hand) for hand in hands(found)]  # a rank without matrices helps, too
     alone, output = train(tmp_path / "alone", 4, *run, "--matrix-ranks", 1, program=LENDING)
     assert shared(output) is None
+    if "--bf16" in how:
+        assert_close_in_bf16(found, alone)
+        return
     assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
     expected, of_teams = (whole([rank["after"] for rank in each]) for each in (alone, found))
     for name, state in expected.items():

@@ -107,10 +107,10 @@ def lines_of(path):
 
 
 def test_the_package_is_small():
-    assert len(FILES) <= 173
+    assert len(FILES) <= 175
 
 
-def test_the_package_has_fewer_than_31_100_lines():
+def test_the_package_has_fewer_than_31_610_lines():
     # 20,000 as it was rebuilt; 2,000 for both FSDPs, host memory, bf16 momenta and the deal over data-parallel ranks;
     # 1,890 for code in checkpoints, hostile files, ranks that differ, interrupted steps, two runs in one folder, and
     # arguments that were taken in silence; 140 for kernels agreed over the world, those of
@@ -120,13 +120,14 @@ def test_the_package_has_fewer_than_31_100_lines():
     # silence; 110 for SOAP's kernels; 860 for the kernels of a step; 3,720 for the field of 2026: Shampoo, Dion, Muown,
     # AdEMAMix, PSGD-Kron, modifiers, averages of weights, presets, and Megatron-Core 0.20; 690 for thousands of
     # ranks: plans, exchanges and messages that do not grow with them, sweeps, rates of GPUs, MLA, second cuts,
-    # and what a run would end on; 270 for norms in one pass, which took a fifth of a step on an H200
-    assert sum(map(lines_of, FILES)) < 31_100
+    # and what a run would end on; 270 for norms in one pass, which took a fifth of a step on an H200; 520 for
+    # matrices on several data-parallel ranks: their deal, step and plan
+    assert sum(map(lines_of, FILES)) < 31_610
 
 
 def test_a_file_is_at_most_450_lines_long():
     """But for the table of optimizers, and two of one class each, whose arguments and checks are read together."""
-    long = {"family.py": 555, "optimizers/base.py": 559, "optimizers/tensor_parallel_muon.py": 684}
+    long = {"family.py": 555, "optimizers/base.py": 561, "optimizers/tensor_parallel_muon.py": 690}
     assert not {name for path in FILES if lines_of(path) > long.get(name := str(path.relative_to(PACKAGE)), 450)}
 
 

@@ -64,6 +64,7 @@ class OptimizerOfRun:
         self.model_chunks, self.groups = model_chunks, pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
         check_rule(config)
+        dealing.most_of_team(config)  # refuses what is none
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made
@@ -174,6 +175,9 @@ class OptimizerOfRun:
         agreement.choose_kernels(here)
         self.phase("kernels")
         agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
+        of_all = [x for x in torch_optimizers(self.optimizer) if isinstance(x, BaseOptimizer)]
+        with_team = [(x, team) for x in of_all if (team := x._session.team) is not None]
+        agreement.on_all_ranks(lambda: [team.plan(optimizer) for optimizer, team in with_team])
 
     def build_manifest(self) -> None:
         """Record which optimizer updates every parameter, as built."""

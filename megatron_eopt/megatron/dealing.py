@@ -28,13 +28,13 @@ from megatron_eopt.parallel.teams import GPUS_OF_NODE, MODES, run_length, team_s
 from megatron_eopt.redirect import Redirection, Redirections, around
 
 DENSE = "dp_cp"  # whose matrices teams may work on; experts are many and small
-UNKNOWN_NODE = "LOCAL_WORLD_SIZE does not say how many ranks a node has"
+UNKNOWN_NODE = "LOCAL_WORLD_SIZE does not say how many ranks a node has; --matrix-ranks can"
 HANDS = (("dp_cp_params_list", DENSE), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
 
 def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
     """Redirections that make Megatron's layer-wise optimizer deal by time; all ranks call it."""
-    node = ranks_of_node()
+    node = ranks_of_node() or most_of_team(config) or 0  # where nothing else says it, as many are on one node
 
     @around
     def shard_params(original: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:

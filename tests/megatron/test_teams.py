@@ -142,9 +142,12 @@ def test_it_is_said_why_no_team_works_on_a_matrix(tmp_path, flags, reason):
 
 def test_where_one_rank_does_not_know_its_node_all_deal_alike(tmp_path):
     """As where a launcher sets no variable for it."""
-    _, output = train(tmp_path / "run", 4, *RUN, "--train-iters", 1, program=LENDING, environment={"NODES": "2"})
+    run = [*RUN, "--train-iters", 1]
+    _, output = train(tmp_path / "unknown", 4, *run, program=LENDING, environment={"NODES": "2"})
     assert shared(output) is None
-    assert "would be faster: LOCAL_WORLD_SIZE does not say how many ranks a node has\n" in output
+    assert "would be faster: LOCAL_WORLD_SIZE does not say how many ranks a node has; --matrix-ranks can\n" in output
+    _, output = train(tmp_path / "told", 4, *run, "--matrix-ranks", 2, program=LENDING, environment={"NODES": "2"})
+    assert shared(output)[1] == 2
 
 
 def test_without_a_gain_nothing_is_shared_and_nothing_is_said(tmp_path):

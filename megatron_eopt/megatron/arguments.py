@@ -53,7 +53,7 @@ RUN_FLAGS = (  # whatever the optimizer
     Flag(
         "matrix_ranks",
         "Most data-parallel ranks of a node that work on one matrix together, where that is predicted to be faster; by "
-        "default all that torchrun starts on a node, 1 for none.",
+        "default all that torchrun starts on a node. 1 for none, which nodes without NVLink need.",
         default=None,
         kind=int,
         metavar="RANKS",

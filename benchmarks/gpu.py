@@ -106,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default a GPU, where there is one")
     parser.add_argument("--tiny", action="store_true", help="small shapes, which show that the code runs")
     parser.add_argument(
-        "--seconds", type=int, default=SECONDS, help="after which a part is stopped (default: %(default)s)"
+        "--seconds",
+        type=int,
+        default=SECONDS,
+        help=f"after which a part is stopped, above {SPARE} (default: %(default)s)",
     )
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # this process is that of the part, with a folder
     options = parser.parse_args(argv)
@@ -117,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("full sizes would take days on a CPU: add --tiny")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU that it can use")
+    if options.seconds <= SPARE:
+        parser.error(f"--seconds must be above {SPARE}, in which a part comes to its end, got {options.seconds}")
     device = options.device or ("cuda" if torch.cuda.is_available() else None)
     if options.list or device is None:
         print("\n".join(f"{name:15}{about(name)}" for name in names))

@@ -62,14 +62,14 @@ class Row:
         """Sizes in short, and whether gate and up are split."""
         return in_short(self.parallel) + ", gate and up split" * self.split_gate_up
 
-    def points(self, node: int = GPUS_OF_NODE) -> list[Point]:
-        """A point for each number of GPUs that can hold the model; at most ``node`` of them work on a matrix."""
+    def points(self, most: int = GPUS_OF_NODE) -> list[Point]:
+        """A point for each number of GPUs that can hold the model; at most ``most`` of them work on a matrix."""
         one = self.parallel
         least = one.pipeline * max(one.tensor, one.expert)
         gpus = [number for number in NUMBERS if number >= least]
         rates = GPUS["h100"].rates
         model, split = MODELS[self.model], self.split_gate_up
-        return swept(model, one, gpus, WORK, "auto", rates, DEFAULT_WORKSPACE, split_gate_up=split, node=node)
+        return swept(model, one, gpus, WORK, "auto", rates, DEFAULT_WORKSPACE, split_gate_up=split, most=most)
 
 
 ROWS = (
@@ -85,9 +85,9 @@ ROWS = (
 
 
 @cache
-def all_points(node: int = GPUS_OF_NODE) -> Mapping[Row, Sequence[Point]]:
+def all_points(most: int = GPUS_OF_NODE) -> Mapping[Row, Sequence[Point]]:
     """The points of each row, for tables and picture."""
-    return {row: row.points(node) for row in ROWS}
+    return {row: row.points(most) for row in ROWS}
 
 
 def steps(found: Mapping[Row, Sequence[Point]]) -> str:
@@ -102,7 +102,7 @@ def steps(found: Mapping[Row, Sequence[Point]]) -> str:
 
 def one_rank() -> str:
     """Steps of the models that are slower where each matrix is the work of one rank."""
-    found, alone = all_points(), all_points(node=1)
+    found, alone = all_points(), all_points(most=1)
     seconds = {row: [point.stage.seconds for point in points] for row, points in found.items()}
     return steps({row: points for row, points in alone.items() if [x.stage.seconds for x in points] != seconds[row]})
 
@@ -224,10 +224,10 @@ class Recipe:
     gpus: int
     tokens: int  # of a step
 
-    def at(self, gpus: int, node: int = GPUS_OF_NODE) -> tuple[Point, float]:
-        """A step on so many GPUs, at most ``node`` of which work on a matrix, and seconds of its iteration."""
+    def at(self, gpus: int, most: int = GPUS_OF_NODE) -> tuple[Point, float]:
+        """A step on so many GPUs, at most ``most`` of which work on a matrix, and seconds of its iteration."""
         model, rates = MODELS[self.model], GPUS["h100"].rates
-        (point,) = swept(model, self.parallel, [gpus], WORK, "auto", rates, DEFAULT_WORKSPACE, node=node)
+        (point,) = swept(model, self.parallel, [gpus], WORK, "auto", rates, DEFAULT_WORKSPACE, most=most)
         return point, 6 * ACTIVE[self.model] * self.tokens / gpus / (REACHED * GPUS["h100"].flops)
 
 
@@ -263,7 +263,7 @@ def even() -> str:
     # what gains the most: no tensor parallelism, and one sequence for each GPU
     runs.append((replace(runs[0][0], parallel=Parallel()), 512))
     for recipe, gpus in runs:
-        (alone, iteration), (point, _) = recipe.at(gpus, node=1), recipe.at(gpus)
+        (alone, iteration), (point, _) = recipe.at(gpus, most=1), recipe.at(gpus)
         one, step, mean, layout = alone.stage.seconds, point.stage.seconds, point.stage.mean, in_short(recipe.parallel)
         times = (f"{figure(each * 1e3)} ms" for each in (one, step, mean))
         gained = f"{100 * (one - step) / iteration:.2f} %"

@@ -53,6 +53,12 @@ def verdict(run):
 
 
 class TestCommand:
+    @pytest.mark.parametrize("seconds", ["0", "-3", "20"])
+    def test_a_part_needs_time_to_end(self, seconds, capsys):
+        with pytest.raises(SystemExit):
+            gpu.main(["--seconds", seconds])
+        assert f"--seconds must be above 20, in which a part comes to its end, got {seconds}" in capsys.readouterr().err
+
     def test_without_a_gpu_it_says_what_it_would_do(self, capsys, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert gpu.main([]) == 0

@@ -128,16 +128,30 @@ def items_of(
 
 def ranks_of_node() -> int:
     """Ranks of the smallest node, as torchrun says on each; 0 where it does not."""
-    here = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", "0"))])
-    return int(lowest(here, dist.group.WORLD))  # type: ignore[arg-type]
+    said = os.environ.get("LOCAL_WORLD_SIZE", "0")
+    here = torch.tensor([int(said) if said.isdecimal() else -1])
+    least = int(lowest(here, dist.group.WORLD))  # type: ignore[arg-type]
+    if least < 0:
+        raise ValueError(f"LOCAL_WORLD_SIZE is no number of ranks on some rank (here it is {said!r}): torchrun sets it")
+    return least
 
 
 def most_of_team(config: Any) -> int | None:
     """Most ranks that may work on one matrix; None for all of a node."""
     most: int | None = getattr(config, "matrix_ranks", None)
     if most is not None and most < 1:
-        raise ValueError(f"--matrix-ranks is a number of ranks, 1 for each matrix on one rank, got {most}")
+        raise ValueError(f"--matrix-ranks must be at least 1, with which no matrix is shared, got {most}")
     return most
+
+
+def check_team(config: Any, args: Any, layer_wise: bool) -> None:
+    """Refuse ``--matrix-ranks`` that are none; warn of those without effect."""
+    most = most_of_team(config)
+    if most is not None and most > 1 and not (layer_wise and balances(config, args)):
+        say(
+            "warning: --matrix-ranks without effect: ranks share matrices that --use-distributed-optimizer deals by "
+            "predicted time, which --no-balanced-deal and --ckpt-format torch forbid"
+        )
 
 
 def sizes_of_teams(config: Any, ranks: Sequence[int], of_node: int) -> list[int]:

@@ -64,7 +64,7 @@ class OptimizerOfRun:
         self.model_chunks, self.groups = model_chunks, pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
         check_rule(config)
-        dealing.most_of_team(config)  # refuses what is none
+        dealing.check_team(config, self.facts.args, layer_wise)
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made

@@ -25,7 +25,7 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
-from megatron_eopt.orthogonalize.norms import nonzero
+from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.orthogonalize.spectral import start_basis
 from megatron_eopt.parallel.chunks import ParamSpec

@@ -12,7 +12,7 @@ from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.norms import nonzero
+from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 

@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.muon_arguments import Transport, refuse_blockwise,
 from megatron_eopt.optimizers.parameters import local, names_of_last, scale_rows
 from megatron_eopt.optimizers.state import StateTensor, check_placements
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.orthogonalize.norms import nonzero
+from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix

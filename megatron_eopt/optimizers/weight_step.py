@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.modifiers import Modifiers
-from megatron_eopt.orthogonalize.norms import nonzero
+from megatron_eopt.orthogonalize.forms import nonzero
 
 
 def decay_cautiously(weights: Tensors, updates: Tensors, factors: Tensor) -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType
-from megatron_eopt.orthogonalize.norms import nonzero
 from megatron_eopt.orthogonalize.products import Products, square_work
 
 Restarts = tuple[int, ...]  # steps, counted from 1, after which the Gram form computes its Gram matrix anew
@@ -37,6 +36,11 @@ PRESETS: dict[Preset, tuple[str, int, int]] = {
 }
 
 Watch = Callable[[int, Tensor], None]  # gets a step, from 0, and the Gram matrix before it, overwritten later
+
+
+def nonzero(norm: Tensor) -> Tensor:
+    """1 in place of zeros, without asking the device."""
+    return torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
 def iterate_standard(

@@ -14,7 +14,6 @@ from megatron_eopt.orthogonalize import forms
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
-from megatron_eopt.orthogonalize.norms import scaled
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
     gram_dtype,
@@ -22,7 +21,7 @@ from megatron_eopt.orthogonalize.precision import (
     product_dtype,
     validate_matmul_precision,
 )
-from megatron_eopt.orthogonalize.products import Products, default_products
+from megatron_eopt.orthogonalize.products import Products, default_products, scaled
 
 Form = Literal["auto", "standard", "gram"]
 
@@ -102,7 +101,7 @@ class Iteration:
                 settings = self.schedule, self.restarts, self.products
                 factor = forms.iterate_gram_fp16(X, *settings, watch=watch, dtype=x.dtype)
             else:
-                X, *sizes = scaled(X, self.propagate_nan, self.dtype, own)
+                X, *sizes = scaled(X, self.dtype, self.propagate_nan, own)
                 factor = forms.iterate_gram(X, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
         if norms is not None:
             norms += sizes
@@ -278,6 +277,7 @@ def newton_schulz(
     """
     if not x.is_floating_point():
         raise TypeError(f"only floating-point matrices can be orthogonalized, got {x.dtype}")
+    x = x.detach()  # memory is reused, which a graph of gradients would need
     if x.ndim not in (2, 3):
         raise ValueError(f"expected a matrix or a stack of matrices (2-D or 3-D), got shape {tuple(x.shape)}")
     validate_matmul_precision(fp32_matmul_prec)

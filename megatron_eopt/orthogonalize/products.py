@@ -6,8 +6,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize import norms
-
 Fp32Precision = Literal["tf32", "ieee"]
 
 
@@ -73,12 +71,60 @@ class Dense:
         self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`Products`."""
-        x, norm, power = norms.scaled_with_norm(x, dtype, propagate_nan, own)
-        return norms.normalized(x, norm, dtype, unit), norm, power
+        x, power = scaled(x, dtype, propagate_nan, own)
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
+        return over_norms(x, norm, dtype, unit), norm, power
 
     def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
         """See :class:`Products`."""
         return x.to(dtype).div_(divisor)
+
+
+def scaled(x: Tensor, dtype: torch.dtype, propagate_nan: bool = True, own: bool = False) -> tuple[Tensor, Tensor]:
+    """Divide matrices by powers of two near their 1-norms, for products in ``dtype``.
+
+    The division is exact. Squares of entries below 1e-19 vanish in fp32, above 1e19 they overflow: afterwards none that
+    matters does. Without ``propagate_nan`` a matrix that is not finite becomes zero; with ``own`` the result may take
+    the memory of ``x``, which has an entry at least. Returns a contiguous tensor in fp32 (fp64 for an fp64 ``x``, and
+    bf16 for a bf16 one whose products have 16 bits), and the divisors, (1 x 1) or (n x 1 x 1) in fp32 or fp64: not
+    finite where an entry is not.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    sums = torch.linalg.vector_norm(x, 1, dim=(-2, -1), keepdim=True, dtype=wide)
+    # of its bits those of the exponent, but for zero those of the smallest power
+    integer, exponent, least = _POWERS[wide]
+    power = sums.view(integer).bitwise_and_(exponent).clamp_(min=least).view(wide)
+    # what is in bf16, and shall have 16 bits again, needs no more in between
+    kept = torch.bfloat16 if x.dtype == torch.bfloat16 and dtype.itemsize == 2 else wide
+    taken = x if own and x.dtype == kept and x.is_contiguous() else torch.empty(x.shape, dtype=kept, device=x.device)
+    result = torch.div(x, power, out=taken)
+    if not propagate_nan:
+        bad = ~power.isfinite()
+        # a CPU has the answer at once, and a pass over the matrix takes longer than the question
+        if x.device.type != "cpu" or bad.any():
+            result.masked_fill_(bad, 0)
+    return result, power
+
+
+# By dtype an integer of its size, the bits of its exponent, and those of its smallest normal number.
+_POWERS = {
+    torch.float64: (torch.int64, 0x7FF0000000000000, 0x0010000000000000),
+    torch.float32: (torch.int32, 0x7F800000, 0x00800000),
+}
+
+
+def over_norms(x: Tensor, norm: Tensor, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
+    """Scaled matrices over their norms, times ``unit``, in ``dtype``.
+
+    A zero matrix stays zero. The result is contiguous, and takes the memory of ``x`` where it has as many bytes.
+    """
+    # the norm is 0 or, as magnitudes add up to 1 or more, at least one over the root of their number
+    divisor = norm.clamp(min=2.0**-30)
+    if unit != 1:
+        divisor = divisor / unit
+    # each entry takes the place of its own, perhaps as another 16 bits
+    result = x.view(dtype) if x.dtype.itemsize == dtype.itemsize else torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.div(x, divisor, out=result)
 
 
 def mean_of_triangles(

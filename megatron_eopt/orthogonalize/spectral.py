@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.norms import nonzero
+from megatron_eopt.orthogonalize.forms import nonzero
 
 SumOverRanks = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # over the ranks with a matrix's other rows
 

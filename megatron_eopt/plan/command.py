@@ -122,7 +122,7 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
         return _print_sweep(options, model, parallel, work, rates, workspace)
     if options.picture is not None:
         raise ValueError("--picture would have no effect without --sweep-gpus")
-    how = {"split_gate_up": options.split_gate_up, "node": options.matrix_ranks}
+    how = {"split_gate_up": options.split_gate_up, "most": options.matrix_ranks}
     stage = dealt_matrices(model, parallel, work, mode, rates, **how)
     plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
     deals, shared = stage.deals, stage.shared
@@ -164,7 +164,7 @@ def _print_sweep(
     of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
     gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
     mode, split = options.muon_tp_mode, options.split_gate_up
-    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=split, node=options.matrix_ranks)
+    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=split, most=options.matrix_ranks)
     print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
     modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
     print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")

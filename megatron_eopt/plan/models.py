@@ -153,12 +153,12 @@ def dealt_matrices(
     rates: Rates = DEFAULT_RATES,
     *,
     split_gate_up: bool = False,
-    node: int = GPUS_OF_NODE,
+    most: int = GPUS_OF_NODE,
 ) -> Stage:
     """The busiest long stage.
 
     Embeddings and the output layer are not Muon's. With several data-parallel ranks there is a deal of dense parameters
-    and one of experts. At most ``node`` data-parallel ranks, which are on one node, work on a matrix. Sizes that do not
+    and one of experts. At most ``most`` data-parallel ranks, which are on one node, work on a matrix. Sizes that do not
     divide over the ranks are a ``ValueError``.
     """
     length = -(-model.num_layers // parallel.pipeline)
@@ -170,7 +170,7 @@ def dealt_matrices(
         ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, _EXPERTS)
     stages = []
     for dense, experts in of_stages:
-        teams = team_sizes(gcd(node, parallel.data), node) if parallel.tensor == 1 and mode in MODES else []
+        teams = team_sizes(gcd(GPUS_OF_NODE, parallel.data), most) if parallel.tensor == 1 and mode in MODES else []
         parts = [_dealt(dense, parallel.data, teams, work, mode, rates), _dealt(experts, ranks, [], work, mode, rates)]
         stages.append(Stage(*(sum(values[1:], values[0]) for values in zip(*parts, strict=True))))
     mean, gathered = (max(getattr(stage, field) for stage in stages) for field in ("mean", "gathered"))

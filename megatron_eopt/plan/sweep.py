@@ -82,14 +82,14 @@ def swept(
     workspace: Workspace,
     *,
     split_gate_up: bool = False,
-    node: int = GPUS_OF_NODE,
+    most: int = GPUS_OF_NODE,
 ) -> list[Point]:
     """A point for each number of GPUs, whose data parallelism follows from it."""
     points = []
     for number in gpus:
         data = number // (parallel.tensor * parallel.pipeline)
         here = replace(parallel, data=data)
-        stage = dealt_matrices(model, here, work, mode, rates, split_gate_up=split_gate_up, node=node)
+        stage = dealt_matrices(model, here, work, mode, rates, split_gate_up=split_gate_up, most=most)
         plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
         points.append(point_of(stage, plan, number, data, work, rates, workspace))
     return points
@@ -109,7 +109,7 @@ def table(points: Sequence[Point]) -> str:
 def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rates) -> str:
     """Where more GPUs no longer help, and because of what."""
     if len(points) == 1:
-        return "Where more GPUs stop to help, two numbers of GPUs and more say."
+        return "Where more GPUs stop to help can be said of two numbers of GPUs or more."
     if (last := last_that_helps(points)) is None:
         return f"Up to {points[-1].gpus:,} GPUs more of them make the step faster."
     longest = max(last.stage.matrices, key=lambda matrix: whole_flops(matrix.shape, work))

@@ -157,7 +157,24 @@ def test_without_a_gain_nothing_is_shared_and_nothing_is_said(tmp_path):
     assert "several ranks" not in output
 
 
+@pytest.mark.parametrize("flags", [[], ["--use-distributed-optimizer", "--no-balanced-deal"]])
+def test_ranks_that_share_nothing_are_told(tmp_path, flags):
+    run = [*MODEL, "--train-iters", 1, *flags, "--bf16", "--matrix-ranks"]
+    _, output = train(tmp_path / "run", 1, *run, 2)
+    assert "warning: --matrix-ranks without effect" in output
+    _, output = train(tmp_path / "none", 1, *run, 1)
+    assert "--matrix-ranks" not in output
+
+
+@pytest.mark.parametrize("said", ["abc", "-1", ""])
+def test_a_launcher_that_says_no_number_is_named(said, monkeypatch):
+    monkeypatch.setattr(dealing, "lowest", lambda here, group: here)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE is no number of ranks on some rank .*{said!r}"):
+        dealing.ranks_of_node()
+
+
 def test_no_rank_is_a_mistake():
-    assert "--matrix-ranks is a number of ranks, 1 for each matrix on one rank, got 0" in refused(
+    assert "--matrix-ranks must be at least 1, with which no matrix is shared, got 0" in refused(
         *RUN, "--matrix-ranks", 0, ranks=1
     )

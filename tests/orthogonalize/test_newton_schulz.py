@@ -132,3 +132,10 @@ def test_what_is_no_matrix_is_refused(x, error, message):
 def test_an_unknown_precision_is_refused():
     with pytest.raises(ValueError, match="unknown fp32_matmul_prec 'hihg': expected one of low, medium, high, highest"):
         newton_schulz(torch.ones(4, 4), fp32_matmul_prec="hihg")
+
+
+def test_parameters_are_matrices_too():
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    result = newton_schulz(torch.nn.Parameter(x))
+    assert not result.requires_grad
+    assert torch.equal(result, newton_schulz(x))

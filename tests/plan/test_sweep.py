@@ -67,7 +67,7 @@ def test_more_gpus_help_where_several_work_on_a_matrix(capsys):
     out = capsys.readouterr().out
     assert "More than 512 GPUs hardly make the step faster: " in out
     assert "28672 x 4096, is the work of 8 data-parallel ranks and takes " in out
-    alone, *_ = swept(MODELS["llama3-8b"], Parallel(), [512], HALF, "auto", Rates(), DEFAULT_WORKSPACE, node=1)
+    alone, *_ = swept(MODELS["llama3-8b"], Parallel(), [512], HALF, "auto", Rates(), DEFAULT_WORKSPACE, most=1)
     shared, *_ = swept(MODELS["llama3-8b"], Parallel(), [512], HALF, "auto", Rates(), DEFAULT_WORKSPACE)
     assert shared.stage.seconds < alone.stage.seconds
     assert shared.sent > 2 * 28672 * 4096 * 7 // 8  # a matrix is handed over in bf16, and Gram matrices are exchanged
@@ -137,7 +137,7 @@ def test_the_reason_is_a_matrix_only_if_it_takes_most_of_the_step(capsys):
     assert main([*model, "128..256", "--tflops", "1000000"]) == 0
     assert "what the busiest rank then has is one parameter, or one of a kind." in capsys.readouterr().out
     assert main([*model, "8..8"]) == 0
-    assert "two numbers of GPUs and more say" in capsys.readouterr().out
+    assert "can be said of two numbers of GPUs or more" in capsys.readouterr().out
     assert main([*model, "10..40", "--pipeline-model-parallel-size", "5"]) == 0
     assert "32 layers are not shared equally by 5 pipeline stages" in capsys.readouterr().out
 

@@ -9,10 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor
+from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, nonzero
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
-from megatron_eopt.orthogonalize.norms import nonzero, normalized, scaled_with_norm
-from megatron_eopt.orthogonalize.products import square_work
+from megatron_eopt.orthogonalize.products import over_norms, scaled, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.records import cut_dimension, in_rounds
 from megatron_eopt.parallel.schemes.whole import Factors, Job
@@ -31,12 +30,13 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
     with _phase(job):
-        X, norm, power = scaled_with_norm(X, iteration.dtype)
+        X, power = scaled(X, iteration.dtype)
+        norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=power.dtype)
     pending = all_reduce((norm.double() * power.double()).square(), group)
     yield
     norm = (pending.wait().sqrt() / power.double()).to(power.dtype)
     with _phase(job):
-        X = normalized(X, norm, iteration.dtype)
+        X = over_norms(X, norm, iteration.dtype)
         gram, factor = square_work(X, 2)
         Y = torch.empty_like(X)
     watch = _watch(job)

@@ -71,10 +71,12 @@ class Sampler:
         sums = torch.zeros(len(names), len(_SUMS), dtype=torch.float64)
         largest = torch.full((len(names), len(_LARGEST)), -math.inf, dtype=torch.float64)
         for optimizer in self._optimizers:
-            key = id(optimizer)
-            if not any(group["params"] for group in optimizer.param_groups) or key not in self._watched:
+            key, empty = id(optimizer), not any(group["params"] for group in optimizer.param_groups)
+            # a rank without parameters may work on matrices of its team, and report them
+            if key not in self._watched or (empty and not _has_team(optimizer)):
                 continue
-            summands, most = self._of(optimizer, self._watched[key], squared_gradients.get(key, math.nan))
+            gradient = 0.0 if empty else squared_gradients.get(key, math.nan)
+            summands, most = self._of(optimizer, self._watched[key], gradient)
             row = names.index(name_of(optimizer))
             sums[row] += torch.tensor([summands[key] for key in _SUMS], dtype=torch.float64)
             of_rank = torch.tensor([most[key] for key in _LARGEST], dtype=torch.float64)
@@ -106,7 +108,9 @@ class Sampler:
         largest = {
             "largest_residual": max(residuals.tolist(), default=-math.inf),
             "smallest_effective_rank_share": -min(shares.tolist(), default=math.inf),
-            "learning_rate": max(float(group["lr"]) for group in optimizer.param_groups if group["params"]),
+            "learning_rate": max(
+                (float(group["lr"]) for group in optimizer.param_groups if group["params"]), default=-math.inf
+            ),
             "skipped": sum(optimizer.skipped_steps().values()) if isinstance(optimizer, BaseOptimizer) else 0,
             "unpredicted": float(predicted is None),
             "present": 1.0,
@@ -114,6 +118,10 @@ class Sampler:
             "sent_mb": watched.sent() / 1e6,
         }
         return sums, largest
+
+
+def _has_team(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, BaseOptimizer) and optimizer._session.team is not None
 
 
 def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from megatron_eopt.parallel.teams import GPUS_OF_NODE, MODES, run_length, team_s
 from megatron_eopt.redirect import Redirection, Redirections, around
 
 DENSE = "dp_cp"  # whose matrices teams may work on; experts are many and small
-UNKNOWN_NODE = "LOCAL_WORLD_SIZE does not say how many ranks a node has; --matrix-ranks can"
+UNKNOWN_NODE = "LOCAL_WORLD_SIZE does not say how many ranks every node has; --matrix-ranks can"
 HANDS = (("dp_cp_params_list", DENSE), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
 
@@ -127,13 +127,13 @@ def items_of(
 
 
 def ranks_of_node() -> int:
-    """Ranks of the smallest node, as torchrun says on each; 0 where it does not."""
+    """Ranks of each node, as torchrun says on all; 0 where it does not, or nodes differ."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "0")
-    here = torch.tensor([int(said) if said.isdecimal() else -1])
-    least = int(lowest(here, dist.group.WORLD))  # type: ignore[arg-type]
+    here = int(said) if said.isdecimal() else -1
+    least, most = lowest(torch.tensor([here, -here]), dist.group.WORLD).tolist()  # type: ignore[arg-type]
     if least < 0:
         raise ValueError(f"LOCAL_WORLD_SIZE is no number of ranks on some rank (here it is {said!r}): torchrun sets it")
-    return least
+    return int(least) if least == -most else 0
 
 
 def most_of_team(config: Any) -> int | None:

@@ -212,19 +212,19 @@ def check(
 
 
 def _wrong_norms(products: Products, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why matrices in bf16 over their norms are wrong, or None."""
+    """Why matrices over their norms, or the way back, are wrong, or None."""
     x = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device).bfloat16()
     x = x.mT if x.size(-2) > x.size(-1) else x
-    got, norm, power = products.normalized(x, dtype, unit=16.0)
     exact = torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True)
-    expected = x.float() * (16.0 / exact)
-    relative, _ = _TOLERANCES[dtype]
-    error = (got.float() - expected).abs()
-    if bool((error <= relative * expected.abs() + 2.0**-24).all()):
-        error = (norm * power / exact - 1).abs()
-        if bool((error <= 1e-5).all()):
-            return None
-    return f"matrices over their norms, of {shape} in {dtype}, are off by {error.max().item():.1e}"
+    (one, norm, power), (other, *_) = (
+        products.normalized(y, dtype, unit=16.0, own=own) for y, own in ((x, False), (x.float(), True))
+    )
+    found = {one.float() / 16: dtype, other.float() / 16: dtype}
+    found[products.rescaled(one.clone(), torch.bfloat16, 16.0).float()] = torch.bfloat16
+    bounds = ((y, _TOLERANCES[of][0] * (x / exact).abs() + 2.0**-27) for y, of in found.items())
+    right = [((y - x / exact).abs() <= bound).all() for y, bound in bounds]
+    right.append(((norm * power / exact - 1).abs() <= 1e-5).all())
+    return None if all(map(bool, right)) else f"matrices over their norms, of {shape} in {dtype}, are wrong"
 
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ class Triton:
         self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
-        serves = triton_norms.normalized if dtype.itemsize == 2 else Dense().normalized
+        serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else Dense().normalized
         return serves(x, dtype, unit=unit, propagate_nan=propagate_nan, own=own)
 
     def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:

@@ -49,7 +49,7 @@ def _divide(x: Tensor, out: Tensor, power: Tensor, norm: Tensor, unit: float, *,
         strides = [cols, cols, 1] * 2
     else:
         height = width = _SIDE
-        strides = [rows * cols, *x.stride()[-2:], rows * cols, *out.stride()[-2:]]
+        strides = [s for y in (x, out) for s in (y.stride(0) if y.ndim == 3 else 0, *y.stride()[-2:])]
     across = -(-cols // width)
     per_matrix = across * -(-rows // height)
     _quotients[(count * per_matrix,)](

@@ -166,7 +166,7 @@ class Compiler:
             i, matrix = self.of_matrix[m][0], plan.matrices[m]
             held.setdefault(matrix.group, Counter()).update(counted := dict(matrix.held))
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
-            if sliced and some and i not in some and most * OF_ENTRY > self.workspace.part:
+            if sliced and some and i not in some and most * OF_ENTRY > self.workspace.iteration:
                 slices.append(self._slice(some, stacked))
                 some, held = {}, {matrix.group: Counter(counted)}
             some.setdefault(i, []).append(m)

@@ -255,7 +255,7 @@ def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int,
             held += needed
         most = max(most, held)
     entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
-    of_parts = max(workspace.part, max(entries, default=0) * OF_ENTRY)
+    of_parts = max(workspace.iteration, max(entries, default=0) * OF_ENTRY)
     stacks = [(len(bucket.matrices), plan.matrices[bucket.matrices[0]]) for bucket in plan.buckets]
     of_stacks = max((count * largest_iteration([matrix], work) for count, matrix in stacks), default=0)
     of_iterations = max(largest, min(of_stacks, workspace.iteration))

@@ -82,7 +82,7 @@ class Deal:
         for i in here:
             handed[self.ranks[i]] += nbytes(items[i].matrices)
         names = frozenset(matrix.name for matrix in own)
-        return Shared([cut_over(m, self.team) for m in matrices], names, max(handed.values(), default=0))
+        return Shared([cut_over(m, self.team) for m in matrices], names, max(handed.values()))
 
 
 class Times:

@@ -81,7 +81,7 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
         of_chunk = (plan.matrices[b.matrices[0]] for b in plan.buckets if b.chunk == taken.index(max(taken)))
         name, another = max(of_chunk, key=lambda m: prod(m.shape)).name, ", with the state of the next,"
         causes.append(f"the chunk of {name}{another * bool(workspace.state)} takes {figure(of_chunks / mib)} MiB")
-    if of_hooks > max(of_iterations, workspace.part):
+    if of_hooks > max(of_iterations, workspace.iteration):
         shard = max((rectangle for m in plan.matrices for rectangle in m.rectangles), key=lambda x: x.numel)
         (rows, cols), entries = shard.shape, figure(shard.numel * OF_ENTRY / mib)
         causes.append(f"momentum and update of the largest shard, {rows} x {cols}, take {entries} MiB")

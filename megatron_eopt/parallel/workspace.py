@@ -25,13 +25,8 @@ class Workspace:
 
     @property
     def iteration(self) -> int:
-        """For the matrices that are iterated on at once."""
+        """For matrices that are iterated on at once, or element-wise work."""
         return self.bytes // 4
-
-    @property
-    def part(self) -> int:
-        """For element-wise work on so many shards, while nothing is iterated on."""
-        return self.iteration
 
     def for_chunks(self, largest: int) -> int:
         """For the chunks at work; ``largest`` is the largest iteration's."""

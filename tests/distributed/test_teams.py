@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP
+from megatron_eopt.metrics import Sampler
 from megatron_eopt.optimizers.lent import Team
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.parallel.collectives import counters
@@ -148,3 +149,24 @@ def test_what_is_handed_over_and_said_of_it():
         of_team = "gram replicated over 4 of a node"
         expected = {"tall": [of_team], "gate and up": [of_team] * 2, "of one rank": ["local"], "wide": [of_team]}
         assert schemes == [scheme for name in hand for scheme in expected[name]]
+
+
+def measured(rank, world_size, hands):
+    """The figures of a step that ranks with these hands make together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.HANDS", hands)
+        optimizer, parameters = on_team(rank, "muon", tp_mode="gram")
+    sampler = Sampler([optimizer], torch.device("cpu"))
+    give_gradients(parameters, 0)
+    sampler.begin()
+    optimizer.step()
+    (figures,) = sampler.end({id(optimizer): 1.0} if parameters else {}).values()
+    return figures
+
+
+def test_figures_are_the_same_whichever_rank_has_the_matrices():
+    first, last = ([*some, *others] for some, others in ((HANDS[:2], HANDS[2:]), (HANDS[2:], HANDS[:2])))
+    expected, found = (run_ranks(measured, 4, hands)[0] for hands in (first, last))
+    assert expected["grad_norm"] == pytest.approx(2**0.5)
+    for key in ("effective_rank", "residual", "largest_residual", "update_rms", "grad_norm", "learning_rate"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-5), key

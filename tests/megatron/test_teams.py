@@ -145,7 +145,9 @@ def test_where_one_rank_does_not_know_its_node_all_deal_alike(tmp_path):
     run = [*RUN, "--train-iters", 1]
     _, output = train(tmp_path / "unknown", 4, *run, program=LENDING, environment={"NODES": "2"})
     assert shared(output) is None
-    assert "would be faster: LOCAL_WORLD_SIZE does not say how many ranks a node has; --matrix-ranks can\n" in output
+    assert (
+        "would be faster: LOCAL_WORLD_SIZE does not say how many ranks every node has; --matrix-ranks can\n" in output
+    )
     _, output = train(tmp_path / "told", 4, *run, "--matrix-ranks", 2, program=LENDING, environment={"NODES": "2"})
     assert shared(output)[1] == 2
 

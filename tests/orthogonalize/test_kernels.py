@@ -81,6 +81,25 @@ def test_sums_that_overflow_fp16_are_found():
         assert choose([(24, 40)], torch.float16, "cpu", kernels=kernels(how)).kernel == "torch"
 
 
+@pytest.mark.parametrize("how", ["the result", "the norm", "in place", "the way back"])
+def test_wrong_norms_do_not_serve(how):
+    class WrongNorms(Dense):
+        def normalized(self, x, dtype, *, own=False, **more):
+            x, norm, power = super().normalized(x, dtype, own=own, **more)
+            return (
+                x * (1.02 if how == "the result" or (how == "in place" and own) else 1),
+                norm * (1.001 if how == "the norm" else 1),
+                power,
+            )
+
+        def rescaled(self, x, dtype, divisor):
+            return super().rescaled(x, dtype, divisor) * (1.02 if how == "the way back" else 1)
+
+    for dtype in (torch.float16, torch.bfloat16):
+        assert "matrices over their norms, of (2, 24, 40)" in check(WrongNorms(), [(3, 24, 40)], dtype, "cpu")
+        assert check(Dense(), [(3, 24, 40), (40, 24)], dtype, "cpu") is None
+
+
 def test_every_shape_is_checked():
     class WrongAbove30(Dense):
         def gram(self, x, out=None):

@@ -319,11 +319,19 @@ def quotients_in_another_dtype():
     from megatron_eopt.orthogonalize.triton_kernel import Triton
 
     x = 100 * gaussian(2, 30, 41, dtype=torch.float16)
-    for dtype in ROUNDING:
-        expected = Dense().rescaled(x.clone(), dtype, 128.0).float()
-        got = Triton().rescaled(x.clone(), dtype, 128.0)
+    room = torch.cat([x, x, x], 1)
+    for dtype, lies in itertools.product(ROUNDING, (x, x.mT, room[:, 30:60], room[:, 30:60].mT, x[0])):
+        expected = Dense().rescaled(lies.clone(), dtype, 128.0).float()
+        got = Triton().rescaled(lies if dtype == torch.float32 else lies.clone(), dtype, 128.0)
         assert got.dtype == dtype
         assert ((got.float() - expected).abs() <= 2 * ROUNDING[dtype] * expected.abs()).all()
+
+
+@case
+def norms_of_nothing():
+    for shape in ((0, 5), (5, 0), (0, 4, 5), (2, 0, 4)):
+        got, norm, _ = normalized(gaussian(*shape), torch.float16)
+        assert (got.shape, got.dtype, norm.shape) == (shape, torch.float16, (*shape[:-2], 1, 1))
 
 
 @case

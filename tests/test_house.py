@@ -110,7 +110,7 @@ def test_the_package_is_small():
     assert len(FILES) <= 174
 
 
-def test_the_package_has_fewer_than_31_660_lines():
+def test_the_package_has_fewer_than_31_610_lines():
     # 20,000 as it was rebuilt; 2,000 for both FSDPs, host memory, bf16 momenta and the deal over data-parallel ranks;
     # 1,890 for code in checkpoints, hostile files, ranks that differ, interrupted steps, two runs in one folder, and
     # arguments that were taken in silence; 140 for kernels agreed over the world, those of
@@ -122,7 +122,7 @@ def test_the_package_has_fewer_than_31_660_lines():
     # ranks: plans, exchanges and messages that do not grow with them, sweeps, rates of GPUs, MLA, second cuts,
     # and what a run would end on; 270 for norms in one pass, which took a fifth of a step on an H200; 520 for
     # matrices on several data-parallel ranks: their deal, step and plan
-    assert sum(map(lines_of, FILES)) < 31_660
+    assert sum(map(lines_of, FILES)) < 31_610
 
 
 def test_a_file_is_at_most_450_lines_long():

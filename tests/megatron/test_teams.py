@@ -76,7 +76,7 @@ def test_four_ranks_train_as_without_teams_and_resume_bit_by_bit(tmp_path, few, 
         torch.testing.assert_close(of_teams[name]["parameter"], state["parameter"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["missing", "nan"])
+@pytest.mark.parametrize("how", [pytest.param("missing", marks=pytest.mark.wide), "nan"])
 def test_no_rank_waits_for_a_gradient(tmp_path, few, how):
     run = [*RUN, *FP32, *few, "--muon-tp-mode", "gram"]
     lost = {"LOSE": how}
@@ -88,6 +88,7 @@ def test_no_rank_waits_for_a_gradient(tmp_path, few, how):
     assert losses(found) != pytest.approx(losses(whole_run), rel=1e-5)  # in whose third step all matrices are updated
 
 
+@pytest.mark.wide
 def test_the_run_says_what_the_plan_of_its_flags_says(tmp_path, capsys, monkeypatch):
     flags = [*map(str, [*SMALL_GPT, *MODEL, *DEALT, "--train-iters", 1])]
     _, output = train(tmp_path / "run", 4, *RUN, "--train-iters", 1, "--bf16", program=LENDING)
@@ -116,6 +117,7 @@ def test_a_plan_by_flags_is_that_by_sizes(capsys):
         assert "448 MiB of temporaries beside those above." in out
 
 
+@pytest.mark.wide
 def test_a_checkpoint_goes_on_with_other_teams(tmp_path, few):
     run = [*RUN, *FP32, *few, "--muon-tp-mode", "gram", "--ckpt-format", "torch_dist"]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
@@ -127,6 +129,7 @@ def test_a_checkpoint_goes_on_with_other_teams(tmp_path, few):
     assert losses(alone) == pytest.approx(losses(straight)[-len(losses(alone)) :], rel=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -140,6 +143,7 @@ def test_it_is_said_why_no_team_works_on_a_matrix(tmp_path, flags, reason):
     assert f"; several ranks to a matrix would be faster: {reason}\n" in output
 
 
+@pytest.mark.wide
 def test_where_one_rank_does_not_know_its_node_all_deal_alike(tmp_path):
     """As where a launcher sets no variable for it."""
     run = [*RUN, "--train-iters", 1]
@@ -159,6 +163,7 @@ def test_without_a_gain_nothing_is_shared_and_nothing_is_said(tmp_path):
     assert "several ranks" not in output
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("flags", [[], ["--use-distributed-optimizer", "--no-balanced-deal"]])
 def test_ranks_that_share_nothing_are_told(tmp_path, flags):
     run = [*MODEL, "--train-iters", 1, *flags, "--bf16", "--matrix-ranks"]

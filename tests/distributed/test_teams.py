@@ -77,7 +77,7 @@ def together(of_ranks):
     return {name: x for of_rank in of_ranks for name, x in of_rank.items()}
 
 
-@pytest.mark.parametrize("mode", ["gram", "auto"])
+@pytest.mark.parametrize("mode", ["gram", pytest.param("auto", marks=pytest.mark.wide)])
 def test_relatives_step_as_on_one_rank(mode):
     found = run_ranks(stepped, 4, RELATIVES, {"tp_mode": mode}, {})
     for number, name in enumerate(RELATIVES):

@@ -51,7 +51,7 @@ def few(tmp_path):
 @pytest.mark.parametrize(
     "how",
     [
-        [*FP32, "--muon-tp-mode", "gram"],
+        pytest.param([*FP32, "--muon-tp-mode", "gram"], marks=pytest.mark.wide),
         ["--bf16", "--muon-tp-mode", "gram", "--overlap-grad-reduce", "--overlap-param-gather"],
         pytest.param([*FP32, "--optimizer", "adaptive_muon"], marks=pytest.mark.wide),
     ],

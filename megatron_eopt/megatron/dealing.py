@@ -32,9 +32,11 @@ UNKNOWN_NODE = "LOCAL_WORLD_SIZE does not say how many ranks every node has; --m
 HANDS = (("dp_cp_params_list", DENSE), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
 
-def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
+def dealt_by_time(config: Any, args: Any, mode: TpMode, layer_wise: bool) -> Redirections:
     """Redirections that make Megatron's layer-wise optimizer deal by time; all ranks call it."""
-    node = ranks_of_node() or most_of_team(config) or 0  # where nothing else says it, as many are on one node
+    by_time = layer_wise and balances(config, args)
+    # where nothing else says it, as many as may work on a matrix are on one node
+    node = (ranks_of_node() or most_of_team(config) or 0) if by_time else 0
 
     @around
     def shard_params(original: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
@@ -69,7 +71,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
 
     reason = "in fp32 it takes what wraps a torch optimizer, and Megatron's builder wraps none"
     changes = [Redirection(LayerWiseDistributedOptimizer, "__init__", wrapped_in_fp32, reason)]
-    if balances(config, args):
+    if by_time:
         reason = "whole parameters are dealt to data-parallel ranks by predicted time, not by size"
         changes.append(Redirection(LayerWiseDistributedOptimizer, "shard_params", shard_params, reason))
     return Redirections(changes)

@@ -142,7 +142,7 @@ class OptimizerOfRun:
 
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and check the result."""
-        dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode)
+        dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode, self.facts.layer_wise)
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self

@@ -4,7 +4,6 @@ Their parameters, state and gradients stay with one rank. A step begins with the
 whatever it has to step: so none waits for another.
 """
 
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -20,9 +19,9 @@ from megatron_eopt.parallel.collectives import values_of
 from megatron_eopt.parallel.engine import Engine, Spread
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Matrix, Shape, TpMode, whole
+from megatron_eopt.parallel.records import Matrix, Shape, whole
 from megatron_eopt.parallel.scheduler import Program, resume
-from megatron_eopt.parallel.teams import MODES, TEAM, Shared, cut_over, nbytes
+from megatron_eopt.parallel.teams import TEAM, cut_over, mode_of_team, shared_by
 from megatron_eopt.parallel.workspace import Workspace
 
 
@@ -38,7 +37,6 @@ class TeamPlan:
     spread: list[Spread]  # of each of them: whose it is
     dtype: torch.dtype  # in which they are handed over
     own: dict[int, list[int]]  # of this rank's lent parameters the indices of their matrices here
-    mode: TpMode
     of: object  # the settings that it was made for
 
     def factors(self, matrices: list[Tensor]) -> list[Tensor]:
@@ -65,7 +63,9 @@ class Team:
 
     def plan(self, optimizer: Any) -> TeamPlan:
         """The team's plan, made by all of its ranks together where settings are new."""
-        wanted, plans = optimizer._planned_settings(), optimizer._session.plans
+        plans = optimizer._session.plans
+        # a rank with parameters has looked already
+        wanted = plans.engine_of if optimizer._parameters() else optimizer._planned_settings()
         if plans.team is None or plans.team.of != wanted:
             plans.team = self._planned(optimizer, wanted)
         return plans.team
@@ -85,8 +85,8 @@ class Team:
             return ParamSpec(name, iteration.sent_dtype(dtype), layout, iteration=iteration)
 
         all_specs = [spec_of(*fact) for of_rank, _ in told for fact in of_rank]
-        mode = optimizer.tp_mode if optimizer.tp_mode in MODES else MODES[0]
-        engine = Engine(all_specs, self.device, mode, workspace=Workspace(bytes=optimizer.workspace))
+        workspace = Workspace(bytes=optimizer.workspace)
+        engine = Engine(all_specs, self.device, mode_of_team(optimizer.tp_mode), workspace=workspace)
         engine.prepare(kept=next((kernel for _, kernel in told if kernel is not None), None))
         owners = [rank for rank, (of_rank, _) in enumerate(told) for _ in of_rank]
         spread = [
@@ -96,7 +96,7 @@ class Team:
         remaining = iter([i for i, owner in enumerate(owners) if owner == this_rank])
         own = {i: [next(remaining) for _ in of_parameter] for i, of_parameter in zip(lent, facts, strict=True)}
         dtype = reduce(torch.promote_types, [spec.dtype for spec in all_specs])
-        return TeamPlan(engine, spread, dtype, own, mode, wanted)
+        return TeamPlan(engine, spread, dtype, own, wanted)
 
     @torch.no_grad()
     def step(
@@ -139,13 +139,10 @@ class Team:
     def explain(self, optimizer: Any) -> str:
         """The plan of a rank's matrices, and of those of its team; all ranks ask."""
         plan, alone = self.plan(optimizer), optimizer.engine
-        own = frozenset(plan.engine.plan.matrices[n].name for n in chain(*plan.own.values()))
-        handed = Counter[int]()
-        for each in plan.spread:
-            handed[each.numbers.index(1)] += nbytes([each.matrix])
-        shared = Shared(plan.engine.plan.matrices, own, max(handed.values()))
+        owners = [each.numbers.index(1) for each in plan.spread]
+        shared = shared_by([each.matrix for each in plan.spread], owners, self.group.rank())
         works, rates, workspace = alone.works | plan.engine.works, plan.engine.rates, alone.workspace
-        together = shared.plan(alone.plan.matrices, plan.mode, works, rates, workspace)
+        together = shared.plan(alone.plan.matrices, mode_of_team(optimizer.tp_mode), works, rates, workspace)
         return f"{explain(together, works, rates, workspace)}\n{shared.explain(rates)}"
 
     def _room(self, plan: TeamPlan, number: int) -> Tensor:

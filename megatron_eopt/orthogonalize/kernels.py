@@ -215,16 +215,16 @@ def _wrong_norms(products: Products, shape: tuple[int, ...], dtype: torch.dtype,
     """Why matrices over their norms, or the way back, are wrong, or None."""
     x = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device).bfloat16()
     x = x.mT if x.size(-2) > x.size(-1) else x
-    exact = torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True)
+    length = torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True)
     (one, norm, power), (other, *_) = (
         products.normalized(y, dtype, unit=16.0, own=own) for y, own in ((x, False), (x.float(), True))
     )
-    found = {one.float() / 16: dtype, other.float() / 16: dtype}
-    found[products.rescaled(one.clone(), torch.bfloat16, 16.0).float()] = torch.bfloat16
-    bounds = ((y, _TOLERANCES[of][0] * (x / exact).abs() + 2.0**-27) for y, of in found.items())
-    right = [((y - x / exact).abs() <= bound).all() for y, bound in bounds]
-    right.append(((norm * power / exact - 1).abs() <= 1e-5).all())
-    return None if all(map(bool, right)) else f"matrices over their norms, of {shape} in {dtype}, are wrong"
+    back, expected = products.rescaled(one.clone(), torch.bfloat16, 16.0), x / length
+    found = [(one.float() / 16, dtype), (other.float() / 16, dtype), (back.float(), torch.bfloat16)]
+    bounds = [(y, _TOLERANCES[of][0] * expected.abs() + 2.0**-27) for y, of in found]
+    right = all(bool(((y - expected).abs() <= bound).all()) for y, bound in bounds)
+    right = right and bool(((norm * power / length - 1).abs() <= 1e-5).all())
+    return None if right else f"matrices over their norms, of {shape} in {dtype}, are wrong"
 
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:

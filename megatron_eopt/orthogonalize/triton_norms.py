@@ -1,6 +1,6 @@
 """Triton kernels that divide matrices by their norms in one pass.
 
-torch takes four, and is three times slower than memory where the result has another dtype than the matrix (H200, torch
+torch takes four, and is four times slower than memory where the result has another dtype than the matrix (H200, torch
 2.11). A matrix is read in blocks, so that it gives the same bits alone and in a stack.
 """
 

@@ -3,7 +3,6 @@
 A hand is costed by the plan that its tensor-parallel ranks would make. Pure Python: the same on every rank.
 """
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from operator import mul
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, TpMode
-from megatron_eopt.parallel.teams import MODES, Shared, cut_over, handed_seconds, nbytes
+from megatron_eopt.parallel.teams import Shared, cut_over, handed_seconds, mode_of_team, nbytes, shared_by
 
 OF_ENTRY = 1e-11  # seconds that momentum, weight decay and update take of an entry: 30 bytes at 3 TB/s
 
@@ -76,13 +75,9 @@ class Deal:
         here = [i for i in self.of_team(rank) if only is None or i in only]
         if not here:
             return None
-        matrices = [matrix for i in here for matrix in items[i].matrices]
-        own = [matrix for i in here if self.ranks[i] == rank for matrix in items[i].matrices]
-        handed = Counter[int]()
-        for i in here:
-            handed[self.ranks[i]] += nbytes(items[i].matrices)
-        names = frozenset(matrix.name for matrix in own)
-        return Shared([cut_over(m, self.team) for m in matrices], names, max(handed.values()))
+        several = [(cut_over(matrix, self.team), self.ranks[i]) for i in here for matrix in items[i].matrices]
+        matrices, owners = zip(*several, strict=True)
+        return shared_by(matrices, owners, rank)
 
 
 class Times:
@@ -118,8 +113,8 @@ class Times:
     def _planned(self, hand: Hand, team: int = 1) -> float:
         if (hand, team) not in self._known:
             mode, work, rates = self._settings
-            if team > 1 and mode not in MODES:  # in which no team works, but it is said whether one would be faster
-                mode = MODES[0]
+            if team > 1:  # also where no team works, but it is said whether one would be faster
+                mode = mode_of_team(mode)
             matrices = [
                 replace(matrix if team == 1 else cut_over(matrix, team), name=f"{number}.{copy}.{part}")
                 for number, (kind, count) in enumerate(zip(self._kinds, hand, strict=True))

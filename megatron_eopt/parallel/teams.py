@@ -4,6 +4,7 @@ The rank that has such a matrix hands shards of it to its team: equally many con
 the shards as tensor-parallel ranks would, and hand the shards of the factor back. Pure Python: the same on every rank.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -44,10 +45,13 @@ class Shared:
         """What it takes to hand matrices over, and factors back."""
         return handed_seconds(self.handed, self.ranks, rates)
 
+    def beside(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """Those of a rank's matrices that it keeps, and what its team works on."""
+        return [*(matrix for matrix in matrices if matrix.name not in self.own), *self.matrices]
+
     def plan(self, matrices: Sequence[Matrix], mode: TpMode, works: Works, rates: Rates, workspace: Workspace) -> Plan:
         """The plan of a rank's matrices, and of those that its team works on."""
-        alone = [matrix for matrix in matrices if matrix.name not in self.own]
-        return make_plan([*alone, *self.matrices], mode, works, rates, workspace=workspace)
+        return make_plan(self.beside(matrices), mode, works, rates, workspace=workspace)
 
     def explain(self, rates: Rates) -> str:
         """What the table of that plan lacks."""
@@ -57,6 +61,19 @@ class Shared:
             f"shards, and gets those of the\nfactor back: at most {figure(sent / 1e6)} MB each way, {figure(ms)} ms "
             f"for both, and {figure(self.held / 2**20)} MiB of temporaries beside those above."
         )
+
+
+def shared_by(matrices: Sequence[Matrix], owners: Sequence[int], rank: int) -> Shared:
+    """What a team works on: matrices cut over it, and the rank that has each."""
+    handed, pairs = Counter[int](), list(zip(matrices, owners, strict=True))
+    for matrix, owner in pairs:
+        handed[owner] += nbytes([matrix])
+    return Shared(matrices, frozenset(m.name for m, owner in pairs if owner == rank), max(handed.values()))
+
+
+def mode_of_team(mode: TpMode) -> TpMode:
+    """The mode in which a team works, or would."""
+    return mode if mode in MODES else MODES[0]
 
 
 def nbytes(matrices: Sequence[Matrix]) -> int:

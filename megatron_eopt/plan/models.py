@@ -189,19 +189,16 @@ def _dealt(
     for item, rank in zip(items, found.ranks, strict=True):
         kept[rank] += item.entries
     here = [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices]
-    shared = [x for x in [found.shared(items, busiest)] if x is not None]
+    shared = found.shared(items, busiest)
     return Stage(
-        [
-            *(m for m in here if not any(m.name in of_team.own for of_team in shared)),
-            *(m for x in shared for m in x.matrices),
-        ],
+        here if shared is None else shared.beside(here),
         [found] if items and data > 1 else [],
         max(found.seconds),
         sum(found.alone or found.seconds) / data,
         held,
         max(kept.values(), default=0),
         held * (data - 1) // data,
-        shared,
+        [] if shared is None else [shared],
     )
 
 

@@ -1,6 +1,7 @@
 """Real runs in which data-parallel ranks of a node work on matrices of one of them."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,12 @@ def test_a_launcher_that_says_no_number_is_named(said, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
     with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE is no number of ranks on some rank .*{said!r}"):
         dealing.ranks_of_node()
+
+
+@pytest.mark.parametrize(("layer_wise", "balanced"), [(False, True), (True, False)])
+def test_nobody_is_asked_for_nodes_where_no_team_can_be(layer_wise, balanced, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "abc")
+    dealing.dealt_by_time(SimpleNamespace(balanced_deal=balanced), SimpleNamespace(), "auto", layer_wise)
 
 
 def test_no_rank_is_a_mistake():

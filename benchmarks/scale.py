@@ -189,7 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # Megatron's, of missing packages
     torch.set_num_threads(1)
-    tables = {"simulated": simulated(), **sweeps.tables()}
+    tables = {"simulated": simulated(), **{name: table() for name, table in sweeps.TABLES.items()}}
     for name, text in tables.items():
         print(f"\n{name}:\n\n{text}")
         if options.docs:

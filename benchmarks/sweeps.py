@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -193,21 +193,6 @@ def over_several() -> str:
     return markdown(["matrix", "of", "ms over 1 / 2 / 4 / 8 ranks, NVLink", "over a network of 50 GB/s a GPU"], rows)
 
 
-def tables() -> dict[str, str]:
-    """The tables of the page, by their names there."""
-    found = all_points()
-    return {
-        "steps": steps(found),
-        "one rank": one_rank(),
-        "limits": limits(found),
-        "reasons": reasons(found),
-        "recipes": recipes(),
-        "even": even(),
-        "several": over_several(),
-        "published": beside_published(),
-    }
-
-
 def flags_of(recipe: Path) -> dict[str, str]:
     """Values of the flags of a recipe."""
     lines = (line.partition("#")[0].split() for line in recipe.read_text(encoding="utf-8").splitlines())
@@ -270,6 +255,19 @@ def even() -> str:
         rows.append([recipe.model, layout, f"{gpus:,}", f"{iteration:.1f} s", *times, gained])
     head = ["model", "layout", "GPUs", "iteration", "one rank to a matrix", "several", "if shared evenly", "gained"]
     return markdown(head, rows)
+
+
+# the tables of the page, by their names there
+TABLES: dict[str, Callable[[], str]] = {
+    "steps": lambda: steps(all_points()),
+    "one rank": one_rank,
+    "limits": lambda: limits(all_points()),
+    "reasons": lambda: reasons(all_points()),
+    "recipes": recipes,
+    "even": even,
+    "several": over_several,
+    "published": beside_published,
+}
 
 
 def draw(picture: Path = DOCS / "scale.png") -> None:

@@ -91,7 +91,7 @@ def executed(own, folder):
     return printed.split(f"{end}\n")[: len(own)]
 
 
-@pytest.mark.parametrize("own", cases())
+@pytest.mark.parametrize("own", [*cases()])
 def test_blocks_run_and_print_what_the_page_says(own, tmp_path):
     (tmp_path / "megatron_eopt").symlink_to(ROOT)
     for block, printed in zip(own, executed(own, tmp_path), strict=True):

@@ -49,6 +49,7 @@ def test_a_script_with_its_arguments(folder):
     }
 
 
+@pytest.mark.wide
 def test_a_module_with_its_arguments_on_the_cpu(folder):
     done = launch(folder, "--cpu", "-m", "script", "--lr", "1")
     assert done.returncode == 0, done.stderr
@@ -78,6 +79,7 @@ def test_what_cannot_be_run(capsys, monkeypatch, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_a_start_without_a_makefile_goes_on(folder):
     """Megatron's wheel has no Makefile, and what a start on a GPU builds by it is in the wheel."""
     (folder / "script.py").write_text(

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -128,6 +129,7 @@ def test_two_ranks_step_as_one_and_one_of_them_keeps_the_factors():
     assert_ranks_equal_one(run_ranks(on_ranks, 2))
 
 
+@pytest.mark.wide
 def test_four_ranks_step_as_one_and_one_of_them_keeps_the_factors():
     assert_ranks_equal_one(run_ranks(on_ranks, 4))
 

@@ -1,5 +1,6 @@
 """Shampoo, KL-Shampoo and SOAP-Muon at TP=k and with DTensors take the steps of one rank."""
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -87,6 +88,7 @@ def test_two_ranks_step_as_one():
     assert_ranks_equal_one(2)
 
 
+@pytest.mark.wide
 def test_four_ranks_step_as_one():
     assert_ranks_equal_one(4)
 

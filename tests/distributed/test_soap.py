@@ -297,6 +297,7 @@ def on_a_grid(rank, world_size):
     return found, schemes, dealt(rank % 2, 2, groups, share_over_dp=True)
 
 
+@pytest.mark.wide
 def test_data_parallel_ranks_share_factors_and_work():
     ranks = run_ranks(on_a_grid, 4)
     for place, settings in enumerate(VARIANTS):

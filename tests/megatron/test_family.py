@@ -38,12 +38,15 @@ FAMILY = {
 LOSSES_TO_COMPARE = {"soap": 4}  # of two steps
 
 
+LATER = {"spectron", "kl_shampoo", "signum", "polargrad", "muon_hyperball", "mars_muon"}  # in the wide subset
+
+
 def run(name):
     return ["--num-layers", 2, "--optimizer", name, *FAMILY[name][0], *EXACT, "--ckpt-format", "torch_dist"]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.wide] if name == "spectron" else []) for name in FAMILY]
+    "name", [pytest.param(name, marks=[pytest.mark.wide] if name in LATER else []) for name in FAMILY]
 )
 @pytest.mark.shows(
     "--optimizer spectron",

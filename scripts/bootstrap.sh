@@ -20,8 +20,7 @@ fi
 
 echo "Installing the package and what it needs into $venv (PyTorch is large: the first time takes minutes)"
 rm -f "$stamp"
+# pip would compile all of PyTorch, most of which nobody imports
 "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile \
     --constraint scripts/constraints.txt --editable '.[test]'
-# pip would compile on one core; what cannot be compiled here is not imported either
-"$venv/bin/python" -W ignore -m compileall -qq -j 0 "$venv/lib" || :
 printf '%s\n' "$wanted" >"$stamp"

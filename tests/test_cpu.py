@@ -70,6 +70,7 @@ def test_undo_restores_every_attribute(cpu_run):
         assert not differing, f"{owner}: {differing}"
 
 
+@pytest.mark.wide
 def test_importing_changes_nothing_and_undo_leaves_nothing_in_modules_imported_meanwhile():
     result = run_python("""
 import os, sys, torch, types

@@ -82,7 +82,7 @@ def under_fsdp(rank, world_size):
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_fsdp2_takes_the_steps_of_one_process(world_size):
     expected = train(model())
     for results in run_ranks(under_fsdp, world_size):
@@ -103,6 +103,7 @@ def under_both(rank, world_size):
     return results
 
 
+@pytest.mark.wide
 def test_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_process():
     expected = train(model())
     for results in run_ranks(under_both, 4):

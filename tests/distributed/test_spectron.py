@@ -182,6 +182,7 @@ def test_what_ranks_hold_in_common_is_the_same_to_the_bit(two_ranks):
                 assert value.shape != other.shape or not torch.equal(value, other), (name, key)
 
 
+@pytest.mark.wide
 def test_four_ranks_step_as_one():
     _, alone, _ = trained(0, 1, "duplicated")
     # six rows and twenty columns do not fall to four ranks as the cases are

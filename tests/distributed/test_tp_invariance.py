@@ -129,6 +129,7 @@ def test_collectives_are_counted(results):
     assert cut_inside_a_group == {"all_to_all": 4 if len(results) == 2 else 6}
 
 
+@pytest.mark.wide
 def test_medium_precision_is_as_exact():
     expected = {case.name: updated(case, *whole(case), None, "duplicated", "medium") for case in CASES}
     for (name, tp_mode), (actual, _) in run_ranks(on_ranks, 2, "medium")[0].items():

@@ -187,6 +187,7 @@ def family(rank, world_size):
     return results
 
 
+@pytest.mark.wide
 def test_the_rest_of_the_family_takes_the_step_of_one_process():
     results = run_ranks(family, TP * GTP)
     for case in OF_FAMILY:

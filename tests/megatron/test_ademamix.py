@@ -12,6 +12,7 @@ RUN = ["--num-layers", 2, "--lr", "3e-3", "--min-lr", "3e-3", "--ckpt-format", "
 KEYS = {"exp_avg_fast", "exp_avg_slow", "exp_avg_sq", "steps"}
 
 
+@pytest.mark.wide
 def test_the_distributed_optimizer_shares_parameters_out_and_trains_the_same(tmp_path):
     run = [*RUN, "--optimizer", "ademamix", "--bf16", "--train-iters", 4]
     plain, _ = train(tmp_path / "plain", 2, *run)

@@ -109,6 +109,7 @@ def test_what_weights_and_biases_gets(monkeypatch):
     assert writer.logged == (({f"muon/{key}": value for key, value in figures.items()}, 7),)
 
 
+@pytest.mark.wide
 def test_one_picture_of_several_runs(tmp_path, capsys):
     folders, out = [tmp_path / "one", tmp_path / "other"], tmp_path / "plot.png"
     for folder, rate in zip(folders, (1e-2, 2e-2), strict=True):

@@ -30,6 +30,7 @@ def grown(rank):
     return {name: after[name] / before[name] for name in before}
 
 
+@pytest.mark.wide
 def test_two_by_flags_and_one_by_an_override_train_as_on_one_rank_and_resume_bit_for_bit(tmp_path, held):
     flags = [*RUN, *TWO, *held, "--train-iters", 6]
     (alone,), _ = train(tmp_path / "alone", 1, *flags, "--optimizer-manifest-file", tmp_path / "manifest.json")

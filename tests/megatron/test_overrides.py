@@ -314,6 +314,7 @@ def test_mistakes_of_one_stage_end_all(overrides):
     assert "what no override sets is --lr 0.01 and --min-lr 0.01" in said
 
 
+@pytest.mark.wide
 def test_a_checkpoint_whose_layers_were_alike_is_refused_where_they_differ(tmp_path, overrides):
     save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
     train(tmp_path / "first", 1, *RUN, *save)

@@ -47,7 +47,8 @@ LAYOUTS = {
     "PP2-tied": ["--pipeline-model-parallel-size", 2],  # the embedding is on both stages
 }
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
-# Each optimizer, each layout and both precisions once; the others are run by `make test-full`.
+# Each optimizer, each layout and both precisions once, two of them in the wide subset; the others are run by
+# `make test-full`.
 ALWAYS = {
     ("muon", "EP2", "fp32"),
     ("adamuon", "PP2", "bf16"),
@@ -56,6 +57,7 @@ ALWAYS = {
     ("lion", "DP2", "fp32"),
     ("muon+lion", "PP2-embedding", "bf16"),
 }
+WIDE = {("adamuon", "PP2", "bf16"), ("lion", "DP2", "fp32")}
 OF_RELATIVES = {
     ("TP2", "bf16"),
     ("PP2-tied", "fp32"),
@@ -66,8 +68,14 @@ OF_RELATIVES = {
 }
 
 
+def marks(one):
+    if one in WIDE:
+        return [pytest.mark.wide]
+    return [] if one in ALWAYS else [pytest.mark.full]
+
+
 COMBINATIONS = [
-    pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
+    pytest.param(*one, id="-".join(one), marks=marks(one))
     for one in itertools.product(CASES, LAYOUTS, PRECISIONS)
     if one[1] != "PP2-tied"
 ]

@@ -93,10 +93,13 @@ BESIDE = {  # run by `make test-full` alone
 }
 
 
+SOONER = {"muon", "soap", "spectron"}  # than the wide subset, with two tensor-parallel ranks
+
+
 def marks(optimizer, layout):
     if layout in LIKE_OTHERS and optimizer in ONE_SIDE:
         return [pytest.mark.full]
-    return [] if layout == "TP2" else [pytest.mark.wide]
+    return [] if layout == "TP2" and optimizer in SOONER else [pytest.mark.wide]
 
 
 CASES = [

@@ -200,6 +200,7 @@ def test_experts_are_evaluated_at_the_average_that_a_rank_of_their_own_group_has
     )
 
 
+@pytest.mark.wide
 def test_a_rank_without_matrices_saves_how_many_steps_are_in_their_average(tmp_path):
     """The first stage has the embedding alone, and writes for all; the second resume finds what the first has saved."""
     stages = ["--pipeline-model-parallel-size", 2, "--account-for-embedding-in-pipeline-split"]
@@ -229,6 +230,7 @@ def test_the_average_moves_to_other_ranks_unchanged(tmp_path, saved):
                 assert torch.equal(started[layout][name][key], of_one[key]), (layout, name, key)
 
 
+@pytest.mark.wide
 def test_one_and_two_tensor_parallel_ranks_have_the_same_average(tmp_path):
     run = [*RUN, *MUON, *TAIL, "--muon-fp32-matmul-prec", "highest"]
     alone, _ = train(tmp_path / "alone", 1, *run)

@@ -101,6 +101,7 @@ def test_nothing_waits_for_the_host_from_the_second_step_on(variant, monkeypatch
     assert later == [[]] * (STEPS - 1)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "settings"), [*((each, {}) for each in OPTIMIZERS), *MODES], ids=str)
 def test_ranks_wait_for_no_host_and_send_what_lies_together(name, settings, monkeypatch, world):
     """NCCL takes contiguous tensors alone; gloo takes more."""

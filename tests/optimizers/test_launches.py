@@ -73,7 +73,9 @@ def test_a_masked_step_is_the_step_of_what_is_accepted(name, dtype):
             torch.testing.assert_close(x, plain.state[q][key], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["on a CPU", "masked"])
+@pytest.mark.parametrize(
+    "masked", [pytest.param(False, id="on a CPU", marks=pytest.mark.wide), pytest.param(True, id="masked")]
+)
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_step_takes_few_operations(name, masked):
     optimizer = built(name, masked)

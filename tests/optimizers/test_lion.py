@@ -125,6 +125,7 @@ def _distributed_steps(rank, world_size):
     return [(p.full_tensor().detach(), optimizer.state[p]["exp_avg"].full_tensor()) for p in params]
 
 
+@pytest.mark.wide
 def test_dtensors_train_as_on_one_rank():
     params = parameters(UNEVEN)
     optimizer = Lion(params, lr=0.01, weight_decay=0.1)

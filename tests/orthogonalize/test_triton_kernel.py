@@ -354,7 +354,7 @@ def factors_are_those_of_torch():
         torch.testing.assert_close(health.norm, lengths(x)[..., 0, 0], rtol=1e-2, atol=0)
 
 
-@case
+@wide_case
 def factors_of_soap():
     from megatron_eopt.optimizers.soap import SOAP
 

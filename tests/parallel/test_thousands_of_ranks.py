@@ -38,7 +38,7 @@ def matrices(parameters, ranks, layers=32):
         (APART, 1024, "a005fbabb4dd"),
         (FUSED, 64, "955067f5ca78"),
         (FUSED, 256, "577580fe4a61"),
-        (FUSED, 1024, "dfe1638bab8b"),
+        pytest.param(FUSED, 1024, "dfe1638bab8b", marks=pytest.mark.wide),
     ],
 )
 def test_plans_are_those_that_were_made_before_they_were_made_fast(parameters, ranks, digest):

@@ -124,8 +124,8 @@ class TestSettings:
         )
 
 
-@pytest.mark.wide
 class TestProtocol:
+    @pytest.mark.full
     @pytest.mark.parametrize("name", protocol.SPACES)
     def test_trials_are_as_many_for_all_and_differ_in_four_settings(self, name):
         of_name = protocol.trials(name)

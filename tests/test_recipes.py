@@ -177,8 +177,29 @@ def test_a_job_looks_plans_checks_trains_and_resumes(job):
     assert not requeued.exists()
 
 
-@pytest.mark.wide
-def test_a_job_goes_back_into_the_queue_but_not_if_it_fails_again_and_again(job, tmp_path):
+@pytest.mark.parametrize(
+    "starts",
+    [
+        pytest.param(
+            [
+                ("fails", 0, "back into the queue: status 1, last saved iteration: nothing"),
+                ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (nothing)"),
+            ],
+            id="without saving",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            [
+                ("saves and fails", 0, "back into the queue: status 1, last saved iteration: 7"),
+                ("saves and fails", 0, "back into the queue: status 1, last saved iteration: 7"),
+                ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (7)"),
+            ],
+            id="after it saved",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_job_goes_back_into_the_queue_but_not_if_it_fails_again_and_again(job, tmp_path, starts):
     run, requeued = job
     saves = "import sys; open(sys.argv[sys.argv.index('--save') + 1] + '/latest_checkpointed_iteration.txt', 'w')"
     (tmp_path / "saved").mkdir()
@@ -188,13 +209,7 @@ def test_a_job_goes_back_into_the_queue_but_not_if_it_fails_again_and_again(job,
     ):
         (tmp_path / f"{name}.py").write_text(script)
     own = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
-    for script, status, said in (
-        ("fails", 0, "back into the queue: status 1, last saved iteration: nothing"),
-        ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (nothing)"),
-        ("saves and fails", 0, "back into the queue: status 1, last saved iteration: 7"),
-        ("saves and fails", 0, "back into the queue: status 1, last saved iteration: 7"),
-        ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (7)"),
-    ):
+    for script, status, said in starts:
         requeued.unlink(missing_ok=True)
         done = run("--train-iters", 2, PRETRAIN=str(tmp_path / f"{script}.py"), RETRIES="1", **own)
         assert done.returncode == status

@@ -148,7 +148,7 @@ def test_overrides_change_what_they_name_and_resume(release, tmp_path):
     assert ("moment2_buffer" in after["decoder.layers.0.mlp.linear_fc2.weight"]) == (version >= "0.18")
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_new_rates_count_at_a_resume_that_is_to_override_the_schedule(release, tmp_path):
     version, megatron = release
     file = tmp_path / "overrides.yaml"

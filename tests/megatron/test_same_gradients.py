@@ -78,7 +78,8 @@ LAYOUTS = {  # ranks, flags of the layout, flags of the model
     "tied-PP2": (2, PP2, PLAIN[:-1]),
 }
 ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along both sides
-# Layouts in which these two do what they do in others, run by `make test-full` alone.
+# Layouts in which these do what they do in others, run by `make test-full` alone.
+DO_AS_IN_OTHERS = {*ONE_SIDE, "shampoo", "kl_shampoo"}
 LIKE_OTHERS = {"DP2", "PP2", "interleaved PP2", "tied-PP2", "TP2-DP2", "TP2-PP2"}
 BESIDE = {  # run by `make test-full` alone
     "adamuon": [*ADAPTIVE, "adamuon"],
@@ -97,7 +98,7 @@ SOONER = {"muon", "soap", "spectron"}  # than the wide subset, with two tensor-p
 
 
 def marks(optimizer, layout):
-    if layout in LIKE_OTHERS and optimizer in ONE_SIDE:
+    if layout in LIKE_OTHERS and optimizer in DO_AS_IN_OTHERS:
         return [pytest.mark.full]
     return [] if layout == "TP2" and optimizer in SOONER else [pytest.mark.wide]
 

@@ -3,7 +3,8 @@
 PYTHON := .venv/bin/python
 
 # What the caller's shell has set for other Python projects must not reach ours.
-unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
+unexport VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 
 .PHONY: help demo test test-wide test-full lint bench gpu compare widths walk scale tables venv
 

@@ -107,12 +107,12 @@ def one_rank() -> str:
     return steps({row: points for row, points in alone.items() if [x.stage.seconds for x in points] != seconds[row]})
 
 
-def limits(found: Mapping[Row, Sequence[Point]]) -> str:
+def limits() -> str:
     """Where more GPUs stop to help, and what a GPU holds there."""
     head = ["model", "layout", "GPUs", "step", "if shared evenly", "gather", "parameters", "gradients", "state"]
     head += ["temporaries"]
     rows = []
-    for row, points in found.items():
+    for row, points in all_points().items():
         last = last_that_helps(points) or points[-1]
         times = [f"{figure(each * 1e3)} ms" for each in (last.stage.seconds, last.stage.mean, last.gather)]
         memory = [f"{each / 1e9:.1f} GB" for each in last.memory]
@@ -120,9 +120,9 @@ def limits(found: Mapping[Row, Sequence[Point]]) -> str:
     return markdown(head, rows)
 
 
-def reasons(found: Mapping[Row, Sequence[Point]]) -> str:
+def reasons() -> str:
     """What stops each model that stops, a line each."""
-    rates, stopped = GPUS["h100"].rates, ((row, each) for row, each in found.items() if last_that_helps(each))
+    rates, stopped = GPUS["h100"].rates, ((row, each) for row, each in all_points().items() if last_that_helps(each))
     return "\n".join(
         f"- {row.model}, {row.layout}: {where_it_stops(each, WORK, 'auto', rates)}" for row, each in stopped
     )
@@ -261,8 +261,8 @@ def even() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "steps": lambda: steps(all_points()),
     "one rank": one_rank,
-    "limits": lambda: limits(all_points()),
-    "reasons": lambda: reasons(all_points()),
+    "limits": limits,
+    "reasons": reasons,
     "recipes": recipes,
     "even": even,
     "several": over_several,

@@ -36,8 +36,6 @@ FAMILY = {
 # which weights move from the second step on: with noise in the last bits of its gradients, one rank is as far from one
 # without as another layout is. Where the gradients are the same, so are the steps: test_same_gradients.py.
 LOSSES_TO_COMPARE = {"soap": 4}  # of two steps
-
-
 SOONER = {"soap", "lion", "ademamix", "psgd_kron", "dion"}  # than the wide subset, which has all others
 
 

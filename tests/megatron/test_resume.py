@@ -47,17 +47,15 @@ LAYOUTS = {
     "PP2-tied": ["--pipeline-model-parallel-size", 2],  # the embedding is on both stages
 }
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
-# Each optimizer, each layout and both precisions once, two of them in the wide subset; the others are run by
-# `make test-full`.
-ALWAYS = {
-    ("muon", "EP2", "fp32"),
-    ("adamuon", "PP2", "bf16"),
-    ("normuon", "TP2", "fp32"),
-    ("namo", "DP2-distributed", "bf16"),
-    ("lion", "DP2", "fp32"),
-    ("muon+lion", "PP2-embedding", "bf16"),
+# Each optimizer, each layout and both precisions once; the others are run by `make test-full`.
+MARKS = {
+    ("muon", "EP2", "fp32"): (),
+    ("adamuon", "PP2", "bf16"): pytest.mark.wide,
+    ("normuon", "TP2", "fp32"): (),
+    ("namo", "DP2-distributed", "bf16"): (),
+    ("lion", "DP2", "fp32"): pytest.mark.wide,
+    ("muon+lion", "PP2-embedding", "bf16"): (),
 }
-WIDE = {("adamuon", "PP2", "bf16"), ("lion", "DP2", "fp32")}
 OF_RELATIVES = {
     ("TP2", "bf16"),
     ("PP2-tied", "fp32"),
@@ -68,14 +66,8 @@ OF_RELATIVES = {
 }
 
 
-def marks(one):
-    if one in WIDE:
-        return [pytest.mark.wide]
-    return [] if one in ALWAYS else [pytest.mark.full]
-
-
 COMBINATIONS = [
-    pytest.param(*one, id="-".join(one), marks=marks(one))
+    pytest.param(*one, id="-".join(one), marks=MARKS.get(one, pytest.mark.full))
     for one in itertools.product(CASES, LAYOUTS, PRECISIONS)
     if one[1] != "PP2-tied"
 ]

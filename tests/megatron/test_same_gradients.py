@@ -92,8 +92,6 @@ BESIDE = {  # run by `make test-full` alone
         for name in ("polargrad", "muon_hyperball", "mars_muon", "schedule_free_adamw", "dion", "muown")
     },
 }
-
-
 SOONER = {"muon", "soap", "spectron"}  # than the wide subset, with two tensor-parallel ranks
 
 

@@ -120,7 +120,7 @@ def test_experts_go_through_one_bucket_a_chunk_within_the_workspace(shape, count
     assert costs.allocated.peak <= 2**31
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_page_says_what_both_forms_cost(monkeypatch):
     costs = {}
     for form in ("triton", "torch"):

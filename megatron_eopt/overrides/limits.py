@@ -6,4 +6,3 @@ MAX_DEPTH = 8  # of lists and mappings, and merges: an entry with lists in its s
 MAX_VALUES = 2**16  # with aliases followed: six thousand entries
 MAX_SETTINGS = 100  # of an entry: all optimizers together have forty
 MAX_MISTAKES = 200  # of a file; each looks for similar names
-MAX_LEAST = 9  # of a quantifier as {3,}: a search takes so many rounds over a name

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from megatron_eopt.orthogonalize.choices import listing, near_or_all
-from megatron_eopt.overrides import regex
 from megatron_eopt.overrides.known import OverrideError, shown, unfit
 
 
@@ -91,7 +90,10 @@ class Condition:
             case Kind.SHAPE if self.text not in SHAPES:
                 raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
             case Kind.REGEX:
-                regex.parsed(self.text)
+                try:
+                    re.compile(self.text)
+                except (re.error, OverflowError, RecursionError) as error:
+                    raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
 
     def __str__(self) -> str:
         return _PREFIXES.get(self.kind, f"{self.kind.name.lower()}:") + self.text
@@ -106,7 +108,7 @@ class Condition:
             case Kind.NAME:
                 return self._glob.search(info.name) is not None
             case Kind.REGEX:
-                return regex.is_found(self.text, info.name)
+                return re.search(self.text, info.name) is not None
             case Kind.ATTR:
                 return bool(info.attributes.get(self.text, False))
             case Kind.SHAPE:

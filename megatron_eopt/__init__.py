@@ -100,4 +100,4 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
     activate()
     from megatron_eopt.megatron import releases
 
-    return releases.builder(config.optimizer)(config, model_chunks, *args, **kwargs)
+    return releases.core_optimizer().get_megatron_optimizer(config, model_chunks, *args, **kwargs)

@@ -191,7 +191,7 @@ def _megatron() -> Megatron | None:
     except ImportError:
         return None
     return Megatron(
-        optimizers=tuple(name for name in list_optimizers() if name not in releases.unavailable()),
+        optimizers=tuple(list_optimizers()),
         adam=releases.core_optimizer().Adam.__module__.split(".")[0],
         training_error=_import_error("megatron.training.training"),
     )

@@ -156,8 +156,6 @@ class OptimizerSpec:
             if not getattr(config, field, True):
                 raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
         of_muon = kwargs_from_config(self.cls, "muon", config)
-        if hasattr(config, "muon_use_nesterov"):  # up to Megatron-Core 0.17
-            of_muon["nesterov"] = config.muon_use_nesterov
         kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
         kwargs |= kwargs_from_config(self.cls, self.name, config)
         kwargs |= symmetric_products_from(config) if self.takes("symmetric_products") else {}
@@ -233,7 +231,7 @@ _SPECS = (
         of_muon=MUON,
         flags=(
             Flag("momentum", "Decay rate of the momentum, in [0, 1); papers have 0.95.", default=0.9, megatrons=True),
-            Flag("nesterov", "Look ahead (--muon-use-nesterov on Megatron-Core 0.17).", default=False, megatrons=True),
+            Flag("nesterov", "Look ahead, as Nesterov's momentum does.", default=False, megatrons=True),
             Flag("scale_mode", "How the size of an update follows from the shape.", megatrons=True),
             Flag(
                 "extra_scale_factor",

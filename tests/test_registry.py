@@ -173,12 +173,6 @@ def test_a_model_without_attention_has_nothing_to_split(name, missing):
     assert [layout.shape[0] for layout in optimizer.matrix_layouts(p)] == [32, 16, 16]
 
 
-def test_the_name_of_nesterov_up_to_0_17():
-    old = config(muon_use_nesterov=True)
-    del old.muon_nesterov
-    assert registry.muon_config_to_kwargs(old, model(), None)["nesterov"] is True
-
-
 def test_an_entry_without_config_to_kwargs_is_built_like_adam():
     registry.register_optimizer("plain", registry.EmergingOptimizerEntry(Plain))
     p = torch.nn.Parameter(torch.ones(4, 4))

@@ -44,8 +44,7 @@ def activate() -> None:
         releases.check_supported()
         redirections = _redirections()
         redirections.install()
-        if releases.has_registry():
-            _forward_registry()
+        _forward_registry()
         _active = redirections
 
 
@@ -80,7 +79,7 @@ def _together(names: Sequence[str]) -> str:
 
 
 def _redirections() -> Redirections:
-    replaced = [*(_of_registry() if releases.has_registry() else _of_0_17()), *_of_core()]
+    replaced = [*_of_registry(), *_of_core()]
     if releases.has_training():
         replaced += _of_training()
     return Redirections(replaced, importers=["megatron"])
@@ -99,14 +98,6 @@ def _of_registry() -> list[Redirection]:
         Redirection(core_optimizer, "check_config_overrides_consistency", checked_elsewhere, named_in),
         Redirection(core_optimizer, "_get_megatron_optimizer_based_on_param_groups", wrap_group_builder, several),
         Redirection(core_optimizer, "_get_megatron_emerging_optimizer", wrap_emerging_builder, before),
-    ]
-
-
-def _of_0_17() -> list[Redirection]:
-    module, before = releases.core_optimizer(".muon"), "checks come before the model is touched"
-    return [
-        Redirection(module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
-        Redirection(module, "get_megatron_muon_optimizer", wrap_emerging_builder, before),
     ]
 
 
@@ -158,7 +149,7 @@ def _of_training() -> list[Redirection]:
         "group keeps its own rate, where Megatron 0.20 sets all to --lr for --override-opt-param-scheduler"
     )
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
-    amended = around(lambda add_arguments, parser: arguments.amend(add_arguments(parser), releases.unavailable()))
+    amended = around(lambda add_arguments, parser: arguments.amend(add_arguments(parser)))
     fsdp = (
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine"

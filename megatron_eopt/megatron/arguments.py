@@ -116,13 +116,13 @@ class _Noted(argparse.Action):
         setattr(namespace, PRESET_FLAGS_GIVEN, (*getattr(namespace, PRESET_FLAGS_GIVEN), self.dest))
 
 
-def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
+def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let Megatron's parser know our optimizers, and :data:`FLAGS`."""
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
     optimizer, tp_mode = actions["--optimizer"], actions["--muon-tp-mode"]
-    theirs = [name for name in optimizer.choices or () if name not in unavailable]
+    theirs = list(optimizer.choices or ())
     optimizer.type = _check_tested
-    optimizer.choices = theirs + [name for name in list_optimizers() if name not in unavailable.union(theirs)]
+    optimizer.choices = theirs + [name for name in list_optimizers() if name not in theirs]
     for name, choices in (
         ("--muon-coefficient-type", get_supported_coefficient_types()),
         ("--muon-fp32-matmul-prec", get_args(MatmulPrecision)),
@@ -135,14 +135,14 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     tp_mode.__class__ = _StoreNamed
     set_by_presets = {f"muon_{setting}" for preset in PRESETS.values() for setting in preset.settings}
     for action in parser._actions:
-        if action.dest in set_by_presets | {"muon_use_nesterov"}:  # of 0.17
+        if action.dest in set_by_presets:
             action.__class__ = type("Noted", (_Noted, type(action)), {})
     parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED, PRESET_FLAGS_GIVEN: ()})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     group = parser.add_argument_group("megatron_eopt")
     for flag in FLAGS:
-        if flag.optimizer not in unavailable and flag.name not in actions:
+        if flag.name not in actions:
             group.add_argument(flag.name, dest=flag.dest, help=flag.help, **flag.options)
     return parser
 
@@ -238,7 +238,7 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
 
 def unread(config: Any) -> list[str]:
     """Warnings of settings of Megatron's Muon that nothing here reads."""
-    read = {flag.dest for flag in _KNOWN} | {"muon_use_nesterov"}  # of 0.17
+    read = {flag.dest for flag in _KNOWN}
     fields = dataclasses.fields(releases.core_optimizer(".optimizer_config").OptimizerConfig)
     others = ((field, getattr(config, field.name, None)) for field in fields if "muon" in field.name)
     what = "without effect: a setting of Megatron's Muon, unknown here; leave it out"

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, of_entries, on_all_ranks, refuse_different
 from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
@@ -110,7 +109,7 @@ def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
     """Settings that are not the run's, in Megatron's names."""
     settings = assigned.settings
     group = {key: value for key, value in settings.items() if key not in _OF_RUN}
-    if assigned.optimizer != config.optimizer.removeprefix("dist_") and releases.has_registry():
+    if assigned.optimizer != config.optimizer.removeprefix("dist_"):
         group["optimizer"] = assigned.optimizer
     if any(assigned.user_source(key) for key in _RATES):
         try:

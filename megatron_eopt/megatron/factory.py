@@ -123,9 +123,8 @@ class OptimizerOfRun:
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
         names = {each.optimizer for each in self.assigned}
-        routes = any(each.user_source("optimizer") for each in self.assigned)
         assigned = frozenset(name for name in names if name is not None)
-        refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
+        refuse_unsupported(replace(self.facts, excludes=None in names, assigned=assigned))
         if on(self.facts.model, "qk_clip"):
             qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size())
         assignment.refuse_other_dtypes(self.assigned)
@@ -244,7 +243,7 @@ def with_preset(config: Any, args: Any = None) -> Any:
             f"leave it away"
         )
     settings = PRESETS[preset].settings
-    fields = {key: _field(config, key) for key in settings}
+    fields = {key: f"muon_{key}" for key in settings}
     defaults = {flag.setting: flag.default for flag in OPTIMIZERS["muon"].flags}
     if args is None:
         defaults |= {key: getattr(type(config), field, defaults[key]) for key, field in fields.items()}
@@ -261,11 +260,6 @@ def with_preset(config: Any, args: Any = None) -> Any:
         known = "these are defaults of the config, which count as not given"
         agreement.say(f"muon_preset {preset} replaces {described(replaced)}: {known}")
     return with_fields(config, **{fields[key]: value for key, value in settings.items()})
-
-
-def _field(config: Any, setting: str) -> str:
-    renamed = setting == "nesterov" and hasattr(config, "muon_use_nesterov")  # up to Megatron-Core 0.17
-    return "muon_use_nesterov" if renamed else f"muon_{setting}"
 
 
 def without_sharing(config: Any, run: Run) -> Any:

@@ -1,4 +1,4 @@
-"""What differs between Megatron-Core 0.17 to 0.20; imports none."""
+"""What differs between Megatron-Core 0.18 to 0.20; imports none."""
 
 import importlib
 import importlib.util
@@ -12,12 +12,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_eopt.from_config import momentum_dtype_from, workspace_from
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.redirect import Redirection, Redirections, becomes
-from megatron_eopt.registry import list_optimizers
 
-SUPPORTED = ("0.19", "0.18", "0.17")  # the latest first
+SUPPORTED = ("0.19", "0.18")  # the latest first
 MAIN, MAIN_AS_OF = "0.20", "22 August 2026"  # what Megatron's main branch was to become, and when it was tried
 
 
@@ -40,7 +37,6 @@ def number(release: str) -> tuple[int, int]:
 
 
 _SINCE = {
-    "a registry": (0, 18),  # of emerging optimizers by their names
     "weight shards": (0, 19),  # --tensor-parallel-num-weight-shards
     "Megatron-FSDP": (0, 19),  # with several optimizers in one, by functions that it has since then
     "torch FSDP2": (0, 19),  # before, its wrapper cannot finish a step, whatever the optimizer
@@ -61,11 +57,8 @@ def scalar_optimizers_of(release: str) -> tuple[str, ...]:
 def distributed_optimizer(release: str) -> dict[str, Any]:
     """What ``--use-distributed-optimizer`` means, as facts of ``support``'s Run.
 
-    0.18 and 0.20 lay gradient buffers out for whole matrices; 0.19's ``pretrain`` does not; 0.17 leaves the flag on the
-    config.
+    0.18 and 0.20 lay gradient buffers out for whole matrices; 0.19's ``pretrain`` does not.
     """
-    if number(release) < (0, 18):
-        return {"config.use_distributed_optimizer": True}
     laid_out = {"whole_matrices": True, "ddp.use_distributed_optimizer": True} if number(release) != (0, 19) else {}
     return {"layer_wise": True, "data_parallel": 2} | laid_out
 
@@ -80,11 +73,6 @@ def core_optimizer(name: str = "") -> ModuleType:
     return importlib.import_module(f"megatron.core.optimizer{name}")
 
 
-def has_registry() -> bool:
-    """True from 0.18 on."""
-    return importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is not None
-
-
 def has_training() -> bool:
     """Whether ``megatron.training`` and what it needs can be imported."""
     try:
@@ -94,48 +82,22 @@ def has_training() -> bool:
     return True
 
 
-def builder(optimizer: str) -> Any:
-    """Megatron's function that builds an optimizer of this name."""
-    if has_registry() or optimizer in ("adam", "sgd"):
-        return core_optimizer().get_megatron_optimizer
-    return core_optimizer(".muon").get_megatron_muon_optimizer
-
-
 def package_not_needed() -> Redirections:
     """Let Megatron build optimizers without the emerging-optimizers package."""
-    flags = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
-    if not has_registry():
-        flags = [(core_optimizer(".muon"), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
     reason = "the optimizers that Megatron builds are ours"
-    return Redirections([Redirection(module, name, becomes(True), reason) for module, name in flags])
+    return Redirections([Redirection(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS", becomes(True), reason)])
 
 
 def check_supported() -> None:
-    """Raise an ImportError for a release without Muon."""
-    if not has_registry() and importlib.util.find_spec("megatron.core.optimizer.muon") is None:
-        raise ImportError(f"megatron_eopt needs megatron-core 0.17 or later, found {version()}")
-
-
-def unavailable() -> frozenset[str]:
-    """Names for ``--optimizer`` that cannot be built here."""
-    without_registry = {"muon", "lion"} if hasattr(core_optimizer(), "Lion") else {"muon"}
-    buildable = set(list_optimizers()) if has_registry() else without_registry
-    return frozenset({"lion", "soap", "adaptive_muon", *list_optimizers()} - buildable)
+    """Raise an ImportError for a release without a registry of optimizers."""
+    if importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None:
+        raise ImportError(f"megatron_eopt needs megatron-core 0.18 or later, found {version()}: upgrade megatron-core")
 
 
 def scalar_optimizers() -> tuple[str, ...]:
     """:func:`scalar_optimizers_of` this release, and of other packages."""
     reads = not version().startswith("0.18.")
     return ("adam", "lion") if reads and hasattr(core_optimizer(), "Lion") else ("adam",)
-
-
-def muon_of_0_17(
-    params: Any, *, momentum_beta: float, use_nesterov: bool, mode: Any, **settings: Any
-) -> TensorParallelMuon:
-    """:class:`TensorParallelMuon` under the argument names of 0.17."""
-    args = training_args()  # for our flags, which its builder does not hand on
-    settings |= workspace_from(args) | momentum_dtype_from(args)
-    return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
 
 
 def training_args() -> Any:
@@ -209,7 +171,7 @@ def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
 
 
 def _gpt_of_script(args: Namespace, groups: Any, vp_stage: int | None, **stage: bool) -> Module:
-    """What the pretrain_gpt.py of 0.17 and 0.18 builds."""
+    """What the pretrain_gpt.py of 0.18 builds."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.training.arguments import core_transformer_config_from_args
 

@@ -1,14 +1,13 @@
 """A small GPT on synthetic sequences through ``megatron.training.pretrain``, and a record of what became of it.
 
 Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatron the way that the installed release
-wants: 0.19 builds the model from the configuration, 0.18 from a provider, 0.17 parses in pretrain. Where RECORD names a
+wants: 0.19 builds the model from the configuration, 0.18 from a provider. Where RECORD names a
 folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, its bytes of state, and parameters, optimizer state
 and the settings of the optimizers' groups as they were before the first step and after the last.
 ON_ONE_RANK has a rank, and flags that only this rank gets. Where FROM_PROVIDER is set, 0.19 builds the model from a
 provider, too: only then it lays gradient buffers out for whole matrices, as later releases do in either way.
 """
 
-import inspect
 import os
 import re
 import sys
@@ -258,10 +257,6 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 
 
 def main():
-    entry = inspect.signature(pretrain).parameters
-    if "cfg_container" not in entry:  # 0.17
-        pretrain(datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
-        return
     from megatron.training import argument_utils
     from megatron.training.arguments import parse_and_validate_args
 

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt import run as launcher
-from megatron_eopt.megatron import activation, releases
+from megatron_eopt.megatron import activation
 from megatron_eopt.megatron.arguments import TP_MODE_SOURCE, amend, unread
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, since_0_20, summary, train
 
@@ -219,7 +219,7 @@ def test_flags_and_defaults(parse):
 
 
 @pytest.mark.parametrize(("flags", "gib"), [([], 2), (["--optimizer-workspace", "0.25"], 0.25)])
-def test_the_workspace_reaches_the_optimizer(parse, monkeypatch, flags, gib):
+def test_the_workspace_reaches_the_optimizer(parse, flags, gib):
     from megatron.training import training
 
     from megatron_eopt.registry import create_emerging_optimizer
@@ -230,11 +230,6 @@ def test_the_workspace_reaches_the_optimizer(parse, monkeypatch, flags, gib):
     model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=8))
     muon, _ = create_emerging_optimizer(config, groups, "muon", [model], None)
     assert muon.workspace == gib * 2**30
-    monkeypatch.setattr(releases, "training_args", lambda: args)
-    settings = {"momentum_beta": 0.9, "use_nesterov": True, "mode": "auto"}  # as Megatron-Core 0.17 calls it
-    assert releases.muon_of_0_17(groups, **settings).workspace == gib * 2**30
-    args.optimizer_momentum_dtype = "bf16"
-    assert releases.muon_of_0_17(groups, **settings).momentum_dtype is torch.bfloat16
 
 
 def test_activation_can_be_repeated_and_undone():

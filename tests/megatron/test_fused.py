@@ -336,7 +336,7 @@ class TransformerEngineLinear(nn.Module):
 
 
 class TELinear(TransformerEngineLinear):
-    """As Megatron-Core 0.17 and 0.18 make it: of experts nothing is left of the mode."""
+    """As Megatron-Core 0.18 makes it: of experts nothing is left of the mode."""
 
     __module__ = "megatron.core.extensions.transformer_engine"
 

@@ -21,25 +21,20 @@ FAMILY = {name: OWN.get(name, []) for name in OPTIMIZERS if name not in ("muon",
 TP2 = ["--num-layers", 2, "--tensor-model-parallel-size", 2]
 
 
-@pytest.fixture(scope="module", params=["0.18.2", "0.17.1"])
+@pytest.fixture(scope="module", params=["0.18.2"])
 def release(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     subprocess.run([*pip, f"megatron-core=={request.param}"], check=True)
-    return request.param, folder
-
-
-def muon(version):
-    return [flag.replace("--muon-nesterov", "--muon-use-nesterov") if version < "0.18" else flag for flag in MUON]
+    return folder
 
 
 @full
 @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed"])
 def test_equals_megatrons_own_muon(release, tmp_path, tp_mode):
-    version, megatron = release
-    run = [*TP2, *muon(version), "--train-iters", 10, "--muon-tp-mode", tp_mode, "--muon-fp32-matmul-prec", "high"]
-    ours, output = train(tmp_path / "ours", 2, *run, megatron=megatron)
-    theirs, _ = train(tmp_path / "theirs", 2, *run, program=UPSTREAM, megatron=megatron)
+    run = [*TP2, *MUON, "--train-iters", 10, "--muon-tp-mode", tp_mode, "--muon-fp32-matmul-prec", "high"]
+    ours, output = train(tmp_path / "ours", 2, *run, megatron=release)
+    theirs, _ = train(tmp_path / "theirs", 2, *run, program=UPSTREAM, megatron=release)
     owned = "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank"
     assert f"{owned}, tp_mode {tp_mode} (--muon-tp-mode), 12 matrices" in output
     assert ours[0]["losses"] == pytest.approx(theirs[0]["losses"], rel=1e-4)
@@ -49,29 +44,23 @@ def test_equals_megatrons_own_muon(release, tmp_path, tp_mode):
 @pytest.mark.wide  # in CI: what is read of Megatron may be another name there
 @pytest.mark.parametrize("precision", [[], pytest.param(["--bf16"], marks=full)], ids=["fp32", "bf16"])
 def test_a_resumed_run_is_the_straight_one(release, tmp_path, precision):
-    version, megatron = release
-    run = [*TP2, *muon(version), *precision, "--ckpt-format", "torch_dist", "--train-iters", 6]
-    resumed(tmp_path, 2, *run, at=3, megatron=megatron)
+    run = [*TP2, *MUON, *precision, "--ckpt-format", "torch_dist", "--train-iters", 6]
+    resumed(tmp_path, 2, *run, at=3, megatron=release)
 
 
 @full
 def test_more_ranks_than_query_groups(release, tmp_path):
-    version, megatron = release
-    run = ["--num-layers", 2, *muon(version), "--num-query-groups", 1, "--train-iters", 4]
-    (alone,), _ = train(tmp_path / "one", 1, *run, megatron=megatron)
-    two, _ = train(tmp_path / "two", 2, *run, "--tensor-model-parallel-size", 2, megatron=megatron)
+    run = ["--num-layers", 2, *MUON, "--num-query-groups", 1, "--train-iters", 4]
+    (alone,), _ = train(tmp_path / "one", 1, *run, megatron=release)
+    two, _ = train(tmp_path / "two", 2, *run, "--tensor-model-parallel-size", 2, megatron=release)
     assert two[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
 @full
 @pytest.mark.parametrize("name", FAMILY)
-def test_the_others_train_and_resume_where_there_is_a_registry(release, tmp_path, name):
-    version, megatron = release
+def test_the_others_train_and_resume(release, tmp_path, name):
     run = [*TP2, "--optimizer", name, *FAMILY[name], "--ckpt-format", "torch_dist", "--train-iters", 4]
-    if version < "0.18":
-        assert f"argument --optimizer: invalid choice: '{name}'" in refused(*run, megatron=megatron)
-        return
-    (straight, _), _ = resumed(tmp_path, 2, *run, megatron=megatron)
+    (straight, _), _ = resumed(tmp_path, 2, *run, megatron=release)
     assert straight[0]["losses"][-1] < straight[0]["losses"][0]
 
 
@@ -81,11 +70,10 @@ def test_a_stage_with_an_embedding_alone_has_a_place_in_the_layer_wise_layout(re
 
     Without Apex and Transformer Engine it cannot save such a run: a rank may have no state of its Adam.
     """
-    version, megatron = release
     stages = ["--pipeline-model-parallel-size", 2, "--account-for-embedding-in-pipeline-split", "--num-layers", 1]
-    run = [*stages, *muon(version), "--bf16", "--train-iters", 4]
-    alone, _ = train(tmp_path / "alone", 2, *run, megatron=megatron)
-    dealt, _ = train(tmp_path / "dealt", 4, *run, "--optimizer", "dist_muon", megatron=megatron)
+    run = [*stages, *MUON, "--bf16", "--train-iters", 4]
+    alone, _ = train(tmp_path / "alone", 2, *run, megatron=release)
+    dealt, _ = train(tmp_path / "dealt", 4, *run, "--optimizer", "dist_muon", megatron=release)
     for rank in range(4):
         assert dealt[rank]["grad_norms"] == pytest.approx(alone[rank // 2]["grad_norms"], rel=1e-2)
 
@@ -100,9 +88,8 @@ def test_a_stage_with_an_embedding_alone_has_a_place_in_the_layer_wise_layout(re
     ],
 )
 def test_mistakes_are_refused(release, flags, message):
-    version, megatron = release
-    run = ["--num-layers", 1, "--train-iters", 1, *muon(version), *flags]
-    assert message in refused(*run, megatron=megatron)
+    run = ["--num-layers", 1, "--train-iters", 1, *MUON, *flags]
+    assert message in refused(*run, megatron=release)
 
 
 @full
@@ -116,47 +103,44 @@ def test_main_parameters_in_bf16_keep_their_own_split_shapes(release):
         "copy_tensor_model_parallel_attributes(main, model)\n"
         "print(main.is_qkv, main.qkv_split_shapes, main.rows_by_matrix)"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{release[1]}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONPATH": f"{release}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["True [2, 1, 1] by matrix"], done.stderr
 
 
 @full
 def test_adam_is_left_as_it_is(release, tmp_path):
-    _, megatron = release
     run = ["--num-layers", 1, "--train-iters", 3, "--optimizer", "adam"]
-    (ours,), _ = train(tmp_path / "ours", 1, *run, megatron=megatron)
-    (theirs,), _ = train(tmp_path / "theirs", 1, *run, program=UPSTREAM, megatron=megatron)
+    (ours,), _ = train(tmp_path / "ours", 1, *run, megatron=release)
+    (theirs,), _ = train(tmp_path / "theirs", 1, *run, program=UPSTREAM, megatron=release)
     assert_same(ours["after"], theirs["after"])
 
 
 @full
 def test_overrides_change_what_they_name_and_resume(release, tmp_path):
     """Groups that differ in their rate alone, which these releases would not tell apart when they load."""
-    version, megatron = release
     file = tmp_path / "overrides.yaml"
     file.write_text(
         "- {select: layers.1.mlp.linear_fc1.weight, lr: 0, min_lr: 0}\n- {select: linear_proj.weight, lr_mult: 0.5}\n"
-        + ("- {select: linear_fc2.weight, optimizer: adaptive_muon}\n" if version >= "0.18" else "")
+        "- {select: linear_fc2.weight, optimizer: adaptive_muon}\n"
     )
-    run = [*TP2, *muon(version), "--ckpt-format", "torch_dist", "--train-iters", 4, "--optimizer-overrides", file]
-    (straight, output), _ = resumed(tmp_path, 2, *run, megatron=megatron)
+    run = [*TP2, *MUON, "--ckpt-format", "torch_dist", "--train-iters", 4, "--optimizer-overrides", file]
+    (straight, output), _ = resumed(tmp_path, 2, *run, megatron=release)
     assert "the optimizer of every trainable parameter" in output
     before, after = straight[0]["before"], straight[0]["after"]
     held = {name for name in after if (before[name]["parameter"] == after[name]["parameter"]).all()}
     assert held == {"decoder.layers.1.mlp.linear_fc1.weight"}
-    assert ("moment2_buffer" in after["decoder.layers.0.mlp.linear_fc2.weight"]) == (version >= "0.18")
+    assert "moment2_buffer" in after["decoder.layers.0.mlp.linear_fc2.weight"]
 
 
 @pytest.mark.full
 def test_new_rates_count_at_a_resume_that_is_to_override_the_schedule(release, tmp_path):
-    version, megatron = release
     file = tmp_path / "overrides.yaml"
     file.write_text("- {select: linear_fc1.weight, lr: 0, min_lr: 0}\n- {select: linear_proj.weight, lr_mult: 0.5}\n")
     before = ["--lr", "1e-2", "--min-lr", "1e-3", "--muon-lr", "4e-2", "--muon-min-lr", "4e-3"]
     after = ["--lr", "5e-3", "--min-lr", "5e-4", "--muon-lr", "3e-2", "--muon-min-lr", "3e-3"]
-    run = [*TP2, *muon(version), "--ckpt-format", "torch_dist", "--optimizer-overrides", file]
-    ranks, _ = assert_flags_win(tmp_path, *run, before=before, after=after, ranks=2, megatron=megatron)
+    run = [*TP2, *MUON, "--ckpt-format", "torch_dist", "--optimizer-overrides", file]
+    ranks, _ = assert_flags_win(tmp_path, *run, before=before, after=after, ranks=2, megatron=release)
     for rank in ranks:
         names = [name for name in rank["after"] if name.endswith("linear_fc1.weight")]
         assert len(names) == 2
@@ -166,36 +150,18 @@ def test_new_rates_count_at_a_resume_that_is_to_override_the_schedule(release, t
 @full
 @pytest.mark.parametrize("flags", [[], ["--bf16"], ["--optimizer", "lion"]], ids=["fp32", "bf16", "lion"])
 def test_resumes_where_0_18_lays_buffers_out_for_whole_matrices(release, tmp_path, flags):
-    version, megatron = release
-    if version < "0.18":
-        return  # which has no such flag
-    run = ["--num-layers", 2, *muon(version), *flags, "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
-    (_, output), _ = resumed(tmp_path, 2, *run, "--train-iters", 4, megatron=megatron)
+    run = ["--num-layers", 2, *MUON, *flags, "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
+    (_, output), _ = resumed(tmp_path, 2, *run, "--train-iters", 4, megatron=release)
     assert ("gradient buffers are not laid out for whole matrices" in output) == ("lion" in flags)
 
 
 @full
 def test_an_override_of_the_optimizer_leaves_the_layout_away(release, tmp_path):
     """0.18 lays the buffers of matrices out before it builds an optimizer."""
-    version, megatron = release
-    if version < "0.18":
-        return  # refused anyway: test_another_optimizer_for_single_parameters_needs_a_registry
     file = tmp_path / "overrides.yaml"
     file.write_text("- {select: linear_proj.weight, optimizer: adam}\n")
-    run = ["--num-layers", 2, *muon(version), "--bf16", "--use-distributed-optimizer", "--train-iters", 1]
-    moved, output = train(tmp_path / "run", 2, *run, "--optimizer-overrides", file, megatron=megatron)
+    run = ["--num-layers", 2, *MUON, "--bf16", "--use-distributed-optimizer", "--train-iters", 1]
+    moved, output = train(tmp_path / "run", 2, *run, "--optimizer-overrides", file, megatron=release)
     assert "gradient buffers are not laid out for whole matrices" in output
     assert "matrix: " in output
     assert len(moved[0]["losses"]) == 1
-
-
-@full
-def test_another_optimizer_for_single_parameters_needs_a_registry(release, tmp_path):
-    version, megatron = release
-    if version >= "0.18":
-        return  # test_overrides_change_what_they_name_and_resume
-    file = tmp_path / "overrides.yaml"
-    file.write_text("- {select: linear_proj.weight, optimizer: adam}\n")
-    run = [*TP2, *muon(version), "--train-iters", 1, "--optimizer-overrides", file]
-    said = refused(*run, ranks=2, megatron=megatron)
-    assert "overrides that give parameters another optimizer need megatron-core 0.18 or later" in said

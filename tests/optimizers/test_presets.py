@@ -123,8 +123,3 @@ def test_a_flag_that_is_given_at_its_default_is_a_contradiction(capsys, preset, 
     else:
         with pytest.raises(ValueError, match=f"but the run also says {refused}: keep the preset"):
             with_preset(given, args)
-
-
-def test_a_config_of_megatron_core_0_17_gets_its_own_name_of_the_look_ahead():
-    old = config("deepseek-v4", muon_use_nesterov=False)
-    assert with_preset(old).muon_use_nesterov is True

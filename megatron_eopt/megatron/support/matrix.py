@@ -139,7 +139,7 @@ FEATURES = (
     Feature("--save-weight-average with --no-save-optim", _AVERAGED | _AS_MODEL | {"args.no_save_optim": True}),
     Feature("--async-save", note="with --ckpt-format torch_dist"),
     Feature("--dump-param-to-param-group-map", {"args.dump_param_to_param_group_map": "a file"}),
-    Feature("overrides that give parameters another optimizer", {"routes_optimizers": True}),
+    Feature("overrides that give parameters another optimizer"),
     Feature("overrides that exclude parameters", {"excludes": True}, "without the distributed optimizer"),
 )
 

@@ -26,17 +26,11 @@ def _offloads(optimizer: str) -> bool:
 
 def _gathers_alone(run: Run) -> bool:
     """Whether gathers over a single rank would fail, before 0.19."""
-    first = run.data_parallel == 1 or (not run.has_registry and run.expert_data_parallel == 1)
     overlaps = on(run.config, "overlap_param_gather") and not releases.has("gathers alone", run.release)
-    return first and overlaps and run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
+    return run.data_parallel == 1 and overlaps and run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
 
 
 RULES = (
-    Rule(
-        "optimizer {run.optimizer!r} needs megatron-core 0.18 or later, found {run.release}",
-        "upgrade megatron-core, or take --optimizer muon",
-        lambda run: run.optimizer != "muon" and not run.has_registry,
-    ),
     Rule(
         "optimizer {run.optimizer!r} does not run with fp16, for its gradients are not unscaled",
         "take --bf16, or fp32",
@@ -84,11 +78,12 @@ RULES = (
     ),
     Rule(
         "use_distributed_optimizer cuts matrices by bytes, so Megatron-Core does not build it with {run.optimizer!r}",
-        "leave it away and set use_layer_wise_distributed_optimizer (up to 0.17: take --optimizer dist_muon), "
-        "with --bf16",
+        "leave it away and set use_layer_wise_distributed_optimizer, with --bf16",
         lambda run: (
-            (on(run.config, "use_distributed_optimizer") and not run.layer_wise and not run.megatron_fsdp)
-            and (run.data_parallel > 1 or not run.has_registry)
+            on(run.config, "use_distributed_optimizer")
+            and not run.layer_wise
+            and not run.megatron_fsdp
+            and run.data_parallel > 1
         ),
     ),
     Rule(
@@ -135,7 +130,7 @@ RULES = (
     ),
     Rule(
         "overlap_param_gather gathers parameters of data-parallel ranks, and in megatron-core {run.release} fails "
-        "where all parameters, or those of experts, have one such rank",
+        "where parameters have one such rank",
         "leave --overlap-param-gather away, or upgrade megatron-core to 0.19",
         _gathers_alone,
     ),
@@ -195,10 +190,10 @@ RULES = (
         lambda run: run.unsaved is not None and getattr(run.args, "save", None) is not None,
     ),
     Rule(
-        "optimizer_cpu_offload keeps the state of Muon and its relatives in host memory, from megatron-core 0.18 on, "
-        "and of other optimizers of matrices nothing, found {run.matrix_optimizers} and {run.release}",
+        "optimizer_cpu_offload keeps the state of Muon and its relatives in host memory, and of other optimizers of "
+        "matrices nothing, found {run.matrix_optimizers}",
         "leave it away; --use-distributed-optimizer with --bf16 shares the state out over data-parallel ranks",
-        lambda run: run.offloads and not (run.has_registry and all(map(_offloads, run.matrix_optimizers.split(", ")))),
+        lambda run: run.offloads and not all(map(_offloads, run.matrix_optimizers.split(", "))),
     ),
     Rule(
         "use_torch_optimizer_for_cpu_offload, no_pin_cpu_grads and no_pin_cpu_params are for an optimizer that steps "
@@ -344,11 +339,6 @@ RULES = (
             and getattr(run.model, "context_parallel_size", 1) > 1
             and not on(run.model, "calculate_per_token_loss")
         ),
-    ),
-    Rule(
-        "overrides that give parameters another optimizer need megatron-core 0.18 or later, found {run.release}",
-        "upgrade megatron-core, or leave them away",
-        lambda run: run.routes_optimizers and not run.has_registry,
     ),
     Rule(
         "overrides exclude parameters, whose ranges in gradient buffers the distributed optimizer looks up in vain",

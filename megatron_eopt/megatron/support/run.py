@@ -32,7 +32,6 @@ class Run:
     grouped_experts: str | None = None  # of the first that holds the weights, or the biases, of several experts
     expert_vector: str | None = None  # of the first expert-parallel one that goes to the scalar optimizer
     unsaved: str | None = None  # name of the first parameter that Megatron cannot save under torch FSDP2
-    routes_optimizers: bool = False  # whether overrides give parameters another optimizer than the default routing
     excludes: bool = False  # whether overrides exclude parameters from every optimizer
     assigned: frozenset[str] = frozenset()  # optimizers that have parameters; none where that is not known yet
 
@@ -78,11 +77,6 @@ class Run:
             unsaved=next((n for n, p in parameters if _unsaved(n, p, model)), None),
             expert_vector=next((n for n, p in experts if registry.is_nonlinear_or_embedding(p)), None),
         )
-
-    @property
-    def has_registry(self) -> bool:
-        """Whether this release knows emerging optimizers by their names."""
-        return releases.has("a registry", self.release)
 
     @property
     def megatron_fsdp(self) -> bool:

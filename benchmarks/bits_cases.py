@@ -59,9 +59,6 @@ CASES = {
     "muon chunks": Case(MUON, TWO_CHUNKS),
     "muon bf16 momentum": Case(MUON, {"momentum_dtype": torch.bfloat16, **TWO_CHUNKS}),
     # no shard of these columns has a whole block of 128
-    "muon int8 momentum": Case(
-        MUON, {"momentum_dtype": torch.int8, **TWO_CHUNKS}, tuple(name for name in RANKS if not name.startswith("TP"))
-    ),
     "muon offload": Case(MUON, {"offload_fraction": 0.5, **TWO_CHUNKS}, UNCUT_OR_TP),
     "muon late": Case(MUON, {"nesterov": False, "momentum_warmup": 4}, late=True),
     "muon coefficients": Case(

@@ -47,7 +47,6 @@ def muons(run: Run) -> dict[str, tuple[Build, str]]:
         "ours, muon": MEDIUM,
         "ours, muon, preset fast": {**MEDIUM, "coefficient_type": "cubic5"},
         "ours, muon, momenta in bf16": {**MEDIUM, "momentum_dtype": torch.bfloat16},
-        "ours, muon, momenta in 8 bits": {**MEDIUM, "momentum_dtype": torch.int8},
         "ours, muon, momenta in host memory": {**MEDIUM, "offload_fraction": 1.0},
         "ours, muon, as a graph": {**MEDIUM, "cuda_graphs": True},
         "ours, muon, elementwise work by torch": {**MEDIUM, "step_kernels": "torch"},

@@ -1,10 +1,9 @@
-"""What a momentum in bf16 or 8 bits costs: the losses of the demo's GPT, and how far its momenta are from fp32.
+"""What a momentum in bf16 costs: the losses of the demo's GPT, and how far its momenta are from fp32.
 
     python benchmarks/momentum_dtype.py --docs
 
-Muon trains at its recommended flags with momenta in fp32, and rounded at random to bf16 and to 8 bits
-(--optimizer-momentum-dtype). For what no flag of the package does, the training process replaces the rounding: to the
-nearest, and to the dynamic map of 8 bits, which is made here after its description. An error is what a momentum has
+Muon trains at its recommended flags with momenta in fp32, and rounded at random to bf16 (--optimizer-momentum-dtype).
+To round to the nearest, which no flag does, the training process replaces the rounding. An error is what a momentum has
 beyond the one in fp32 of the same gradients. Each step multiplies it by the decay rate and adds what the rounding did,
 so no second run is needed to know it.
 """
@@ -21,8 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.foreach import Mask, Tensors
-from megatron_eopt.optimizers.quantized import BLOCK
+from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.rounding import Numbered
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 
@@ -39,69 +37,26 @@ KINDS = {
     "control": ("fp32, the rate larger by 1e-6", "fp32"),
     "random": ("bf16, at random", "bf16"),
     "nearest": ("bf16, to the nearest", "bf16"),
-    "int8": ("8 bits, at random", "int8"),
-    "int8-nearest": ("8 bits, to the nearest", "int8"),
-    "int8-dynamic": ("8 bits by the dynamic map, at random", "int8"),
 }
 TRAIN = "--rounded"  # the first argument of a process that trains
 
 
-def dynamic_map() -> Tensor:
-    """The 256 values of the signed dynamic map of 8 bits (Dettmers et al., arXiv 2110.02861).
-
-    From 0.1 down, each decade has half as many values as the one above; they are the middles of equal steps.
-    """
-    values = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float64)
-        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
-        values += [*middles.tolist(), *(-middles).tolist()]
-    return torch.tensor(sorted(values)).float()
-
-
-def in_dynamic_blocks(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`megatron_eopt.optimizers.quantized.quantized`, with codes of the dynamic map."""
-    known, columns = dynamic_map(), x.shape[-1]
-    blocks = [block.abs().amax(-1, keepdim=True) for block in x.split(BLOCK, -1)]
-    scales = torch.cat(blocks, -1)
-    wanted = x / scales.repeat_interleave(BLOCK, -1)[..., :columns].clamp(min=1e-30)
-    lower = (torch.searchsorted(known, wanted.contiguous(), right=True) - 1).clamp(0, len(known) - 2)
-    share = (wanted - known[lower]) / (known[lower + 1] - known[lower])
-    return (lower + (share > (noise + 0.5) / 65536) - 128).to(torch.int8), scales
-
-
-def of_dynamic_blocks(codes: Tensor, scales: Tensor) -> Tensor:
-    """The inverse of :func:`in_dynamic_blocks`."""
-    return dynamic_map()[codes.int() + 128] * scales.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
-
-
 def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
     """Train in this process, and write down the errors of the momenta in the end."""
-    from megatron_eopt.optimizers import muon, rounding
+    from megatron_eopt.optimizers import muon
 
-    store, quantized, errors, kept = muon.store, rounding.quantized, dict[int, Tensor](), dict[int, Tensor]()
+    store, errors, kept = muon.store, dict[int, Tensor](), dict[int, Tensor]()
 
-    def followed(
-        momenta: Tensors,
-        averages: Tensors,
-        parts: Sequence[Numbered],
-        step: int,
-        scales: Tensors | None = None,
-        accepted: Mask = None,
-    ) -> None:
+    def followed(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
         if kind == "nearest":
             torch._foreach_copy_(list(momenta), list(averages))
         else:
-            store(momenta, averages, parts, step, scales, accepted)
-        for m, average, new in zip(momenta, averages, rounding.in_fp32(momenta, scales, parts), strict=True):
-            kept[m.data_ptr()] = new
+            store(momenta, averages, parts, step)
+        for m, average in zip(momenta, averages, strict=True):
+            kept[m.data_ptr()] = new = m.float()
             errors.setdefault(m.data_ptr(), torch.zeros_like(average)).mul_(beta).add_(new - average)
 
     muon.store = followed
-    if kind == "int8-nearest":
-        rounding.quantized = lambda x, noise: quantized(x, torch.full_like(noise, 2**15))
-    if kind == "int8-dynamic":
-        rounding.quantized, rounding.widened = in_dynamic_blocks, of_dynamic_blocks
     sys.argv = ["pretrain_gpt.py", *flags]
     runpy.run_path(str(ROOT / "examples" / "pretrain_gpt.py"), run_name="__main__")
     found = {}

@@ -9,7 +9,6 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple
 
-from megatron_eopt.optimizers.quantized import BLOCK
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.records import Rectangle
@@ -19,7 +18,6 @@ TENSOR, DATA = 8, (16, 64)
 NEWTON_SCHULZ = NewtonSchulz()
 WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, itemsize=2)
 BF16, FP32 = 2, 4  # bytes of an entry
-INT8 = 1 + FP32 / BLOCK  # with the scale of a block; columns are multiples of it here
 
 
 class Way(NamedTuple):
@@ -99,7 +97,7 @@ def bytes_rows() -> list[list[str]]:
     rows = []
     for way in WAYS:
         for offloaded in (False, True)[: 1 + way.offloads]:
-            for momentum, dtype in ((FP32, "fp32"), (BF16, "bf16"), (INT8, "int8")):
+            for momentum, dtype in ((FP32, "fp32"), (BF16, "bf16")):
                 cells = [
                     " + ".join(f"{each:.3g}" for each in held(way, name, data, momentum, offloaded)[: 1 + offloaded])
                     for name in ("llama3-8b", "llama3-70b")

@@ -27,7 +27,7 @@ _LABELS = {  # of optimizers without our block, by state keys
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
 _OF_A_MATRIX = re.compile(r"_\d+$")  # ``moment2_buffer_1``: of the second logical matrix
-_MOMENTA = ("momentum_buffer", "momentum_codes")  # in numbers, or in 8 bits beside scales
+_MOMENTUM = "momentum_buffer"
 _BUFFERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|running_(mean|var)$")
 _INCOMPLETE = "it cannot be resumed as it is: take another checkpoint, or load with --no-load-optim"
 
@@ -123,7 +123,7 @@ def _shaped_as_parameter() -> set[str]:
     """State keys of tensors that are shaped as their parameter."""
     tensors = [tensor for row in OPTIMIZERS.values() for tensor in row.state]
     weights = {row.cls.traits.live_key for row in OPTIMIZERS.values() if row.cls.traits.live_key is not None}
-    return {MAIN, AVERAGE, TRAINED, *_ADAM, *_MOMENTA, *weights, *(x.key for x in tensors)} - {
+    return {MAIN, AVERAGE, TRAINED, *_ADAM, _MOMENTUM, *weights, *(x.key for x in tensors)} - {
         x.key for x in tensors if x.dims is not None
     }
 
@@ -171,7 +171,7 @@ def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[
     if (without := [key for key in trainable if key not in kept]) and not flat:
         what = f"no optimizer keeps anything for {_named(without)}"
         yield Problem("warning", what, "right for frozen parameters and buffers, and for nothing else")
-    for state in (*_MOMENTA, "exp_avg"):
+    for state in (_MOMENTUM, "exp_avg"):
         stored = [states[state].key for states in kept.values() if state in states]
         if stored and zeros >= set(stored):
             what = f"{state} is zero in all {len(stored)} tensors"
@@ -183,7 +183,7 @@ def _keys(states: dict[str, StoredTensor]) -> frozenset[str]:
 
 
 def _label(keys: frozenset[str]) -> str:
-    unknown = f"Muon with {_listed(keys)}" if keys.intersection(_MOMENTA) else f"unknown ({_listed(keys)})"
+    unknown = f"Muon with {_listed(keys)}" if _MOMENTUM in keys else f"unknown ({_listed(keys)})"
     return _LABELS.get(keys, unknown)
 
 

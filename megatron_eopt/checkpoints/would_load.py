@@ -167,10 +167,7 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
         row = OPTIMIZERS.get(was)
         if row is None or row.owns == "all":
             return
-        dtype, saved = "optimizer_momentum_dtype", {"optimizer_momentum_dtype": "fp32", **saved}
-        names = [*row.state_depends_on, "muon_scalar_optimizer"]
-        names += [dtype] if row.takes("momentum_dtype") and "int8" in (run.get(dtype), saved[dtype]) else []
-        for name in _changed(names, run, saved):
+        for name in _changed([*row.state_depends_on, "muon_scalar_optimizer"], run, saved):
             splits_all = {run[name], saved[name]} <= {"default", "all"}  # equal where state pairs rows with rows
             if not (name == "muon_split" and row.cls.traits.pairs_rows and splits_all):
                 changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
@@ -244,7 +241,7 @@ def _kept(contents: Contents, saved: dict[str, Any]) -> str:
     if saved.get("optimizer"):
         return str(saved["optimizer"]).removeprefix("dist_")
     keys = {base(state) for kept in state_keys(contents).values() for state in kept}
-    if {"momentum_buffer", "momentum_codes"} & keys:
+    if "momentum_buffer" in keys:
         return "adaptive_muon" if "moment2_buffer" in keys else "muon"
     return "adam" if "exp_avg_sq" in keys else "lion"
 

@@ -134,7 +134,7 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     for kind, optimizer in zip(kinds, timed, strict=True):
         for group in optimizer.param_groups:
             group.setdefault(KERNEL, choices[kind])
-    muons = [x for x in timed if isinstance(x, TensorParallelMuon) and x.momentum_dtype != torch.int8]
+    muons = [x for x in timed if isinstance(x, TensorParallelMuon)]
     free = [x for x in muons if x.step_kernels is None and step_choice.STEP_KERNELS not in x.param_groups[0]]
 
     def fault() -> str | None:

@@ -60,7 +60,7 @@ RUN_FLAGS = (  # whatever the optimizer
     ),
     Flag(
         "optimizer_momentum_dtype",
-        "Keep momenta of Muon and its relatives in bf16, or in 8 bits by blocks, rounded at random.",
+        "Keep momenta of Muon and its relatives in bf16, rounded at random.",
         default="fp32",
         choices=tuple(MOMENTUM_DTYPES),
     ),

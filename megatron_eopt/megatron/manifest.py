@@ -181,8 +181,6 @@ def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str | N
         return elements * 4
 
     def entries(tensor: StateTensor) -> int:
-        if tensor.block is not None:
-            return prod(info.shape[:-1]) * -(-info.shape[-1] // tensor.block)
         return elements if tensor.dims is None else prod(tensor.global_shape(optimizer.matrix_layouts(main)))
 
     tensors = optimizer.state_tensors(main)

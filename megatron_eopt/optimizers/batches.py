@@ -31,16 +31,14 @@ class Batch:
     decays: bool  # whether there is a weight decay; a tensor may be one, since no device is asked
     decay_method: DecayMethod
     accepted: Mask = None
-    rounded: list[Numbered] | None = None  # the entries of momenta in bf16 or 8 bits: random bits follow from them
-    scales: list[Tensor] | None = None  # of momenta in 8 bits
+    rounded: list[Numbered] | None = None  # the entries of momenta in bf16: random bits follow from them
     modifiers: Modifiers = NONE
 
     @property
     def changed(self) -> list[list[Tensor]]:
         """Each parameter's weight, momentum and further state, which steps change."""
-        scales = [[]] * len(self.indices) if self.scales is None else [[x] for x in self.scales]
-        several = zip(self.weights, self.momenta, scales, self.further, strict=True)
-        return [[weight, momentum, *scale, *further] for weight, momentum, scale, further in several]
+        several = zip(self.weights, self.momenta, self.further, strict=True)
+        return [[weight, momentum, *further] for weight, momentum, further in several]
 
     def flag(self, index: int) -> Tensor | bool:
         """Whether one of the parameters steps."""

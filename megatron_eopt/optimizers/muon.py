@@ -13,7 +13,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import MomentumRule, Tensors
 from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS
-from megatron_eopt.optimizers.rounding import in_fp32, store
+from megatron_eopt.optimizers.rounding import store
 from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.optimizers.weight_step import decay_cautiously, move, on_spheres, resized
 from megatron_eopt.parallel.engine import Engine
@@ -64,8 +64,8 @@ def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> Shards:
     """Update momenta; returns them after the look-ahead.
 
     ``m += (1 - beta) (g - m)``, or another rule. Without Nesterov's look-ahead the result may be the momenta
-    themselves. L2 decay adds ``weight_decay * p`` to ``g``. Momenta in bf16 or 8 bits are averaged, and looked ahead
-    from, in fp32. With kernels the result is what writes this rank's shards of logical matrices.
+    themselves. L2 decay adds ``weight_decay * p`` to ``g``. Momenta in bf16 are averaged, and looked ahead from, in
+    fp32. With kernels the result is what writes this rank's shards of logical matrices.
     """
     if chunk.kernels is not None:
         return partial(chunk.kernels.momentum, chunk.batches, heavy=rule is foreach.heavy_ball)
@@ -73,13 +73,12 @@ def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> Shards:
     for batch in chunk.batches:
         momenta, gradients = batch.momenta, batch.gradients
         if batch.rounded is not None:
-            momenta, gradients = in_fp32(momenta, batch.scales, batch.rounded), [x.float() for x in gradients]
+            momenta, gradients = [x.float() for x in momenta], [x.float() for x in gradients]
         if batch.decays and batch.decay_method == "l2":
             gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
         u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
         if batch.rounded is not None:
-            step = batch.settings[MOMENTUM_STEPS]
-            store(batch.momenta, momenta, batch.rounded, step, batch.scales, batch.accepted)
+            store(batch.momenta, momenta, batch.rounded, batch.settings[MOMENTUM_STEPS])
             u = [x.to(weight.dtype) for x, weight in zip(u, batch.weights, strict=True)]
         updates += u
     return updates
@@ -204,7 +203,7 @@ def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None, ca
 
 
 def _subset(batch: Batch, at: Sequence[int]) -> Batch:
-    lists = ("indices", "parameters", "weights", "momenta", "gradients", "further", "rounded", "scales")
+    lists = ("indices", "parameters", "weights", "momenta", "gradients", "further", "rounded")
     in_use = {name: of_all for name in lists if (of_all := getattr(batch, name)) is not None}
     changed: dict[str, Any] = {name: [of_all[n] for n in at] for name, of_all in in_use.items()}
     if batch.accepted is not None:

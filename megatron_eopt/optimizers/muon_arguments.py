@@ -21,7 +21,7 @@ from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
 
-MOMENTUM_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
+MOMENTUM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 """Name of a flag's -> ``momentum_dtype``, whose None is that of each parameter, fp32 in a run of Megatron."""
 
 
@@ -90,7 +90,7 @@ def check_memory(
     if type(offload_fraction) is bool or not (isinstance(offload_fraction, int | float) and 0 <= offload_fraction <= 1):
         raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
     if momentum_dtype not in MOMENTUM_DTYPES.values():
-        wanted = "None, for that of each parameter, torch.bfloat16 or torch.int8"
+        wanted = "None, for that of each parameter, or torch.bfloat16"
         raise ValueError(f"{name}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
     if type(momentum_warmup) is not int or momentum_warmup < 0:
         raise ValueError(f"{name}: momentum_warmup is a number of steps, 0 or more, got {momentum_warmup!r}")

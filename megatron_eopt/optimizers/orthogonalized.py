@@ -33,7 +33,6 @@ from megatron_eopt.optimizers.parameters import (
     parameter_names,
     rows_of,
 )
-from megatron_eopt.optimizers.quantized import BLOCK, check_blocks
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
@@ -46,8 +45,6 @@ from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
 
 MOMENTUM_BUFFER = "momentum_buffer"
-# In 8 bits, under keys of their own: whoever takes a momentum_buffer would take codes for a momentum.
-MOMENTUM_CODES, MOMENTUM_SCALES = "momentum_codes", "momentum_scales"
 # Methods that users override, or set: of whole parameters or matrices, and all.
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 
@@ -215,8 +212,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         validate_matmul_precision(self.fp32_matmul_prec)
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
             self._check_parameter(parameter, called)
-            if self.momentum_dtype == torch.int8:
-                check_blocks(f"{type(self).__name__}: {called}", self.layout(parameter))
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
         users = self._of_user(*OF_PARAMETERS)
@@ -242,10 +237,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Describe the momentum."""
-        if self.momentum_dtype != torch.int8:
-            return [StateTensor(MOMENTUM_BUFFER, dtype=self.momentum_dtype)]
-        scales = StateTensor(MOMENTUM_SCALES, dtype=torch.float32, block=BLOCK)
-        return [StateTensor(MOMENTUM_CODES, dtype=torch.int8), scales]
+        return [StateTensor(MOMENTUM_BUFFER, dtype=self.momentum_dtype)]
 
     def modifiers_of(self, group: Mapping[str, Any]) -> Modifiers:
         """What a group has done between updates and weights."""
@@ -352,8 +344,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
         masks = accepted.unbind() if flags is None else ()
         more = type(self).state_tensors is not OrthogonalizedOptimizer.state_tensors
-        batches, first, in_codes = [], 0, self.momentum_dtype == torch.int8
-        key = MOMENTUM_CODES if in_codes else MOMENTUM_BUFFER
+        batches, first, key = [], 0, MOMENTUM_BUFFER
         modifiers = self._session.modifiers or [NONE] * len(self.param_groups)
         for group, of_group in zip(self.param_groups, modifiers, strict=True):
             params = group["params"]
@@ -392,7 +383,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
                     accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
                     rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in chosen],
-                    scales=[local(self.state[p][MOMENTUM_SCALES]) for p in chosen] if in_codes else None,
                     modifiers=of_group,
                 )
             )
@@ -410,8 +400,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """Local state beside the momentum that a step changes."""
         known = self._session.plans.further_keys
         if parameter not in known:  # asked in every step
-            momentum = (MOMENTUM_BUFFER, MOMENTUM_CODES, MOMENTUM_SCALES)
-            known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key not in momentum]
+            known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
         keys, state = known[parameter], self.state[parameter]
         if not keys:
             return []

@@ -1,4 +1,4 @@
-"""Momenta in bf16 or in 8 bits, rounded at random.
+"""Momenta in bf16, rounded at random.
 
 Rounded to the nearest, a momentum would stand still where it moves by less than half a unit. So the average is computed
 in fp32 and rounded to one of its two neighbours, with probabilities that give the error a mean of zero. The random bits
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_eopt.matrices import LocalRows, Split
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Mask, Tensors
-from megatron_eopt.optimizers.quantized import BLOCK, quantized, widened
+from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 
 _LARGEST = torch.finfo(torch.bfloat16).max
@@ -35,7 +34,7 @@ class Numbered:
     words: Sequence[tuple[int, int, int, int]]  # the same on the host
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """The shards of the part, or of its scales."""
+        """The shards of the part."""
         return self.rows.split(x if self.stacked else x.flatten(1))
 
 
@@ -63,38 +62,22 @@ def numbered(
     ]
 
 
-def in_fp32(momenta: Tensors, scales: Tensors | None, parts: Sequence[Numbered]) -> list[Tensor]:
-    """Copies of momenta in bf16, or of codes with their scales."""
-    if scales is None:
-        return [x.float() for x in momenta]
-    several = zip(momenta, scales, parts, strict=True)
-    merged = (part.rows.merge(list(map(widened, part.split(x), part.split(of_x)))) for x, of_x, part in several)
-    return [x.view(m.shape) for x, m in zip(merged, momenta, strict=True)]
+def store(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
+    """Round averages in fp32 into momenta in bf16.
 
-
-def store(
-    momenta: Tensors,
-    averages: Tensors,
-    parts: Sequence[Numbered],
-    step: int,
-    scales: Tensors | None = None,
-    accepted: Mask = None,
-) -> None:
-    """Round averages in fp32 into momenta in bf16, or codes and scales."""
-    shards = [x for average, part in zip(averages, parts, strict=True) for x in part.split(average)]
-    places = [place for part in parts for place in part.places]
-    if scales is None:  # what is not accepted is a number of bf16, and stays
-        _put(momenta, rounded_at_random(shards, places, step), parts, None)
-        return
-    for kept, rounded in zip((momenta, scales), quantized_at_random(shards, places, step), strict=True):
-        _put(kept, rounded, parts, accepted)
-
-
-def _put(kept: Tensors, shards: Tensors, parts: Sequence[Numbered], accepted: Mask) -> None:
-    rounded = iter(shards)
-    merged = (part.rows.merge(list(islice(rounded, len(part.places)))) for part in parts)
-    new = [x.view(old.shape) for x, old in zip(merged, kept, strict=True)]
-    torch._foreach_copy_(list(kept), foreach.masked(new, kept, accepted))
+    An average that is a number of bf16, as of a parameter that is left out, stays.
+    """
+    shards: list[Tensor] = []
+    places: list[Tensor] = []
+    for average, part in zip(averages, parts, strict=True):
+        shards += part.split(average)
+        places += part.places
+    rounded = iter(rounded_at_random(shards, places, step))
+    new = []
+    for momentum, part in zip(momenta, parts, strict=True):
+        of_part = list(islice(rounded, len(part.places)))
+        new.append(part.rows.merge(of_part).view(momentum.shape))
+    torch._foreach_copy_(list(momenta), new)
 
 
 def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tensor]:
@@ -103,16 +86,6 @@ def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tenso
     for some, rows, x, noise in _pieces(shards, places, step):
         torch._foreach_copy_([rounded[i][rows] for i in some], list(between(x, noise).unbind()))
     return rounded
-
-
-def quantized_at_random(shards: Tensors, places: Tensors, step: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Codes and scales of shards in fp32, by the same."""
-    codes = [torch.empty_like(x, dtype=torch.int8) for x in shards]
-    scales = [x.new_empty(x.shape[0], -(-x.shape[1] // BLOCK)) for x in shards]
-    for some, rows, x, noise in _pieces(shards, places, step):
-        for kept, of_some in zip((codes, scales), quantized(x, noise), strict=True):
-            torch._foreach_copy_([kept[i][rows] for i in some], list(of_some.unbind()))
-    return codes, scales
 
 
 def _pieces(shards: Tensors, places: Tensors, step: int) -> Iterator[tuple[list[int], slice, Tensor, Tensor]]:
@@ -124,8 +97,7 @@ def _pieces(shards: Tensors, places: Tensors, step: int) -> Iterator[tuple[list[
         numbers = torch.arange(max(rows, columns), dtype=torch.int32, device=place.device)
         down = mixed(keys[:, :1] + place[:, 2:3] + numbers[:rows])
         across = mixed(keys[:, 1:] + place[:, 3:] + numbers[:columns])
-        in_blocks = -(-max(1, columns) // BLOCK) * BLOCK
-        height = max(1, foreach.MOST_BYTES // (_OF_ENTRY * len(some) * in_blocks))
+        height = max(1, foreach.MOST_BYTES // (_OF_ENTRY * len(some) * max(1, columns)))
         for first in range(0, rows, height):
             piece = slice(first, min(rows, first + height))
             noise = mixed(down[:, piece, None] + across[:, None])

@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron_eopt.matrices import WHOLE, declared_split, is_transposed
+from megatron_eopt.matrices import is_transposed
 from megatron_eopt.optimizers.group_settings import plain, warn
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
-from megatron_eopt.optimizers.quantized import shape_in_blocks
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Shape
@@ -50,10 +49,9 @@ SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 class StateTensor:
     """One state tensor of a parameter: zeros, or ``start``, at first.
 
-    Without ``dims`` it has the shape and layout of the parameter, or with ``block`` one entry for so many columns.
-    Otherwise a dimension is ``rows`` or ``columns``, as long as those of the logical matrix and cut alike, or a number
-    that every rank has whole; ``()`` is a scalar. Along rows or columns of a DTensor it is a DTensor on the same mesh,
-    otherwise a plain tensor.
+    Without ``dims`` it has the shape and layout of the parameter. Otherwise a dimension is ``rows`` or ``columns``, as
+    long as those of the logical matrix and cut alike, or a number that every rank has whole; ``()`` is a scalar. Along
+    rows or columns of a DTensor it is a DTensor on the same mesh, otherwise a plain tensor.
 
     Only compute rank ``rank`` of the matrix's group has the tensor; those of others are empty. Not of a DTensor.
     """
@@ -64,13 +62,12 @@ class StateTensor:
     dtype: torch.dtype | None = None  # None for that of the parameter
     rank: int | None = None
     start: Callable[[int], Tensor] | None = None  # first values along its first dimension, by its length, not zeros
-    block: int | None = None  # columns of a matrix, from its first one on, that share an entry
     optional: bool = False  # it begins anew where a loaded state lacks it
 
     @property
     def like_parameter(self) -> bool:
         """Whether it has the shape of its parameter."""
-        return self.dims is None and self.block is None
+        return self.dims is None
 
     def is_elsewhere(self, layouts: list[Layout]) -> bool:
         """Whether only another rank has it."""
@@ -339,8 +336,6 @@ def check_kept_state(
 
 
 def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:
-    if tensor.block is not None:
-        return _in_blocks(parameter, tensor.block)
     if tensor.dims is None:
         return _shape_of(parameter)
     own_shape = tensor.local_shape(layouts(parameter))
@@ -349,14 +344,6 @@ def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> State
     sides = SIDES[::-1] if is_transposed(parameter) else SIDES
     placements = tuple(_placement(placement, tensor.dims, sides) for placement in parameter.placements)
     return tensor.global_shape(layouts(parameter)), own_shape, placements
-
-
-def _in_blocks(parameter: Tensor, block: int) -> StateShape:
-    split = declared_split(parameter) or WHOLE
-    shape, own_shape = (shape_in_blocks(x.shape, split, block) for x in (parameter, local(parameter)))
-    if not isinstance(parameter, DTensor):
-        return shape, None, None
-    return shape, own_shape, tuple(_placement(placement, SIDES, SIDES) for placement in parameter.placements)
 
 
 def _shape_of(x: Tensor) -> StateShape:

@@ -31,12 +31,10 @@ _SHAPE = (40, 72)  # of the matrices of a check: no tile fits
 _LIKE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # a few units in the last place
 
 
-def check_form(form: str | None, momentum_dtype: torch.dtype | None) -> None:
-    """Refuse an unknown form, and kernels for momenta in 8 bits."""
+def check_form(form: str | None) -> None:
+    """Refuse an unknown form."""
     if form is not None:
         check_choice(STEP_KERNELS, form, get_args(StepForm))
-    if form == "triton" and momentum_dtype == torch.int8:
-        raise ValueError(f"{STEP_KERNELS}='triton' keeps no momenta in int8: leave it away, and torch keeps them")
 
 
 def check_kept_form(name: str, form: object, plans: Plans | None) -> None:
@@ -78,7 +76,7 @@ def agreed_kernels(
     kept = of_groups[0] if of_groups else None
     if len(of_groups) > 1 and asked is None:
         raise ValueError(f"{type(optimizer).__name__}: groups need one {STEP_KERNELS}, got {' and '.join(of_groups)}")
-    if asked is None and kept is None and (engine.device.type == "cpu" or optimizer.momentum_dtype == torch.int8):
+    if asked is None and kept is None and engine.device.type == "cpu":
         return None
     reason = None if (asked or kept) == "torch" else reason_against(optimizer, engine.device)
     # who named a kernel of products may have ranks that make no optimizer: then the world is not asked either

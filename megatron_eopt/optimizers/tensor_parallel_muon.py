@@ -141,9 +141,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             where there is a GPU: whole parameters, spread evenly, and at least so many bytes. A step fetches the state
             of one chunk while it works on another. Before other code than :meth:`state_dict` reads it, call
             ``torch.cuda.synchronize()``.
-        momentum_dtype: of momenta: None for that of each parameter, ``torch.bfloat16``, or ``torch.int8`` with a scale
-            for every 128 columns. These are averaged and orthogonalized in fp32 and rounded at random, with the same
-            bits at every layout: see :mod:`~megatron_eopt.optimizers.rounding`.
+        momentum_dtype: of momenta: None for that of each parameter, or ``torch.bfloat16``. These are averaged and
+            orthogonalized in fp32 and rounded at random, with the same bits at every layout: see
+            :mod:`~megatron_eopt.optimizers.rounding`.
         momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
             Jordan's speedruns; 0 for none. A state saved without it goes on without it.
         cautious_weight_decay: decay only entries whose signs do not differ from their update's. This modifier and the
@@ -223,7 +223,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         align_rms: bool = True,
     ) -> None:
         name = type(self).__name__
-        check_form(step_kernels, momentum_dtype)
+        check_form(step_kernels)
         check_kernel_and_rates(symmetric_products, plan_rates)
         check_memory(name, workspace, offload_fraction, momentum_dtype, momentum_warmup)
         self.offload_fraction = offload_fraction

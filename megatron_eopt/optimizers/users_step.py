@@ -72,8 +72,7 @@ def _copied(batch: Batch) -> Batch:
         return [x.clone() for x in tensors]
 
     weights, momenta, further = copies(batch.weights), copies(batch.momenta), list(map(copies, batch.further))
-    scales = None if batch.scales is None else copies(batch.scales)
-    return replace(batch, weights=weights, momenta=momenta, scales=scales, further=further)
+    return replace(batch, weights=weights, momenta=momenta, further=further)
 
 
 def _updates(

@@ -22,7 +22,6 @@ def said(contents, zeros=frozenset()):
     [
         (["momentum_buffer"], "Muon"),
         (["momentum_buffer", "moment2_buffer"], "adaptive Muon"),
-        (["momentum_codes", "momentum_scales"], "Muon with momentum_codes and momentum_scales"),
         (["momentum_buffer", "row_norms"], "Muon with momentum_buffer and row_norms"),
         (["exp_avg"], "Lion"),
         (["L", "R"], "unknown (L and R)"),

@@ -123,8 +123,8 @@ def load(model, optimizer, folder):
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def trained(build, *model, steps=STEPS, of=Model):
-    made = of(*model)
+def trained(build, *model, steps=STEPS):
+    made = Model(*model)
     optimizer = build(made)
     made.train_by(optimizer, range(steps))
     return made, optimizer

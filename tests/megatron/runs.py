@@ -287,7 +287,7 @@ def _join(name, key, parts):
         return tensors[0]
     dim, shape = parts[0]["cut"][0], parts[0]["parameter"].shape
     of_matrix = key[-1].isdigit()  # of one of several logical matrices
-    if (tensors[0].shape != shape and key != "momentum_scales") or of_matrix:  # which is cut as its parameter
+    if tensors[0].shape != shape or of_matrix:  # which is cut as its parameter
         # Something of rows or columns, or of neither, which is equal where it does not lie along the side that is cut.
         # No shard of a matrix of the small GPT is square, so that a statistic's length says along which side it lies.
         if all(torch.equal(tensors[0], other) for other in tensors):

@@ -105,29 +105,6 @@ def test_shards_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
     assert all(expected[index] == value for index, value in found.items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("dim", "swiglu"), [(0, False), (1, False), (None, False), (0, True), (None, True)])
-def test_scales_of_blocks_tile_one_global_tensor(dim, swiglu, ranks):
-    tensor, state = StateTensor("scales", block=5 if dim != 1 else COLS // 4), torch.arange(48.0 * 7).view(48, 7)
-    state = state if dim != 1 else state[:, :4]  # each shard has whole blocks
-    found = torch.full_like(state, torch.nan)
-    for rank in range(ranks):
-        layouts = layouts_of(dim, ranks, rank, split=False)
-        local = local_shard(StateTensor("scales", ("rows",)), state, layouts, swiglu, ranks, rank)
-        local = local.chunk(ranks, 1)[rank].contiguous() if dim == 1 else local
-        saved = sharded_state(tensor, local, parameter(dim, ranks, rank, swiglu), layouts)
-        for each in saved:
-            assert each.key == "optimizer.state.scales.fc1.weight"
-            assert each.global_shape == (LAYERS, *state.shape)
-            _, top, left = each.global_offset
-            if is_main_replica(each.replica_id):
-                part = found[top : top + each.local_shape[1], left : left + each.local_shape[2]]
-                assert part.isnan().all()
-                part.copy_(each.data[0])
-        assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
-    assert torch.equal(found, state)
-
-
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("computes", [0, 2])
 def test_a_tensor_of_one_rank_is_saved_whole_by_it_and_by_no_other(computes, swiglu):

@@ -28,7 +28,6 @@ VARIANTS = {
     "adamuon": ("adaptive_muon", {"moment2_method": "adamuon"}),
     "namo": ("adaptive_muon", {"moment2_method": "namo"}),
     "bf16 momenta": ("muon", {"momentum_dtype": torch.bfloat16}),
-    "int8 momenta": ("muon", {"momentum_dtype": torch.int8}),
     "fp32": ("muon", {"fp32_matmul_prec": "highest"}),
     "TF32": ("muon", {"fp32_matmul_prec": "high"}),
 }

@@ -31,7 +31,7 @@ SHAPES = [(24, 16)] * 5 + [(16, 40)] * 4 + [(8, 8)] * 3
 STEPS = 4
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-IN_8_BITS = "muon in 8 bits"  # of which a chunk's bytes are no multiple of what slots are aligned to
+IN_BF16 = "muon in bf16"
 
 
 def start(kind, params=None, dtype=torch.float32, **settings):
@@ -40,7 +40,7 @@ def start(kind, params=None, dtype=torch.float32, **settings):
     if params is None:
         params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     params[1].fused = True
-    name, own = KINDS.get(kind, ("muon", {"momentum_dtype": torch.int8}))
+    name, own = KINDS.get(kind, ("muon", {"momentum_dtype": torch.bfloat16}))
     split = {"split_qkv": True, "is_qkv_fn": lambda p: getattr(p, "fused", False), "qkv_split_shapes": (4, 2, 2)}
     groups = [{"params": params[:7]}, {"params": params[7:], "lr": 0.02}]
     return build(name, groups, **{**split, **own, **settings}), params
@@ -68,7 +68,7 @@ def assert_same(one, other):
     assert [key for key in one if not torch.equal(one[key], other[key])] == []
 
 
-@pytest.mark.parametrize("kind", [*KINDS, IN_8_BITS])
+@pytest.mark.parametrize("kind", [*KINDS, IN_BF16])
 def test_steps_are_bit_equal_to_those_with_all_state_on_the_device(kind):
     # norms in fp32 show where products in bf16, of stacks of another size, round an entry of a factor otherwise
     narrow = torch.float32 if kind == "muown" else torch.bfloat16
@@ -112,7 +112,7 @@ def test_the_share_is_spread_evenly_and_is_at_least_what_was_asked_for():
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.4, 0.7)])
-@pytest.mark.parametrize("kind", ["muon", "adamuon", "mars_muon", "muon_hyperball", IN_8_BITS])
+@pytest.mark.parametrize("kind", ["muon", "adamuon", "mars_muon", "muon_hyperball", IN_BF16])
 def test_a_restored_optimizer_goes_on_bit_for_bit_wherever_its_state_is(kind, before, after):
     straight, stopped = start(kind), start(kind, offload_fraction=before)
     run(*straight, range(STEPS))

@@ -372,11 +372,6 @@ def test_ranks_that_make_no_optimizer_are_not_asked_where_a_kernel_is_named(monk
     assert asked == [{"asked": None, "kept": None}, {"asked": "torch", "kept": None}]
 
 
-def test_kernels_and_momenta_in_8_bits_exclude_each_other():
-    with pytest.raises(ValueError, match="keeps no momenta in int8"):
-        TensorParallelMuon([nn.Parameter(torch.ones(3, 2))], step_kernels="triton", momentum_dtype=torch.int8)
-
-
 @pytest.mark.parametrize("form", ["nonsense", True])
 def test_an_unknown_form_in_a_group_is_refused(form):
     with pytest.raises(ValueError, match="step_kernels of a group must be one of"):

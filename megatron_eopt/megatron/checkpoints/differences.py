@@ -19,7 +19,7 @@ from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
 from megatron_eopt.megatron.checkpoints.matching import torch_state
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
 from megatron_eopt.optimizers.modifiers import OPTIONAL
-from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER, MOMENTUM_CODES
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 from megatron_eopt.registry import list_optimizers, optimizer_class
 
@@ -193,7 +193,7 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
 
 def has_adams_alone(stored: Iterable[str]) -> bool:
     """Whether there are first moments, and no momenta."""
-    starts = [state_key(name, "") for name in (MOMENTUM_BUFFER, MOMENTUM_CODES, _FIRST_MOMENT)]
+    starts = [state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT)]
     momentum, codes, first_moment = (any(key.startswith(start) for key in stored) for start in starts)
     return first_moment and not (momentum or codes)
 

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +126,7 @@ class SavedShards:
             pieces = list(pieces[0].split([part.rectangle.shape[0] for part in parts]))
         for name, part, piece in zip(split.names(layout.shape[0]), parts, pieces, strict=True):
             held = part.rectangle
-            block = tensor.block or 1  # a shard begins at a multiple of it
-            columns = ceil(part.shape[1] / block), held.left // block
-            along = {"rows": (part.shape[0], held.top), "columns": columns}
+            along = {"rows": (part.shape[0], held.top), "columns": (part.shape[1], held.left)}
             sides = [(dim, 0) if isinstance(dim, int) else along[dim] for dim in dims]
             shape, start = zip(*sides, strict=True)
             yield f"[{name}]" if name else "", with_chunk(piece, data, shape, start)

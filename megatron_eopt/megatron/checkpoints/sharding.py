@@ -8,7 +8,6 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import ceil
 from typing import Any
 
 import torch
@@ -39,21 +38,14 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
 
     The tensors of a factory follow one another in this rank's rows, in an order that depends on the tensor-parallel
     size. So where such a parameter is one logical matrix, a state dimension along its rows is saved in as many tensors.
-    Where it is several, each matrix has the same rows at every size. State with an entry for some columns is saved in
-    as many tensors as its parameter. ``layouts`` are those of the logical matrices. A ValueError refuses a factory that
-    is not cut along the rows, or whose rows are not the state's first dimension.
+    Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices. A
+    ValueError refuses a factory that is not cut along the rows, or whose rows are not the state's first dimension.
     """
     saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]
     in_rows = sum(shard.local_shape[0] for shard in saved) == parameter.data.shape[0]
     if not in_rows or any(shard.local_shape[1:] != saved[0].local_shape[1:] for shard in saved):
         raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
     rows_of = [shard.local_shape[0] for shard in saved]
-    if tensor.block is not None:
-        pairs, block = list(zip(saved, data.split(rows_of), strict=True)), tensor.block
-        return [
-            _sharded(tensor, shard.key, view, shard, _in_blocks(shard, block), shard.replica_id)
-            for shard, view in pairs
-        ]
     assert tensor.dims is not None
     held = layout.rectangle
     # Of rows and columns: the global length, and from where to where this rank has them.
@@ -108,11 +100,6 @@ def _sharded(
         axis_fragmentations=None,
         replica_id=replica_id,
     )
-
-
-def _in_blocks(saved: ShardedTensor, block: int) -> list[tuple[int, int, int]]:
-    *others, (length, start, end) = _sides(saved)  # a start is a multiple of the block
-    return [*others, (ceil(length / block), start // block, ceil(end / block))]
 
 
 def _sides(saved: ShardedTensor) -> list[tuple[int, int, int]]:

@@ -113,11 +113,6 @@ FEATURES = (
     Feature("--optimizer-cpu-offload with --async-save", _OFFLOAD | {"args.async_save": True}),
     Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),
     Feature("--optimizer-momentum-dtype bf16", {"config.optimizer_momentum_dtype": "bf16"}, "muon and its relatives"),
-    Feature(
-        "--optimizer-momentum-dtype int8",
-        {"config.optimizer_momentum_dtype": "int8"},
-        "muon and its relatives, where tensor parallelism cuts columns at multiples of 128",
-    ),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),
     Feature("decoupled_weight_decay=False with muon, adaptive_muon", {"config.decoupled_weight_decay": False}),
     Feature("decoupled_weight_decay=False with any other", _of("lion") | {"config.decoupled_weight_decay": False}),

@@ -18,7 +18,6 @@ from megatron_eopt.parallel.cost import Rates, Work, plan_cost
 from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Shape, cut
-from megatron_eopt.parallel.teams import GPUS_OF_NODE, cut_over, handed_seconds, nbytes
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
 from megatron_eopt.plan.models import GPUS, MODELS, Parallel, dealt_matrices
 from megatron_eopt.plan.sweep import Point, last_that_helps, swept, where_it_stops
@@ -62,14 +61,15 @@ class Row:
         """Sizes in short, and whether gate and up are split."""
         return in_short(self.parallel) + ", gate and up split" * self.split_gate_up
 
-    def points(self, most: int = GPUS_OF_NODE) -> list[Point]:
-        """A point for each number of GPUs that can hold the model; at most ``most`` of them work on a matrix."""
+    def points(self) -> list[Point]:
+        """A point for each number of GPUs that can hold the model."""
         one = self.parallel
         least = one.pipeline * max(one.tensor, one.expert)
         gpus = [number for number in NUMBERS if number >= least]
         rates = GPUS["h100"].rates
-        model, split = MODELS[self.model], self.split_gate_up
-        return swept(model, one, gpus, WORK, "auto", rates, DEFAULT_WORKSPACE, split_gate_up=split, most=most)
+        return swept(
+            MODELS[self.model], one, gpus, WORK, "auto", rates, DEFAULT_WORKSPACE, split_gate_up=self.split_gate_up
+        )
 
 
 ROWS = (
@@ -85,9 +85,9 @@ ROWS = (
 
 
 @cache
-def all_points(most: int = GPUS_OF_NODE) -> Mapping[Row, Sequence[Point]]:
+def all_points() -> Mapping[Row, Sequence[Point]]:
     """The points of each row, for tables and picture."""
-    return {row: row.points(most) for row in ROWS}
+    return {row: row.points() for row in ROWS}
 
 
 def steps(found: Mapping[Row, Sequence[Point]]) -> str:
@@ -98,13 +98,6 @@ def steps(found: Mapping[Row, Sequence[Point]]) -> str:
         times = {point.gpus: figure(point.stage.seconds * 1e3) for point in points}
         rows.append([row.model, row.layout, *(times.get(number, "") for number in NUMBERS)])
     return markdown(head, rows)
-
-
-def one_rank() -> str:
-    """Steps of the models that are slower where each matrix is the work of one rank."""
-    found, alone = all_points(), all_points(most=1)
-    seconds = {row: [point.stage.seconds for point in points] for row, points in found.items()}
-    return steps({row: points for row, points in alone.items() if [x.stage.seconds for x in points] != seconds[row]})
 
 
 def limits() -> str:
@@ -175,19 +168,19 @@ def beside_published(rates: Rates = GPUS["gb300"].rates) -> str:
 
 
 def over_several() -> str:
-    """What the largest matrices take over several ranks, within a node and over a network."""
+    """What the largest matrices would take over several ranks, within a node and over a network."""
     ranks, published = (1, 2, 4, 8), GPUS["h100"].rates
     network = Rates(flops=published.flops, bytes=NETWORK * 2 / 3)
     rows = []
     for model, shape in LARGEST:
-        cells, whole = [], Matrix(model, shape, cut(shape, 0, 1), itemsize=2)
+        cells = []
         for rates in (published, network):
             times = []
             for number in ranks:
-                matrix = whole if number == 1 else cut_over(whole, number)
-                handed = 0.0 if number == 1 else handed_seconds(nbytes([whole]), number, rates)
-                plan = make_plan([matrix], "auto", WORK, rates)
-                times.append(plan_cost(plan, WORK, rates).seconds + handed)
+                shards = cut(shape, shape[0] < shape[1], number)
+                plan = make_plan([Matrix(model, shape, shards, "dp", 2)], "auto", WORK, rates)
+                handed = 2 * 2 * shape[0] * shape[1] * (number - 1) / number  # bytes, there and back in bf16
+                times.append(plan_cost(plan, WORK, rates).seconds + handed / rates.bytes)
             cells.append(" / ".join(figure(each * 1e3) for each in times))
         rows.append([f"{shape[0]} x {shape[1]}", model, *cells])
     return markdown(["matrix", "of", "ms over 1 / 2 / 4 / 8 ranks, NVLink", "over a network of 50 GB/s a GPU"], rows)
@@ -209,10 +202,9 @@ class Recipe:
     gpus: int
     tokens: int  # of a step
 
-    def at(self, gpus: int, most: int = GPUS_OF_NODE) -> tuple[Point, float]:
-        """A step on so many GPUs, at most ``most`` of which work on a matrix, and seconds of its iteration."""
-        model, rates = MODELS[self.model], GPUS["h100"].rates
-        (point,) = swept(model, self.parallel, [gpus], WORK, "auto", rates, DEFAULT_WORKSPACE, most=most)
+    def at(self, gpus: int) -> tuple[Point, float]:
+        """A step on so many GPUs, and seconds of its iteration."""
+        (point,) = swept(MODELS[self.model], self.parallel, [gpus], WORK, "auto", GPUS["h100"].rates, DEFAULT_WORKSPACE)
         return point, 6 * ACTIVE[self.model] * self.tokens / gpus / (REACHED * GPUS["h100"].flops)
 
 
@@ -243,24 +235,22 @@ def recipes() -> str:
 
 
 def even() -> str:
-    """What the recipes gain by several ranks to a matrix, and what they would gain by work that is shared evenly."""
+    """What the recipes would gain by work that is shared evenly."""
     rows, runs = [], [(recipe, recipe.gpus * more) for recipe in all_recipes() for more in (1, 4)]
     # what gains the most: no tensor parallelism, and one sequence for each GPU
     runs.append((replace(runs[0][0], parallel=Parallel()), 512))
     for recipe, gpus in runs:
-        (alone, iteration), (point, _) = recipe.at(gpus, most=1), recipe.at(gpus)
-        one, step, mean, layout = alone.stage.seconds, point.stage.seconds, point.stage.mean, in_short(recipe.parallel)
-        times = (f"{figure(each * 1e3)} ms" for each in (one, step, mean))
-        gained = f"{100 * (one - step) / iteration:.2f} %"
+        point, iteration = recipe.at(gpus)
+        step, mean, layout = point.stage.seconds, point.stage.mean, in_short(recipe.parallel)
+        times = (f"{figure(each * 1e3)} ms" for each in (step, mean))
+        gained = f"{100 * (step - mean) / iteration:.2f} %"
         rows.append([recipe.model, layout, f"{gpus:,}", f"{iteration:.1f} s", *times, gained])
-    head = ["model", "layout", "GPUs", "iteration", "one rank to a matrix", "several", "if shared evenly", "gained"]
-    return markdown(head, rows)
+    return markdown(["model", "layout", "GPUs", "iteration", "of which Muon", "if shared evenly", "gained"], rows)
 
 
 # the tables of the page, by their names there
 TABLES: dict[str, Callable[[], str]] = {
     "steps": lambda: steps(all_points()),
-    "one rank": one_rank,
     "limits": limits,
     "reasons": reasons,
     "recipes": recipes,

@@ -72,11 +72,9 @@ class Sampler:
         largest = torch.full((len(names), len(_LARGEST)), -math.inf, dtype=torch.float64)
         for optimizer in self._optimizers:
             key, empty = id(optimizer), not any(group["params"] for group in optimizer.param_groups)
-            # a rank without parameters may work on matrices of its team, and report them
-            if key not in self._watched or (empty and not _has_team(optimizer)):
+            if key not in self._watched or empty:
                 continue
-            gradient = 0.0 if empty else squared_gradients.get(key, math.nan)
-            summands, most = self._of(optimizer, self._watched[key], gradient)
+            summands, most = self._of(optimizer, self._watched[key], squared_gradients.get(key, math.nan))
             row = names.index(name_of(optimizer))
             sums[row] += torch.tensor([summands[key] for key in _SUMS], dtype=torch.float64)
             of_rank = torch.tensor([most[key] for key in _LARGEST], dtype=torch.float64)
@@ -118,10 +116,6 @@ class Sampler:
             "sent_mb": watched.sent() / 1e6,
         }
         return sums, largest
-
-
-def _has_team(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, BaseOptimizer) and optimizer._session.team is not None
 
 
 def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:

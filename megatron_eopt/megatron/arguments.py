@@ -51,14 +51,6 @@ RUN_FLAGS = (  # whatever the optimizer
         default=True,
     ),
     Flag(
-        "matrix_ranks",
-        "Most data-parallel ranks of a node that work on one matrix together, where that is predicted to be faster; by "
-        "default all that torchrun starts on a node. 1 for none, which nodes without NVLink need.",
-        default=None,
-        kind=int,
-        metavar="RANKS",
-    ),
-    Flag(
         "optimizer_momentum_dtype",
         "Keep momenta of Muon and its relatives in bf16, rounded at random.",
         default="fp32",

@@ -64,7 +64,6 @@ class OptimizerOfRun:
         self.model_chunks, self.groups = model_chunks, pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
         check_rule(config)
-        dealing.check_team(config, self.facts.args, layer_wise)
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made
@@ -141,7 +140,7 @@ class OptimizerOfRun:
 
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and check the result."""
-        dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode, self.facts.layer_wise)
+        dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode)
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
@@ -174,9 +173,6 @@ class OptimizerOfRun:
         agreement.choose_kernels(here)
         self.phase("kernels")
         agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
-        of_all = [x for x in torch_optimizers(self.optimizer) if isinstance(x, BaseOptimizer)]
-        with_team = [(x, team) for x in of_all if (team := x._session.team) is not None]
-        agreement.on_all_ranks(lambda: [team.plan(optimizer) for optimizer, team in with_team])
 
     def build_manifest(self) -> None:
         """Record which optimizer updates every parameter, as built."""

@@ -54,8 +54,7 @@ def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
 
 
 def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
-    schemes, of_teams, iterations = Counter[str](), Counter[str](), Counter[tuple[int, str]]()
-    sizes, ranks = set[float](), 1
+    schemes, iterations, sizes, ranks = Counter[str](), Counter[tuple[int, str]](), set[float](), 1
     for muon in muons:
         described = muon.described_matrices()
         for group in muon.param_groups:
@@ -65,9 +64,7 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
                 for matrix, layout in zip(described[parameter], muon.matrix_layouts(parameter), strict=True):
                     iterations[settings.steps, coefficients] += 1
                     sizes |= set() if matrix.rms is None else {round(matrix.rms, 3)}
-                    if layout.ranks == 1 and matrix.scheme != "local":
-                        of_teams[matrix.scheme] += 1
-                    elif matrix.scheme != "local":
+                    if matrix.scheme != "local":
                         schemes[matrix.scheme] += 1
                         ranks = max(ranks, layout.ranks)
     first, second_moment = muons[0], ""
@@ -82,7 +79,6 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
     named = ", ".join(counted) if len(counted) > 1 else "".join(name for _, name in iterations)
     listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
     where = f"{listed} over {ranks} ranks" if schemes else "none sharded"
-    where += "".join(f", {count} {scheme}" for scheme, count in sorted(of_teams.items()))
     rms = " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)})) if sizes else ""
     form = first.param_groups[0].get(STEP_KERNELS)  # chosen on a GPU
     form = f", elementwise work by {form}" if form else ""

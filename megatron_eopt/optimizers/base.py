@@ -294,7 +294,7 @@ class BaseOptimizer(Optimizer):
         """
         super().add_param_group(param_group)
         session, group = self._session, self.param_groups[-1]
-        session.plans.engine = session.plans.team = session.nonfinite = None
+        session.plans.engine = session.nonfinite = None
         session.scalable = False
         try:
             check_parameters(type(self).__name__, self.param_groups)
@@ -370,7 +370,7 @@ class BaseOptimizer(Optimizer):
         of_device = states.without_host(numbered, state_dict["state"])
         super().load_state_dict({**state_dict, "param_groups": groups, "state": of_device})
         note_loaded(type(self).__name__, converted, self._states.place(loaded))
-        self._session.plans.engine = self._session.plans.team = None
+        self._session.plans.engine = None
         self._session.changing = False
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -481,8 +481,6 @@ class BaseOptimizer(Optimizer):
                 loss = closure()
         parameters, session = self._parameters(), self._session
         if not parameters:
-            if session.team is not None:  # whose other ranks wait for this one
-                session.team.step(self)
             return loss
         checked = _seen(self.param_groups)
         changed = checked != session.checked  # schedulers change settings between steps

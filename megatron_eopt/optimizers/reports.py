@@ -15,16 +15,9 @@ PredictedRms = Callable[[int, int, Mapping[str, Any]], float | None]
 
 
 def described(
-    engine: Engine,
-    groups: Sequence[Mapping[str, Any]],
-    scales: Sequence[Sequence[float]],
-    predicted_rms: PredictedRms,
-    of_team: Mapping[str, str],
+    engine: Engine, groups: Sequence[Mapping[str, Any]], scales: Sequence[Sequence[float]], predicted_rms: PredictedRms
 ) -> list[list[DescribedMatrix]]:
-    """Logical matrices of each parameter, with ``groups`` and ``scales``.
-
-    ``of_team`` has the scheme of those that a team works on, by name.
-    """
+    """Logical matrices of each parameter, with ``groups`` and ``scales``."""
     schemes = {i: bucket.scheme.replace("_", " ") for bucket in engine.plan.buckets for i in bucket.matrices}
     numbers = count()
     return [
@@ -32,7 +25,7 @@ def described(
             DescribedMatrix(
                 matrix.name.partition("[")[2].rstrip("]"),
                 matrix.shape,
-                of_team.get(matrix.name, schemes[next(numbers)]),
+                schemes[next(numbers)],
                 scale,
                 predicted_rms(*matrix.shape, group),
             )

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.lent import Team, TeamPlan
 from megatron_eopt.optimizers.modifiers import Modifiers
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.offload import Streamed
@@ -41,7 +40,6 @@ class Plans:
     normed: Engine | None = None  # the engine for which norms of weights were measured
     graphed: GraphedUpdate | None = None
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
-    team: TeamPlan | None = None  # what this rank and its team orthogonalize together
 
 
 @dataclass
@@ -53,7 +51,6 @@ class Session:
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory
     streamed: Streamed | None = None
-    team: Team | None = None  # that of this rank, if one of it lends matrices
     watched: Watched | None = None
     shares_shards: bool = False  # with the data-parallel ranks, by the last plan
     also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's

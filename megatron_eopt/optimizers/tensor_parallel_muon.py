@@ -314,9 +314,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _run(self, batches: Sequence[Batch]) -> None:
         indices, watch = [i for batch in batches for i in batch.indices], None
-        session = self._session
-        engine, scales = session.plans.scales
-        kernels, own = session.plans.kernels, self._reads_all()
+        engine, scales = self._session.plans.scales
+        kernels, own = self._session.plans.kernels, self._reads_all()
         assert engine is not None, "prepare() made it"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
@@ -329,8 +328,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
         if offloads := self.offload_fraction > 0:
             self.streamed.begin(batches, engine.order(indices), self.on_host)
-        if session.team is not None:
-            indices = session.team.step(self, indices, program)
         engine.run(indices, program)
         if offloads:
             self.streamed.end()
@@ -536,8 +533,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def explain(self) -> str:
         """The plan of a step, a table; all ranks ask."""
-        engine, team = self.prepare(), self._session.team
-        return engine.explain() if team is None else team.explain(self)
+        return self.prepare().explain()
 
     def engine_to_explain(self) -> Engine:
         """The engine of :meth:`explain`, before ranks agree on it."""
@@ -555,11 +551,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         scales = [
             scales_of(self._scale(group), matrices) for group, matrices in zip(groups, engine.matrices, strict=True)
         ]
-        team = self._session.team
-        schemes = team.schemes(self) if team is not None and settled else {}
-        return dict(
-            zip(parameters, reports.described(engine, groups, scales, self.predicted_rms, schemes), strict=True)
-        )
+        return dict(zip(parameters, reports.described(engine, groups, scales, self.predicted_rms), strict=True))
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""

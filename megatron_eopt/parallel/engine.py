@@ -62,11 +62,9 @@ class Engine:
         works: the iterations that costs were predicted with, by name.
         rates: what the times were predicted with.
         watched: the step that is made, where somebody watches it.
-        kernel: the choice of a kernel of symmetric products, once ranks have agreed on it.
     """
 
     watched: Watched | None = None
-    kernel: str | None = None
 
     def __init__(
         self,
@@ -151,7 +149,6 @@ class Engine:
             check_replicas(held, {p.name: p.settings for p in self._parameters}, weights)
             groups = {"world": dist.group.WORLD}
         choice, precision = agreed_kernel(products, kernel, kept, groups), products[-1]
-        self.kernel = choice
         self._products = lambda rows: made(choice, rows, precision)
         self._chunks.clear()
         return choice

@@ -26,7 +26,6 @@ from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain, figure
 from megatron_eopt.parallel.plan import TpMode, make_plan
-from megatron_eopt.parallel.teams import GPUS_OF_NODE
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.plan.sweep import Point, draw, numbers_of, point_of, swept, where_it_stops
@@ -83,8 +82,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
     gib, temporaries = Workspace.bytes / 2**30, "for temporaries of a step"
     muon.add_argument("--optimizer-workspace", type=float, default=gib, metavar="GIB", help=temporaries)
-    together = "most GPUs of a node that work on one matrix, where that is predicted to be faster; 1 for none"
-    muon.add_argument("--matrix-ranks", type=_positive, default=GPUS_OF_NODE, help=together)
     rates = parser.add_argument_group("rates of one rank")
     published = "half of its published operations, two thirds of its NVLink; the flags below override them"
     rates.add_argument("--gpu", choices=GPUS, help=published)
@@ -122,18 +119,15 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
         return _print_sweep(options, model, parallel, work, rates, workspace)
     if options.picture is not None:
         raise ValueError("--picture would have no effect without --sweep-gpus")
-    how = {"split_gate_up": options.split_gate_up, "most": options.matrix_ranks}
-    stage = dealt_matrices(model, parallel, work, mode, rates, **how)
+    stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
-    deals, shared = stage.deals, stage.shared
+    deals = stage.deals
     if options.kernel_times is not None:  # not for the plan: a run makes it before its ranks agree on times
         times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
         work = replace(work, share=shares(times))
         print(f"Symmetric products by {fastest(times)}, as measured on {source}.\n")
-        stage = dealt_matrices(model, parallel, work, mode, rates, **how)
+        stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     print(explain(plan, work, rates, workspace))
-    for each in shared:
-        print(each.explain(rates))
     for deal in deals:
         print(f"\n{deal}.")
     gpus = parallel.tensor * parallel.pipeline * parallel.data
@@ -164,7 +158,7 @@ def _print_sweep(
     of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
     gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
     mode, split = options.muon_tp_mode, options.split_gate_up
-    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=split, most=options.matrix_ranks)
+    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=split)
     print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
     modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
     print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")

@@ -3,13 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import NamedTuple
 
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
 from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut, cut_at, whole
-from megatron_eopt.parallel.teams import GPUS_OF_NODE, MODES, Shared, team_sizes
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
 _HEADS = "--num-attention-heads over --tensor-model-parallel-size"
@@ -130,14 +128,13 @@ class Stage(NamedTuple):
     Of several stages, times are the longest of any, and entries those of the one with the most memory.
     """
 
-    matrices: list[Matrix]  # logical ones of the busiest rank, and those that its team works on
+    matrices: list[Matrix]  # logical ones of the busiest rank
     deals: list[Deal]
     seconds: float  # of the busiest rank's step
     mean: float  # seconds of all, if the work of a stage were shared evenly
     held: int  # entries of a rank's parameters
     kept: int  # most entries whose state a rank keeps
     gathered: int  # entries that a rank receives when data-parallel ranks share their parameters
-    shared: list[Shared]  # what the team of the busiest rank works on
 
     @property
     def memory(self) -> tuple[int, int, int]:
@@ -153,13 +150,11 @@ def dealt_matrices(
     rates: Rates = DEFAULT_RATES,
     *,
     split_gate_up: bool = False,
-    most: int = GPUS_OF_NODE,
 ) -> Stage:
     """The busiest long stage.
 
     Embeddings and the output layer are not Muon's. With several data-parallel ranks there is a deal of dense parameters
-    and one of experts. At most ``most`` data-parallel ranks, which are on one node, work on a matrix. Sizes that do not
-    divide over the ranks are a ``ValueError``.
+    and one of experts. Sizes that do not divide over the ranks are a ``ValueError``.
     """
     length = -(-model.num_layers // parallel.pipeline)
     firsts = {min(first, model.num_layers - length) for first in range(0, model.num_layers, length)}
@@ -170,35 +165,29 @@ def dealt_matrices(
         ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, _EXPERTS)
     stages = []
     for dense, experts in of_stages:
-        teams = team_sizes(gcd(GPUS_OF_NODE, parallel.data), most) if parallel.tensor == 1 and mode in MODES else []
-        parts = [_dealt(dense, parallel.data, teams, work, mode, rates), _dealt(experts, ranks, [], work, mode, rates)]
+        parts = [_dealt(*each, work, mode, rates) for each in ((dense, parallel.data), (experts, ranks))]
         stages.append(Stage(*(sum(values[1:], values[0]) for values in zip(*parts, strict=True))))
     mean, gathered = (max(getattr(stage, field) for stage in stages) for field in ("mean", "gathered"))
     slowest, fullest = max(stages, key=lambda stage: stage.seconds), max(stages, key=lambda stage: sum(stage.memory))
     return slowest._replace(mean=mean, gathered=gathered, held=fullest.held, kept=fullest.kept)
 
 
-def _dealt(
-    parameters: Sequence[Matrices], data: int, teams: Sequence[int], work: Work, mode: TpMode, rates: Rates
-) -> Stage:
+def _dealt(parameters: Sequence[Matrices], data: int, work: Work, mode: TpMode, rates: Rates) -> Stage:
     matrices = [tuple(replace(matrix, itemsize=work.itemsize) for matrix in each) for each in parameters]
     items = [Item(each, sum(matrix.rectangles[0].numel for matrix in each)) for each in matrices]
-    found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates, teams=teams)
+    found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates)
     busiest, held = found.seconds.index(max(found.seconds)), sum(item.entries for item in items)
     kept = Counter[int]()
     for item, rank in zip(items, found.ranks, strict=True):
         kept[rank] += item.entries
-    here = [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices]
-    shared = found.shared(items, busiest)
     return Stage(
-        here if shared is None else shared.beside(here),
+        [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices],
         [found] if items and data > 1 else [],
         max(found.seconds),
-        sum(found.alone or found.seconds) / data,
+        sum(found.seconds) / data,
         held,
         max(kept.values(), default=0),
         held * (data - 1) // data,
-        [] if shared is None else [shared],
     )
 
 

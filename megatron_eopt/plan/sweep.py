@@ -10,7 +10,6 @@ from megatron_eopt.parallel.cost import Rates, Work, plan_cost, step_bytes, whol
 from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
-from megatron_eopt.parallel.teams import GPUS_OF_NODE, TEAM, handed_bytes
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import Model, Parallel, Stage, dealt_matrices
 
@@ -66,9 +65,8 @@ def numbers_of(text: str, model_parallel: int) -> list[int]:
 
 def point_of(stage: Stage, plan: Plan, gpus: int, data: int, work: Work, rates: Rates, workspace: Workspace) -> Point:
     """What a step takes where a plan is that of a stage's busiest rank."""
-    handed = sum(handed_bytes(shared.handed, shared.ranks) for shared in stage.shared)
-    memory = *stage.memory, step_bytes(plan, work, workspace) + sum(shared.held for shared in stage.shared)
-    sent, gather = plan_cost(plan, work, rates).bytes + handed, 2 * stage.gathered / rates.bytes
+    memory = *stage.memory, step_bytes(plan, work, workspace)
+    sent, gather = plan_cost(plan, work, rates).bytes, 2 * stage.gathered / rates.bytes
     return Point(gpus, data, stage, sent, gather, memory)
 
 
@@ -82,14 +80,13 @@ def swept(
     workspace: Workspace,
     *,
     split_gate_up: bool = False,
-    most: int = GPUS_OF_NODE,
 ) -> list[Point]:
     """A point for each number of GPUs, whose data parallelism follows from it."""
     points = []
     for number in gpus:
         data = number // (parallel.tensor * parallel.pipeline)
         here = replace(parallel, data=data)
-        stage = dealt_matrices(model, here, work, mode, rates, split_gate_up=split_gate_up, most=most)
+        stage = dealt_matrices(model, here, work, mode, rates, split_gate_up=split_gate_up)
         plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
         points.append(point_of(stage, plan, number, data, work, rates, workspace))
     return points
@@ -117,8 +114,10 @@ def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rat
     beyond = f"More than {last.gpus:,} GPUs hardly make the step faster"
     if alone < last.stage.seconds / 2:  # such as logical matrices of one parameter, or dense ones beside experts
         return f"{beyond}: what the busiest rank then has is one parameter, or one of a kind."
-    by = f"{longest.ranks} data-parallel ranks" if longest.group == TEAM else "one data-parallel rank"
-    return f"{beyond}: {longest.name}, {rows} x {cols}, is the work of {by} and takes {figure(alone * 1e3)} ms."
+    return (
+        f"{beyond}: {longest.name}, {rows} x {cols}, is the work of one data-parallel rank and takes "
+        f"{figure(alone * 1e3)} ms."
+    )
 
 
 def draw(points: Sequence[Point], file: str) -> None:

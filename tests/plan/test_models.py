@@ -9,7 +9,6 @@ from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import Matrix, make_plan
 from megatron_eopt.parallel.records import cut
-from megatron_eopt.plan import models
 from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 QUINTIC = get_coefficients("quintic", 5)
@@ -113,7 +112,7 @@ def test_latent_attention_and_shared_experts(dense_layers, of_layer):
 def test_of_unequal_stages_it_is_the_busiest():
     """Two dense layers take longer than two of experts over 64 ranks; over two ranks these do."""
     model = replace(MODELS["deepseek-v3"], num_layers=8, first_dense_layers=2, num_experts=64)
-    dense = dealt_matrices(model, Parallel(pipeline=4, expert=64, data=64), WORK, most=1).matrices
+    dense = dealt_matrices(model, Parallel(pipeline=4, expert=64, data=64), WORK).matrices
     assert {name.split(".")[2] for name in (m.name for m in dense)} <= {"0", "1"}
     experts = dealt_matrices(model, Parallel(pipeline=4, expert=2, data=2), WORK).matrices
     assert any("local_experts" in m.name for m in experts)
@@ -123,8 +122,8 @@ def test_of_unequal_stages_an_even_share_is_that_of_the_one_with_the_most_work()
     """Two dense layers are a few large matrices, and experts more work, of which each rank has some."""
     model = replace(MODELS["deepseek-v3"], num_layers=8, first_dense_layers=2, num_experts=64)
     parallel = Parallel(pipeline=4, expert=64, data=64)
-    both = dealt_matrices(model, parallel, WORK, most=1)
-    (dense, experts) = (dealt_matrices(replace(model, first_dense_layers=n), parallel, WORK, most=1) for n in (8, 0))
+    both = dealt_matrices(model, parallel, WORK)
+    (dense, experts) = (dealt_matrices(replace(model, first_dense_layers=n), parallel, WORK) for n in (8, 0))
     assert (both.seconds, both.mean) == (dense.seconds, experts.mean)
     assert dense.seconds > experts.seconds
     assert dense.mean < experts.mean
@@ -140,20 +139,6 @@ def test_the_matrices_are_those_of_the_busiest_rank():
     assert len(parameters) == found.ranks.count(found.seconds.index(max(found.seconds)))
     assert len(found.ranks) == 20
     assert dealt_matrices(model, Parallel(), WORK).deals == []  # nothing to deal
-
-
-def test_several_gpus_of_a_node_work_on_a_matrix_that_takes_long():
-    """Those of the busiest rank's team are cut over it; its work is no larger if shared evenly."""
-    alone, shared = (dealt_matrices(MODELS["llama3-8b"], Parallel(data=512), HALF, most=most) for most in (1, 8))
-    assert shared.seconds < 0.7 * alone.seconds
-    assert shared.mean == alone.mean
-    (of_team,), (matrix,) = shared.shared, shared.matrices
-    assert (matrix.shape, matrix.ranks, matrix.group) == ((28672, 4096), 8, "team")
-    assert of_team.handed == 2 * 28672 * 4096
-    assert alone.shared == []
-    # tensor parallelism cuts matrices already, and under owner each is the work of one rank
-    assert dealt_matrices(MODELS["llama3-8b"], Parallel(tensor=2, data=256), HALF).shared == []
-    assert dealt_matrices(MODELS["llama3-8b"], Parallel(data=512), HALF, "owner").shared == []
 
 
 @pytest.mark.parametrize(
@@ -259,14 +244,3 @@ def test_an_mlp_and_an_attention_matrix_of_70b():
     assert ms(make_plan(halves, "owner", half), half) == pytest.approx(40.0, rel=0.005)
     assert ms(make_plan(halves, "gram", half), half) == pytest.approx(21.9, rel=0.005)
     assert ms(plans["gram"], WORK) < ms(plans["distributed"], WORK) < ms(plans["owner"], WORK)
-
-
-@pytest.mark.parametrize(("most", "teams"), [(1, []), (2, [2]), (3, [2]), (6, [2, 4]), (8, [2, 4, 8]), (64, [2, 4, 8])])
-def test_as_many_gpus_work_on_a_matrix_as_divide_a_node(most, teams, monkeypatch):
-    tried = []
-    deal = models.deal
-    monkeypatch.setattr(
-        models, "deal", lambda *args, teams, **more: tried.append(teams) or deal(*args, teams=(), **more)
-    )
-    dealt_matrices(MODELS["llama3-8b"], Parallel(data=512), HALF, most=most)
-    assert teams in tried

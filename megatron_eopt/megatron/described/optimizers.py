@@ -8,14 +8,13 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
-from megatron_eopt.megatron.dealing import balances, items_of, sizes_of_teams
+from megatron_eopt.megatron.dealing import balances, items_of
 from megatron_eopt.megatron.described.model import DescribedRun, Memory, PlannedStage
 from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
@@ -26,10 +25,8 @@ from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.overrides.entries import Entry, Layer
-from megatron_eopt.parallel.cost import Work, plan_cost, step_bytes
+from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.deal import OF_ENTRY, deal, to_and_fro
-from megatron_eopt.parallel.explain import explain
-from megatron_eopt.parallel.teams import GPUS_OF_NODE, Shared
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -110,26 +107,17 @@ def _planned(
     built = [each for name in names for each in _built(name, assigned, config, run)]
     optimizers = dict.fromkeys(each.optimizer for each in built)
     rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
-    deals, rank_of, shared = _keep_busiest(list(optimizers), planned, run)
+    deals, rank_of = _keep_busiest(list(optimizers), planned, run)
     proposed = {each: each.engine_to_explain() for each in optimizers if isinstance(each, BaseOptimizer)}
     engines = {each: engine for each, engine in proposed.items() if engine is not None}
     mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
-    explained, temporaries = list[str](), [0]
-    seconds = OF_ENTRY * sum(p.numel() for each in optimizers for group in each.param_groups for p in group["params"])
-    for each, engine in engines.items():
-        plan, works, text = engine.plan, engine.works, engine.explain()
-        team, of_team = shared.get(each, (None, {}))
-        if team is not None:
-            works = {**of_team, **works}
-            plan = team.plan(plan.matrices, planned.tp_mode, works, engine.rates, engine.workspace)
-            text = f"{explain(plan, works, engine.rates, engine.workspace)}\n{team.explain(engine.rates)}"
-            seconds += team.seconds(engine.rates)
-        seconds += plan_cost(plan, works).seconds
-        temporaries.append(step_bytes(plan, works, engine.workspace) + (team.held if team is not None else 0))
-        explained.append(f"{type(each).__name__}, {mode}\n{text}")
+    explained = [f"{type(each).__name__}, {mode}\n{engine.explain()}" for each, engine in engines.items()]
     explained += deals if explained else []
+    entries = sum(p.numel() for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    seconds = OF_ENTRY * entries + sum(plan_cost(each.plan, each.works).seconds for each in engines.values())
+    temporaries = max((step_bytes(each.plan, each.works, each.workspace) for each in engines.values()), default=0)
     dealt = {each.model: rank_of[each.main] for each in built if each.main in rank_of}
-    return rows, (explained, seconds, config.muon_scale_mode, _memory(run, assigned, rows, dealt, max(temporaries)))
+    return rows, (explained, seconds, config.muon_scale_mode, _memory(run, assigned, rows, dealt, temporaries))
 
 
 def _memory(
@@ -165,37 +153,31 @@ def _memory(
 
 def _keep_busiest(
     optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun
-) -> tuple[list[str], dict[Tensor, int], dict[Optimizer, tuple[Shared, dict[str, Work]]]]:
-    """Keep the parameters of the busiest data-parallel rank; what is said of deals, the rank of each, and team work."""
-    facts, groups, shared = planned.facts, run.pg_collection, dict[Optimizer, tuple[Shared, dict[str, Work]]]()
+) -> tuple[list[str], dict[Tensor, int]]:
+    """Keep the parameters of the busiest data-parallel rank; what is said of deals, and the rank of each."""
+    facts, groups = planned.facts, run.pg_collection
     if not facts.layer_wise:
-        return [], {}, shared
+        return [], {}
     whole = releases.distributed_optimizer(facts.release).get("whole_matrices", False)
     by_time = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
-    items, works = items_of(optimizers, planned.tp_mode)
+    items, works = items_of(optimizers)
     told, rank_of = list[str](), dict[Tensor, int]()
     for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
         parameters, ranks = [p for p in items if _is_of_one_rank(p) != dense], among.size()
         if ranks == 1 or not parameters:
             continue
         by_size = to_and_fro([p.numel() for p in parameters], ranks)
-        of_all = [items[p] for p in parameters]
-        teams = sizes_of_teams(planned.config, dist.get_process_group_ranks(among), GPUS_OF_NODE) if dense else []
-        dealt = deal(of_all, by_size, ranks, works, planned.tp_mode, teams=teams)
+        dealt = deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode)
         of_each, seconds = (dealt.ranks, dealt.seconds) if by_time else (by_size, dealt.by_size)
         by_megatron = f"{len(parameters)} parameters dealt to {ranks} data-parallel ranks by size, as with"
         by_megatron += " --no-balanced-deal, --ckpt-format torch and Megatron's layout of buffers."
         told.append(f"{dealt}." if by_time else by_megatron)
         rank_of |= dict(zip(parameters, of_each, strict=True))
         busiest = seconds.index(max(seconds))
-        for optimizer in optimizers if by_time else ():
-            here = {p for group in optimizer.param_groups for p in group["params"]}
-            if (team := dealt.shared(of_all, busiest, [i for i, p in enumerate(parameters) if p in here])) is not None:
-                shared[optimizer] = team, works
         others = {p for p, rank in zip(parameters, of_each, strict=True) if rank != busiest}
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if parameter not in others]
-    return told, rank_of, shared
+    return told, rank_of
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:

@@ -84,9 +84,7 @@ def of_node(node: ast.AST) -> Iterator[str]:
         yield node.id
     elif isinstance(node, ast.Attribute):
         yield node.attr
-    elif isinstance(node, ast.arg):
-        yield node.arg
-    elif isinstance(node, ast.keyword) and node.arg is not None:
+    elif isinstance(node, ast.arg | ast.keyword) and node.arg is not None:
         yield node.arg
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield from node.value.split()  # tables list several names in one text
@@ -111,7 +109,8 @@ def main() -> None:
     counts = Counter[str]()
     for path in files:
         counts.update(settings & names_in(path))
-    print(f"\nsettings of TensorParallelMuon: {len(settings)}, each named in {counts.total() / len(settings):.1f} files")
+    mean = counts.total() / len(settings)
+    print(f"\nsettings of TensorParallelMuon: {len(settings)}, each named in {mean:.1f} files")
     for name, count in counts.most_common():
         print(f"{count:>4}  {name}")
 

@@ -11,7 +11,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, PRESET_FLAGS_GIVEN, TP_MODE_SOURCE, UNNAMED, unread
+from megatron_eopt.megatron.arguments import (
+    DEFAULT_TP_MODE,
+    PRESET_FLAGS_GIVEN,
+    TP_MODE_SOURCE,
+    UNNAMED,
+    unread,
+    without_effect,
+)
 from megatron_eopt.megatron.averaging import average_weights, check_rule
 from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
@@ -86,6 +93,7 @@ class OptimizerOfRun:
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         matrices, overrides = agreement.on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
+        self.warn_of_unread_flags()
         tag(matrices)
         self.phase("parameters and settings")
         self.read_checkpoint()
@@ -123,6 +131,13 @@ class OptimizerOfRun:
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
         names = {each.optimizer for each in self.assigned}
+    def warn_of_unread_flags(self) -> None:
+        """Warn of given flags that no optimizer of any rank reads."""
+        names = agreement.union(each.optimizer for each in self.assigned if each.optimizer is not None)
+        if self.facts.args is not None:
+            for warning in without_effect(self.facts.args, names):
+                agreement.say(f"warning: {warning}")
+
         routes = any(each.user_source("optimizer") for each in self.assigned)
         assigned = frozenset(name for name in names if name is not None)
         refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))

@@ -50,7 +50,6 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.records import TpMode
 
-MEGATRONS_DECOUPLED = "decoupled_weight_decay"  # field of Megatron's config
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
 
 
@@ -149,12 +148,13 @@ class OptimizerSpec:
     def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
         """Arguments of the constructor from Megatron's config.
 
-        Weight decay that is not decoupled is a ``ValueError``, unless the optimizer has Muon's setting for it.
+        ``use_decoupled_weight_decay=False`` is a ``ValueError``, unless the optimizer has Muon's setting for it.
+        Megatron's own field ``decoupled_weight_decay`` is Adam's alone, as in Megatron.
         """
-        takes_l2_decay = DECOUPLED in self.of_muon
-        for field in () if takes_l2_decay else (f"{self.name}_{DECOUPLED}", DECOUPLED, MEGATRONS_DECOUPLED):
-            if not getattr(config, field, True):
-                raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
+        if DECOUPLED not in self.of_muon:
+            for field in (f"{self.name}_{DECOUPLED}", DECOUPLED):
+                if not getattr(config, field, True):
+                    raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
         of_muon = kwargs_from_config(self.cls, "muon", config)
         if hasattr(config, "muon_use_nesterov"):  # up to Megatron-Core 0.17
             of_muon["nesterov"] = config.muon_use_nesterov
@@ -163,8 +163,6 @@ class OptimizerSpec:
         kwargs |= symmetric_products_from(config) if self.takes("symmetric_products") else {}
         kwargs |= workspace_from(config) if self.takes("workspace") else {}
         kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
-        if takes_l2_decay:  # Megatron's field is for Adam, too
-            kwargs.setdefault(DECOUPLED, getattr(config, MEGATRONS_DECOUPLED, True))
         if not self.cls.traits.decays_weights:
             kwargs["weight_decay"] = 0.0
         if self.betas and hasattr(config, f"{self.betas}_beta1"):

@@ -239,13 +239,19 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
 
 
 def unread(config: Any) -> list[str]:
-    """Warnings of settings of Megatron's Muon that nothing here reads."""
+    """Warnings of settings of Megatron's that no optimizer here reads."""
     read = {flag.dest for flag in _KNOWN} | {"muon_use_nesterov"}  # of 0.17
     fields = dataclasses.fields(releases.core_optimizer(".optimizer_config").OptimizerConfig)
     others = ((field, getattr(config, field.name, None)) for field in fields if "muon" in field.name)
     what = "without effect: a setting of Megatron's Muon, unknown here; leave it out"
     given = [(field, value) for field, value in others if field.name not in read and value != field.default]
-    return [f"{field.name}={value} {what}" for field, value in given]
+    warnings = [f"{field.name}={value} {what}" for field, value in given]
+    if not getattr(config, "decoupled_weight_decay", True):
+        warnings.append(
+            "decoupled_weight_decay=False without effect on all optimizers but adam, as in Megatron: they decay as "
+            "their weight_decay_method says, which is decoupled by default; an override can set it to l2"
+        )
+    return warnings
 
 
 def builds(args: argparse.Namespace) -> bool:

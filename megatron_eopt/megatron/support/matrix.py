@@ -119,8 +119,11 @@ FEATURES = (
         "muon and its relatives, where tensor parallelism cuts columns at multiples of 128",
     ),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),
-    Feature("decoupled_weight_decay=False with muon, adaptive_muon", {"config.decoupled_weight_decay": False}),
-    Feature("decoupled_weight_decay=False with any other", _of("lion") | {"config.decoupled_weight_decay": False}),
+    Feature(
+        "decoupled_weight_decay=False",
+        {"config.decoupled_weight_decay": False},
+        "adam alone reads it, as in Megatron; others have `weight_decay_method`",
+    ),
     Feature("--ckpt-format torch_dist", {"args.ckpt_format": "torch_dist"}),
     Feature("--ckpt-format torch", {"args.ckpt_format": "torch"}, "the number of ranks stays"),
     Feature("--ckpt-format torch_dcp, fsdp_dtensor", {"args.ckpt_format": "torch_dcp"}),

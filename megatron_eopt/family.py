@@ -207,6 +207,8 @@ MUON = (
 )
 """All settings of Muon."""
 
+_SPLITS = ("muon_split", "muon_split_qkv")  # fields of the config that decide which logical matrices there are
+
 _OF_SHAMPOO = (
     Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
     Flag("shampoo_beta", "Decay rate of the factors, in [0, 1)."),
@@ -377,13 +379,13 @@ _SPECS = (
             Flag("momentum_beta", "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95."),
             Flag("num_power_iterations", "Power iterations of a step, for the spectral norms."),
         ),
-        state_depends_on=("spectron_rank", "muon_split"),
+        state_depends_on=("spectron_rank", *_SPLITS),
     ),
     OptimizerSpec(
         name="soap",
         cls=SOAP,
         vectors=True,
-        of_muon=("symmetric_products",),
+        of_muon=("symmetric_products", "split_qkv"),
         betas="adam",
         flags=(
             Flag("shampoo_beta", "Decay rate of the factors, in [0, 1)."),
@@ -410,28 +412,29 @@ _SPECS = (
             ),
         ),
         state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("soap_max_dim", "soap_weight_norm", "muon_split"),
+        state_depends_on=("soap_max_dim", "soap_weight_norm", *_SPLITS),
         update_rms=ADAMW_RMS,
     ),
     OptimizerSpec(
         name="shampoo",
         cls=Shampoo,
-        of_muon=("symmetric_products",),
+        of_muon=("symmetric_products", "split_qkv"),
         flags=_OF_SHAMPOO,
         state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("shampoo_max_dim", "shampoo_weight_norm", "muon_split"),
+        state_depends_on=("shampoo_max_dim", "shampoo_weight_norm", *_SPLITS),
     ),
     OptimizerSpec(
         name="kl_shampoo",
         cls=KLShampoo,
-        of_muon=("symmetric_products",),
+        of_muon=("symmetric_products", "split_qkv"),
         flags=_OF_SHAMPOO,
         state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("kl_shampoo_max_dim", "kl_shampoo_weight_norm", "muon_split"),
+        state_depends_on=("kl_shampoo_max_dim", "kl_shampoo_weight_norm", *_SPLITS),
     ),
     OptimizerSpec(
         name="psgd_kron",
         cls=PSGDKron,
+        of_muon=("split_qkv",),
         flags=(
             Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
             Flag("precond_lr", "Rate of the factors, above 0 and at most 1."),
@@ -444,7 +447,7 @@ _SPECS = (
             Flag("max_dim", "The longest side that has a factor; a longer one has its diagonal."),
         ),
         state_settings=({"max_dim": 110},),
-        state_depends_on=("psgd_kron_max_dim", "muon_split"),
+        state_depends_on=("psgd_kron_max_dim", *_SPLITS),
     ),
     OptimizerSpec(
         name="lion",
@@ -515,7 +518,7 @@ _SPECS = (
         name="muon_hyperball",
         cls=MuonHyperball,
         of_muon=(*ITERATION, *MOMENTUM, *OF_MOMENT, "step_kernels"),
-        state_depends_on=("muon_split",),
+        state_depends_on=_SPLITS,
     ),
     OptimizerSpec(
         name="mars_muon",
@@ -531,7 +534,7 @@ _SPECS = (
             Flag("rank_fraction", "Rank of updates, as a part of the short side of a matrix, in (0, 1]."),
             Flag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
         ),
-        state_depends_on=("dion_rank_fraction", "muon_split"),
+        state_depends_on=("dion_rank_fraction", *_SPLITS),
     ),
     OptimizerSpec(
         name="muown",
@@ -542,7 +545,7 @@ _SPECS = (
             Flag("beta2", "Decay rate of its second moment, in [0, 1)."),
             Flag("eps", "Added to the root of the second moment."),
         ),
-        state_depends_on=("muon_split",),
+        state_depends_on=_SPLITS,
     ),
 )
 """In the order of the docs."""

@@ -262,7 +262,7 @@ def builds(args: argparse.Namespace) -> bool:
 def _reads(name: str, flag: Flag) -> bool:
     if name == flag.optimizer:
         return True
-    if name in OPTIMIZERS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
+    if name in OPTIMIZERS and flag.setting in MUON:
         return flag.optimizer == "muon" and flag.setting in OPTIMIZERS[name].of_muon
     return flag.shared and takes_matrices(name)
 

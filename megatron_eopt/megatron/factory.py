@@ -35,8 +35,10 @@ from megatron_eopt.megatron.parameters import (
     distributed_wrappers,
     frozen_names,
     mark,
+    optimizer_parameters,
     plain_wrappers,
     remember,
+    tag_as_megatron,
     torch_optimizers,
     trainable,
 )
@@ -91,9 +93,9 @@ class OptimizerOfRun:
             agreement.say(f"warning: {warning}")
         self.describe()
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
+        self.warn_of_unread_flags()
         matrices, overrides = agreement.on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
-        self.warn_of_unread_flags()
         tag(matrices)
         self.phase("parameters and settings")
         self.read_checkpoint()
@@ -119,18 +121,16 @@ class OptimizerOfRun:
         self.seconds[ended], self.began = now - self.began, now
 
     def describe(self) -> None:
-        """Name the parameters, and mark those with declared matrices."""
+        """Name the parameters, and mark them: as Megatron, and as declared."""
         releases.mark_row_parallel(self.model_chunks)
         releases.mark_sinks(self.model_chunks)
         if self.facts.megatron_fsdp:
             fsdp.mark_shards(self.model_chunks)
+        tag_as_megatron(self.model_chunks, self.groups)  # before overrides select by these attributes
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
         warn_of_shared_keys(self.parameters, self.groups.tp.size(), on(self.facts.model, "sequence_parallel"))
 
-    def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
-        """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
-        names = {each.optimizer for each in self.assigned}
     def warn_of_unread_flags(self) -> None:
         """Warn of given flags that no optimizer of any rank reads."""
         names = agreement.union(each.optimizer for each in self.assigned if each.optimizer is not None)
@@ -138,6 +138,9 @@ class OptimizerOfRun:
             for warning in without_effect(self.facts.args, names):
                 agreement.say(f"warning: {warning}")
 
+    def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
+        """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
+        names = {each.optimizer for each in self.assigned}
         routes = any(each.user_source("optimizer") for each in self.assigned)
         assigned = frozenset(name for name in names if name is not None)
         refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
@@ -161,6 +164,10 @@ class OptimizerOfRun:
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
+        tag_as_megatron(self.model_chunks, self.groups)  # Megatron's builder has tagged by the model's config alone
+        for each in optimizer_parameters(self.optimizer):
+            if each.main is not None and hasattr(each.model, "qkv_split_shapes"):
+                each.main.qkv_split_shapes = each.model.qkv_split_shapes  # type: ignore[attr-defined]
         remember(self.optimizer, self.model_chunks)
         average_weights(list(torch_optimizers(self.optimizer)), self.config, self.facts.args)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))

@@ -50,7 +50,6 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.records import TpMode
 
-MEGATRONS_DECOUPLED = "decoupled_weight_decay"  # field of Megatron's config
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
 
 
@@ -149,20 +148,19 @@ class OptimizerSpec:
     def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
         """Arguments of the constructor from Megatron's config.
 
-        Weight decay that is not decoupled is a ``ValueError``, unless the optimizer has Muon's setting for it.
+        ``use_decoupled_weight_decay=False`` is a ``ValueError``, unless the optimizer has Muon's setting for it.
+        Megatron's own field ``decoupled_weight_decay`` is Adam's alone, as in Megatron.
         """
-        takes_l2_decay = DECOUPLED in self.of_muon
-        for field in () if takes_l2_decay else (f"{self.name}_{DECOUPLED}", DECOUPLED, MEGATRONS_DECOUPLED):
-            if not getattr(config, field, True):
-                raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
+        if DECOUPLED not in self.of_muon:
+            for field in (f"{self.name}_{DECOUPLED}", DECOUPLED):
+                if not getattr(config, field, True):
+                    raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
         of_muon = kwargs_from_config(self.cls, "muon", config)
         kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
         kwargs |= kwargs_from_config(self.cls, self.name, config)
         kwargs |= symmetric_products_from(config) if self.takes("symmetric_products") else {}
         kwargs |= workspace_from(config) if self.takes("workspace") else {}
         kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
-        if takes_l2_decay:  # Megatron's field is for Adam, too
-            kwargs.setdefault(DECOUPLED, getattr(config, MEGATRONS_DECOUPLED, True))
         if not self.cls.traits.decays_weights:
             kwargs["weight_decay"] = 0.0
         if self.betas and hasattr(config, f"{self.betas}_beta1"):
@@ -206,6 +204,8 @@ MUON = (
     *"step_kernels scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
 )
 """All settings of Muon."""
+
+_SPLITS = ("muon_split", "muon_split_qkv")  # fields of the config that decide which logical matrices there are
 
 _OF_SHAMPOO = (
     Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
@@ -377,13 +377,13 @@ _SPECS = (
             Flag("momentum_beta", "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95."),
             Flag("num_power_iterations", "Power iterations of a step, for the spectral norms."),
         ),
-        state_depends_on=("spectron_rank", "muon_split"),
+        state_depends_on=("spectron_rank", *_SPLITS),
     ),
     OptimizerSpec(
         name="soap",
         cls=SOAP,
         vectors=True,
-        of_muon=("symmetric_products",),
+        of_muon=("symmetric_products", "split_qkv"),
         betas="adam",
         flags=(
             Flag("shampoo_beta", "Decay rate of the factors, in [0, 1)."),
@@ -410,28 +410,29 @@ _SPECS = (
             ),
         ),
         state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("soap_max_dim", "soap_weight_norm", "muon_split"),
+        state_depends_on=("soap_max_dim", "soap_weight_norm", *_SPLITS),
         update_rms=ADAMW_RMS,
     ),
     OptimizerSpec(
         name="shampoo",
         cls=Shampoo,
-        of_muon=("symmetric_products",),
+        of_muon=("symmetric_products", "split_qkv"),
         flags=_OF_SHAMPOO,
         state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("shampoo_max_dim", "shampoo_weight_norm", "muon_split"),
+        state_depends_on=("shampoo_max_dim", "shampoo_weight_norm", *_SPLITS),
     ),
     OptimizerSpec(
         name="kl_shampoo",
         cls=KLShampoo,
-        of_muon=("symmetric_products",),
+        of_muon=("symmetric_products", "split_qkv"),
         flags=_OF_SHAMPOO,
         state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("kl_shampoo_max_dim", "kl_shampoo_weight_norm", "muon_split"),
+        state_depends_on=("kl_shampoo_max_dim", "kl_shampoo_weight_norm", *_SPLITS),
     ),
     OptimizerSpec(
         name="psgd_kron",
         cls=PSGDKron,
+        of_muon=("split_qkv",),
         flags=(
             Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
             Flag("precond_lr", "Rate of the factors, above 0 and at most 1."),
@@ -444,7 +445,7 @@ _SPECS = (
             Flag("max_dim", "The longest side that has a factor; a longer one has its diagonal."),
         ),
         state_settings=({"max_dim": 110},),
-        state_depends_on=("psgd_kron_max_dim", "muon_split"),
+        state_depends_on=("psgd_kron_max_dim", *_SPLITS),
     ),
     OptimizerSpec(
         name="lion",
@@ -515,7 +516,7 @@ _SPECS = (
         name="muon_hyperball",
         cls=MuonHyperball,
         of_muon=(*ITERATION, *MOMENTUM, *OF_MOMENT, "step_kernels"),
-        state_depends_on=("muon_split",),
+        state_depends_on=_SPLITS,
     ),
     OptimizerSpec(
         name="mars_muon",
@@ -531,7 +532,7 @@ _SPECS = (
             Flag("rank_fraction", "Rank of updates, as a part of the short side of a matrix, in (0, 1]."),
             Flag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
         ),
-        state_depends_on=("dion_rank_fraction", "muon_split"),
+        state_depends_on=("dion_rank_fraction", *_SPLITS),
     ),
     OptimizerSpec(
         name="muown",
@@ -542,7 +543,7 @@ _SPECS = (
             Flag("beta2", "Decay rate of its second moment, in [0, 1)."),
             Flag("eps", "Added to the root of the second moment."),
         ),
-        state_depends_on=("muon_split",),
+        state_depends_on=_SPLITS,
     ),
 )
 """In the order of the docs."""

@@ -276,8 +276,8 @@ the table of optimizers (`megatron_eopt/family.py`) by `python scripts/tables.py
 `--weight-decay`, `--clip-grad` and the schedules hold for every optimizer of a run.
 
 A flag with a star is Megatron's own and means what it means there; where this package takes more values, they are
-listed. A flag of another optimizer than the run's has no effect, which is warned of. Settings of single parameters are
-[overrides](overrides.md).
+listed. A flag of an optimizer that the run does not have, also by no override, has no effect, which is warned of.
+Settings of single parameters are [overrides](overrides.md).
 
 ## Of every run"""
 

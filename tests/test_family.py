@@ -13,8 +13,6 @@ from megatron.training.arguments import add_megatron_arguments
 import megatron_eopt
 from megatron_eopt.family import CLASSES, LIKE_MUON, MUON, OPTIMIZERS
 from megatron_eopt.megatron.arguments import FLAGS, amend
-from megatron_eopt.megatron.support.rules import refuse_unsupported
-from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 from tests.optimizers.family import build
 from tests.orthogonalize.test_newton_schulz import STEPS
@@ -104,24 +102,14 @@ def test_what_it_takes_of_muons_flags_reaches_it(row):
 
 
 @rows
-def test_weight_decay_that_is_not_decoupled_is_muons_alone(row):
-    coupled = config(row, decoupled_weight_decay=False)
-    if row.name in LIKE_MUON:
-        assert row.config_to_kwargs(coupled, MODEL, None)["use_decoupled_weight_decay"] is False
-    else:
-        with pytest.raises(ValueError, match=f"{row.name} has decoupled weight decay only"):
-            row.config_to_kwargs(coupled, MODEL, None)
-
-
-@pytest.mark.parametrize("name", LIKE_MUON)
-def test_beside_muon_weight_decay_that_is_not_decoupled_is_adams_alone(name):
-    def run(scalar):
-        coupled = SimpleNamespace(decoupled_weight_decay=False, muon_scalar_optimizer=scalar)
-        return Run(name, "0.19.2", coupled)
-
-    refuse_unsupported(run("adam"))
-    with pytest.raises(ValueError, match=r"lion and all optimizers but .* have decoupled weight decay only"):
-        refuse_unsupported(run("lion"))
+def test_megatrons_field_of_weight_decay_is_adams_alone(row):
+    """As in Megatron, which tells no other optimizer of it."""
+    coupled = row.config_to_kwargs(config(row, decoupled_weight_decay=False), MODEL, None)
+    decoupled = row.config_to_kwargs(config(row, decoupled_weight_decay=True), MODEL, None)
+    functions = {"is_qkv_fn"}  # new ones in each
+    assert {k: v for k, v in coupled.items() if k not in functions} == {
+        k: v for k, v in decoupled.items() if k not in functions
+    }
 
 
 @rows

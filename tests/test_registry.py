@@ -116,7 +116,7 @@ def test_muon_from_a_config():
     assert optimizer.param_groups[0]["momentum"] == 0.8
     assert optimizer.param_groups[0]["weight_decay"] == 0.2
     assert optimizer.use_nesterov is True
-    assert optimizer.use_decoupled_weight_decay is False
+    assert optimizer.use_decoupled_weight_decay is True  # Megatron's field is of Adam alone
     assert optimizer.split_qkv is True
     assert optimizer.qkv_split_shapes == (64, 16, 16)
     assert optimizer.newton_schulz.steps == 6

@@ -12,11 +12,8 @@ from megatron_eopt.checkpoints.bounds import printable
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor, newest, read_contents
 from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_pickles, check_structure
 from megatron_eopt.checkpoints.would_load import SIZES, Flags, parse_flags, would_load
-from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.manifest import from_json, table
 
-# Optimizers whose split_qkv no flag sets, and whose run splits what it has declared.
-_SPLIT_AS_DECLARED = {row.cls.__name__ for row in OPTIMIZERS.values() if "split_qkv" not in row.of_muon}
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
 
 
@@ -134,8 +131,7 @@ def _lines(said: dict[str, Any]) -> Iterator[str]:
         yield f"optimizer   Megatron's DistributedOptimizer, format {said['distributed_optimizer']}"
     for optimizer in said["optimizers"]:
         yield f"optimizer   {optimizer['name']} ({optimizer['source']})"
-        declared = {"split_qkv"} if optimizer["name"] in _SPLIT_AS_DECLARED else set()
-        if settings := {name: value for name, value in optimizer["settings"].items() if name not in declared}:
+        if settings := optimizer["settings"]:
             yield "  " + ", ".join(f"{name} {_value(value)}" for name, value in settings.items())
         for state, totals in optimizer["states"].items():
             yield f"  {state:<19} {_total_text(totals)}"

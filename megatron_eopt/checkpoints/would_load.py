@@ -8,7 +8,7 @@ from typing import Any
 from megatron_eopt.checkpoints.contents import Contents
 from megatron_eopt.checkpoints.problems import Problem
 from megatron_eopt.checkpoints.states import MAIN, base, blocks_of, distributed_format, state_keys
-from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.family import OPTIMIZERS, OptimizerSpec
 from megatron_eopt.optimizers.weight_average import AverageRule
 
 # Flags by the names of Megatron's arguments, and their types.
@@ -168,10 +168,12 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
         if row is None or row.owns == "all":
             return
         for name in _changed([*row.state_depends_on, "muon_scalar_optimizer"], run, saved):
-            splits_all = {run[name], saved[name]} <= {"default", "all"}  # equal where state pairs rows with rows
-            if not (name == "muon_split" and row.cls.traits.pairs_rows and splits_all):
-                changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
-                yield _error(changed, f"give {_flag(name)} {saved[name]}")
+            if name in ("muon_split", "muon_split_qkv") and _split(row, saved) == _split(row, {**saved, **run}):
+                continue
+            advice = f"give {_flag(name)} {saved[name]}"
+            if name == "muon_split_qkv":
+                advice = "leave --muon-no-split-qkv away" if saved[name] else "give --muon-no-split-qkv"
+            yield _error(f"{name} was {saved[name]} and is {run[name]}, which keeps other state", advice)
     elif was == "adam" and wanted in OPTIMIZERS and OPTIMIZERS[wanted].takes_adams:
         if flat:
             yield _error(f"{what}; Adam's is in flat buckets ({flat})", "go on with adam")
@@ -182,6 +184,17 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
         yield _error(f"{what}: its {lost} would be dropped without a word", f"keep {was}")
     else:
         yield _error(f"{what}, of which something is missing", f"keep --optimizer {was}")
+
+
+def _split(row: OptimizerSpec, args: dict[str, Any]) -> tuple[str, bool]:
+    """How a run splits fused parameters, and whether also QKV."""
+    name = args.get("muon_split", "default")
+    if name != "default":
+        return name, True
+    splits_qkv = args.get("muon_split_qkv", True)
+    if row.cls.traits.pairs_rows and splits_qkv:
+        return "all", True  # which is the default where state pairs rows with rows
+    return name, splits_qkv
 
 
 def _average(contents: Contents, run: dict[str, Any]) -> tuple[list[Problem], list[str]]:

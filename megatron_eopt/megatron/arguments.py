@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -217,8 +217,10 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
             flush=True,
         )
     _check_effect(args)
-    for warning in without_effect(args) if getattr(args, "rank", 0) == 0 else ():
-        print(f"megatron_eopt: warning: {warning}", flush=True)
+    name = args.optimizer.removeprefix("dist_")
+    if name not in EMERGING_OPTIMIZERS and getattr(args, "rank", 0) == 0:  # else after overrides are resolved
+        for warning in without_effect(args, [name]):
+            print(f"megatron_eopt: warning: {warning}", flush=True)
     for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
         if hasattr(args, dest) and not hasattr(config, dest):
             setattr(config, dest, getattr(args, dest))
@@ -229,13 +231,19 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
 
 
 def unread(config: Any) -> list[str]:
-    """Warnings of settings of Megatron's Muon that nothing here reads."""
+    """Warnings of settings of Megatron's that no optimizer here reads."""
     read = {flag.dest for flag in _KNOWN}
     fields = dataclasses.fields(releases.core_optimizer(".optimizer_config").OptimizerConfig)
     others = ((field, getattr(config, field.name, None)) for field in fields if "muon" in field.name)
     what = "without effect: a setting of Megatron's Muon, unknown here; leave it out"
     given = [(field, value) for field, value in others if field.name not in read and value != field.default]
-    return [f"{field.name}={value} {what}" for field, value in given]
+    warnings = [f"{field.name}={value} {what}" for field, value in given]
+    if not getattr(config, "decoupled_weight_decay", True):
+        warnings.append(
+            "decoupled_weight_decay=False without effect on all optimizers but adam, as in Megatron: they decay as "
+            "their weight_decay_method says, which is decoupled by default; an override can set it to l2"
+        )
+    return warnings
 
 
 def builds(args: argparse.Namespace) -> bool:
@@ -246,21 +254,19 @@ def builds(args: argparse.Namespace) -> bool:
 def _reads(name: str, flag: Flag) -> bool:
     if name == flag.optimizer:
         return True
-    if name in OPTIMIZERS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
+    if name in OPTIMIZERS and flag.setting in MUON:
         return flag.optimizer == "muon" and flag.setting in OPTIMIZERS[name].of_muon
     return flag.shared and takes_matrices(name)
 
 
 def _check_effect(args: argparse.Namespace) -> None:
     name, overrides = getattr(args, "optimizer", "").removeprefix("dist_"), getattr(args, "optimizer_overrides", None)
-    if overrides is not None:  # they may give some parameters to any optimizer
-        if name in ("adam", "sgd"):
-            raise ValueError(
-                f"--optimizer-overrides {overrides} would have no effect with --optimizer {name}, which Megatron "
-                f"builds by itself: take an optimizer of this package ({', '.join(sorted(OPTIMIZERS))}), in whose "
-                f"overrides 'optimizer: adam' gives parameters to Adam"
-            )
-        return
+    if overrides is not None and name in ("adam", "sgd"):
+        raise ValueError(
+            f"--optimizer-overrides {overrides} would have no effect with --optimizer {name}, which Megatron "
+            f"builds by itself: take an optimizer of this package ({', '.join(sorted(OPTIMIZERS))}), in whose "
+            f"overrides 'optimizer: adam' gives parameters to Adam"
+        )
     momentum_dtype = getattr(args, "optimizer_momentum_dtype", "fp32")
     if name in ("adam", "sgd") and momentum_dtype != "fp32":
         raise ValueError(
@@ -274,14 +280,11 @@ def _check_effect(args: argparse.Namespace) -> None:
         )
 
 
-def without_effect(args: argparse.Namespace) -> list[str]:
-    """Warnings of given flags that no optimizer of the run reads."""
-    if getattr(args, "optimizer_overrides", None) is not None:  # they may give some parameters to any optimizer
-        return []
+def without_effect(args: argparse.Namespace, built: Collection[str]) -> list[str]:
+    """Warnings of given flags that none of the optimizers built reads."""
     name = getattr(args, "optimizer", "").removeprefix("dist_")
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
     all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
-    built = {name, getattr(args, "muon_scalar_optimizer", "adam") if takes_matrices(name) else name}
     ignored: dict[str, list[str]] = {}  # by those that read them
     for flag in _KNOWN:
         given = getattr(args, flag.dest, None) not in (None, flag.default) and (all_known or not flag.megatrons)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-from megatron_eopt.megatron.agreement import distinct, of_entries, on_all_ranks, refuse_different
+from megatron_eopt.megatron.agreement import distinct, from_rank_0, of_entries, on_all_ranks, refuse_different
 from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.optimizers.nonfinite import listed
@@ -53,6 +53,8 @@ def assign(parameters: Sequence[ModelParameter], config: Any, config_overrides: 
     """Assign every parameter of this rank; all ranks together."""
     entries = on_all_ranks(lambda: all_entries(config, config_overrides))  # one may have no file to read
     refuse_different(of_entries(entries))
+    sources = from_rank_0(lambda: [entry.source for entry in entries])  # files may have other paths on other nodes
+    entries = [replace(entry, source=source) for entry, source in zip(entries, sources, strict=True)]
     counts = [max(of_entry) for of_entry in zip(*distinct(matches(parameters, config, entries)), strict=True)]
     return on_all_ranks(lambda: assignments(parameters, config, entries, counts))
 

@@ -11,7 +11,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, PRESET_FLAGS_GIVEN, TP_MODE_SOURCE, UNNAMED, unread
+from megatron_eopt.megatron.arguments import (
+    DEFAULT_TP_MODE,
+    PRESET_FLAGS_GIVEN,
+    TP_MODE_SOURCE,
+    UNNAMED,
+    unread,
+    without_effect,
+)
 from megatron_eopt.megatron.averaging import average_weights, check_rule
 from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
@@ -28,8 +35,10 @@ from megatron_eopt.megatron.parameters import (
     distributed_wrappers,
     frozen_names,
     mark,
+    optimizer_parameters,
     plain_wrappers,
     remember,
+    tag_as_megatron,
     torch_optimizers,
     trainable,
 )
@@ -83,6 +92,7 @@ class OptimizerOfRun:
             agreement.say(f"warning: {warning}")
         self.describe()
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
+        self.warn_of_unread_flags()
         matrices, overrides = agreement.on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
         tag(matrices)
@@ -110,14 +120,22 @@ class OptimizerOfRun:
         self.seconds[ended], self.began = now - self.began, now
 
     def describe(self) -> None:
-        """Name the parameters, and mark those with declared matrices."""
+        """Name the parameters, and mark them: as Megatron, and as declared."""
         releases.mark_row_parallel(self.model_chunks)
         releases.mark_sinks(self.model_chunks)
         if self.facts.megatron_fsdp:
             fsdp.mark_shards(self.model_chunks)
+        tag_as_megatron(self.model_chunks, self.groups)  # before overrides select by these attributes
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
         warn_of_shared_keys(self.parameters, self.groups.tp.size(), on(self.facts.model, "sequence_parallel"))
+
+    def warn_of_unread_flags(self) -> None:
+        """Warn of given flags that no optimizer of any rank reads."""
+        names = agreement.union(each.optimizer for each in self.assigned if each.optimizer is not None)
+        if self.facts.args is not None:
+            for warning in without_effect(self.facts.args, names):
+                agreement.say(f"warning: {warning}")
 
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
@@ -144,6 +162,10 @@ class OptimizerOfRun:
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
+        tag_as_megatron(self.model_chunks, self.groups)  # Megatron's builder has tagged by the model's config alone
+        for each in optimizer_parameters(self.optimizer):
+            if each.main is not None and hasattr(each.model, "qkv_split_shapes"):
+                each.main.qkv_split_shapes = each.model.qkv_split_shapes  # type: ignore[attr-defined]
         remember(self.optimizer, self.model_chunks)
         average_weights(list(torch_optimizers(self.optimizer)), self.config, self.facts.args)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))

@@ -10,7 +10,7 @@ from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_sp
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.megatron.parameters import ModelParameter, attention_config, is_qkv_projection
 from megatron_eopt.optimizers.parameters import ROWS
 from megatron_eopt.overrides import OverrideError
 from megatron_eopt.parallel.layout import is_sharded
@@ -36,7 +36,6 @@ class Matrices:
 
     parameter: ModelParameter
     split: Split | None  # its logical matrices; None where the optimizer decides
-    qkv_shapes: list[int] | None  # rows of each matrix in a query group, of a fused projection that Megatron splits
     rows: Split | None = None  # by which rows are numbered that follow the tensor-parallel ranks; None where none do
 
 
@@ -49,23 +48,19 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     tags = []
     for each in assigned:
         if each.has_matrix_optimizer:
-            split, qkv = split_of(each, of_run, splits_glu), _qkv_shapes(each.parameter) if splits_qkv else None
+            if splits_qkv:
+                _refuse_unmarked(each.parameter)
+            split = split_of(each, of_run, splits_qkv, splits_glu)
             own = fused(each.parameter) if rounds else None
             rows = own.matrices if own is not None and own.matrices.order == "per_shard" else None
-            tags.append(Matrices(each.parameter, split, qkv, rows))
+            tags.append(Matrices(each.parameter, split, rows))
     return tags
 
 
 def tag(tags: Iterable[Matrices]) -> None:
-    """Put on parameters what optimizers read, instead of earlier tags.
-
-    Megatron marks a projection (``is_qkv``) if a shard is a whole number of query groups. Here the global matrix
-    decides, and the config of its attention, which need not be the model's (an encoder beside the language model).
-    """
+    """Put on parameters what optimizers read, instead of earlier tags."""
     for each in tags:
         tensor = each.parameter.tensor
-        if each.qkv_shapes is not None:
-            tensor.is_qkv, tensor.qkv_split_shapes = True, each.qkv_shapes  # type: ignore[attr-defined]
         if each.rows is not None:
             setattr(tensor, ROWS, each.rows)
         elif hasattr(tensor, ROWS):
@@ -95,10 +90,12 @@ def is_declared(parameter: ModelParameter) -> bool:
     return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
 
 
-def split_of(assigned: Assignment, of_run: SplitName, splits_glu: bool = False) -> Split | None:
+def split_of(
+    assigned: Assignment, of_run: SplitName, splits_qkv: bool = True, splits_glu: bool = False
+) -> Split | None:
     """The declared split of a parameter, else that of its setting.
 
-    ``splits_glu`` is Megatron's setting of gate and up, for ``default``.
+    ``splits_qkv`` and ``splits_glu`` are Megatron's settings of QKV, and of gate and up, for ``default``.
     """
     own, parameter = assigned.settings.get("split"), assigned.parameter
     name: SplitName = own or of_run
@@ -120,7 +117,9 @@ def split_of(assigned: Assignment, of_run: SplitName, splits_glu: bool = False) 
                 f"{assigned.optimizer} keeps of its rows would be of no other size: let it be split (split: all), or "
                 f"give it to another optimizer"
             )
-        name = "all" if name == "default" else name
+        if name == "default":
+            stays_whole = is_qkv_projection(parameter.path, parameter.tensor) and not splits_qkv
+            name = "none" if stays_whole else "all"
     if name == "default" and made_of.gated and splits_glu:
         name = "all"
     split = {"none": WHOLE, "per_head": made_of.per_head or made_of.matrices, "all": made_of.matrices}.get(name)
@@ -133,19 +132,16 @@ def split_of(assigned: Assignment, of_run: SplitName, splits_glu: bool = False) 
     return split
 
 
-def _qkv_shapes(parameter: ModelParameter) -> list[int] | None:
-    """Rows in a query group of a fused QKV projection."""
-    home, _, layer = parameter.path.rpartition(".")
-    if parameter.tensor.ndim != 2 or layer != "linear_qkv":
-        return None
-    config, rows = parameter.chunk.get_submodule(home).config, parameter.info.shape[0]
+def _refuse_unmarked(parameter: ModelParameter) -> None:
+    """Refuse QKV projections with other rows than their config says."""
+    if not is_qkv_projection(parameter.path, parameter.tensor) or getattr(parameter.tensor, "is_qkv", False):
+        return
+    config, rows = attention_config(parameter.chunk, parameter.path), parameter.info.shape[0]
     shapes = get_qkv_split_shapes(config)
-    if rows != config.num_query_groups * sum(shapes):
-        raise ValueError(
-            f"{parameter.name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} "
-            f"rows make {config.num_query_groups * sum(shapes)}: turn QKV splitting off with --muon-no-split-qkv"
-        )
-    return shapes
+    raise ValueError(
+        f"{parameter.name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} "
+        f"rows make {config.num_query_groups * sum(shapes)}: turn QKV splitting off with --muon-no-split-qkv"
+    )
 
 
 def fused(parameter: ModelParameter) -> Fused | None:

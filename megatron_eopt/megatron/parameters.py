@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.from_config import get_qkv_split_shapes
 from megatron_eopt.matrices import tag_declared
 from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
 from megatron_eopt.overrides import ParameterInfo, unwrapped
@@ -54,6 +55,39 @@ def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelPara
 def frozen_names(model_chunks: Sequence[Any]) -> list[str]:
     """Global names of the parameters that require no gradient."""
     return [name for chunk in model_chunks for name, p, _ in _named(chunk) if not p.requires_grad]
+
+
+def tag_as_megatron(model_chunks: Sequence[Any], pg_collection: Any) -> None:
+    """Set the attributes that Megatron sets before it reads overrides.
+
+    They are ``expert_tp``, and ``is_qkv`` with ``qkv_split_shapes``. Megatron marks a projection (``is_qkv``) if a
+    shard is a whole number of query groups. Here the global matrix decides, and the config of its attention, which need
+    not be the model's (an encoder beside the language model).
+    """
+    for chunk in model_chunks:
+        for name, parameter, path in _named(chunk):
+            if not parameter.requires_grad:
+                continue
+            if "experts" in name and "shared" not in name:
+                parameter.expert_tp = True  # type: ignore[attr-defined]
+            if not is_qkv_projection(path, parameter):
+                continue
+            attention = attention_config(chunk, path)
+            shapes = get_qkv_split_shapes(attention)
+            if _global_shape(parameter, pg_collection)[0] == attention.num_query_groups * sum(shapes):
+                parameter.is_qkv = True  # type: ignore[attr-defined]
+                parameter.qkv_split_shapes = shapes  # type: ignore[attr-defined]
+
+
+def is_qkv_projection(path: str, parameter: Tensor) -> bool:
+    """Whether a parameter is the weight of a fused QKV projection."""
+    return parameter.ndim == 2 and path.rpartition(".")[2] == "linear_qkv"
+
+
+def attention_config(chunk: Any, path: str) -> Any:
+    """The config of the module that has a projection, else the model's."""
+    home = chunk.get_submodule(path.rpartition(".")[0])
+    return home.config if hasattr(home, "config") else chunk.config
 
 
 def mark(parameters: Sequence[ModelParameter]) -> None:
@@ -178,8 +212,10 @@ def _global_name(path: str, last: str, ahead: dict[str, int]) -> str:
 
 def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
     attributes = {key: value for key, value in vars(parameter).items() if isinstance(value, bool | int | str)}
-    # Megatron says so only while it builds the optimizer
-    attributes["expert_tp"] = is_expert(parameter) or ("experts" in name and "shared" not in name)
+    return ParameterInfo(name, _global_shape(parameter, pg_collection), attributes, parameter=parameter)
+
+
+def _global_shape(parameter: Tensor, pg_collection: Any) -> tuple[int, ...]:
     shape, prefix = list(parameter.shape), "expt_" if is_expert(parameter) else ""
     group, again = (getattr(pg_collection, prefix + name, None) for name in ("tp", "gtp_remat"))
     if is_cut_again(parameter) and again is not None and again.size() > 1:
@@ -187,4 +223,4 @@ def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
     whole = isinstance(parameter, DTensor) and tells_its_chunk(parameter)  # the shape is global already
     if is_sharded(parameter) and group is not None and not whole:
         shape[parameter.partition_dim] *= group.size()  # type: ignore[attr-defined]
-    return ParameterInfo(name, tuple(shape), attributes, parameter=parameter)
+    return tuple(shape)

@@ -199,6 +199,9 @@ def test_every_optimizer_is_what_its_run_asked_for(compared, row):
     assert f"it holds the state of {row.name}, and the run wants {other}" in said
 
 
+SPLITS_QKV = {"muon_split": "default", "muon_split_qkv": True}
+
+
 @pytest.mark.parametrize(
     ("name", "saved", "flags", "words"),
     [
@@ -210,6 +213,14 @@ def test_every_optimizer_is_what_its_run_asked_for(compared, row):
         ("soap", {"muon_split": "default"}, "--muon-split per_head", "muon_split was default and is per_head"),
         ("muon_hyperball", {"muon_split": "default"}, "--muon-split all", "muon_split was default and is all"),
         ("muon", {"muon_split": "default"}, "--muon-split all", None),
+        *(
+            (name, SPLITS_QKV, "--muon-no-split-qkv", "leave --muon-no-split-qkv away")
+            for name in ("spectron", "soap", "shampoo", "kl_shampoo", "psgd_kron", "muon_hyperball", "dion", "muown")
+        ),
+        ("soap", SPLITS_QKV | {"muon_split_qkv": False}, "", "give --muon-no-split-qkv"),
+        ("soap", SPLITS_QKV | {"muon_split_qkv": False}, "--muon-split all", "muon_split was default and is all"),
+        ("soap", {"muon_split": "all", "muon_split_qkv": True}, "--muon-split all --muon-no-split-qkv", None),
+        ("soap", SPLITS_QKV, "--muon-split all --muon-no-split-qkv", None),
     ],
 )
 def test_flags_that_decide_what_an_optimizer_keeps(compared, name, saved, flags, words):

@@ -37,6 +37,17 @@ def model_of(axis):
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
 
 
+def show_one_source(optimizer, name):
+    """All ranks name the first rank's file as the source of a rate."""
+    rows = [family.like for family in optimizer.megatron_eopt.families]
+    (source,) = {row.sources["lr"] for row in rows if row.name.endswith(name)}
+    assert {row.lr for row in rows if row.name.endswith(name)} == {0.1}
+    of_ranks = [None, None]
+    torch.distributed.all_gather_object(of_ranks, source)
+    assert of_ranks[0] == of_ranks[1]
+    assert Path(source).name == "of_rank_0.yaml:1"
+
+
 def main(axis):
     torch.distributed.init_process_group("nccl")
     rank, model = torch.distributed.get_rank(), model_of(axis)
@@ -55,14 +66,17 @@ def main(axis):
 
     build()
     fc1, folder = "linear_fc1.weight", tempfile.TemporaryDirectory()
-    there = Path(folder.name, "overrides.yaml")
+    there, wrong = Path(folder.name, f"of_rank_{rank}.yaml"), Path(folder.name, f"wrong_{rank}.yaml")
     there.write_text(f"{fc1}: {{lr: 0.1}}")
+    wrong.write_text(f"{fc1}: {{lr: 0.1, wieght_decay: 1}}")
+    show_one_source(build(optimizer_overrides=str(there)), fc1)  # of a file that each rank has in its own folder
     cases = {
         "missing.yaml: cannot be read": partial(build, optimizer_overrides=str((there, "missing.yaml")[rank])),
+        "wieght_decay: unknown setting, did you mean": partial(build, optimizer_overrides=str(wrong)),
         "muon_momentum is 0.95 on rank 0 and 0.5 on rank 1": partial(build, muon_momentum=(0.95, 0.5)[rank]),
         "adam_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(build, adam_eps=(1e-8, 1e-3)[rank]),
         "clip_grad is 1.0 on rank 0 and 0.1 on rank 1": partial(build, clip_grad=(1.0, 0.1)[rank]),
-        "{'lr': 0.1}, ()) on rank 0 and": partial(build, {fc1: {"lr": (0.1, 0.2)[rank]}}),
+        "{'lr': 0.1}) on rank 0 and": partial(build, {fc1: {"lr": (0.1, 0.2)[rank]}}),
         "my_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(of_environment, of_rank=(1e-8, 1e-3)[rank]),
         "my_rate 0.0, and rank 1 says the setting my_rate 0.5": partial(
             of_environment, of_rank=0.0, of_group=(0.0, 0.5)[rank]

@@ -37,7 +37,8 @@ def gpt(layers=1, **settings):
         **settings,
     )
     stages = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    return GPTModel(config, get_gpt_layer_local_spec(), 64, 16, *stages, position_embedding_type="rope")
+    layer = get_gpt_layer_local_spec(config.num_moe_experts)
+    return GPTModel(config, layer, 64, 16, *stages, position_embedding_type="rope")
 
 
 def steps(model, optimizer, count=3):

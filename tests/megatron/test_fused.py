@@ -28,7 +28,7 @@ from megatron_eopt.megatron.fused import (
     warn_of_shared_keys,
 )
 from megatron_eopt.megatron.fused import split_of as split_of_assigned
-from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.megatron.parameters import tag_as_megatron, trainable
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.optimizers.parameters import rows_of as numbered_rows_of
 from megatron_eopt.overrides import Resolved
@@ -165,11 +165,11 @@ def test_megatrons_weights_are_not_transposed():
 
 def test_a_second_optimizer_of_the_same_model_splits_as_it_is_asked():
     parameter = described(mamba(1))
-    tag([Matrices(parameter, split_of(parameter, "all"), None)])
+    tag([Matrices(parameter, split_of(parameter, "all"))])
     assert split_of(parameter, "none") == WHOLE
-    tag([Matrices(parameter, WHOLE, None)])
+    tag([Matrices(parameter, WHOLE)])
     assert getattr(parameter.tensor, ATTRIBUTE) == WHOLE
-    tag([Matrices(parameter, None, None)])
+    tag([Matrices(parameter, None)])
     assert not hasattr(parameter.tensor, ATTRIBUTE)
     assert not is_declared(parameter)
 
@@ -285,6 +285,7 @@ class Attention(nn.Module):
 
 def split_qkv(model_chunks, groups):
     """What is put on the parameters of a model whose matrices are Muon's, before its optimizer is built."""
+    tag_as_megatron(model_chunks, groups)
     of_muon = [Assignment(each, "muon", Resolved({}, {})) for each in trainable(model_chunks, groups)]
     tag(logical_matrices(of_muon, SimpleNamespace(muon_split_qkv=True)))
 
@@ -308,11 +309,11 @@ def test_a_shard_that_ends_inside_a_query_group_is_marked():
     assert attention.linear_qkv.weight.is_qkv is True
 
 
-def test_a_projection_that_its_config_does_not_describe_is_refused_before_any_is_marked():
+def test_a_projection_that_its_config_does_not_describe_is_refused_and_not_marked():
     fine, other = Attention(64), Attention(72)
     with pytest.raises(ValueError, match=r"1\.linear_qkv\.weight has 72 rows over all ranks, but 2 query groups of"):
         split_qkv([nn.ModuleList([fine, other])], groups())
-    assert not hasattr(fine.linear_qkv.weight, "is_qkv")
+    assert not hasattr(other.linear_qkv.weight, "is_qkv")
 
 
 def test_a_frozen_projection_is_left_alone():

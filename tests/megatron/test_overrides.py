@@ -55,6 +55,16 @@ def test_a_rate_of_zero_holds_one_parameter_and_no_other(tmp_path, overrides):
     assert rank["after"].keys() - changed(rank) == {FC1.format(1)}
 
 
+def test_flags_without_effect_are_named_beside_overrides(tmp_path, overrides):
+    """One that an optimizer reads, which an override makes run, has an effect."""
+    flags = overrides({"select": "linear_fc1.weight", "optimizer": "soap"})
+    unread = ["--soap-shampoo-beta", 0.2, "--lion-beta1", 0.8, "--train-iters", 1]
+    _, output = train(tmp_path / "run", 1, *RUN, *flags, *unread)
+    said = [line for line in output.splitlines() if "without effect" in line]
+    assert len(said) == 1
+    assert said[0].startswith("megatron_eopt: warning: --lion-beta1 without effect, with --optimizer muon")
+
+
 def test_names_are_those_of_the_whole_model_on_every_stage(tmp_path, overrides):
     """On the second of two stages, layer 1 is layer 0 of the stage."""
     flags = overrides({"select": "decoder.layers.1.*", "lr": 0, "min_lr": 0})

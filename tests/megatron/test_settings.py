@@ -99,7 +99,7 @@ def test_overrides_are_compared_wherever_they_stand(flags, tmp_path):
     one = written("one.yaml", "linear_fc1.weight: {lr: 0.1}")
     assert differences({0: one, 1: written("two.yaml", "\n# the same\nlinear_fc1.weight: {lr: 0.1}")}) == []
     (line,) = differences({0: one, 1: written("three.yaml", "linear_fc1.weight: {lr: 0.2}")})
-    assert "('linear_fc1.weight', {'lr': 0.1}, ()) on rank 0 and ('linear_fc1.weight', {'lr': 0.2}, ())" in line
+    assert "('linear_fc1.weight', {'lr': 0.1}) on rank 0 and ('linear_fc1.weight', {'lr': 0.2})" in line
     (line,) = differences({0: one, 1: written("four.yaml", "{linear_fc1.weight: {lr: 0.1}, '*': {lr: 0.2}}")})
     assert line.startswith("the number of overrides is ")
 

@@ -187,10 +187,6 @@ REFUSED = {
         r"replays the step with the learning rate of the iteration in which it was captured",
     ),
     "a loss scale in bf16": (run(settings={"loss_scale": 1024.0}), r"loss_scale 1024\.0 is applied or undone"),
-    "weight decay that is not decoupled": (
-        run(**LION, settings={"decoupled_weight_decay": False}),
-        r"lion and all optimizers but muon",
-    ),
     "parameters in fp8 or fp4": (
         run(ddp=DistributedDataParallelConfig(fp8_param_gather=True), model=SimpleNamespace(fp4_param=True)),
         r"with --fp8-param-gather and --fp4-param-gather, Megatron-Core 0\.19\.2 starts the fp32 parameters of 'muon' "
@@ -270,7 +266,7 @@ def plain_model():
         run(ddp=DistributedDataParallelConfig(), model=plain_model(), data_parallel=8),
         run(settings={"bf16": False, "loss_scale": 1024.0}),  # Megatron's fp32 optimizer has no loss scale
         *(run(release=each, layer_wise=True, data_parallel=2, settings={"bf16": False}) for each in RELEASES),
-        run(settings={"decoupled_weight_decay": False}),
+        *(run(**own, settings={"decoupled_weight_decay": False}) for own in ({}, LION)),
         run(settings={"loss_scale": 1.0}),
         run("adaptive_muon", settings={"muon_scalar_optimizer": "lion"}),
         run(**LION),

@@ -263,7 +263,7 @@ def show_logits():
 
 
 def coupled_decay():
-    """Weight decay is part of the gradient; Megatron has a setting for that, and no flag."""
+    """Adam's weight decay is part of the gradient; Megatron has a setting for that, and no flag."""
 
     @replaced(training, "get_megatron_optimizer_config")
     def config(real, args):

@@ -41,7 +41,7 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
             if not stages:
                 ranks, name = ranks_to_describe(run.args), run.args.optimizer.removeprefix("dist_")
                 of_training = problems_of_training(run.args)
-                unused = [*without_effect(run.args), *unread(run.optimizer_config)]
+                unused = unread(run.optimizer_config)
             try:
                 stages.append(planned_stage(run))
             except OverrideError:
@@ -51,6 +51,8 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
         _refuse(flags, world_size, ranks, len(stages) % len(ranks))
     rows = [each for stage in stages for each in stage.rows]
     together = merged(map(families, rows))
+    names = {family.like.optimizer for family in together if family.like.optimizer is not None}
+    unused = without_effect(run.args, names) + unused
     slowest = max(range(len(stages)), key=lambda number: (stages[number].seconds, bool(stages[number].explained)))
     return PlannedRun(
         together,

@@ -20,7 +20,7 @@ from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
-from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
+from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, tag_as_megatron, trainable
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
@@ -80,6 +80,7 @@ def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> Pla
 def _of_ranks(run: DescribedRun) -> list[list[ModelParameter]]:
     """Parameters of each rank of expert parallelism, the shared ones once."""
     groups, config = run.pg_collection, run.args
+    tag_as_megatron(run.model_chunks, groups)
     first = trainable(run.model_chunks, groups)
     experts, ranks = [p for p in first if _is_of_one_rank(p.tensor)], groups.ep.size()
 

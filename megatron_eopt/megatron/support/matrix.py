@@ -114,8 +114,11 @@ FEATURES = (
     Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),
     Feature("--optimizer-momentum-dtype bf16", {"config.optimizer_momentum_dtype": "bf16"}, "muon and its relatives"),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),
-    Feature("decoupled_weight_decay=False with muon, adaptive_muon", {"config.decoupled_weight_decay": False}),
-    Feature("decoupled_weight_decay=False with any other", _of("lion") | {"config.decoupled_weight_decay": False}),
+    Feature(
+        "decoupled_weight_decay=False",
+        {"config.decoupled_weight_decay": False},
+        "adam alone reads it, as in Megatron; others have `weight_decay_method`",
+    ),
     Feature("--ckpt-format torch_dist", {"args.ckpt_format": "torch_dist"}),
     Feature("--ckpt-format torch", {"args.ckpt_format": "torch"}, "the number of ranks stays"),
     Feature("--ckpt-format torch_dcp, fsdp_dtensor", {"args.ckpt_format": "torch_dcp"}),

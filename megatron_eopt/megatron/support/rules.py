@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.registry import takes_matrices
@@ -247,15 +247,6 @@ RULES = (
         lambda run: (
             (run.leaves_scalars and on(run.config, "bf16"))
             and getattr(run.config, "loss_scale", None) not in (None, 0, 1)
-        ),
-    ),
-    Rule(
-        f"lion and all optimizers but {' and '.join(LIKE_MUON)} have decoupled weight decay only, and "
-        "decoupled_weight_decay is False",
-        "leave decoupled_weight_decay at True, or take muon with adam beside it",
-        lambda run: (
-            not getattr(run.config, "decoupled_weight_decay", True)
-            and (run.optimizer not in LIKE_MUON or run.scalar == "lion")
         ),
     ),
     Rule(

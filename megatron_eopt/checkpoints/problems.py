@@ -158,7 +158,7 @@ def check_data(contents: Contents, summed: Collection[str] = ()) -> Data:
     lengths = {name: (folder / name).stat().st_size for name in _lengths(contents) if (folder / name).is_file()}
     work = [(key, x) for key, x in contents.chunks() if lengths.get(x.file, -1) >= x.start + x.length]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        looks = list(pool.map(lambda item: _look(contents, *item, item[0] in summed), work))
+        looks = list(pool.map(lambda item: _look(contents, item[0], item[1], item[0] in summed), work))
     data = Data(len(work), sum(chunk.length for _, chunk in work), sum(not look.checked for look in looks))
     of_keys: dict[str, list[_Look]] = defaultdict(list)
     for (key, _), look in zip(work, looks, strict=True):
@@ -256,7 +256,7 @@ def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dty
         raise ValueError(f"it holds a {type(stored).__name__}, not a tensor")
     if (stored.dtype, tuple(stored.shape)) != (dtype, shape):
         raise ValueError(f"it holds {stored.dtype} {list(stored.shape)}, not {dtype} {list(shape)}")
-    return stored.is_contiguous() and stored.storage_offset() == 0
+    return stored.is_contiguous() and bool(stored.storage_offset() == 0)
 
 
 def _count(look: _Look, values: torch.Tensor) -> None:

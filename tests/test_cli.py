@@ -170,6 +170,10 @@ def test_measured_kernels_are_refused(capsys, times):
         ("-- --num-layers 2", "the flags after -- lack --micro-batch-size"),
         (f"{SIZES} --num-layers 0", "expected a whole number of at least 1, got 0"),
         ("--model llama2", "invalid choice: 'llama2'"),
+        (f"{SIZES} --num-layers 1000000000", "--num-layers 1000000000 cannot be described"),
+        (f"{SIZES} --num-experts 1000000", "--num-experts 1000000 cannot be described"),
+        (f"{SIZES} --data-parallel-size 1000000000", "--data-parallel-size 1000000000 cannot be described"),
+        ("--model kimi-k2 --num-experts 9000", "a rank would have 61 layers with 9,000 experts each"),
     ],
 )
 def test_what_is_refused(capsys, arguments, message):

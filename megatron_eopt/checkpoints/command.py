@@ -10,7 +10,9 @@ from typing import Any
 from megatron_eopt.checkpoints import states
 from megatron_eopt.checkpoints.bounds import printable
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor, newest, read_contents
+from megatron_eopt.checkpoints.counts import check_counts
 from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_pickles, check_structure
+from megatron_eopt.checkpoints.sums import compare, read_sums
 from megatron_eopt.checkpoints.would_load import SIZES, Flags, parse_flags, would_load
 from megatron_eopt.manifest import from_json, table
 
@@ -53,8 +55,11 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
 def _report(options: argparse.Namespace, run: Flags | None) -> tuple[dict[str, Any], list[str]]:
     contents = read_contents(newest(options.folder))
     problems = [*check_structure(contents), *check_pickles(contents, {*options.trust_globals.split(",")})]
-    data = None if options.no_data else check_data(contents)
+    sums, of_sums = read_sums(contents)
+    problems += [*check_counts(contents), *of_sums]
+    data = None if options.no_data else check_data(contents, sums)
     if data is not None:
+        data.problems += compare(sums, data.sums)
         problems += [*data.problems, *check_integrity(contents.folder)]
     problems += states.check_states(contents, data.zeros if data else frozenset())
     said = _said(contents, data)
@@ -97,9 +102,14 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
             for optimizer in states.optimizer_states(contents)
         ],
         "groups": {label: _plain(group) for label, group in states.groups(contents)},
-        "data": data and {"archives": data.archives, "bytes": data.bytes, "sound": not data.problems},
+        "data": data and _of_data(data),
         "args": _plain(args),
     }
+
+
+def _of_data(data: Data) -> dict[str, Any]:
+    compared = sum(value is not None for value in data.sums.values())
+    return {"archives": data.archives, "bytes": data.bytes, "compared": compared, "sound": not data.problems}
 
 
 def _totals(tensors: Iterable[StoredTensor]) -> dict[str, Any]:
@@ -144,7 +154,10 @@ def _lines(said: dict[str, Any]) -> Iterator[str]:
         yield f"group {label:<5} {shown}"
     if data := said["data"]:
         sound = ": checksums right, all finite" if data["sound"] else ""
-        yield f"data        {data['archives']:,} archives read, {_size(data['bytes'])}{sound}"
+        compared = f"{_count(data['compared'], 'tensor')} compared with what was saved"
+        if not data["compared"]:
+            compared = "no checksums of tensors, so exchanged data would not show"
+        yield f"data        {data['archives']:,} archives read, {_size(data['bytes'])}{sound}; {compared}"
     else:
         yield "data        not read (--no-data)"
     for note in said.get("notes", []):

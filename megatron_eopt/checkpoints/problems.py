@@ -12,7 +12,7 @@ import math
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,16 +31,19 @@ from megatron_eopt.checkpoints.contents import (
     CheckpointError,
     Chunk,
     Contents,
+    StoredTensor,
     newest,
     read_blob,
     read_layout,
 )
 from megatron_eopt.checkpoints.pickles import NAMES, faults, open_archive
+from megatron_eopt.parallel.checksum import INTEGERS, checksum_of_some
 
 _Box = list[tuple[int, int]]  # (start, stop) along each dimension
 BLOCK = 1 << 24  # bytes that a thread reads at a time, a multiple of every entry's size
 _DAMAGED = "copy the file again, or take another checkpoint"
 _UNKNOWN = "load a checkpoint only from where you would run a program"
+_SUMMED = 1 << 18  # entries whose checksum a thread computes at a time: what it needs stays in its cache
 _FOLDER = 0x10  # attribute of an entry in a zip file
 
 
@@ -142,15 +145,20 @@ class Data:
     unchecked: int  # archives that were saved without checksums
     problems: list[Problem] = field(default_factory=list)
     zeros: set[str] = field(default_factory=set)  # keys of tensors that are zero throughout
+    # checksums of whole tensors, None where bytes are not in the order of entries; damaged ones are left out
+    sums: dict[str, int | None] = field(default_factory=dict)
 
 
-def check_data(contents: Contents) -> Data:
-    """Read all archives but those in missing or truncated files."""
+def check_data(contents: Contents, summed: Collection[str] = ()) -> Data:
+    """Read all archives but those in missing or truncated files.
+
+    Of tensors in ``summed`` the checksums are computed.
+    """
     folder = contents.folder
     lengths = {name: (folder / name).stat().st_size for name in _lengths(contents) if (folder / name).is_file()}
     work = [(key, x) for key, x in contents.chunks() if lengths.get(x.file, -1) >= x.start + x.length]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        looks = list(pool.map(lambda item: _look(contents, *item), work))
+        looks = list(pool.map(lambda item: _look(contents, item[0], item[1], item[0] in summed), work))
     data = Data(len(work), sum(chunk.length for _, chunk in work), sum(not look.checked for look in looks))
     of_keys: dict[str, list[_Look]] = defaultdict(list)
     for (key, _), look in zip(work, looks, strict=True):
@@ -163,10 +171,17 @@ def check_data(contents: Contents) -> Data:
             data.problems.append(Problem("error", f"{key} has {found} entries", advice))
         if key in contents.tensors and contents.tensors[key].entries and all(look.zero for look in of_key):
             data.zeros.add(key)
+        if key in summed and key in contents.tensors and _is_whole(contents.tensors[key], of_key):
+            parts = [look.sum for look in of_key if look.sum is not None]
+            data.sums[key] = sum(parts) % 2**64 if len(parts) == len(of_key) else None
     if data.unchecked:
         what = f"{data.unchecked} of {data.archives} archives were saved without checksums: damage would not show"
         data.problems.append(Problem("warning", what, "leave torch.serialization.set_crc32_options as it is"))
     return data
+
+
+def _is_whole(tensor: StoredTensor, looks: Sequence["_Look"]) -> bool:
+    return len(looks) == len(tensor.chunks) and not any(look.damage for look in looks)
 
 
 @dataclass
@@ -176,9 +191,10 @@ class _Look:
     nan: int = 0
     infinite: int = 0
     zero: bool = False
+    sum: int | None = None  # of the chunk, in the checksum of its tensor
 
 
-def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
+def _look(contents: Contents, key: str, chunk: Chunk, summed: bool) -> _Look:
     """Read one archive; damage is an answer, not an exception."""
     look, tensor = _Look(), contents.tensors.get(key)
     try:
@@ -197,8 +213,9 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
                     pass  # zipfile compares the checksum
             if tensor is None:
                 return look
-            _check_promise(window, archive, tensor.dtype, chunk.sizes)
+            in_order = _check_promise(window, archive, tensor.dtype, chunk.sizes)
             look.zero = True
+            total, at = 0, 0
             for entry in values:
                 # of a storage that is larger than the tensor only the checksum counts
                 whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
@@ -206,13 +223,29 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
                 for block in _blocks(archive, entry):
                     if whole:
                         _count(look, torch.frombuffer(block, dtype=tensor.dtype))
+                    if whole and in_order and summed:
+                        total += _sum(tensor, chunk, block, at)
+                        at += len(block) // tensor.dtype.itemsize
+            if summed and at == math.prod(chunk.sizes):
+                look.sum = total
     except Exception as error:  # a damaged archive raises anything
         damage = f"in {chunk.file} at byte {chunk.start:,} is damaged: {str(error) or type(error).__name__}"
         return _Look(damage, look.checked)
     return look
 
 
-def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def _sum(tensor: StoredTensor, chunk: Chunk, block: bytearray, start: int) -> int:
+    """What the entries of a chunk from ``start`` on add to its tensor's checksum."""
+    total = 0
+    entries = torch.frombuffer(block, dtype=INTEGERS[tensor.dtype.itemsize])
+    for some in entries.split(_SUMMED):
+        total += int(checksum_of_some(some, start, chunk.sizes, chunk.offsets, tensor.shape))
+        start += len(some)
+    return total
+
+
+def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Check what an archive says of its tensor; whether its entries are in order."""
     (pickled,) = (e for e in archive.infolist() if e.filename.count("/") == 1 and "data.pkl" in e.filename)
     if pickled.file_size > OBJECT_BYTES or (wrong := faults(io.BytesIO(archive.read(pickled)))):
         raise ValueError(f"its pickle {min(wrong)}" if wrong else "its pickle is larger than a tensor's can be")
@@ -223,6 +256,7 @@ def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dty
         raise ValueError(f"it holds a {type(stored).__name__}, not a tensor")
     if (stored.dtype, tuple(stored.shape)) != (dtype, shape):
         raise ValueError(f"it holds {stored.dtype} {list(stored.shape)}, not {dtype} {list(shape)}")
+    return stored.is_contiguous() and bool(stored.storage_offset() == 0)
 
 
 def _count(look: _Look, values: torch.Tensor) -> None:

@@ -1,6 +1,5 @@
 """A checksum of global tensors, which is a sum over shards."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,21 +16,66 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
     It is the sum of each entry's bits times an odd number that depends on the entry's index in the global tensor,
     modulo 2^64: it changes with any one entry, and where entries are exchanged. Entries have 1, 2, 4 or 8 bytes.
     """
-    device = shard.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    if not shard.numel():
-        return total
     sizes = [1] * (len(shape) - shard.ndim) + list(shard.shape)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    axes = zip(sizes, offset, strides, strict=True)  # -> where their indices are in the global tensor, flat
-    along = [torch.arange(start, start + size, device=device) * stride for size, start, stride in axes]
-    *leading, columns = along or [torch.zeros(1, dtype=torch.int64, device=device)]
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    for indices in leading:
-        rows = (rows[:, None] + indices).flatten()
-    bits = shard.detach().contiguous().view(INTEGERS[shard.element_size()]).view(len(rows), len(columns))
-    height = max(1, _AT_ONCE // len(columns))
-    for top in range(0, len(rows), height):
-        band = slice(top, top + height)
-        total += (bits[band].long() * ((rows[band, None] + columns) * _SPREAD + 1)).sum()
+    return checksum_of_some(shard.detach().contiguous().view(-1), 0, sizes, offset, shape)
+
+
+def checksum_of_some(
+    entries: Tensor, start: int, sizes: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+) -> Tensor:
+    """The part of :func:`checksum` of some entries of a shard.
+
+    Args:
+        entries: those that follow one another in the shard, as a vector.
+        start: index in the shard of the first one.
+        sizes: of the whole shard.
+        offset: of the shard in the global tensor.
+        shape: of the global tensor.
+    """
+    device = entries.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    bits = entries.view(INTEGERS[entries.element_size()])
+    *leading, (width, first, _) = _joined_axes(sizes, offset, shape)
+    done = 0
+    while done < len(bits):
+        row, column = divmod(start + done, width)
+        left = len(bits) - done
+        if column or left < width or width > _AT_ONCE:
+            rows, columns = 1, min(width - column, left, _AT_ONCE)
+        else:
+            rows, columns = min(left, _AT_ONCE) // width, width
+        part = bits[done : done + rows * columns].view(rows, columns)
+        along = torch.arange(first + column, first + column + columns, device=device)
+        positions = _positions(row, rows, leading, device)[:, None] + along
+        total += (part.long() * (positions * _SPREAD + 1)).sum()
+        done += rows * columns
     return total
+
+
+def _joined_axes(sizes: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Axes as (size, offset, stride in the global tensor).
+
+    An axis is joined with the one before it where the shard has the whole of it: then rows are as long as can be.
+    """
+    axes = [(1, 0, 1)]
+    length, stride = 1, 1  # of the first axis in the global tensor
+    for size, start, extent in reversed(list(zip(sizes, offset, shape, strict=True))):
+        inner_size, _, _ = axes[0]
+        if inner_size == length:
+            axes[0] = (size * inner_size, start * inner_size, stride)
+            length *= extent
+        else:
+            stride *= length
+            axes.insert(0, (size, start, stride))
+            length = extent
+    return axes
+
+
+def _positions(row: int, rows: int, leading: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
+    """Where some rows of a shard begin in the flat global tensor."""
+    index = torch.arange(row, row + rows, device=device)
+    positions = torch.zeros(rows, dtype=torch.int64, device=device)
+    for size, start, stride in reversed(leading):
+        positions += (index % size + start) * stride
+        index = index.div(size, rounding_mode="floor")
+    return positions

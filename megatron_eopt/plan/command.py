@@ -19,6 +19,7 @@ from typing import get_args
 from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import workspace_from
 from megatron_eopt.manifest import table, write_json
+from megatron_eopt.manifest.sizes import check_sizes
 from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -107,6 +108,7 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     sizes = {field.name: getattr(options, field.name) for field in fields(Parallel)}
     parallel = Parallel(**sizes | {"expert_tensor": options.expert_tensor or options.tensor})
     model, mode = _model(options), options.muon_tp_mode
+    check_sizes(vars(model) | _named_by_megatron(parallel))
     for needed, names in _NEEDS.items():
         if getattr(model, needed) is None and (unused := sorted(_given(options) & names)):
             raise ValueError(f"{', '.join(unused)} would have no effect without --{needed.replace('_', '-')}")
@@ -226,6 +228,16 @@ def _given(options: argparse.Namespace) -> set[str]:
     plan: argparse.ArgumentParser = options.parser
     names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
     return {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
+
+
+def _named_by_megatron(parallel: Parallel) -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "data_parallel_size": parallel.data,
+    }
 
 
 def _rates(options: argparse.Namespace) -> Rates:

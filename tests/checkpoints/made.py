@@ -1,7 +1,9 @@
 """Small checkpoints in Megatron's layout, made by torch's own distributed checkpointing on one process."""
 
 import argparse
+import io
 import json
+import pickle
 import zlib
 from pathlib import Path
 
@@ -75,6 +77,62 @@ def save(folder, values=None, state=None):
     dcp.save(values, checkpoint_id=folder, planner=planner, no_dist=True)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     return folder
+
+
+def sums(values):
+    """The checksums that a run writes down, by their definition, in Python's integers."""
+    found = {}
+    for key, value in values.items():
+        size = {1: torch.int8, 2: torch.int16, 4: torch.int32}[value.element_size()]
+        bits = value.contiguous().view(-1).view(size).tolist()
+        total = sum(bit * (index * 0x1E3779B97F4A7C14 + 1) for index, bit in enumerate(bits))
+        found[key] = (total % 2**64, len(bits))
+    return found
+
+
+def change_layout(folder, change):
+    """Change ``.metadata`` of a checkpoint."""
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def read_common(folder):
+    """The common state of a checkpoint, with all its classes: of one that the test has made."""
+    chunk = read_contents(folder).blobs["common_state/shard_0_1"]
+    archive = (folder / chunk.file).read_bytes()[chunk.start : chunk.start + chunk.length]
+    return torch.load(io.BytesIO(archive), weights_only=False)[0]
+
+
+def change_common(folder, change):
+    """Change the common state of a checkpoint."""
+    common = read_common(folder)
+    change(common)
+    archive = io.BytesIO()
+    torch.save([common], archive)
+
+    def replace(metadata):
+        (stored,) = (each for index, each in metadata.storage_data.items() if index.fqn.startswith("common_state"))
+        with (folder / stored.relative_path).open("ab") as file:
+            stored.offset, stored.length = file.tell(), len(archive.getvalue())
+            file.write(archive.getvalue())
+
+    change_layout(folder, replace)
+
+
+def exchange(folder, one, other):
+    """Let two chunks, each a key and its offsets, have one another's data."""
+
+    def swapped(metadata):
+        stored = metadata.storage_data
+        first, second = (
+            next(index for index in stored if (index.fqn, tuple(index.offset or ())) == (key, tuple(offsets)))
+            for key, offsets in (one, other)
+        )
+        stored[first], stored[second] = stored[second], stored[first]
+
+    change_layout(folder, swapped)
 
 
 def archive_of(folder, key, chunk=0) -> tuple[Path, int, int]:

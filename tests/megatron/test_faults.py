@@ -12,6 +12,7 @@ import torch
 
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.cli import main
+from tests.checkpoints import made
 from tests.megatron.runs import ADAPTIVE, FAULTY, MUON, SMALL_GPT, TP2, assert_same, start, train
 
 pytestmark = pytest.mark.wide
@@ -233,9 +234,51 @@ def code_in_an_object(folder, key="rng_state"):
     layout.write_bytes(pickle.dumps(metadata))
 
 
+def exchanged(folder):
+    """Two layers' momenta."""
+    made.exchange(newest(folder), (MOMENTUM, (0, 0, 0)), (MOMENTUM, (1, 0, 0)))
+
+
+def checksums_are_a_text(folder):
+    made.change_common(newest(folder), lambda common: common.update(megatron_eopt_checksums="none"))
+
+
+def checksums_are_gone(folder):
+    made.change_common(newest(folder), lambda common: common.pop("megatron_eopt_checksums"))
+
+
+def iteration_is_nan(folder):
+    """With which Megatron ends at once, with status 0."""
+    made.change_common(newest(folder), lambda common: common.update(iteration=float("nan")))
+
+
+def schedule_at_nan(folder):
+    made.change_common(newest(folder), lambda common: common["opt_param_scheduler"].update(num_steps=float("nan")))
+
+
+def of_another_iteration(folder):
+    made.change_common(newest(folder), lambda common: common.update(iteration=3))
+
+
+def data_of_another_iteration(folder):
+    """Weights and optimizer state are those of iteration 2."""
+    last = newest(folder)
+    common = made.read_common(last)
+    shutil.rmtree(last)
+    shutil.copytree(folder / "iter_0000002", last)
+    made.change_common(last, lambda other: other.update(common))
+
+
 DAMAGES = [
     (missing, ["__0_0.distcp", "No such file", "take another one"]),
     (flipped, [MOMENTUM, "are not what was saved", "load another checkpoint"]),
+    (exchanged, [MOMENTUM, "are not what was saved"]),
+    (data_of_another_iteration, ["are not what was saved"]),
+    (checksums_are_a_text, ["checksums of its tensors are damaged", "--no-checksums"]),
+    (checksums_are_gone, ["checksums of its tensors are gone", "--no-checksums"]),
+    (iteration_is_nan, ["iteration is nan", "take another checkpoint"]),
+    (schedule_at_nan, ["num_steps of opt_param_scheduler is nan", "take another checkpoint"]),
+    (of_another_iteration, ["it is of iteration 3, and its folder is named iter_0000004", "rename it"]),
     (without_format, ["has no metadata.json, which Megatron writes last", "take the checkpoint before it"]),
     (tracker_of_another, [TRACKER, "says 9, and iter_0000009 is not there; there are iter_0000002, iter_0000004"]),
     (code_in_the_layout, [".metadata names builtins.exec, which a load would call", "--trust-checkpoint-globals"]),

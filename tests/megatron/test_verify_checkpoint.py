@@ -21,7 +21,7 @@ from megatron_eopt.cli import main
 from megatron_eopt.manifest import from_json
 from megatron_eopt.megatron.described.model import described_run
 from tests.checkpoints import made
-from tests.megatron.runs import MUON, ROOT, SMALL_GPT, train
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, refused, train
 
 RUN = ["--num-layers", "2", *MUON, "--train-iters", "4"]
 MOMENTUM = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
@@ -31,7 +31,7 @@ MOMENTUM = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight
 def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     flags = [] if request.param == "fp32" else ["--bf16", "--tensor-model-parallel-size", "2"]
-    save = ["--ckpt-format", "torch_dist", "--save", folder / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
+    save = ["--ckpt-format", "torch_dist", "--save", folder / "checkpoint", "--save-interval", 1, "--exit-interval", 2]
     train(folder / "run", 1 if request.param == "fp32" else 2, *RUN, *flags, *save)
     return folder / "checkpoint", flags
 
@@ -138,6 +138,69 @@ def test_a_flipped_bit(copy, capsys):
     assert f"error:      {MOMENTUM} in {file.name}" in out
     assert "Bad CRC-32" in out
     assert verify(capsys, copy, "--no-data")[0] == 0
+
+
+FIRST_MOMENT = "optimizer.state.exp_avg.output_layer.weight"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((MOMENTUM, (0, 0, 0)), (MOMENTUM, (1, 0, 0))),  # of two layers
+        (("embedding.word_embeddings.weight", (0, 0)), ("output_layer.weight", (0, 0))),
+        ((FIRST_MOMENT, (0, 0)), (FIRST_MOMENT.replace("exp_avg", "exp_avg_sq"), (0, 0))),
+        (("decoder.layers.mlp.linear_fc1.weight", (0, 0, 0)), ("decoder.layers.mlp.linear_fc1.weight", (0, 96, 0))),
+    ],
+    ids=["layers", "embedding", "moments", "gate"],
+)
+def test_exchanged_data(copy, capsys, one, other):
+    """Archives are whole, of the right shape and finite: checksums of whole tensors alone tell."""
+    made.exchange(newest(copy), one, other)
+    status, out, _ = verify(capsys, copy)
+    errors = [line for line in out.splitlines() if line.startswith("error:")]
+    assert (status, len(errors)) == (1, 1), out
+    assert one[0] in errors[0]
+    assert other[0] in errors[0]
+    assert "not what was saved" in errors[0]
+
+
+def test_shards_of_two_ranks_are_exchanged(copy, saved, capsys):
+    """Where a layer is cut over ranks."""
+    half = 48 if saved[1] else 96
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    made.exchange(newest(copy), (key, (0, 0, 0)), (key, (0, half, 0)))
+    status, out, _ = verify(capsys, copy)
+    assert (status, f"{key} is not what was saved" in out) == (1, True)
+
+
+def test_data_of_another_iteration(copy, capsys):
+    """Weights and state of one iteration, with the common state of the next: all, or the files of a rank."""
+    folder = newest(copy)
+    if others := [*(copy / "iter_0000001").glob("__1_*.distcp")]:
+        for path in others:
+            shutil.copy(path, folder)
+    else:
+        common = made.read_common(folder)
+        shutil.rmtree(folder)
+        shutil.copytree(copy / "iter_0000001", folder)
+        made.change_common(folder, lambda other: other.update(common))
+    status, out, _ = verify(capsys, copy)
+    assert status == 1
+    assert "not what was saved" in out
+
+
+def test_a_run_refuses_what_would_turn_its_checks_off(copy, saved, capsys):
+    """A text in the place of checksums, and an iteration with which Megatron ends well without a step."""
+    run = [*RUN, *saved[1], "--load", copy, "--ckpt-format", "torch_dist"]
+    ranks = 2 if saved[1] else 1
+    made.change_common(newest(copy), lambda common: common.update(megatron_eopt_checksums="none"))
+    assert "checksums of its tensors are damaged" in refused(*run, ranks=ranks)
+    made.change_common(newest(copy), lambda common: common.update(iteration=float("nan")))
+    assert "iteration is nan, and has to be a whole number" in refused(*run, ranks=ranks)
+    status, out, _ = verify(capsys, copy, "--no-data")
+    assert status == 1
+    assert "error:      iteration is nan" in out
+    assert "error:      the checksums of its tensors are damaged" in out
 
 
 def test_the_archives_have_checksums(saved):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from megatron_eopt.checkpoints.sums import Sums
 from megatron_eopt.megatron.agreement import union
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.optimizers.nonfinite import to_host
@@ -24,8 +25,6 @@ from megatron_eopt.parallel.checksum import INTEGERS, checksum
 from megatron_eopt.parallel.collectives import total
 from megatron_eopt.parallel.layout import is_replicated
 
-CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
-Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
 _Compared = tuple[str, list[str], Callable[[], Tensor]]  # ranks, names of parameters, minima of sums and complements
 EVERY = 100  # steps: so often data-parallel ranks are compared
 _DELAY = 2  # steps: by then it is on the host what was found

@@ -12,9 +12,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, blocks_of, split_key
+from megatron_eopt.checkpoints.sums import CHECKSUMS
 from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
 from megatron_eopt.megatron.agreement import distinct, say, union
-from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums
 from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
 from megatron_eopt.megatron.checkpoints.matching import torch_state
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     shapes: dict[str, tuple[int, ...]]  # global, by key
     dtypes: dict[str, torch.dtype]
     optimizer: Any  # the common state of it
-    sums: Sums  # empty where the checkpoint has none
+    checksums: Any  # as they were read; None where there are none
 
 
 def read_stored(folder: Path) -> Stored:
@@ -47,13 +47,13 @@ def read_stored(folder: Path) -> Stored:
     try:
         contents = contents_of(folder)
     except CheckpointError as error:
-        return Stored(str(error), {}, {}, None, {})
+        return Stored(str(error), {}, {}, None, None)
     return Stored(
         damage_of(contents),
         {key: tensor.shape for key, tensor in contents.tensors.items()},
         {key: tensor.dtype for key, tensor in contents.tensors.items()},
         contents.common.get("optimizer"),
-        contents.common.get(CHECKSUMS, {}),
+        contents.common.get(CHECKSUMS),
     )
 
 

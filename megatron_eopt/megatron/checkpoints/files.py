@@ -22,6 +22,7 @@ from megatron_eopt.checkpoints.contents import (
     read_contents,
     read_layout,
 )
+from megatron_eopt.checkpoints.counts import check_counts
 from megatron_eopt.checkpoints.problems import check_files, check_pickles
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
@@ -45,7 +46,8 @@ def checked_base(
         if getattr(args, "non_persistent_ckpt_type", None) == "global":
             folders.append((Path(args.non_persistent_global_ckpt_dir or Path(load_dir, "non_persistent")), None))
         for folder, step in folders:
-            find = partial(_damage_of_resumed, folder, step, args.ckpt_format, trusted)
+            counts = not getattr(args, "finetune", False)  # which starts at iteration 0
+            find = partial(_damage_of_resumed, folder, step, args.ckpt_format, trusted, counts)
             if problem := from_rank_0(find) if dist.is_initialized() else find():
                 raise CheckpointError(printable(problem))
     return load_base(load_dir, args, rank0, *rest, **kwargs)
@@ -103,7 +105,11 @@ def damage_of(contents: Contents) -> str | None:
 
 
 def _damage_of_resumed(
-    folder: Path, step: int | None, ckpt_format: str = "torch_dist", trusted: Set[str] | None = None
+    folder: Path,
+    step: int | None,
+    ckpt_format: str = "torch_dist",
+    trusted: Set[str] | None = None,
+    counts: bool = True,
 ) -> str | None:
     """What is wrong with the files that Megatron will read."""
     try:
@@ -114,6 +120,8 @@ def _damage_of_resumed(
             contents = contents_of(path) if dist.is_initialized() else read_contents(path)
             if damage := damage_of(contents):
                 return f"{path}: {damage}"
+            if counts and (wrong := next(check_counts(contents), None)):
+                return f"{path}: {wrong.what}. {wrong.advice}"
         else:
             contents = read_layout(path)
         if trusted is not None:

@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
+from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, say, union
 from megatron_eopt.megatron.averaging import export, exports, go_on_from, trained
 from megatron_eopt.megatron.checkpoints import differences, matching, sharding
-from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, checksums, loaded_tensors
+from megatron_eopt.megatron.checkpoints.checksums import checksums, loaded_tensors
 from megatron_eopt.megatron.checkpoints.files import contents_of
 from megatron_eopt.megatron.dealing import share_dealt
 from megatron_eopt.megatron.parameters import model_parameters
@@ -278,6 +280,8 @@ def checked_load(
     tensors = list(sharding.sharded_tensors(sharded_state_dict))
     if problem := problem or differences.of_buffers((tensor.key for tensor in tensors), stored.shapes):
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
+    compares = any(each[BLOCK]["checksums"] for each in optimizers)
+    saved = _sums_of(stored, checkpoint_dir) if compares else {}
     if dist.get_rank() == 0 and (warning := differences.other_padding(tensors, stored.shapes)):
         say(f"warning: {warning}")
     request = matching.taken_out(sharded_state_dict)
@@ -285,8 +289,8 @@ def checked_load(
     differences.report_converted((name, stored.dtypes.get(t.key, t.dtype), t.dtype) for name, t in of_state if name)
     result = load(request, checkpoint_dir, *args, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result
-    if stored.sums and any(each[BLOCK]["checksums"] for each in optimizers):
-        _compare(stored, request, loaded, checkpoint_dir)
+    if saved:
+        _compare(saved, stored, request, loaded, checkpoint_dir)
     loaded.pop(CHECKSUMS, None)
     matching.put_back(sharded_state_dict, loaded, stored.optimizer)
     return result
@@ -320,10 +324,25 @@ def with_optimizer(
     return result
 
 
-def _compare(stored: differences.Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
+def _sums_of(stored: differences.Stored, folder: str) -> Sums:
+    entries = {key: prod(shape) for key, shape in stored.shapes.items()}
+    try:
+        return saved_sums(stored.checksums, stored.optimizer, entries)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{folder}: {error}. Load another checkpoint, or pass --no-checksums to load this one without comparing"
+        ) from None
+
+
+def _compare(saved: Sums, stored: differences.Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
     tensors = (t for t in loaded_tensors(requested, loaded) if stored.shapes.get(t.key) == tuple(t.global_shape))
     sums = checksums(t for t in tensors if stored.dtypes[t.key] == t.dtype)
-    pairs = ((key, stored.sums[key], now) for key, now in sums.items() if key in stored.sums)
+    if without := sorted(sums.keys() - saved.keys()):
+        say(
+            f"warning: {len(without)} tensors have no checksum in the checkpoint, such as {without[0]}: nothing says "
+            f"whether they are what was saved, which is right for quantized parameters alone"
+        )
+    pairs = ((key, saved[key], now) for key, now in sums.items() if key in saved)
     # of a vocabulary with another padding, another number of entries was loaded
     if changed := sorted(key for key, was, now in pairs if now[1] == was[1] and now[0] != was[0]):
         raise CheckpointError(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
+from megatron_eopt.manifest.sizes import check_sizes
 from megatron_eopt.megatron.releases import version
 
 # What only a GPU or Transformer Engine can do: argument -> value that does without. No shape depends on any.
@@ -62,7 +63,9 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     for name, value in _WITHOUT.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    check_sizes({key: value for key, value in vars(args).items() if key != "world_size"})
     args.rank, args.world_size = rank, world_size or _smallest_world(args)
+    check_sizes({"world_size": args.world_size})
     if not 0 <= rank < args.world_size:
         raise ValueError(f"expected a rank below the world size {args.world_size}, got {rank}")
     with refused("refuses the flags"):
@@ -112,7 +115,7 @@ def refused(what: str) -> Iterator[None]:
     except SystemExit as error:
         last = (said.getvalue().strip().splitlines() or [f"it exits with {error.code}"])[-1]
         raise ValueError(f"{begin}: {last.partition('error: ')[2] or last}") from error
-    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # Megatron raises anything, such as a ZeroDivisionError for what it does not check
         # an assertion of Megatron's that has no message is its own best description
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ValueError(f"{begin}: {reason}") from error

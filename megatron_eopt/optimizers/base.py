@@ -52,6 +52,7 @@ from megatron_eopt.optimizers.state import (
     check_loaded,
     check_writer,
     mark_of,
+    note_begun_anew,
     note_forgotten,
     note_loaded,
 )
@@ -351,8 +352,11 @@ class BaseOptimizer(Optimizer):
         """Load a state; groups keep settings that it lacks.
 
         Raises:
-            ValueError: if the state is of another optimizer, if groups or shapes differ, or if a tensor is missing;
-                nothing is changed then.
+            TypeError: if it has anything else in place of a tensor.
+            ValueError: if the state is of another optimizer, if groups or shapes differ, if a tensor is missing, or if
+                one has values that are not finite or overlaps another one in memory.
+
+        Nothing is changed then.
         """
         check_writer(type(self), state_dict, warn=True)
         state_dict = without_unused(self, state_dict)
@@ -362,14 +366,20 @@ class BaseOptimizer(Optimizer):
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
         groups = [self._completed(*pair) | {STATE_OF: mark_of(self)} for pair in pairs]
+        for number, (_, group) in enumerate(zip(self.param_groups, groups, strict=False)):
+            with group_settings.named(number, self.param_groups):
+                self._check_settings(group)
         note_forgotten(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
         numbered, states = list(zip(self._parameters(), indices, strict=False)), self._states
         loaded = states.to_load(numbered, state_dict["state"])
-        converted = check_loaded(type(self).__name__, loaded, self.state_tensors, self.matrix_layouts)
+        name, called = type(self).__name__, dict(zip(self._parameters(), self._names(), strict=True))
+        converted = check_loaded(name, loaded, self.state_tensors, self.matrix_layouts, called)
+        begun_anew = [called[p] for p in states.lacking(numbered, state_dict["state"])]
         of_device = states.without_host(numbered, state_dict["state"])
         super().load_state_dict({**state_dict, "param_groups": groups, "state": of_device})
-        note_loaded(type(self).__name__, converted, self._states.place(loaded))
+        note_loaded(name, converted, self._states.place(loaded))
+        note_begun_anew(name, begun_anew)
         self._session.plans.engine = self._session.plans.team = None
         self._session.changing = False
 

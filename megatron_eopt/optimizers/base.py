@@ -57,7 +57,7 @@ from megatron_eopt.optimizers.state import (
     note_loaded,
 )
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
-from megatron_eopt.optimizers.users_functions import refuse_uncalled
+from megatron_eopt.optimizers.users_functions import refuse_uncalled, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
@@ -74,6 +74,14 @@ logger = logging.getLogger(__name__)
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
+
+
+class _SignatureOfInit:
+    """The signature that a class shows: its constructor's, since ``__new__`` below takes anything."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class BaseOptimizer(Optimizer):
@@ -101,6 +109,8 @@ class BaseOptimizer(Optimizer):
 
     _session: Session
 
+    __signature__ = _SignatureOfInit()
+
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Refuse unknown arguments, and flags that are no bools."""
         check_arguments(cls, named.keys() - group_settings.other_names_of(cls).keys())
@@ -109,6 +119,7 @@ class BaseOptimizer(Optimizer):
         group_settings.check_order(cls.__name__, by_position)
         check_groups(cls.__name__, given.get("pg_collection"))
         refuse_uncalled(cls)
+        warn_of_uncalled(cls)
         unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
         if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
             group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")

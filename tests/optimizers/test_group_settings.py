@@ -447,7 +447,7 @@ def refusal(name, params, settings):
 
 @every
 def test_what_a_constructor_refuses_a_group_is_refused_too(name):
-    """One setting beside defaults. A group may be stricter: of a constructor nobody knows whether a default was given."""
+    """One setting beside defaults. A group may be stricter: there one sees whether a default was given."""
     taken = inspect.signature(OPTIMIZERS[name].cls.__init__).parameters
     made = build(name, matrices())
     refused = 0
@@ -477,4 +477,6 @@ def test_soaps_scale_is_refused_at_every_door_where_nothing_is_orthogonalized(mo
     assert len(made.param_groups) == 1
     # where one group orthogonalizes, or all but one do, the scale is theirs
     SOAP([{**scaled, "orthogonalize": True}])
-    SOAP([{"params": matrices(1), "orthogonalize": False}, {"params": matrices(1)}], orthogonalize=True, scale_mode=mode)
+    SOAP(
+        [{"params": matrices(1), "orthogonalize": False}, {"params": matrices(1)}], orthogonalize=True, scale_mode=mode
+    )

@@ -86,7 +86,7 @@ def test_a_value_that_only_a_wider_dtype_can_hold_is_refused(name):
 @every_class
 def test_one_tensor_in_the_place_of_two_is_refused_by_both_names(name):
     saved, optimizer = saved_and_other(name)
-    index, key, value = tensors_of(saved)[0]
+    _, key, value = tensors_of(saved)[0]
     for other_index, other_key, other in tensors_of(saved)[1:]:
         adams = key.startswith("adamw."), other_key.startswith("adamw.")
         if other.shape == value.shape and adams[0] == adams[1]:

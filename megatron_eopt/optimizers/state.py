@@ -353,7 +353,7 @@ def check_loaded(
 def check_tensor(name: str, of: str, found: object) -> None:
     """Refuse what is no tensor, or one without values."""
     if not isinstance(found, Tensor):
-        raise TypeError(f"{name} loads tensors, and {of} in the state is {found!r}")
+        raise TypeError(f"{name} loads tensors, and {of} in the state is {type(found).__name__}: load the state again")
     if found.is_meta:
         raise ValueError(f"{name}: {of} in the state is on the meta device and has no values: load the state again")
 

@@ -212,6 +212,19 @@ def test_rates_that_no_step_could_use_are_refused_with_the_state(name):
             assert_refused(optimizer, saved, key, error=(TypeError, ValueError))
 
 
+@every_class
+def test_what_belongs_to_no_parameter_stays_and_changes_no_step(name):
+    """As torch keeps it, which has no other place for what belongs to a whole optimizer."""
+    saved, optimizer = saved_and_other(name)
+    reference = build(name, [torch.nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]])
+    reference.load_state_dict(copy.deepcopy(saved))
+    optimizer.load_state_dict({**saved, "state": {**saved["state"], "mine": {"momentum_buffer": torch.ones(3)}}})
+    for each in (optimizer, reference):
+        take(each, 2, start=3)
+    for p, q in zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True):
+        assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("name", ["muon", "lion", "with_adamw"])
 def test_an_average_of_weights_that_is_not_finite_is_refused(name):
     optimizers = [build(name, matrices()) for _ in range(2)]

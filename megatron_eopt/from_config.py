@@ -1,6 +1,7 @@
 """Arguments of constructors from Megatron's config."""
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from math import ceil, inf
@@ -14,12 +15,26 @@ from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
 def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: Any) -> dict[str, Any]:
     """Arguments of an optimizer: ``config.{prefix}_{name}``, else ``config.{name}``."""
     kwargs = {}
-    for name, argument in inspect.signature(optimizer_cls).parameters.items():
+    for argument in constructor_arguments(optimizer_cls):
+        name = argument.name
         fields = [field for field in (f"{prefix}_{name}", name) if hasattr(config, field)]
         named = argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
         if fields and named and name not in ("params", *getattr(optimizer_cls, "keywords", ())):  # of a partial
             kwargs[name] = getattr(config, fields[0])
     return kwargs
+
+
+def constructor_arguments(made_by: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Arguments of a class's ``__init__``, of a ``functools.partial``, or of a function.
+
+    ``inspect.signature`` of a class shows its ``__new__`` where it has one, which may take anything.
+    """
+    if isinstance(made_by, functools.partial):
+        left = constructor_arguments(made_by.func)[len(made_by.args) :]
+        return [argument.replace(default=made_by.keywords.get(argument.name, argument.default)) for argument in left]
+    if isinstance(made_by, type):
+        return list(inspect.signature(made_by.__init__).parameters.values())[1:]  # type: ignore[misc]
+    return list(inspect.signature(made_by).parameters.values())
 
 
 def with_fields(config: Any, **values: Any) -> Any:

@@ -1,3 +1,5 @@
+import inspect
+import pydoc
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -5,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt import registry
+from megatron_eopt import OrthogonalizedOptimizer, registry
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.metrics import name_of
 from megatron_eopt.optimizers import TensorParallelMuon
 from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.overrides.known import Known
 
 
 @pytest.fixture(autouse=True)
@@ -224,6 +228,64 @@ def test_what_a_partial_has_is_not_taken_from_the_config():
 
 def test_a_prefixed_value_wins():
     assert registry.kwargs_from_config(Plain, "plain", config(plain_lr=0.5)) == {"lr": 0.5}
+
+
+class Traced(torch.optim.SGD):
+    """A constructor behind a ``__new__`` that takes anything."""
+
+    def __new__(cls, *args, **kwargs):
+        return super().__new__(cls)
+
+    def __init__(self, params, lr=1e-3, momentum=0.0, weight_decay=0.0, betas=None):
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+class WithoutConstructor(OrthogonalizedOptimizer):
+    def orthogonalize(self, p, grad):
+        return grad
+
+
+class MuonWithoutConstructor(TensorParallelMuon):
+    pass
+
+
+@pytest.mark.parametrize("base", [Traced, TensorParallelMuon, MuonWithoutConstructor, SOAP, OrthogonalizedOptimizer])
+@pytest.mark.parametrize("made_by", [lambda cls: cls, partial, lambda cls: type("Own", (cls,), {})])
+def test_every_argument_of_a_constructor_is_taken_from_the_config_whatever_new_takes(base, made_by):
+    wanted = list(inspect.signature(base.__init__).parameters.values())[2:]
+    named = [argument.name for argument in wanted if argument.kind is not argument.VAR_KEYWORD]
+    assert "lr" in named
+    fields = {f"mine_{name}": object() for name in named}
+    found = registry.kwargs_from_config(made_by(base), "mine", SimpleNamespace(params=1, self=2, **fields))
+    assert found == {name: fields[f"mine_{name}"] for name in named}
+
+
+def test_what_a_partial_was_given_by_position_is_not_taken_from_the_config():
+    fields = SimpleNamespace(params=[], lr=0.5, momentum=0.9, weight_decay=0.7)
+    assert registry.kwargs_from_config(partial(Traced, [], 0.1), "mine", fields) == {
+        "momentum": 0.9,
+        "weight_decay": 0.7,
+    }
+
+
+def test_an_optimizer_with_a_new_of_its_own_is_built_with_the_settings_of_the_run():
+    registry.register_optimizer("traced", registry.EmergingOptimizerEntry(Traced))
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    made = config(lr=0.5, weight_decay=0.7, traced_momentum=0.25)
+    optimizer, _ = registry.create_emerging_optimizer(made, [{"params": [p]}], "traced", model(), None)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.5, 0.7, 0.25)
+    assert "momentum" in Known.registered().optimizers["traced"]
+
+
+@pytest.mark.parametrize("cls", [row.cls for row in OPTIMIZERS.values()] + [WithoutConstructor, MuonWithoutConstructor])
+def test_a_class_shows_the_signature_of_its_constructor(cls):
+    shown = inspect.signature(cls)
+    constructor = inspect.signature(cls.__init__)
+    assert list(shown.parameters.values()) == list(constructor.parameters.values())[1:]
+    assert "lr" in shown.parameters
+    first = next(line for line in pydoc.plain(pydoc.render_doc(cls)).splitlines() if line.startswith(" |  "))
+    assert f"{cls.__name__}(params" in first
 
 
 @pytest.mark.parametrize(("gate", "shapes"), [(False, [64, 16, 16]), (True, [64, 64, 16, 16])])

@@ -52,11 +52,12 @@ from megatron_eopt.optimizers.state import (
     check_loaded,
     check_writer,
     mark_of,
+    note_begun_anew,
     note_forgotten,
     note_loaded,
 )
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
-from megatron_eopt.optimizers.users_functions import refuse_uncalled
+from megatron_eopt.optimizers.users_functions import refuse_uncalled, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
@@ -73,6 +74,14 @@ logger = logging.getLogger(__name__)
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
+
+
+class _SignatureOfInit:
+    """The signature that a class shows: its constructor's, since ``__new__`` below takes anything."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class BaseOptimizer(Optimizer):
@@ -100,6 +109,8 @@ class BaseOptimizer(Optimizer):
 
     _session: Session
 
+    __signature__ = _SignatureOfInit()
+
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Refuse unknown arguments, and flags that are no bools."""
         check_arguments(cls, named.keys() - group_settings.other_names_of(cls).keys())
@@ -108,6 +119,7 @@ class BaseOptimizer(Optimizer):
         group_settings.check_order(cls.__name__, by_position)
         check_groups(cls.__name__, given.get("pg_collection"))
         refuse_uncalled(cls)
+        warn_of_uncalled(cls)
         unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
         if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
             group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")
@@ -351,8 +363,11 @@ class BaseOptimizer(Optimizer):
         """Load a state; groups keep settings that it lacks.
 
         Raises:
-            ValueError: if the state is of another optimizer, if groups or shapes differ, or if a tensor is missing;
-                nothing is changed then.
+            TypeError: if it has anything else in place of a tensor.
+            ValueError: if the state is of another optimizer, if groups or shapes differ, if a tensor is missing, or if
+                one has values that are not finite or overlaps another one in memory.
+
+        Nothing is changed then.
         """
         check_writer(type(self), state_dict, warn=True)
         state_dict = without_unused(self, state_dict)
@@ -362,14 +377,20 @@ class BaseOptimizer(Optimizer):
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
         groups = [self._completed(*pair) | {STATE_OF: mark_of(self)} for pair in pairs]
+        for number, (_, group) in enumerate(zip(self.param_groups, groups, strict=False)):
+            with group_settings.named(number, self.param_groups):
+                self._check_settings(group)
         note_forgotten(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
         numbered, states = list(zip(self._parameters(), indices, strict=False)), self._states
         loaded = states.to_load(numbered, state_dict["state"])
-        converted = check_loaded(type(self).__name__, loaded, self.state_tensors, self.matrix_layouts)
+        name, called = type(self).__name__, dict(zip(self._parameters(), self._names(), strict=True))
+        converted = check_loaded(name, loaded, self.state_tensors, self.matrix_layouts, called)
+        begun_anew = [called[p] for p in states.lacking(numbered, state_dict["state"])]
         of_device = states.without_host(numbered, state_dict["state"])
         super().load_state_dict({**state_dict, "param_groups": groups, "state": of_device})
-        note_loaded(type(self).__name__, converted, self._states.place(loaded))
+        note_loaded(name, converted, self._states.place(loaded))
+        note_begun_anew(name, begun_anew)
         self._session.plans.engine = None
         self._session.changing = False
 

@@ -227,7 +227,8 @@ class Dion(BaseOptimizer):
 
     def prepare(self) -> Engine:
         """Also refuse another rank than that of the state."""
-        for parameter, state in self.state.items():
+        for parameter in self._parameters():
+            state = self.state.get(parameter, {})
             for basis in (tensor for tensor in self.state_tensors(parameter)[1:] if tensor.key in state):
                 rank = state[basis.key].shape[1]
                 if basis.dims != ("columns", rank):

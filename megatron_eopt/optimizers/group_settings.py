@@ -202,7 +202,8 @@ def check_attribute(
     if name in taken and name in traits.settled:
         instead = in_groups if name in defaults else f"build it anew with {name}=..., and load its state"
         raise ValueError(f"{called} takes {name} at construction and not between steps: {instead}")
-    if name in taken and name not in attributes and not isinstance(getattr(cls, name, None), property):
+    known = name in attributes or name in traits.planned_by or isinstance(getattr(cls, name, None), property)
+    if name in taken and not known:
         warn(f"{called}: the attribute {name} has no effect: {in_groups}")
 
 

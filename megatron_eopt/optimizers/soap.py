@@ -194,11 +194,6 @@ class SOAP(FactoredOptimizer):
         shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
         bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
         norm = {"sort_bases": sort_bases, "weight_norm": weight_norm}
-        if scale_mode != "shape_scaling" and not orthogonalize:
-            raise ValueError(
-                f"SOAP: scale_mode {scale_mode!r} has no effect without orthogonalize: set orthogonalize=True, or take "
-                f"it away"
-            )
         muon = {"orthogonalize": orthogonalize, "scale_mode": scale_mode}
         further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec, **norm, **muon}
         super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
@@ -209,6 +204,14 @@ class SOAP(FactoredOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        scale_mode = group["scale_mode"]
+        # a group that leaves orthogonalize off may have the scale of those that do not
+        inherited = self.defaults["orthogonalize"] and scale_mode == self.defaults["scale_mode"]
+        if scale_mode != "shape_scaling" and not group["orthogonalize"] and not inherited:
+            raise ValueError(
+                f"{type(self).__name__}: scale_mode {scale_mode!r} has no effect without orthogonalize: set "
+                f"orthogonalize=True, or take it away"
+            )
         matrices = [parameter for parameter in group["params"] if parameter.ndim > 1]
         self._check_factors(group, matrices if group["orthogonalize"] else [], " with orthogonalize")
 

@@ -265,7 +265,8 @@ class Spectron(BaseOptimizer):
         """Also settle the factors; returns the engine of the parameters."""
         engine = super().prepare()
         if self._prepared is not engine:
-            for parameter, state in self.state.items():
+            for parameter in self._parameters():
+                state = self.state.get(parameter, {})
                 kept = next((x.shape[1] for key, x in state.items() if key.startswith(f"{FACTOR}_A")), None)
                 rank = self.group_of(parameter)["rank"]
                 if kept not in (None, rank):

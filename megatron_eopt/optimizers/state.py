@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, pairwise
 from math import prod
 from typing import Any, Literal, TypeGuard
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from megatron_eopt.matrices import is_transposed
 from megatron_eopt.optimizers.group_settings import plain, warn
 from megatron_eopt.optimizers.modifiers import OPTIONAL
+from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
@@ -178,6 +179,17 @@ class States:
             or any(tensor.key in state for tensor in self.described(p))
         ]
 
+    def lacking(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> list[Tensor]:
+        """Parameters that train and have no state, where others have theirs."""
+        with_state, without = False, []
+        for p, number in numbered:
+            needed = [tensor.key for tensor in self.described(p) if not tensor.optional]
+            if any(key in saved.get(number, {}) for key in needed):
+                with_state = True
+            elif needed and p.requires_grad:
+                without.append(p)
+        return without if with_state else []
+
     def without_host(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> dict[int, Any]:
         """Saved states without what is to be in host memory.
 
@@ -293,10 +305,27 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
 
 
 def check_loaded(
-    name: str, states: Iterable[tuple[Tensor, Mapping[str, Tensor]]], described: Described, layouts: Layouts
+    name: str,
+    states: Iterable[tuple[Tensor, Mapping[str, Any]]],
+    described: Described,
+    layouts: Layouts,
+    called: Mapping[Tensor, str],
 ) -> set[str]:
-    """Refuse states with missing or misshapen tensors; returns conversions."""
+    """Refuse states that no step could go on from; returns conversions.
+
+    Args:
+        name: of the optimizer.
+        states: parameters with the states that are to be theirs.
+        described: what state tensors a parameter has.
+        layouts: layouts of a parameter's logical matrices.
+        called: names of parameters, for messages.
+
+    Raises:
+        TypeError: for what is no tensor.
+        ValueError: for a tensor that is missing, of another shape, not finite, or in the memory of another one.
+    """
     converted: set[str] = set()
+    values: list[tuple[str, Tensor, torch.dtype]] = []
     for parameter, state in states:
         for tensor in described(parameter):
             if tensor.key not in state and tensor.optional:
@@ -306,10 +335,64 @@ def check_loaded(
                     f"{name} needs {tensor.key!r} for the parameter of shape {tuple(parameter.shape)}, but the state "
                     f"has {sorted(state)}: it is of another optimizer, or of other settings of this one"
                 )
-            check_shape(parameter, tensor, layouts, state[tensor.key])
-            was, now = state[tensor.key].dtype, tensor.dtype or parameter.dtype
-            converted |= {f"{tensor.key} from {was} to {now}"} if was != now else set()
+            found, of = state[tensor.key], f"{tensor.key!r} of {called[parameter]}"
+            check_tensor(name, of, found)
+            check_shape(parameter, tensor, layouts, found)
+            was, now = found.dtype, tensor.dtype or parameter.dtype
+            if was != now:
+                converted.add(f"{tensor.key} from {was} to {now}")
+            values.append((of, found, now))
+    check_finite(name, values)
+    check_apart(name, [(of, found) for of, found, _ in values])
     return converted
+
+
+def check_tensor(name: str, of: str, found: object) -> None:
+    """Refuse what is no tensor, or one without values."""
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{name} loads tensors, and {of} in the state is {type(found).__name__}: load the state again")
+    if found.is_meta:
+        raise ValueError(f"{name}: {of} in the state is on the meta device and has no values: load the state again")
+
+
+def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
+    """Refuse tensors that are not finite in the dtypes that will keep them; waits for the device."""
+    for of, found, dtype in values:
+        if dtype.is_floating_point and not local(found).to(dtype).isfinite().all():
+            raise ValueError(
+                f"{name}: {of} in the state has values that are not finite in {dtype}, which would stay in it for "
+                f"ever: load an earlier state, or go on with fresh state from the weights alone"
+            )
+
+
+def check_apart(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse tensors whose memory overlaps: a step that writes to one would change another.
+
+    Views of one buffer are fine where one ends before the next begins.
+    """
+    ranges: list[tuple[str, int, int, str]] = []
+    advice = "give each tensor memory of its own, by clone()"
+    for of, found in tensors:
+        x = local(found)
+        if x.numel() == 0:
+            continue
+        strides = list(zip(x.shape, x.stride(), strict=True))
+        if any(stride == 0 and size > 1 for size, stride in strides):
+            raise ValueError(f"{name}: entries of {of} in the state share their memory, as after expand(): {advice}")
+        entries = 1 + sum((size - 1) * stride for size, stride in strides)
+        ranges.append((str(x.device), x.data_ptr(), x.data_ptr() + entries * x.itemsize, of))
+    for (device, _, end, one), (next_device, start, _, other) in pairwise(sorted(ranges)):
+        if device == next_device and start < end:
+            raise ValueError(f"{name}: {one} and {other} in the state overlap in memory: {advice}")
+
+
+def note_begun_anew(name: str, lacking: Sequence[str]) -> None:
+    """Warn of parameters without any state where others have theirs."""
+    if lacking:  # on every rank, each of which may lack other ones
+        logger.warning(
+            f"{name} loads a state without any of {listed(lacking)}: it begins anew, as that of a parameter that never "
+            f"had a gradient"
+        )
 
 
 def note_loaded(name: str, converted: Iterable[str], lacking: Iterable[str]) -> None:

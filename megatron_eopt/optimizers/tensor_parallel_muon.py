@@ -518,9 +518,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
-        """RMS of first updates before ``lr``; None where gradients decide."""
+        """RMS of first updates before ``lr``; None where gradients or a user's function decide."""
         rates = {**self.defaults, **(group or {})}
-        users, modifiers = self._of_user(*OF_MATRICES, "scale_factor_fn"), self.modifiers_of(rates)
+        users, modifiers = self._of_user(*OF_PARAMETERS, "scale_factor_fn", "program"), self.modifiers_of(rates)
         unknown = self.traits.measures or users or modifiers.needs_norm
         if unknown:
             return None

@@ -1,7 +1,7 @@
 """Functions of the user's that orthogonalize in place of Newton-Schulz."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from numbers import Real
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.optimizers.group_settings import OURS
+from megatron_eopt.optimizers.group_settings import OURS, warn
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, cut_dimension
@@ -19,16 +19,45 @@ from megatron_eopt.parallel.schemes.whole import cut_out, gather
 OF_USERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn")
 """Methods that users may override where updates are orthogonalized."""
 
+HOOKS_OF_OTHERS = (
+    "pre_weight_update_fn_inplace",
+    "post_weight_update_fn_inplace",
+    "_apply_weight_decay_inplace",
+    "_apply_moment2_normalization",
+    "_apply_muon_scale",
+    "_match_frobenius_norm",
+    "scaled_orthogonalize_fn_with_gtp_remat",
+)
+"""Methods that emerging-optimizers 0.3.0 and Megatron call in a step, and nothing here does."""
+
+
+def _uncalled(cls: Any, names: Iterable[str]) -> list[str]:
+    """Which of these methods a user's class has and the step of our base of it never calls."""
+    ours = _base_of_ours(cls)
+    if cls._take is not ours._take or cls.step is not ours.step:
+        return []
+    return [name for name in names if hasattr(cls, name) and not hasattr(ours, name)]
+
+
+def _base_of_ours(cls: Any) -> Any:
+    return next(c for c in cls.__mro__ if c.__module__.startswith(f"{OURS}."))
+
 
 def refuse_uncalled(cls: Any) -> None:
     """Refuse a method of a user's that a step of ours never calls."""
-    ours = next(c for c in cls.__mro__ if c.__module__.startswith(f"{OURS}."))
-    if cls._take is not ours._take or cls.step is not ours.step:
-        return
-    for name in (name for name in OF_USERS if hasattr(cls, name) and not hasattr(ours, name)):
+    for name in _uncalled(cls, OF_USERS):
         raise TypeError(
-            f"{cls.__name__} has an {name} of its own, which the step of {ours.__name__} never calls: derive it from "
-            f"TensorParallelMuon or OrthogonalizedOptimizer, or give the method another name"
+            f"{cls.__name__} has an {name} of its own, which the step of {_base_of_ours(cls).__name__} never calls: "
+            f"derive it from TensorParallelMuon or OrthogonalizedOptimizer, or give the method another name"
+        )
+
+
+def warn_of_uncalled(cls: Any) -> None:
+    """Warn of hooks of other packages that a user's class has, once for all of them."""
+    if names := _uncalled(cls, HOOKS_OF_OTHERS):
+        warn(
+            f"{cls.__name__}: no step here calls {', '.join(names)}, hooks of emerging-optimizers and Megatron: do the "
+            f"same in orthogonalize, in a hook of torch (register_step_post_hook), or in a step of your own"
         )
 
 

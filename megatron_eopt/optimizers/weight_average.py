@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.group_settings import warn
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.parameters import local, parameter_names
+from megatron_eopt.optimizers.state import check_finite
 
 AVERAGE = "weight_average"  # in the state of a parameter, in fp32 at least
 SCHEDULE = "weight_average_schedule"  # beside it, three numbers in fp64: the rule's two, and how many steps are in it
@@ -227,6 +228,10 @@ class AverageOfOne:
                     f"{AVERAGE!r} has shape {tuple(state[AVERAGE].shape)}, expected {tuple(p.shape)} of its "
                     f"parameter: the state is of another model"
                 )
+        name = type(optimizer).__name__
+        named = zip(parameter_names(optimizer.param_groups), self._loading, strict=False)
+        averages = [(f"{AVERAGE!r} of {of}", state[AVERAGE]) for of, state in named if AVERAGE in state]
+        check_finite(name, [(of, average, average.dtype) for of, average in averages])
 
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loading = self._loading, []

@@ -19,7 +19,16 @@ from megatron_eopt.optimizers.group_settings import check_adam_settings, check_o
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_parameters, check_scalable
-from megatron_eopt.optimizers.state import StateTensor, check_shape, check_state_dict, check_writer
+from megatron_eopt.optimizers.state import (
+    StateTensor,
+    check_apart,
+    check_finite,
+    check_shape,
+    check_state_dict,
+    check_tensor,
+    check_writer,
+    note_begun_anew,
+)
 from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
@@ -390,17 +399,35 @@ class Muon(Optimizer):
                 f"by optimizer.matrices.load_state_dict"
             )
         of_adamw["param_groups"] = self._in_own_order(of_adamw["param_groups"])
-        layouts = self.matrices.matrix_layouts
+        self._check_adamw(of_adamw)
+        return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
+
+    def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
+        """Refuse a state that AdamW could not go on from."""
+        layouts, called = self.matrices.matrix_layouts, f"AdamW in {self._called}"
+        values: list[tuple[str, Tensor, torch.dtype]] = []
+        lacking = []
         for saved, group in zip(of_adamw["param_groups"], self._adam_groups, strict=True):
             for name, parameter in zip(saved["params"], group["params"], strict=True):
-                # KempnerForge has none of a parameter that never had a gradient
                 of_one = of_adamw["state"].get(name, {} if isinstance(name, str) else None)
-                for key in () if of_one is None else ("step", *_moments(group)):
+                if of_one is None:  # KempnerForge has none of a parameter that never had a gradient
+                    if parameter.requires_grad:
+                        lacking.append(f"parameter {name}")
+                    continue
+                for key in ("step", *_moments(group)):
                     if key not in of_one:
                         raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
+                    found, of = of_one[key], f"{key!r} of parameter {name}"
+                    if key == "step" and not isinstance(found, Tensor):  # a number in states of earlier torch
+                        continue
+                    check_tensor(called, of, found)
                     if key != "step":
-                        check_shape(parameter, StateTensor(state_key(name, key)), layouts, of_one[key])
-        return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
+                        check_shape(parameter, StateTensor(state_key(name, key)), layouts, found)
+                    values.append((of, found, found.dtype if key == "step" else parameter.dtype))
+        check_finite(called, values)
+        check_apart(called, [(of, found) for of, found, _ in values])
+        if of_adamw["state"]:
+            note_begun_anew(called, lacking)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
         known, of_saved = self._adam_names(), [list(group["params"]) for group in saved]

@@ -1,6 +1,5 @@
 """Optimizers, settings and splits that overrides may name; their errors."""
 
-import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.from_config import constructor_arguments
 from megatron_eopt.overrides.limits import MAX_TEXT
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
@@ -80,7 +80,7 @@ def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
 def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str], dict[str, tuple[str, ...]]]:
     """Settings of a class's groups, its other arguments, and values of those that are choices."""
     try:
-        taken = list(inspect.signature(optimizer_cls).parameters.values())
+        taken = constructor_arguments(optimizer_cls)
     except (TypeError, ValueError):  # a stand-in, or a class that is not Python's
         taken = []
     named = [argument for argument in taken if argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)]

@@ -5,7 +5,9 @@ Differences are looked for in both packages, and compared with the tables of the
 
 import ast
 import copy
+import importlib.util
 import inspect
+import logging
 import re
 from math import inf
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 
 import megatron_eopt
 from megatron_eopt import orthogonalize
+from megatron_eopt.optimizers.users_functions import HOOKS_OF_OTHERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "\n".join((DOCS / folder / "from-emerging-optimizers.md").read_text() for folder in ("", "reference"))
@@ -475,3 +478,63 @@ def same_step(name, settings):
 def test_steps_differ_where_the_table_says_so():
     found = {row: [name for name in SAME_STEPS if not same_step(name, settings)] for row, settings in STEP_ROWS}
     assert {row for row, names in found.items() if names} == {row for row, _, _ in tables("Steps")[0]}, found
+
+
+def hooks_of_theirs():
+    """Methods of theirs, and of Megatron's classes, that ours have not."""
+    found = set()
+    for name in COUNTERPART:
+        for cls in theirs(name).__mro__:
+            if cls.__module__.startswith("emerging_optimizers"):
+                found |= {key for key, each in vars(cls).items() if inspect.isfunction(each)}
+    source = Path(importlib.util.find_spec("megatron.core").origin).parent / "optimizer" / "emerging_optimizers.py"
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ClassDef) and node.name.startswith("TensorParallel"):
+            found |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    of_ours = [getattr(megatron_eopt, here) for here in COUNTERPART.values()]
+    return {key for key in found if not any(hasattr(cls, key) for cls in of_ours)}
+
+
+def test_every_hook_that_nothing_calls_is_on_the_page_and_known():
+    page = (DOCS / "reference" / "functions.md").read_text()
+    section = page.partition("## Hooks of other packages")[2].partition("\n## ")[0]
+    named = {key for line in section.splitlines() if line.startswith("| `") for key in code(line.split(" | ")[0])}
+    assert named == set(HOOKS_OF_OTHERS) == hooks_of_theirs()
+
+
+@pytest.mark.parametrize("name", COUNTERPART)
+def test_a_subclass_with_hooks_that_nothing_calls_gets_one_warning_that_names_them(name, caplog):
+    def called(self, *args, **settings):
+        raise AssertionError("somebody calls it")
+
+    some = HOOKS_OF_OTHERS[::2]
+    cls = type("Own", (ours(name),), dict.fromkeys(some, called))
+    needed = [p for p in list(inspect.signature(cls).parameters.values())[1:] if p.default is p.empty]
+    values = {"lr": 0.1, "momentum_beta": 0.9, "fp32_matmul_prec": "highest", "weight_decay": 0.0}
+    given = {p.name: values.get(p.name, False) for p in needed if p.kind is not p.VAR_KEYWORD}
+    given = {key: None if key in ("is_qkv_fn", "qkv_split_shapes") else x for key, x in given.items()}
+    p = torch.nn.Parameter(torch.eye(4))
+    with caplog.at_level(logging.WARNING):
+        optimizer = cls([p], **given)
+    told = [message for message in caplog.messages if "no step here calls" in message]
+    assert len(told) == 1, told
+    assert [key for key in HOOKS_OF_OTHERS if key in told[0]] == list(some)
+    p.grad = torch.eye(4)
+    optimizer.step()
+    caplog.clear()
+    ours(name)([torch.nn.Parameter(torch.eye(4))], **given)
+    assert not [message for message in caplog.messages if "no step here calls" in message]
+
+
+def test_a_step_of_the_users_own_may_call_what_it_wants(caplog):
+    class Own(megatron_eopt.TensorParallelMuon):
+        def post_weight_update_fn_inplace(self, p):
+            p.zero_()
+
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.post_weight_update_fn_inplace(p.data)
+
+    Own([torch.nn.Parameter(torch.eye(4))])
+    assert not [message for message in caplog.messages if "no step here calls" in message]

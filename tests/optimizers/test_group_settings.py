@@ -1,7 +1,9 @@
 """Settings of groups: their iteration and scale are as an optimizer's alone; names of other packages; refusals."""
 
 import copy
+import inspect
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from megatron_eopt import (
 )
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.summary import summary
+from tests.optimizers.family import build, every, matrices
 from tests.optimizers.field import drawn, matrix, run
 from tests.optimizers.on_gpu import captured
 from tests.optimizers.test_muon import is_qkv
@@ -427,3 +430,53 @@ def test_a_rate_of_minus_one_is_refused_wherever_it_comes_from(key):
     made.param_groups[0][key] = -1
     with pytest.raises(ValueError, match=message):
         made.step()
+
+
+NUMBERS = [-1, 0, 0.5, 1, 2, 2.5, 64, math.nan, math.inf]
+OTHERS = ["nonsense", None, True, False, (2.0, 0.9), [0.5], "spectral", "unit_rms_norm", "hold", "brake", "match"]
+FURTHER = ["normuon", "l2", "independent", "low", "eigh", "current", "after", "kempnerforge", "cans"]
+
+
+def refusal(name, params, settings):
+    try:
+        build(name, params, **settings)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+@every
+def test_what_a_constructor_refuses_a_group_is_refused_too(name):
+    """One setting beside defaults. A group may be stricter: there one sees whether a default was given."""
+    taken = inspect.signature(OPTIMIZERS[name].cls.__init__).parameters
+    made = build(name, matrices())
+    refused = 0
+    for key in sorted((made.defaults.keys() | made.settings_of_groups().keys()) & taken.keys()):
+        for value in [*NUMBERS, *OTHERS, *FURTHER]:
+            if (message := refusal(name, matrices(), {key: value})) is None:
+                continue
+            refused += 1
+            of_group = refusal(name, [{"params": matrices(), key: value}], {})
+            assert of_group is not None, f"{key}={value!r}: {message}"
+    assert refused > 20
+
+
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm"])
+def test_soaps_scale_is_refused_at_every_door_where_nothing_is_orthogonalized(mode):
+    message = f"scale_mode '{mode}' has no effect without orthogonalize"
+    scaled = {"params": matrices(1), "scale_mode": mode}
+    with pytest.raises(ValueError, match=message):
+        SOAP(matrices(), scale_mode=mode)
+    with pytest.raises(ValueError, match=message):
+        SOAP([{"params": matrices(1)}, scaled])
+    with pytest.raises(ValueError, match=message):
+        SOAP([{**scaled, "orthogonalize": False}], orthogonalize=True, scale_mode="shape_scaling")
+    made = SOAP(matrices())
+    with pytest.raises(ValueError, match=message):
+        made.add_param_group(dict(scaled))
+    assert len(made.param_groups) == 1
+    # where one group orthogonalizes, or all but one do, the scale is theirs
+    SOAP([{**scaled, "orthogonalize": True}])
+    SOAP(
+        [{"params": matrices(1), "orthogonalize": False}, {"params": matrices(1)}], orthogonalize=True, scale_mode=mode
+    )

@@ -1,10 +1,12 @@
 import copy
+import logging
 
 import pytest
 import torch
 
 from megatron_eopt import OrthogonalizedOptimizer, TensorParallelMuon
 from megatron_eopt.orthogonalize import newton_schulz
+from tests.optimizers.family import build, every, matrices, take
 from tests.optimizers.field import gradient, matrix
 
 
@@ -240,3 +242,83 @@ def test_momentum_has_the_dtype_of_the_parameter():
     opt.step()
     assert opt.state[p]["momentum_buffer"].dtype == torch.bfloat16
     assert p.dtype == torch.bfloat16
+
+
+def times_five(grad):
+    return 5 * grad
+
+
+def three(rows, cols):
+    return 3.0
+
+
+def moved(opt, p):
+    """What a step with a gradient of ones subtracts, without momentum, at a rate of 1."""
+    before = p.detach().clone()
+    p.grad = torch.ones_like(p)
+    opt.step()
+    return before - p.detach()
+
+
+@pytest.mark.parametrize("cls", [OrthogonalizedOptimizer, TensorParallelMuon])
+def test_functions_that_are_set_as_attributes_take_effect_without_a_warning(cls, caplog):
+    p = torch.nn.Parameter(torch.zeros(2, 2))
+    if cls is TensorParallelMuon:
+        opt = TensorParallelMuon([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
+    else:
+        opt = optimizer([p], lr=1.0, momentum_beta=0.0, use_nesterov=False, weight_decay=0.0)
+    with caplog.at_level(logging.WARNING):
+        opt.orthogonalize_fn = times_five
+        opt.scale_factor_fn = three
+    assert torch.equal(moved(opt, p), torch.full((2, 2), 15.0))
+    with caplog.at_level(logging.WARNING):
+        opt.scaled_orthogonalize_fn = times_five  # which decides for both
+    assert torch.equal(moved(opt, p), torch.full((2, 2), 5.0))
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING):
+        opt.param_groups[0]["orthogonalize_fn"] = times_five
+        moved(opt, p)
+    assert any("'orthogonalize_fn' is no setting of its groups" in message for message in caplog.messages)
+
+
+@every
+@pytest.mark.parametrize(("key", "function"), [("orthogonalize_fn", times_five), ("scale_factor_fn", three)])
+def test_a_function_set_as_an_attribute_has_an_effect_or_there_is_a_word(name, key, function, caplog):
+    plain, own = matrices(), matrices()
+    optimizers = build(name, plain), build(name, own)
+    said = ""
+    try:
+        setattr(optimizers[1], key, function)
+    except (TypeError, ValueError) as error:
+        said = str(error)
+    for each in optimizers:
+        take(each, 3)
+    has_effect = not all(map(torch.equal, plain, own))
+    told = said or any("no effect" in message for message in caplog.messages)
+    known = hasattr(type(optimizers[1]), key)  # of others an attribute is the user's own business
+    assert has_effect != bool(told) or (not known and not has_effect)
+
+
+@pytest.mark.parametrize("method", ["orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn"])
+@pytest.mark.parametrize("how", ["overridden", "set"])
+def test_no_size_is_stated_of_updates_that_a_users_function_makes(method, how):
+    def function(*args, **settings):
+        return 0.5 if method == "scale_factor_fn" else 0.5 * args[-1]
+
+    p = matrix()
+    if how == "overridden":
+        opt = type("Own", (TensorParallelMuon,), {method: function})([p])
+    else:
+        opt = TensorParallelMuon([p])
+        setattr(opt, method, function)
+    assert TensorParallelMuon([matrix()]).predicted_rms(*p.shape) is not None
+    assert opt.predicted_rms(*p.shape, opt.param_groups[0]) is None
+    assert [each.rms for each in opt.described_matrices()[p]] == [None]
+
+
+def test_no_size_is_stated_of_updates_by_a_program_of_the_users():
+    class Own(TensorParallelMuon):
+        def program(self, chunk, engine):
+            return super().program(chunk, engine)
+
+    assert Own([matrix()]).predicted_rms(6, 4) is None

@@ -136,6 +136,7 @@ class SavedState:
         inner["param_groups"] = [each | ours for each, ours in zip(settings, kept, strict=True)]
         wanted = ((index, key) for index, (key, _) in self._trained().items())
         live = {i: inner["state"][i].pop(key) for i, key in wanted if key in inner["state"].get(i, {})}
+        self._check_finite(inner["state"])
         self._place(state_dict)
         for values in inner["state"].values():
             if isinstance(values, dict) and AVERAGE in values:
@@ -149,7 +150,6 @@ class SavedState:
         if exports(self._megatron) or average.get("exported"):
             go_on_from(self._megatron, live)
             share_dealt(self._whole)  # others have loaded the average as the model
-        self._check_finite()
 
     def _place(self, state_dict: dict[str, Any]) -> None:
         """Make DTensors of loaded shards, in place; Megatron does not."""
@@ -224,11 +224,12 @@ class SavedState:
             results.append(matching.settings_of_group(self._torch, number, saved))
         return results
 
-    def _check_finite(self) -> None:
+    def _check_finite(self, state: dict[Any, Any]) -> None:
+        """Refuse values that are not finite, on all ranks together, also of Adam."""
         tensors = {
             (index, key): value
-            for index, parameter in enumerate(self._parameters())
-            for key, value in self._torch.state[parameter].items()
+            for index, _ in enumerate(self._parameters())
+            for key, value in state.get(index, {}).items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
         flags = [local(value).isfinite().all().cpu() for value in tensors.values()]  # some may be in host memory

@@ -1,4 +1,4 @@
-"""A gradient that is not finite, or too large, on one rank leaves a parameter as it is on all ranks that have a part of it."""
+"""A gradient that is not finite, or too large, on one rank leaves a parameter as it is on all that have a part."""
 
 import logging
 from itertools import product

@@ -53,11 +53,14 @@ def test_several_in_a_row_are_an_error_before_anything_changes(make, caplog):
             p.grad, q.grad = torch.full_like(p, torch.nan), gradient(q, step)
             opt.step()
     assert [record.message for record in caplog.records] == [
-        f"gradients are not finite, or too large to square in fp32, of layer.weight: their steps are skipped, {count} in all so far"
+        "gradients are not finite, or too large to square in fp32, of layer.weight: "
+        f"their steps are skipped, {count} in all so far"
         for count in range(1, MAX_IN_A_ROW)
     ]
     before = q.detach().clone()
-    with pytest.raises(RuntimeError, match=r"not finite in 5 steps in a row, .* of layer\.weight: these parameters stand"):
+    with pytest.raises(
+        RuntimeError, match=r"not finite in 5 steps in a row, .* of layer\.weight: these parameters stand"
+    ):
         opt.step()
     assert torch.equal(q, before)
 
@@ -78,7 +81,7 @@ def test_a_missing_gradient_is_neither_counted_nor_good():
         assert skipping.accept([bad, None]).tolist() == [False, False]
         assert skipping.accept([None, None]).tolist() == [False, False]
     assert skipping.total == {"a": MAX_IN_A_ROW - 1}
-    with pytest.raises(RuntimeError, match="steps in a row, .* of a:"):
+    with pytest.raises(RuntimeError, match=r"steps in a row, .* of a:"):
         skipping.accept([bad, torch.ones(1, 1)])
 
 

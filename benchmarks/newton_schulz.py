@@ -156,7 +156,7 @@ def contestants(setup: Setup, shape: tuple[int, ...]) -> dict[str, Contestant]:
         from gram_newton_schulz import GramNewtonSchulz
 
         settings: dict[str, Any] = {} if setup.device.type == "cuda" else {"ns_use_kernels": False}
-        settings |= {"gram_newton_schulz_reset_iterations": list(restarts_for("quintic", 5) or ())}
+        settings |= {"gram_newton_schulz_reset_iterations": list(restarts_for("quintic", 5, setup.precision) or ())}
         theirs = GramNewtonSchulz(ns_coefficients=[list(abc) for abc in get_coefficients("quintic", 5)], **settings)
         found["gram-newton-schulz"] = Contestant(theirs, "quintic", 0, "fp16")
     found["torch.optim.Muon"] = Contestant(each(torch_muon), "simple", -1, "bf16")
@@ -195,7 +195,7 @@ def flops(setup: Setup, shape: tuple[int, ...], coefficient_type: str, extra: in
     schedule = get_coefficients(coefficient_type, 5)
     count = standard_flops(rows, cols, schedule)
     if extra >= 0:
-        restarts = restarts_for(coefficient_type, 5, extra)
+        restarts = restarts_for(coefficient_type, 5, setup.precision, extra)
         share = setup.products(shape).share(rows)
         if restarts is not None:
             cheaper = gram_flops(rows, cols, schedule, restarts, share) < standard_flops(rows, cols, schedule, share)

@@ -491,8 +491,8 @@ class BaseOptimizer(Optimizer):
 
         Raises:
             ValueError: for a setting or a gradient that the optimizer cannot take, before anything is changed.
-            RuntimeError: if a gradient was not finite in several steps in a row; and after a step that an exception
-                ended while it changed parameters or state, until a state is loaded.
+            RuntimeError: if a gradient was not finite, or too large to square in fp32, in several steps in a row; and
+                after a step that an exception ended while it changed parameters or state, until a state is loaded.
         """
         if self._session.changing:
             self.refuse_half_step()

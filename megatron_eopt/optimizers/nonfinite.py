@@ -1,8 +1,9 @@
-"""Skipped steps of gradients that are not finite.
+"""Skipped steps of gradients that are not finite, or too large.
 
-A value that is not finite would stay in the momentum for ever. So all ranks skip, count and report the step of that
-parameter, and several in a row are an error. A CPU knows before anything is changed. On a GPU nothing waits: the step
-masks what is skipped, and the host reads it two steps later. Updates by a user's function are treated alike.
+A value that is not finite would stay in the momentum for ever, and so would the square of one that is too large. So all
+ranks skip, count and report the step of that parameter, and several in a row are an error. A CPU knows before anything
+is changed. On a GPU nothing waits: the step masks what is skipped, and the host reads it two steps later. Updates by a
+user's function are treated alike.
 """
 
 import logging
@@ -20,6 +21,9 @@ from megatron_eopt.optimizers.parameters import local, parameter_names
 logger = logging.getLogger(__name__)
 
 MAX_IN_A_ROW = 5  # so many steps of a parameter are skipped before it is an error
+# Of a shard of a gradient, 1.1e15. Squares of 2^16 shards add up to 2^116 at most, and fp32 ends at 2^128: the rest is
+# for preconditioners, which divide such squares by those of small gradients before.
+LARGEST_NORM = 2.0**50
 _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read it in the same step
 
 
@@ -52,7 +56,7 @@ class NonFinite:
         return updates
 
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Which parameters have a finite gradient on all ranks.
+        """Which parameters have a gradient to step with on all ranks.
 
         ``agree`` takes the element-wise minimum of an int32 tensor (3 x parameters) over the ranks that share them. A
         ``RuntimeError`` after :data:`MAX_IN_A_ROW` skipped steps of one parameter in a row, and where only some of the
@@ -62,7 +66,7 @@ class NonFinite:
         if known != self._last[0]:
             self._last = known, torch.tensor(known, device=self._device)
         present = self._last[1]
-        accepted = self._finite(gradients) & present
+        accepted = self._usable(gradients) & present
         if agree is None:
             skipped = accepted ^ present
         else:
@@ -77,15 +81,15 @@ class NonFinite:
         self._report()
         return accepted
 
-    def _finite(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
+    def _usable(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Which gradients have a norm of at most :data:`LARGEST_NORM`."""
         norms: list[Tensor] = [self._zero] * len(gradients)
         filled = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
         for wide in (torch.float32, torch.float64):
             if some := {i: x for i, x in filled if (x.dtype == torch.float64) == (wide == torch.float64)}:
-                for i, norm in zip(some, torch._foreach_norm(list(some.values()), 1, dtype=wide), strict=True):
+                for i, norm in zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True):
                     norms[i] = norm
-        return torch.stack(norms).mul_(0) == 0  # what is not finite gives NaN
+        return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
 
     def _counted_before(self) -> Tensor | None:
         """The counts of :data:`_DELAY` steps ago, on the host by now."""
@@ -109,11 +113,13 @@ class NonFinite:
         names = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
         if max(names.values(), default=0) >= MAX_IN_A_ROW:
             raise RuntimeError(
-                f"{self._looked_at} were not finite in {MAX_IN_A_ROW} steps in a row, of {listed(names)}: these "
-                f"parameters stand still; look for {self._advice}"
+                f"{self._looked_at} were not finite in {MAX_IN_A_ROW} steps in a row, or too large to square in fp32, "
+                f"of {listed(names)}: these parameters stand still; look for {self._advice}"
             )
         skipped = f"their steps are skipped, {total} in all so far"
-        logger.warning(f"{self._looked_at} are not finite, of {listed(names)}: {skipped}")
+        logger.warning(
+            f"{self._looked_at} are not finite, or too large to square in fp32, of {listed(names)}: {skipped}"
+        )
         self._reported = total
 
 

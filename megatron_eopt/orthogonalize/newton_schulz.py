@@ -170,7 +170,7 @@ class NewtonSchulz:
     @cached_property
     def restarts(self) -> Restarts | None:
         """Restarts of the Gram form, if a table has them."""
-        return forms.restarts_for(self.coefficient_type, self.steps)
+        return forms.restarts_for(self.coefficient_type, self.steps, self.fp32_matmul_prec)
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which matrices and factors are exchanged.
@@ -287,7 +287,7 @@ def newton_schulz(
         coefficient_type, steps, _ = forms.PRESETS[preset]
     schedule = get_coefficients(coefficient_type, steps)
     if restarts is None:
-        restarts = forms.restarts_for(coefficient_type, steps, forms.PRESETS[preset][2])
+        restarts = forms.restarts_for(coefficient_type, steps, fp32_matmul_prec, forms.PRESETS[preset][2])
     elif all(isinstance(step, int) and before < step < steps for before, step in pairwise([0, *restarts])):
         restarts = tuple(restarts)
     else:

@@ -24,6 +24,7 @@ import torch
 import megatron_eopt
 from megatron_eopt import orthogonalize
 from megatron_eopt.optimizers.users_functions import HOOKS_OF_OTHERS
+from megatron_eopt.orthogonalize.coefficients import with_safety
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "\n".join((DOCS / folder / "from-emerging-optimizers.md").read_text() for folder in ("", "reference"))
@@ -294,7 +295,7 @@ def test_every_value_of_the_table_is_taken_there_and_refused_here():
 
 
 def test_coefficients_differ_where_the_tables_say_so():
-    firsts = {code(name)[0]: (value(there), value(here)) for name, there, here in tables("Coefficients")[0]}
+    safeties = {code(name)[0]: (float(safety), which) for name, safety, which in tables("Coefficients")[0]}
     refused = {code(name)[0]: (int(limit), int(of)) for name, limit, of in tables("Coefficients")[1]}
     known = set(muon_utils._COEFFICIENT_SETS)
     assert known <= set(orthogonalize.get_supported_coefficient_types())
@@ -311,10 +312,11 @@ def test_coefficients_differ_where_the_tables_say_so():
                 with pytest.raises(ValueError, match="cannot be served"):
                     orthogonalize.get_coefficients(name, steps)
                 continue
-            here = [tuple(round(x, 8) for x in each) for each in orthogonalize.get_coefficients(name, steps)]
-            named = dict([firsts[name]]) if name in firsts else {}
-            assert here == [named.get(each, each) for each in there], (name, steps)
-            assert named.keys() <= set(there)
+            safety, which = safeties.get(name, (1.0, "all"))
+            safe = [
+                with_safety(each, safety) if which == "all" or each == there[0] else each for each in map(tuple, there)
+            ]
+            assert list(orthogonalize.get_coefficients(name, steps)) == safe, (name, steps)
 
 
 # A value of each setting that makes another step than SAME_STEPS.

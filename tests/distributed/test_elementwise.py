@@ -1,6 +1,7 @@
-"""A gradient that is not finite on one rank leaves a parameter as it is on all ranks that have a part of it."""
+"""A gradient that is not finite, or too large, on one rank leaves a parameter as it is on all that have a part."""
 
 import logging
+from itertools import product
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,9 +14,9 @@ from tests.optimizers.family import ELEMENTWISE, OPTIMIZERS, build
 from tests.optimizers.field import drawn
 
 
-def poisoned(seed):
+def poisoned(seed, bad):
     gradient = drawn((6, 4), seed)
-    gradient[0, 0] = torch.nan
+    gradient[0, 0] = bad
     return gradient
 
 
@@ -33,15 +34,16 @@ def steps(rank, ranks):
     logging.disable()  # of the skipped steps
     mesh = init_device_mesh("cpu", (ranks,))
     found = {}
-    for name in OPTIMIZERS:
+    for name, bad in product(OPTIMIZERS, (torch.nan, 1e20)):
         parameter = torch.nn.Parameter(distribute_tensor(drawn((6, 4)), mesh, [Shard(0)]))
-        gradients = [distribute_tensor(g, mesh, [Shard(0)]) for g in (drawn((6, 4), 1), poisoned(2), drawn((6, 4), 3))]
-        found[name, "FSDP2"] = unmoved(build(name, [parameter]), parameter, gradients)
-    for name in ELEMENTWISE:
+        gradients = [drawn((6, 4), 1), poisoned(2, bad), drawn((6, 4), 3)]
+        gradients = [distribute_tensor(g, mesh, [Shard(0)]) for g in gradients]
+        found[name, bad, "FSDP2"] = unmoved(build(name, [parameter]), parameter, gradients)
+    for name, bad in product(ELEMENTWISE, (torch.nan, 1e20)):
         own = slice(3 * rank, 3 * rank + 3)
         parameter = shard(drawn((6, 4))[own])
-        gradients = [g[own] for g in (drawn((6, 4), 1), poisoned(2), drawn((6, 4), 3))]
-        found[name, "TP"] = unmoved(build(name, [parameter], pg_collection=groups_of()), parameter, gradients)
+        gradients = [g[own] for g in (drawn((6, 4), 1), poisoned(2, bad), drawn((6, 4), 3))]
+        found[name, bad, "TP"] = unmoved(build(name, [parameter], pg_collection=groups_of()), parameter, gradients)
     return found
 
 

@@ -37,7 +37,7 @@ INTERVALS = [(1e-6, 1.0), (1e-3, 1.0), (0.1, 1.0), (0.3, 1.7), (0.9, 1.1), (1e-2
         ("polar_express", 3, 0.186, 1.866),
         ("polar_express", 5, 0.870, 1.124),
         ("polar_express", 8, 1.000, 1.000),
-        ("cans", 5, 0.884, 1.120),
+        ("cans", 5, 0.861, 1.113),
         ("deepseekv4", 10, 1.000, 1.001),
         ("cubic5", 5, 0.774, 1.300),
         ("aol", 4, 0.739, 1.084),
@@ -135,8 +135,9 @@ def test_it_reproduces_the_polar_express_table_to_all_its_digits():
 
 
 def test_without_a_cushion_it_reproduces_cans_to_all_its_digits():
-    rounded = [tuple(round(each, 4) for each in row) for row in optimal_quintic(1e-3, 1.0, 5, cushion=0)]
-    assert rounded == list(get_coefficients("cans", 5))
+    published = [tuple(round(each, 4) for each in row) for row in optimal_quintic(1e-3, 1.0, 5, cushion=0)]
+    assert published[0] == (8.4703, -25.1081, 18.6293)  # of arXiv 2506.10935
+    assert get_coefficients("cans", 5) == tuple(with_safety(row, 1.01) for row in published)
 
 
 def test_the_cushion_of_the_papers_text_gives_another_table():

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import demo
+import loopback
 import torch
 import torch.distributed.checkpoint as dcp
 from gpu_verdicts import Run, draw, execute, needs
@@ -69,7 +70,8 @@ def launch(run: Run, name: str, program: str, **environment: str) -> str:
         RuntimeError: it failed.
     """
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(demo.free_port())}
+    store = loopback.listening_store()
+    address = loopback.environment(store)
     code, said = execute(run, name, [sys.executable, *program.split()], **ranks, **address, **environment)
     if code:
         raise RuntimeError(f"{name} ended with exit code {code}: {said[-1500:]}")

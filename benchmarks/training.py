@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import demo  # noqa: E402
+import loopback  # noqa: E402, F401
 
 SETTINGS = DOCS / "optimizers.md"
 
@@ -83,8 +84,7 @@ def command(name: str, flags: Sequence[str], steps: int, out: Path) -> list[str]
     data = ["--data-path", str(out / "stdlib"), "--data-cache-path", str(out / "cache")]
     of_steps = ["--train-iters", str(steps)]
     return [
-        *[sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node", "1"],
-        *["--master-addr", "127.0.0.1", "--master-port", str(demo.free_port())],
+        *[sys.executable, "examples/loopback.py", "--nproc-per-node", "1"],
         *["-m", "megatron_eopt.run", "--cpu", "examples/pretrain_gpt.py"],
         *[*demo.MODEL.split(), *demo.SCHEDULE.split(), *demo.CPU.split(), *COMMON.split()],
         *[*data, *of_steps, "--optimizer", name, *flags],

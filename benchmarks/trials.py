@@ -16,7 +16,7 @@ from typing import Any
 import corpus
 import protocol
 from protocol import Run
-from training import ROOT, demo, processor
+from training import ROOT, demo, loopback, processor
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 10  # steps that a printed training loss is the mean of
@@ -81,7 +81,8 @@ def execute(run: Run, text: str, data: Path, results: Path) -> Result:
     log.parent.mkdir(exist_ok=True)
     # one rank needs no launcher, whose start would take as long as twenty steps
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(demo.free_port())}
+    store = loopback.listening_store()
+    rendezvous = loopback.environment(store)
     environment = os.environ | alone | rendezvous | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(

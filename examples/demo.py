@@ -7,7 +7,6 @@ launcher: real Megatron, two ranks over gloo. Everything it writes lies in ``dem
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -101,23 +100,14 @@ RUNS = (
 )
 
 
-def command(run: Run, port: int) -> list[str]:
-    """The command line of a run, its rendezvous on the loopback interface."""
+def command(run: Run) -> list[str]:
+    """The command line of a run, which nobody outside this machine can reach."""
     return [
-        *[sys.executable, "-m", "torch.distributed.run"],
-        *["--nnodes=1", "--nproc-per-node", str(run.tensor_parallel)],
-        *["--master-addr", "127.0.0.1", "--master-port", str(port)],
+        *[sys.executable, "examples/loopback.py", "--nproc-per-node", str(run.tensor_parallel)],
         *["-m", "megatron_eopt.run", "--cpu", "examples/pretrain_gpt.py"],
         *["--tensor-model-parallel-size", str(run.tensor_parallel)],
         *[*MODEL.split(), *SCHEDULE.split(), *DATA, *CPU.split(), *run.options],
     ]
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def printed_losses(lines: Iterable[str]) -> Iterator[tuple[int, float]]:
@@ -208,7 +198,7 @@ def train(run: Run) -> Losses:
     start = time.monotonic()
     threads = 2 // run.tensor_parallel  # two busy cores in every run
     lines = []
-    for line in execute(command(run, free_port()), run.log, threads):
+    for line in execute(command(run), run.log, threads):
         lines.append(line)
         for iteration, loss in printed_losses([line]):
             if iteration % 20 == 0:

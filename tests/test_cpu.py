@@ -15,7 +15,8 @@ import torch.multiprocessing
 from torch.distributed import _coalescing_manager
 
 import megatron_eopt.cpu
-from tests.megatron.runs import ROOT, UPSTREAM, free_port, train
+from examples import loopback
+from tests.megatron.runs import ROOT, UPSTREAM, train
 
 
 @pytest.fixture
@@ -242,9 +243,9 @@ def test_nothing_is_compiled(cpu_run):
 # ---- two ranks
 
 
-def _two_ranks(rank, port, inherited):
+def _two_ranks(rank, inherited):
     os.environ.clear()
-    os.environ.update(inherited, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(inherited, RANK=str(rank), WORLD_SIZE="2")
     megatron_eopt.cpu.install()
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     group = dist.new_group([0, 1], backend="nccl", pg_options=object())
@@ -281,7 +282,10 @@ def _two_ranks(rank, port, inherited):
 
 
 def test_gloo_does_what_megatron_asks_of_nccl():
-    arguments = (free_port(), environment())
+    store = loopback.listening_store()
+    address = loopback.environment(store)
+    del address["GLOO_SOCKET_IFNAME"]  # which this backend sets
+    arguments = (environment() | address,)
     torch.multiprocessing.start_processes(_two_ranks, arguments, nprocs=2, start_method="forkserver")
 
 

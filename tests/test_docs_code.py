@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.megatron.runs import free_port
+from tests.megatron.runs import write_torchrun
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(
@@ -58,16 +58,16 @@ def prints(expected, printed):
 
 
 def environment(folder):
+    here = folder / "bin"
+    write_torchrun(here)
     return {
         **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([str(here), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "HOME": str(folder),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
-        "PET_MASTER_ADDR": "127.0.0.1",  # of torchrun; at its own port two runs at a time would meet
-        "PET_MASTER_PORT": str(free_port()),
     }
 
 

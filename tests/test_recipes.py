@@ -149,13 +149,15 @@ def job(tmp_path):
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "small.flags").write_text(SMALL)
-    from tests.megatron.runs import free_port
+    from tests.megatron.runs import write_torchrun
+
+    write_torchrun(tmp_path / "bin")
 
     def run(*flags, **more):
         path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
         slurm = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2"}
         own = {"SAVE": str(tmp_path / "saved"), "PRETRAIN": "examples/pretrain_gpt.py", "RUN_FLAGS": "--cpu"}
-        own |= {"REQUEUED": str(tmp_path / "requeued"), "RENDEZVOUS_PORT": str(free_port()), "PATH": path}
+        own |= {"REQUEUED": str(tmp_path / "requeued"), "PATH": path}
         environment = os.environ | slurm | own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
         command = [shutil.which("bash"), BATCH, tmp_path / "small.flags", *map(str, flags)]
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,16 +1,19 @@
 """What all ranks agree on: results, settings and kernels."""
 
 import argparse
+import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from os.path import basename
 from typing import Any, cast
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.optimizers import step_choice
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import is_plain, plain
@@ -18,8 +21,9 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
 from megatron_eopt.overrides import Entry, OverrideError
-from megatron_eopt.parallel.agreement import hashed, in_turns, lowest_of_all
+from megatron_eopt.parallel.agreement import hashed, in_turns, lowest_of_all, versions
 from megatron_eopt.parallel.collectives import lowest, told, values_of
+from megatron_eopt.parallel.layout import is_expert
 
 # Texts that are no choice are names and paths, which a node may have of its own, but for those of the data's order.
 _DATA = ("split", "step_batch_size_schedule", "data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -37,19 +41,19 @@ def distinct[T](value: T) -> list[T]:
     return list(by_first_rank(value).values())
 
 
-def by_first_rank[T](value: T) -> dict[int, T]:
-    """The distinct values of all ranks, by first rank.
+def by_first_rank[T](value: T, group: ProcessGroup | None = None) -> dict[int, T]:
+    """The distinct values of all ranks of a group, or the world, by first rank.
 
     Every rank sends a hash, and the first of each hash its value. ``value`` is plain data without sets: equal values
     have an equal ``repr``.
     """
-    world = cast(ProcessGroup, dist.group.WORLD)
+    ranks = group or cast(ProcessGroup, dist.group.WORLD)
     first: dict[tuple[int, ...], int] = {}
-    for rank, words in enumerate(told(hashed(value), world)):
+    for rank, words in enumerate(told(hashed(value), ranks)):
         first.setdefault(tuple(words), rank)
     if len(first) == 1:
         return {0: value}
-    return dict(zip(first.values(), values_of([*first.values()], value, world), strict=True))
+    return dict(zip(first.values(), values_of([*first.values()], value, ranks), strict=True))
 
 
 def union(texts: Iterable[str]) -> list[str]:
@@ -60,8 +64,47 @@ def union(texts: Iterable[str]) -> list[str]:
 def refuse_different(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError on all ranks where settings differ."""
     if lines := differences(by_first_rank(settings)):
-        what = "ranks have different settings, and would train a wrong model: start all with the same flags and files"
+        what = (
+            "ranks have different settings, and would train a wrong model: start all with the same flags, files and "
+            "packages"
+        )
         raise ValueError("\n".join([what, *lines[:8]]))
+
+
+def refuse_different_parameters(parameters: Sequence[ModelParameter], groups: Any) -> None:
+    """Raise a ValueError where ranks of a group have different parameters.
+
+    Data-parallel and tensor-parallel ranks have the same names, global shapes and dtypes, and freeze the same; pipeline
+    stages and experts differ. All ranks call it, and those of a group without a difference go on.
+    """
+    lines = []
+    for names_of_groups, of_expert in ((("dp_cp", "tp"), False), (("expt_dp", "expt_tp"), True)):
+        here = {}
+        for parameter in parameters:
+            if is_expert(parameter.tensor) == of_expert:
+                kind = "trainable" if parameter.tensor.requires_grad else "frozen"
+                here[parameter.name] = f"{kind}, {parameter.tensor.dtype}, {parameter.info.shape}"
+        for name in names_of_groups:
+            group = getattr(groups, name, None)
+            if group is not None:  # a difference is raised at the end: ranks of the next group wait for this one
+                lines += _different_parameters(here, group)
+    if lines:
+        what = (
+            "ranks have different parameters, and would train a wrong model: build them in the same order, and freeze "
+            "the same, on all ranks"
+        )
+        raise ValueError("\n".join([what, *lines[:8]]))
+
+
+def _different_parameters(here: dict[str, str], group: ProcessGroup) -> list[str]:
+    of_ranks = by_first_rank(here, group)
+    names = dict.fromkeys(name for of_rank in of_ranks.values() for name in of_rank)
+    by_name, by_position = {}, {}
+    for rank, of_rank in of_ranks.items():
+        global_rank = dist.get_global_rank(group, rank)
+        by_name[global_rank] = {name: of_rank.get(name, "missing") for name in names}
+        by_position[global_rank] = {f"parameter {i}": name for i, name in enumerate(of_rank)}
+    return differences(by_name) or differences(by_position)
 
 
 def differences(of_ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -161,6 +204,16 @@ def of_command_line(args: Any) -> dict[str, Any]:
         if dest != "local_rank" and (not is_text or dest in _DATA) and is_plain(value):
             flags[action.option_strings[0]] = value
     return flags
+
+
+def of_packages() -> dict[str, Any]:
+    """Versions of the packages that compute a step."""
+    found = {**versions(), "megatron-core": megatron.core.__version__}
+    try:
+        found["transformer-engine"] = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        found["transformer-engine"] = "not installed"
+    return {f"the version of {package}": version for package, version in found.items()}
 
 
 def of_config(config: Any) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from megatron_eopt.megatron.parameters import (
     frozen_names,
     mark,
     optimizer_parameters,
+    parameters_of,
     plain_wrappers,
     remember,
     tag_as_megatron,
@@ -90,6 +91,8 @@ class OptimizerOfRun:
             agreement.say(caveat)
         for warning in unread(self.config):
             agreement.say(f"warning: {warning}")
+        of_all = parameters_of(self.model_chunks, self.groups)
+        agreement.on_all_ranks(lambda: agreement.refuse_different_parameters(of_all, self.groups))
         self.describe()
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         self.warn_of_unread_flags()
@@ -297,7 +300,7 @@ def wrap_emerging_builder(
     if kwargs.get("pg_collection") is None:
         kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     groups = kwargs["pg_collection"]
-    agreement.refuse_different(agreement.of_config(config))
+    agreement.refuse_different(agreement.of_packages() | agreement.of_config(config))
     run = OptimizerOfRun(config, model_chunks, groups, kwargs.get("layer_wise_distributed_optimizer", False))
     if run.facts.megatron_fsdp:
         return run.built_by(lambda config, given: fsdp.build(config, model_chunks, given, groups), config_overrides)

@@ -23,7 +23,7 @@ _OPTIMIZER = "megatron_eopt_optimizer"  # attribute of a model chunk: a weak ref
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """A trainable parameter of this rank."""
+    """A parameter of this rank."""
 
     tensor: Tensor  # the parameter, or this rank's shard of it
     info: ParameterInfo  # what selectors see: its global name and shape, and the attributes that Megatron set
@@ -46,10 +46,18 @@ class OptimizerParameter:
     main: Tensor | None  # in that group: the model's or its fp32 copy; None where the optimizer has shards of a buffer
 
 
+def parameters_of(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelParameter]:
+    """All parameters of this rank, frozen ones too, each once, in order."""
+    found = []
+    for chunk in model_chunks:
+        for name, parameter, path in _named(chunk):
+            found.append(ModelParameter(parameter, _info(name, parameter, pg_collection), chunk, path))
+    return found
+
+
 def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelParameter]:
     """All parameters that require a gradient, each once, in order."""
-    named = ((chunk, *of_chunk) for chunk in model_chunks for of_chunk in _named(chunk))
-    return [ModelParameter(p, _info(name, p, pg_collection), c, path) for c, name, p, path in named if p.requires_grad]
+    return [each for each in parameters_of(model_chunks, pg_collection) if each.tensor.requires_grad]
 
 
 def frozen_names(model_chunks: Sequence[Any]) -> list[str]:

@@ -62,6 +62,7 @@ from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.collectives import CollectiveError, counters
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
@@ -446,7 +447,11 @@ class BaseOptimizer(Optimizer):
             given = self.symmetric_products, self.param_groups[0].get(KERNEL)
             chooses = self.traits.multiplies and (any(given) or times_kernels(*given, engine.device))
             own = self.kernel_products() if parameters and chooses else None
-            kernel = engine.prepare(*given, comparable(self), own)
+            try:
+                kernel = engine.prepare(*given, comparable(self), own)
+            except CollectiveError as error:
+                error.add("to agree on a plan, which is made anew where a setting or a group changed")
+                raise
             for group in self.param_groups if kernel is not None else ():
                 group[KERNEL] = kernel
                 if RATES in self.traits.carried_settings:
@@ -491,8 +496,9 @@ class BaseOptimizer(Optimizer):
 
         Raises:
             ValueError: for a setting or a gradient that the optimizer cannot take, before anything is changed.
-            RuntimeError: if a gradient was not finite, or too large to square in fp32, in several steps in a row; and
-                after a step that an exception ended while it changed parameters or state, until a state is loaded.
+            RuntimeError: if a gradient was not finite, or too large to square in fp32, in several steps in a row; if a
+                collective fails, with its name and the number of the step; and after a step that an exception ended
+                while it changed parameters or state, until a state is loaded.
         """
         if self._session.changing:
             self.refuse_half_step()
@@ -501,6 +507,8 @@ class BaseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters, session = self._parameters(), self._session
+        session.steps += 1
+        counters.step = f"step {session.steps} of {type(self).__name__}"
         if not parameters:
             return loss
         checked = _seen(self.param_groups)

@@ -62,6 +62,7 @@ class Session:
     told_unmarked: bool = False
     warns_without_gradients: bool = True  # until it has; Megatron's first step says more
     looks: bool | None = None  # whether the next step looks for other optimizers; None before the first one
+    steps: int = 0  # that this object began, for errors
     changing: bool = False  # whether a step changes parameters and state, or an exception ended it while it did
     ended_by: str = ""  # the name of that exception
 

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from itertools import zip_longest
+from pathlib import Path
 from struct import unpack
 from typing import Any, cast
 
@@ -35,6 +36,18 @@ def hashed(value: object) -> list[int]:
     return list(unpack("<4q", sha256(repr(value).encode()).digest()))
 
 
+@cache
+def versions() -> dict[str, str]:
+    """What computes a step: torch, and this package.
+
+    The package is told by a hash of its sources: between two commits its number need not differ.
+    """
+    sources = sha256()
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        sources.update(path.read_bytes())
+    return {"torch": torch.__version__, "megatron_eopt": f"of sources {sources.hexdigest()[:12]}"}
+
+
 def groups_by_label(shared_by: Iterable[tuple[str, Groups]]) -> dict[str, ProcessGroup]:
     """The groups that share parameters, by label, sorted."""
     groups: dict[str, ProcessGroup] = {}
@@ -49,18 +62,23 @@ def groups_by_label(shared_by: Iterable[tuple[str, Groups]]) -> dict[str, Proces
 
 
 def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Refuse a plan, or settings, that differ between ranks.
+    """Refuse a plan, settings, or versions that differ between ranks.
 
     ``settings`` are by label and parameter. ``ValueError`` names the first difference.
     """
     for label, group in groups.items():
         of_group = {} if settings is None else settings[label]
-        digests = told(hashed((fingerprint(plan, label), of_group)), group)
+        digests = told(hashed((fingerprint(plan, label), of_group, versions())), group)
         rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if rank is None:
             continue
-        (first, of_first), (other, of_other) = values_of([0, rank], (plan, of_group), group)
-        difference = _first_setting(of_first, of_other) or first_difference(first, other, label)
+        of_0, of_rank = values_of([0, rank], (plan, of_group, versions()), group)
+        (first, of_first, packages), (other, of_other, other_packages) = of_0, of_rank
+        difference = (
+            _first_version(packages, other_packages)
+            or _first_setting(of_first, of_other)
+            or first_difference(first, other, label)
+        )
         raise ValueError(
             f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
             f"share parameters need the same parameters in the same order, with the same settings"
@@ -101,14 +119,15 @@ def check_replicas(
     """
     ranks: Any = group or dist.group.WORLD
     of_weights = {(name, of): int(checksum(x, [0] * x.ndim, x.shape)) for name, of, x in weights}
-    compared = held, settings, list(of_weights), list(of_weights.values())
+    compared = held, (settings, versions()), list(of_weights), list(of_weights.values())
     rows = list(enumerate(told([hashed(x)[0] for x in compared], ranks)))
     if pair := _differing((rank, row[0], row[1]) for rank, row in rows):
         one, other = pair
-        of_one, of_other = values_of(pair, settings, ranks)
+        (of_one, packages), (of_other, other_packages) = values_of(pair, (settings, versions()), ranks)
+        difference = _first_version(packages, other_packages) or _first_setting(of_one, of_other)
         raise ValueError(
             f"the optimizer's settings differ between ranks {one} and {other}, which hold the same parameters: "
-            f"{_first_setting(of_one, of_other)}. Replicas need the same settings"
+            f"{difference}. Replicas need the same settings"
         )
     if pair := _differing((rank, row[2], row[3]) for rank, row in rows):
         one, other = pair
@@ -127,6 +146,13 @@ def _differing(rows: Iterable[tuple[int, int, int]]) -> tuple[int, int] | None:
     first: dict[int, tuple[int, int]] = {}
     found = ((first.setdefault(key, (rank, value)), rank, value) for rank, key, value in rows)
     return next(((other, rank) for (other, known), rank, value in found if known != value), None)
+
+
+def _first_version(of_one: Mapping[str, str], of_other: Mapping[str, str]) -> str | None:
+    for package, version in of_one.items():
+        if version != of_other[package]:
+            return f"{package} is {version} in the one and {of_other[package]} in the other"
+    return None
 
 
 def _first_setting(of_one: Mapping[str, Any], of_other: Mapping[str, Any]) -> str | None:

@@ -1,13 +1,15 @@
 """The collectives, each counted, and groups over several axes.
 
-All but :func:`lowest` and :func:`total` return at once; :meth:`Pending.wait` gives the result, and raises what the
-backend raises: if a rank is gone, after the group's timeout. bf16 and fp16 are summed in fp32.
+All but :func:`lowest` and :func:`total` return at once; :meth:`Pending.wait` gives the result. Where the backend raises
+(if a rank is gone, or after the group's timeout), a :class:`CollectiveError` names the collective. bf16 and fp16 are
+summed in fp32.
 """
 
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,10 +21,15 @@ from torch.distributed import ProcessGroup
 
 @dataclass
 class Counters:
-    """Calls of collectives and bytes this rank sent, by name."""
+    """Calls of collectives and bytes this rank sent, by name.
+
+    Attributes:
+        step: the step of this process that began last.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    step: str = "the start"
 
     def count(self, name: str, sent: int) -> None:
         """Add one call."""
@@ -53,20 +60,58 @@ def sent_bytes(collective: str, size: int, ranks: int, rank: int = 0, root: int 
     }[collective]
 
 
+class CollectiveError(RuntimeError):
+    """What the backend raised in a collective, and which one it was."""
+
+    def add(self, what: str) -> None:
+        """Say first what the collective was a part of."""
+        self.args = (f"{what}: {self}",)
+
+
+class Counted:
+    """A collective that is counted, and named where it fails."""
+
+    def __init__(self, name: str, sent: int, group: ProcessGroup) -> None:
+        counters.count(name, sent)
+        self._what = name, sent, group.size(), counters.calls.total()
+
+    def run[Result](self, call: Callable[[], Result]) -> Result:
+        """Start it, or wait for it."""
+        try:
+            return call()
+        except RuntimeError as error:
+            name, sent, ranks, number = self._what
+            raise CollectiveError(
+                f"{name} of {sent} bytes among {ranks} ranks failed: {error}. It is collective {number} of this "
+                f"process, and {counters.step} began last. After a timeout, look for a rank that did not take part: it "
+                f"ended, or is in another collective, which its own error names, as where a setting of a group changed "
+                f"on it alone"
+            ) from error
+
+
 class Pending[Result]:
     """A started collective; it keeps what is sent until :meth:`wait`."""
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], Result], *sent: Tensor) -> None:
-        self._started: tuple[dist.Work | None, Callable[[], Result], tuple[Tensor, ...]] | None = (work, finish, sent)
+    def __init__(self, wait: Callable[[], object] | None, finish: Callable[[], Result], *sent: Tensor) -> None:
+        self._started: tuple[Callable[[], object] | None, Callable[[], Result], tuple[Tensor, ...]] | None
+        self._started = (wait, finish, sent)
 
     def wait(self) -> Result:
         """The result, once; a GPU's stream waits, not the host."""
         assert self._started is not None, "it was waited for before"
-        work, finish, _ = self._started
-        if work is not None:
-            work.wait()
+        wait, finish, _ = self._started
+        if wait is not None:
+            wait()
         self._started = None
         return finish()
+
+
+def _start(collective: Counted, start: Callable[[], dist.Work | None]) -> Callable[[], object] | None:
+    """Start a collective; returns what waits for it."""
+    work = collective.run(start)
+    if work is None:
+        return None
+    return lambda: collective.run(work.wait)
 
 
 def exchange(
@@ -74,26 +119,27 @@ def exchange(
 ) -> Pending[Tensor]:
     """All-to-all of 1-D tensors; sizes are entries for each rank."""
     received = sent.new_empty(sum(receive_sizes))
-    counters.count("all_to_all", (sent.numel() - send_sizes[group.rank()]) * sent.element_size())
-    work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=True)
-    return Pending(work, lambda: received, sent)
+    collective = Counted("all_to_all", (sent.numel() - send_sizes[group.rank()]) * sent.element_size(), group)
+    sizes = list(receive_sizes), list(send_sizes)
+    start = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
+    return Pending(_start(collective, start), lambda: received, sent)
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """``x`` of all ranks: (ranks x *shape of x)."""
     x = x.contiguous()
-    counters.count("all_gather", sent_bytes("all_gather", x.nbytes, group.size()))
+    collective = Counted("all_gather", sent_bytes("all_gather", x.nbytes, group.size()), group)
     gathered = x.new_empty(group.size() * x.numel())
-    work = dist.all_gather_into_tensor(gathered, x.view(-1), group=group, async_op=True)
-    return Pending(work, lambda: gathered.view(group.size(), *x.shape))
+    start = partial(dist.all_gather_into_tensor, gathered, x.view(-1), group=group, async_op=True)
+    return Pending(_start(collective, start), lambda: gathered.view(group.size(), *x.shape))
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """Sum over the ranks; ``x`` may be written to."""
     wide = _wide(x)
-    counters.count("all_reduce", sent_bytes("all_reduce", wide.nbytes, group.size()))
-    work = dist.all_reduce(wide, group=group, async_op=True)
-    return Pending(work, lambda: wide.to(x.dtype))
+    collective = Counted("all_reduce", sent_bytes("all_reduce", wide.nbytes, group.size()), group)
+    start = partial(dist.all_reduce, wide, group=group, async_op=True)
+    return Pending(_start(collective, start), lambda: wide.to(x.dtype))
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
@@ -101,26 +147,26 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     if x.size(0) % group.size():
         raise ValueError(f"{x.size(0)} parts cannot be scattered evenly over {group.size()} ranks")
     wide = _wide(x)
-    counters.count("reduce_scatter", sent_bytes("reduce_scatter", wide.nbytes, group.size()))
+    collective = Counted("reduce_scatter", sent_bytes("reduce_scatter", wide.nbytes, group.size()), group)
     part = wide.new_empty(x.size(0) // group.size(), *x.shape[1:])
-    work = dist.reduce_scatter_tensor(part, wide, group=group, async_op=True)
-    return Pending(work, lambda: part.to(x.dtype), wide)
+    start = partial(dist.reduce_scatter_tensor, part, wide, group=group, async_op=True)
+    return Pending(_start(collective, start), lambda: part.to(x.dtype), wide)
 
 
 def reduce(x: Tensor, dst: int, group: ProcessGroup) -> Pending[Tensor | None]:
     """Sum on rank ``dst``, else None; ``x`` may be overwritten."""
     wide = _wide(x)
-    counters.count("reduce", sent_bytes("reduce", wide.nbytes, group.size(), group.rank(), dst))
-    work = dist.reduce(wide, group=group, group_dst=dst, async_op=True)
-    return Pending(work, lambda: wide.to(x.dtype) if group.rank() == dst else None, wide)
+    collective = Counted("reduce", sent_bytes("reduce", wide.nbytes, group.size(), group.rank(), dst), group)
+    start = partial(dist.reduce, wide, group=group, group_dst=dst, async_op=True)
+    return Pending(_start(collective, start), lambda: wide.to(x.dtype) if group.rank() == dst else None, wide)
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Pending[Tensor]:
     """``x`` of rank ``src``; that of others is overwritten."""
     sent = x.contiguous()
-    counters.count("broadcast", sent_bytes("broadcast", sent.nbytes, group.size(), group.rank(), src))
-    work = dist.broadcast(sent, group=group, group_src=src, async_op=True)
-    return Pending(work, lambda: sent)
+    collective = Counted("broadcast", sent_bytes("broadcast", sent.nbytes, group.size(), group.rank(), src), group)
+    start = partial(dist.broadcast, sent, group=group, group_src=src, async_op=True)
+    return Pending(_start(collective, start), lambda: sent)
 
 
 def lowest(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -137,8 +183,8 @@ def told(numbers: Sequence[int], group: ProcessGroup) -> list[list[int]]:
     """As many numbers of each rank, in 64 bits; finished on return."""
     sent = _on_device(torch.tensor(numbers, dtype=torch.int64), group)
     found = sent.new_empty(group.size() * len(numbers))
-    counters.count("agree", sent_bytes("all_gather", sent.nbytes, group.size()))
-    dist.all_gather_into_tensor(found, sent, group=group)
+    collective = Counted("agree", sent_bytes("all_gather", sent.nbytes, group.size()), group)
+    collective.run(partial(dist.all_gather_into_tensor, found, sent, group=group))
     return found.view(group.size(), -1).tolist()
 
 
@@ -158,8 +204,8 @@ def values_of(ranks: Sequence[int], value: Any, group: ProcessGroup) -> list[Any
 
 def _agreed(x: Tensor, op: Any, group: ProcessGroup) -> Tensor:
     sent = _on_device(x, group, copy=True)
-    counters.count("agree", sent_bytes("all_reduce", sent.nbytes, group.size()))
-    dist.all_reduce(sent, op, group=group)
+    collective = Counted("agree", sent_bytes("all_reduce", sent.nbytes, group.size()), group)
+    collective.run(partial(dist.all_reduce, sent, op, group=group))
     return sent.to(x.device)
 
 

@@ -26,7 +26,7 @@ from megatron_eopt.parallel.agreement import (
     times_kernels,
 )
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
-from megatron_eopt.parallel.collectives import all_reduce, lowest
+from megatron_eopt.parallel.collectives import CollectiveError, all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, chunk_seconds, largest_iteration
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows
@@ -280,6 +280,10 @@ class Engine:
                 chunk, number, running = bucket
                 try:
                     advance(running)
+                except CollectiveError as error:
+                    job = chunk.chunk.jobs[number]
+                    error.add(f"{job.bucket.scheme} of {len(job.bucket.matrices)} matrices such as {job.matrix.name}")
+                    raise
                 except StopIteration as done:
                     chunk.factors[number] = done.value
                     at_work.remove(bucket)

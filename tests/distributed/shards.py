@@ -81,9 +81,9 @@ def counted():
     return {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
 
 
-def message_of(call):
+def message_of(call, error_type=ValueError):
     """What a call is refused with; None if it is not."""
     try:
         call()
-    except ValueError as error:
+    except error_type as error:
         return str(error)

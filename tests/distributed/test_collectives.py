@@ -1,6 +1,7 @@
 """The collectives: what they give, and what they count."""
 
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -92,6 +93,39 @@ def every_collective(rank, ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives(ranks):
     assert all(run_ranks(every_collective, ranks))
+
+
+def alone(rank, ranks):
+    """What rank 0 is told of each collective in which rank 1 takes no part."""
+    x, told = torch.ones(2, 3), {}
+    calls = {
+        "all_to_all of 12 bytes": lambda group: collectives.exchange(torch.ones(6), [3, 3], [3, 3], group).wait(),
+        "all_gather of 24 bytes": lambda group: collectives.all_gather(x, group).wait(),
+        "all_reduce of 24 bytes": lambda group: collectives.all_reduce(x, group).wait(),
+        "reduce_scatter of 12 bytes": lambda group: collectives.reduce_scatter(x, group).wait(),
+        "reduce of 0 bytes": lambda group: collectives.reduce(x, 0, group).wait(),
+        "broadcast of 0 bytes": lambda group: collectives.broadcast(x, 1, group).wait(),
+        "agree of 24 bytes": lambda group: collectives.lowest(x, group),
+        "agree of 16 bytes": lambda group: collectives.told([1, 2], group),
+    }
+    counters.reset()
+    for name, call in calls.items():
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        dist.barrier(group)  # which connects them
+        if rank == 0:
+            with pytest.raises(collectives.CollectiveError) as error:
+                call(group)
+            told[name] = str(error.value)
+    return told
+
+
+def test_a_collective_that_fails_is_named():
+    """By its bytes, by its number among those of the process, and by the step, with what the backend says."""
+    told, _ = run_ranks(alone, 2)
+    for number, (name, message) in enumerate(told.items(), 1):
+        assert message.startswith(f"{name} among 2 ranks failed: ")
+        assert "1000ms" in message
+        assert f"collective {number} of this process" in message
 
 
 class Group:

@@ -3,6 +3,9 @@
 import contextlib
 import inspect
 import typing
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_eopt import Spectron, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.family import CLASSES
+from megatron_eopt.parallel.agreement import versions
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, message_of, placed, sharded
 from tests.optimizers.field import assert_close, drawn
@@ -185,3 +189,41 @@ def test_each_argument_that_differs_between_ranks_is_refused():
             if name not in HARMLESS:
                 told = PLANNED.get(name, f"of shape (24, 20)' has {name} ")
                 assert told in message, (name, message)
+
+
+def with_a_later_change(rank, ranks):
+    """What each rank says where rank 1 alone changes a setting of a group before the third step."""
+    groups = SimpleNamespace(tp=dist.new_group(timeout=timedelta(seconds=2)))
+    made = optimizer(parameters(0, rank, ranks), "distributed", groups, coefficient_type="quintic", num_ns_steps=5)
+    (group,) = made.param_groups
+    for p in group["params"]:
+        p.grad = torch.ones_like(p)
+    made.step()
+    made.step()
+    if rank == 1:
+        group["num_ns_steps"] = 10
+    return message_of(made.step, RuntimeError)
+
+
+def test_a_setting_that_changes_on_one_rank_ends_the_step_with_its_name():
+    waiting, changed = run_ranks(with_a_later_change, 2)
+    for message in (waiting, changed):
+        assert "step 3 of TensorParallelMuon began last" in message
+        assert "a setting of a group changed on it alone" in message
+    assert "plan" in changed
+    assert "plan" not in waiting
+
+
+def with_other_versions(rank, ranks):
+    made = optimizer(parameters(0, rank, ranks), "distributed", SimpleNamespace(tp=dist.group.WORLD))
+    found = []
+    for package in versions():
+        with patch.dict(versions(), {package: "of another kind"} if rank else {}):
+            found.append(message_of(made.prepare))
+    return found
+
+
+def test_ranks_with_other_versions_are_told_so():
+    for of_torch, of_ours in run_ranks(with_other_versions, 2):
+        assert f": torch is {torch.__version__} in the one and of another kind in the other" in of_torch
+        assert "megatron_eopt is " in of_ours

@@ -78,6 +78,8 @@ def on_rank(rank, ranks):
         TensorParallelMuon(on_meshes(rank, (1, 2), ("a", "b"), [Replicate(), Shard(0)])),  # another shard
         TensorParallelMuon(named(rank), symmetric_products="torch"),
     ]
+    with mock.patch.dict(agreement.versions(), {"torch": "2.0"} if rank else {}):
+        found["versions"] = outcome(TensorParallelMuon(named(0)))
     found["passed"] = list(map(outcome, [*equal, *by_design]))
     resumed = TensorParallelMuon(named(rank))
     resumed.load_state_dict(equal[0].state_dict())  # with its kernel
@@ -95,6 +97,7 @@ def test_the_first_matrix_that_differs_is_named_on_all_ranks():
     names |= dict.fromkeys(("shared out", "hsdp", "distributed"), "parameter 1 of group 0, of shape (4, 3)")
     for case, name in names.items():
         assert first[case].startswith(f"the weights of {name} differ between ranks 0 and 1"), (case, first[case])
+    assert f"torch is {torch.__version__} in the one and 2.0 in the other" in first["versions"]
     assert first["passed"] == [None] * len(first["passed"])
     assert first["resumed"] is None
     assert first["calls"] == 1

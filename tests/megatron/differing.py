@@ -3,15 +3,19 @@
 import re
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import megatron_eopt
 from megatron_eopt import TensorParallelMuon, registry
+from megatron_eopt.overrides import unwrapped
+from megatron_eopt.parallel.agreement import versions
 from tests.megatron import small_gpt
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
@@ -64,6 +68,19 @@ def main(axis):
             setattr(OfEnvironment, name, value)
         return build(optimizer="of_environment")
 
+    def frozen(parameter):
+        parameter.requires_grad_(rank == 0)
+        try:
+            build()
+        finally:
+            parameter.requires_grad_(True)
+
+    def with_versions(**of_rank_1):
+        with ExitStack() as stack:
+            if rank == 1:
+                stack.enter_context(mock.patch.dict(versions(), of_rank_1))
+            build()
+
     build()
     fc1, folder = "linear_fc1.weight", tempfile.TemporaryDirectory()
     there, wrong = Path(folder.name, f"of_rank_{rank}.yaml"), Path(folder.name, f"wrong_{rank}.yaml")
@@ -77,6 +94,8 @@ def main(axis):
         "adam_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(build, adam_eps=(1e-8, 1e-3)[rank]),
         "clip_grad is 1.0 on rank 0 and 0.1 on rank 1": partial(build, clip_grad=(1.0, 0.1)[rank]),
         "{'lr': 0.1}) on rank 0 and": partial(build, {fc1: {"lr": (0.1, 0.2)[rank]}}),
+        "the version of torch is": partial(with_versions, torch="2.0"),
+        "the version of megatron_eopt is": partial(with_versions, megatron_eopt="0.0.1"),
         "my_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(of_environment, of_rank=(1e-8, 1e-3)[rank]),
         "my_rate 0.0, and rank 1 says the setting my_rate 0.5": partial(
             of_environment, of_rank=0.0, of_group=(0.0, 0.5)[rank]
@@ -84,6 +103,9 @@ def main(axis):
     }
     if axis == "pipeline":  # stages have no parameter in common: what a group has is of its own
         cases.popitem()
+    else:
+        for name, parameter in model.named_parameters():
+            cases[f"{unwrapped(name)} is 'trainable, torch.float32, "] = partial(frozen, parameter)
     for message, case in cases.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             case()

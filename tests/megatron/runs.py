@@ -1,11 +1,8 @@
 """Start real Megatron runs on this machine and read what they recorded."""
 
 import atexit
-import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from examples import loopback
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -49,12 +48,11 @@ UPSTREAM = [str(HERE / "upstream.py"), str(HERE / "pretrain.py")]
 since_0_20 = pytest.mark.since(0, 20)
 
 
-def free_port():
-    """A port of this machine, below those that connections of other tests may be given before it is taken."""
-    while True:
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port := random.SystemRandom().randrange(16384, 32768)))
-            return port
+def write_torchrun(folder):
+    """A command for PATH that stands in for torchrun, and listens on the loopback interface alone."""
+    folder.mkdir(exist_ok=True)
+    (folder / "torchrun").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/examples/loopback.py" "$@"\n')
+    (folder / "torchrun").chmod(0o755)
 
 
 def without_emerging_optimizers(folder):
@@ -76,7 +74,8 @@ class _Forks:
         if self._process is None:
             self._begin()
         with tempfile.NamedTemporaryFile(suffix=".txt") as output:
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            store = loopback.listening_store()
+            address = loopback.environment(store)
             size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             run = {
                 "program": program,
@@ -152,10 +151,9 @@ def start(
         return forks.run(program[-1], ranks, arguments, environment, directory, timeout)
     with tempfile.TemporaryDirectory() as name:
         path = _path(program[:-1], Path(name) / "hidden", megatron)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
-        address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+        torchrun = [sys.executable, ROOT / "examples" / "loopback.py", f"--nproc-per-node={ranks}"]
         return subprocess.run(
-            [*torchrun, *address, *program, *arguments],
+            [*torchrun, *program, *arguments],
             env=_environment(path) | environment,
             cwd=directory,
             stdout=subprocess.PIPE,

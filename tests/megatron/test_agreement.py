@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megatron_eopt.megatron import agreement
 from megatron_eopt.megatron.agreement import distinct
+from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.parallel import collectives
 
 HASH = 4 * 8 + 8  # bytes of a hash and of a size
@@ -43,6 +45,9 @@ class Ranks:
     def size(self):
         return self._ranks
 
+    def get_global_rank(self, group, rank):
+        return 10 * rank
+
     def all_gather_into_tensor(self, everywhere, x, group):
         everywhere.copy_(torch.cat(self._exchange(x)))
 
@@ -64,7 +69,11 @@ def world(monkeypatch):
     def make(ranks):
         found = Ranks(ranks)
         monkeypatch.setattr(collectives, "dist", found)
-        monkeypatch.setattr(agreement, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=found)))
+        monkeypatch.setattr(
+            agreement,
+            "dist",
+            SimpleNamespace(group=SimpleNamespace(WORLD=found), get_global_rank=found.get_global_rank),
+        )
         return found
 
     return make
@@ -105,3 +114,42 @@ def test_equal_values_are_one_however_they_were_made(world):
         return {"a": [word, word if rank % 2 else "".join(list(word))], "b": 0.1}
 
     assert world(8).run(lambda rank: distinct(value(rank))) == [[value(0)]] * 8
+
+
+def parameter(name, trainable=True, dtype=torch.float32, shape=(4, 2), expert=False):
+    tensor = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable)
+    tensor.allreduce = not expert
+    return ModelParameter(tensor, ParameterInfo(name, shape, {}), None, "")
+
+
+@pytest.mark.parametrize("group", ["dp_cp", "tp", "expt_dp", "expt_tp"])
+@pytest.mark.parametrize(
+    ("of_rank_2", "line"),
+    [
+        ([{"name": "a"}, {"name": "b", "trainable": False}], "b is 'trainable, {0}' on rank 0 and 'frozen, {0}'"),
+        ([{"name": "a"}, {"name": "b", "shape": (4, 3)}], "(4, 2)' on rank 0 and 'trainable, torch.float32, (4, 3)'"),
+        ([{"name": "a"}, {"name": "b", "dtype": torch.bfloat16}], " and 'trainable, torch.bfloat16, (4, 2)'"),
+        ([{"name": "a"}], "b is 'trainable, {0}' on rank 0 and 'missing'"),
+        ([{"name": "a"}, {"name": "b"}, {"name": "c"}], "c is 'missing' on rank 0 and 'trainable, {0}'"),
+        ([{"name": "b"}, {"name": "a"}], "parameter 0 is 'a' on rank 0 and 'b'"),
+        ([{"name": "a"}, {"name": "b"}], None),
+    ],
+)
+def test_the_first_parameter_that_differs_is_named(world, group, of_rank_2, line):
+    expert = group.startswith("expt")
+    ran = world(3)
+
+    def compare(rank):
+        described = of_rank_2 if rank == 2 else [{"name": "a"}, {"name": "b"}]
+        here = [parameter(**each, expert=expert) for each in described]
+        here.append(parameter(f"of rank {rank}", expert=not expert))  # which other ranks have
+        try:
+            agreement.refuse_different_parameters(here, SimpleNamespace(**{group: ran}))
+        except ValueError as error:
+            return str(error)
+
+    for message in ran.run(compare):
+        if line is None:
+            assert message is None
+        else:
+            assert f"{line.format('torch.float32, (4, 2)')} on rank 20" in message.splitlines()[1]

@@ -48,6 +48,8 @@ def _is_written_by_torch(entries: list[zipfile.ZipInfo], size: int) -> bool:
         return False
     if len({name.casefold() for name in names}) < len(names):  # torch looks for them in any case
         return False
+    if any(entry.filename != entry.orig_filename for entry in entries):  # which torch reads by the latter
+        return False
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         return False
     if sum(entry.file_size for entry in entries) > size:  # they share bytes

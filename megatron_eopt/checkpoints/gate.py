@@ -12,7 +12,6 @@ import pickle
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -90,16 +89,15 @@ class Load:
             return [self.load_extra_state(each) for each in value]
         if isinstance(value, torch.Tensor) and value.numel():
             inner = self.load_bytes(value.detach().cpu().numpy().tobytes())
-            again = partial(_as_tensor, device=value.device)
         elif isinstance(value, bytes | bytearray):
-            inner, again = self.load_bytes(bytes(value)), pickle.dumps
+            inner = self.load_bytes(bytes(value))
         elif isinstance(value, io.BytesIO):
-            inner, again = self.load_saved(io.BytesIO(value.getvalue())), _as_file
+            inner = self.load_saved(io.BytesIO(value.getvalue()))
         else:
             return value
         if not self.real:
             return value
-        return torch.empty(0, dtype=torch.uint8) if self.missing else again(inner)
+        return torch.empty(0, dtype=torch.uint8) if self.missing else _written(inner, value)
 
     def _load_saved(self, file: BinaryIO) -> Any:
         if self._depth == ARCHIVES:
@@ -174,18 +172,19 @@ class Load:
     def _placed(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         if not self.on_device or location == "cpu":
             return storage
-        return default_restore_location(storage, location)  # type: ignore[no-any-return]
+        return default_restore_location(storage, location)
 
 
-def _as_tensor(value: Any, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-
-
-def _as_file(value: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return file
+def _written(inner: Any, like: Any) -> Any:
+    """Bytes that load as ``inner``, in the form of others."""
+    if isinstance(like, torch.Tensor):
+        return torch.frombuffer(bytearray(pickle.dumps(inner)), dtype=torch.uint8).to(like.device)
+    if isinstance(like, io.BytesIO):
+        file = io.BytesIO()
+        torch.save(inner, file)
+        file.seek(0)
+        return file
+    return type(like)(pickle.dumps(inner))
 
 
 def _storage(identity: Any, length: int) -> tuple[torch.dtype, str, str, int, Any]:
@@ -214,7 +213,10 @@ class _Operations(dict[int, Callable[[Any], None]]):
         refuse(f"it has an operation (0x{key:02x}) that pickles of plain data have not")
 
 
-class _Machine(pickle._Unpickler):  # type: ignore[name-defined,misc]
+_Unpickler: Any = pickle._Unpickler
+
+
+class _Machine(_Unpickler):
     """Python's own unpickler with fewer operations; its memo is a dict, so no number in it takes memory."""
 
     def __init__(self, file: BinaryIO, load: Load, storages: Callable[[Any], Any] | None) -> None:
@@ -377,7 +379,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined,misc]
 
     dispatch = _Operations(
         {
-            **{getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPERATIONS},
+            **{getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPERATIONS},
             pickle.REDUCE[0]: load_reduce,
             pickle.NEWOBJ[0]: load_newobj,
             pickle.BUILD[0]: load_build,

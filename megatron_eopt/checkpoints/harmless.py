@@ -104,7 +104,9 @@ def check_key(key: Any) -> None:
         return
     if kind is metadata.MetadataIndex:
         inside = vars(key)
-        if type(inside.get("fqn")) is str and (inside.get("offset") is None or type(inside["offset"]) is torch.Size):
+        if isinstance(inside.get("fqn"), str | Unknown) and (
+            inside.get("offset") is None or type(inside["offset"]) is torch.Size
+        ):
             return
     elif isinstance(key, tuple) and len(key) <= DIMENSIONS:
         for value in key:
@@ -237,8 +239,8 @@ def _tensor(
     last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True)) if entries else -1
     if max(entries, last + 1) * dtype.itemsize > untyped.nbytes():
         refuse("it has a tensor that is larger than its data")
-    made = torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, size, stride)  # type: ignore[call-overload]
-    return made.requires_grad_() if requires_grad is True else made  # type: ignore[no-any-return]
+    made = torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, size, stride)
+    return made.requires_grad_() if requires_grad is True else made
 
 
 def _tensor_v3(
@@ -274,7 +276,7 @@ def _tensor_with_attributes(load: Payer, make: Any, kind: Any, arguments: Any, s
         if any(hasattr(Tensor, name) for name in state):
             refuse("it changes a method of a tensor")
         vars(made).update(state)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _inner(load: Payer, data: Any) -> Any:

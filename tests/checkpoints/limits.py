@@ -26,6 +26,7 @@ DEEDS = (
     ),
 )
 _watched = None
+"".encode("cp437")  # which Python imports for the first archive whose names are not of UTF-8
 
 
 def run(function):

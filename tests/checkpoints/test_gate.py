@@ -57,7 +57,11 @@ def loaded(data, **how):
 
 
 def attributes_of_classes():
-    return {kind: dict(vars(kind)) for kind in harmless.CLASSES}
+    """Of those of which pickles make instances; but for what Python keeps there when it pickles."""
+    found = {kind: dict(vars(kind)) for kind in harmless.CLASSES}
+    for attributes in found.values():
+        attributes.pop("__slotnames__", None)
+    return found
 
 
 def attempt(data):
@@ -82,7 +86,7 @@ def attempt(data):
     return 0 if before == attributes_of_classes() else 1
 
 
-HARMLESS = {"an npz", "a far place in the memo", "a deep list", "in a Unicode field"}
+HARMLESS = {"an npz", "a far place in the memo", "a deep list"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -230,7 +234,7 @@ def test_no_program_does_anything(pieces):
 
 GOOD = [
     *(pickle.dumps(value, protocol) for value in WRITTEN.values() for protocol in (2, 4)),
-    *(value for value in CASES.values() if len(value) < 20_000),
+    *(value for value in CASES.values() if len(value) < 20_000 and b"megatron.core" not in value),  # which is imported
 ]
 
 
@@ -425,7 +429,9 @@ def test_an_archive_that_torch_reads_otherwise(tmp_path, run):
         stored.offset, stored.length = file.tell(), len(hidden)
         file.write(hidden)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert resumed(folder, "objects/shard_0_1") == {"a": 1}
+    assert main(["verify-checkpoint", "--no-data", str(folder)]) == 1
+    with pytest.raises(dcp.api.CheckpointException, match=r"objects/shard_0_1 cannot be loaded: it is no archive"):
+        resumed(folder, "objects/shard_0_1")
     assert not (tmp_path / "mark").exists()
 
 

@@ -5,29 +5,28 @@ chunk of a tensor and one for each object; ``.metadata`` names them with their p
 ``metadata.json`` last. What is neither tensor nor per-rank object, the *common state* (arguments, iteration, parameter
 groups), is the object ``common_state/shard_0_1`` from 0.19 on and the file ``common.pt`` before.
 
-A pickle can have any function called. Here only the classes of ``.metadata`` are loaded; every other name becomes an
-inert stand-in, so that an enum of a Megatron that is not installed costs its own value only. Before that each pickle is
-followed without being run (``pickles.py``): what could end the process is not loaded.
+All of them are pickles, which are loaded by ``gate.py``. An enum of a Megatron that is not installed becomes a
+stand-in, and costs its own value only.
 """
 
 import argparse
 import io
 import json
 import math
-import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_eopt.checkpoints import bounds
-from megatron_eopt.checkpoints.pickles import NAMES, OF_METADATA, faults
+from megatron_eopt.checkpoints.gate import Load
+from megatron_eopt.checkpoints.harmless import Unknown
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -35,19 +34,8 @@ COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 INTEGRITY = "integrity.json"  # SHA-256 of files (Megatron's --verify-integrity, from 0.19 on)
 TRACKER = "latest_checkpointed_iteration.txt"
+EXTRA_STATE = "_extra_state"  # in the keys of what modules keep beside their tensors
 OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state", "tokenizer"})  # without chunks
-
-_METADATA_CLASSES: dict[tuple[str, str], Any] = {
-    **{(metadata.__name__, name): getattr(metadata, name) for name in OF_METADATA.split()},
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("torch", "Size"): torch.Size,
-    ("builtins", "set"): set,
-    ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib", "Path"): PurePosixPath,
-}
 
 
 class CheckpointError(ValueError):
@@ -93,7 +81,7 @@ class Contents:
     blobs: dict[str, Chunk]  # the objects; of these only the common state is read
     common: dict[str, Any]
     release: str  # releases of Megatron-Core that save so
-    faults: dict[str, set[str]]  # file -> faults of its pickle
+    foreign: dict[str, Set[str]]  # file -> names in its pickle that are not harmless
 
     def chunks(self) -> list[tuple[str, Chunk]]:
         """Chunks of tensors, and objects, with their keys."""
@@ -148,19 +136,15 @@ def read_contents(folder: Path) -> Contents:
     if (older := folder / COMMON_FILE).exists():
         key, release = COMMON_FILE, "0.18 or before"
         contents.blobs[key] = Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
-    common, of_common = _common(folder, contents.blobs.get(key))
-    return replace(contents, common=common, release=release, faults=contents.faults | {key: of_common})
+    common, foreign = _common(folder, contents.blobs.get(key))
+    return replace(contents, common=common, release=release, foreign=contents.foreign | {key: foreign})
 
 
 def read_layout(folder: Path) -> Contents:
     """What ``.metadata`` says, without the common state."""
-    tensors, blobs, found = {}, {}, set[str]()
+    tensors, blobs, foreign = {}, {}, frozenset[str]()
     try:
-        with bounds.open_file(folder / METADATA, bounds.METADATA_BYTES) as file:
-            pickled = file.read()
-        found = _faults_of_file(folder / METADATA, (folder / METADATA).stat().st_mtime_ns)
-        _check_followed(found)
-        stored = MetadataUnpickler(io.BytesIO(pickled)).load()
+        stored, foreign = read_metadata(folder / METADATA)
         if not isinstance(stored, Metadata) or not isinstance(stored.storage_data, dict):
             raise TypeError(f"it holds a {type(stored).__name__}")
         for key, entry in stored.state_dict_metadata.items():
@@ -173,19 +157,36 @@ def read_layout(folder: Path) -> Contents:
                 tensors[key] = StoredTensor(key, _extents(entry.size), entry.properties.dtype, chunks)
             else:
                 blobs[key] = _chunk(stored, key)
+        contents = Contents(folder, tensors, blobs, {}, "", {METADATA: foreign})
+        _check_apart(contents.chunks())
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}). It is truncated, damaged or of "
-            f"another kind{_named(found)}, and without it no data can be found: take another checkpoint, or a copy of "
-            "this file"
+            f"another kind{_named(foreign)}, and without it no data can be found: take another checkpoint, or a copy "
+            "of this file"
         ) from error
-    return Contents(folder, tensors, blobs, {}, "", {METADATA: found})
+    return contents
 
 
-@lru_cache(maxsize=4)  # a load needs it twice, and it takes most of the time
-def _faults_of_file(path: Path, changed: int) -> set[str]:
+def read_metadata(path: Path) -> tuple[Any, frozenset[str]]:
+    """What the metadata are, and foreign names in them."""
+    with bounds.open_file(path, bounds.METADATA_BYTES):
+        pass
+    status = path.stat()
+    return _metadata(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1)  # a load needs it several times, and it takes seconds for each hundred thousand chunks
+def _metadata(path: Path, changed: int, size: int) -> tuple[Any, frozenset[str]]:
+    load = Load()
     with bounds.open_file(path, bounds.METADATA_BYTES) as file:
-        return faults(io.BytesIO(file.read()))
+        stored = load.load_bytes(file.read())
+    return stored, frozenset(load.foreign)
+
+
+def forget_metadata() -> None:
+    """Let go of what :func:`read_metadata` keeps."""
+    _metadata.cache_clear()
 
 
 def is_legacy(folder: Path) -> bool:
@@ -232,13 +233,16 @@ def _extents(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _check_followed(found: set[str]) -> None:
-    if unknown := [fault for fault in found if not fault.startswith(NAMES)]:
-        raise pickle.UnpicklingError(unknown[0])
+def _check_apart(chunks: Iterable[tuple[str, Chunk]]) -> None:
+    """Refuse chunks that share bytes: a small file could name a chunk a million times."""
+    placed = sorted((chunk.file, chunk.start, chunk.length, key) for key, chunk in chunks)
+    for (file, start, length, key), (next_file, next_start, _, next_key) in pairwise(placed):
+        if file == next_file and start + length > next_start:
+            raise ValueError(f"{key} and {next_key} share bytes of {file}")
 
 
-def _named(found: set[str]) -> str:
-    return "".join(f", and it {fault}" for fault in sorted(found) if fault.startswith(NAMES))
+def _named(foreign: Iterable[str]) -> str:
+    return "".join(f", and it names {name}" for name in sorted(foreign))
 
 
 def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
@@ -253,15 +257,11 @@ def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
 
 
 def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]:
-    path, found = folder / (blob.file if blob else COMMON_FILE), set[str]()
+    path, load = folder / (blob.file if blob else COMMON_FILE), Load()
     try:
         if blob is None:
             raise FileNotFoundError(f"neither {COMMON_KEY} in {METADATA} nor {COMMON_FILE}")
-        archive = read_blob(folder, blob)
-        found = faults(archive)
-        _check_followed(found)
-        archive.seek(0)
-        common = read_archive(archive)
+        common = load.load_saved(read_blob(folder, blob))
         if isinstance(common, list) and len(common) == 1:
             common = common[0]
         if not isinstance(common, dict):
@@ -271,10 +271,10 @@ def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]
     except Exception as error:  # a damaged archive raises anything
         raise CheckpointError(
             f"{path}: the common state (arguments, iteration, parameter groups) cannot be read "
-            f"({type(error).__name__}: {error}){_named(found)}. Megatron cannot load this checkpoint: take another "
-            "one, or a copy"
+            f"({type(error).__name__}: {error}){_named(load.foreign)}. Megatron cannot load this checkpoint: take "
+            "another one, or a copy"
         ) from error
-    return common, found
+    return common, load.foreign
 
 
 def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
@@ -284,51 +284,3 @@ def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
     with bounds.open_file(folder / blob.file) as file:
         file.seek(blob.start)
         return io.BytesIO(file.read(blob.length))
-
-
-class Unknown:
-    """Stands for an object whose class is not loaded."""
-
-    name = "?"
-    arguments: tuple[Any, ...]
-
-    def __new__(cls, *arguments: Any, **keywords: Any) -> "Unknown":
-        """Keep the arguments."""
-        made = super().__new__(cls)
-        made.arguments = (*arguments, *keywords.values())
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        self.arguments = (*self.arguments, state)
-
-    def append(self, *items: Any) -> None:
-        """Ignore items of an unknown list or dict."""
-
-    extend = __setitem__ = append
-
-    def __repr__(self) -> str:
-        return f"{self.name}({', '.join(map(repr, self.arguments))})"
-
-
-def _unknown(module: str, name: str) -> type[Unknown]:
-    return type(name.rpartition(".")[2], (Unknown,), {"name": f"{module}.{name}"})
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads ``.metadata``; torch's own reader calls whatever it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A class of the metadata, or a stand-in."""
-        return _METADATA_CLASSES.get((module, name)) or _unknown(module, name)
-
-
-def read_archive(file: IO[bytes]) -> Any:
-    """Load what ``torch.save`` wrote, with stand-ins for most classes."""
-    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
-    # only those that are not safe already: safe_globals would drop them
-    for path in torch.serialization.get_unsafe_globals_in_checkpoint(file):
-        module, _, name = path.rpartition(".")
-        allowed.append(argparse.Namespace if path == "argparse.Namespace" else (_unknown(module, name), path))
-    file.seek(0)
-    with torch.serialization.safe_globals(allowed):
-        return torch.load(file, map_location="cpu", weights_only=True)

@@ -18,12 +18,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import torch
 
-from megatron_eopt.checkpoints.bounds import OBJECT_BYTES, PARTS, TEXT_BYTES, check_name, open_file, read_text
+from megatron_eopt.checkpoints.archives import open_archive
+from megatron_eopt.checkpoints.bounds import (
+    METADATA_BYTES,
+    OBJECT_BYTES,
+    PARTS,
+    TEXT_BYTES,
+    check_name,
+    open_file,
+    read_text,
+)
 from megatron_eopt.checkpoints.contents import (
+    EXTRA_STATE,
     INTEGRITY,
     METADATA,
     OWN_FILES,
@@ -36,7 +46,7 @@ from megatron_eopt.checkpoints.contents import (
     read_blob,
     read_layout,
 )
-from megatron_eopt.checkpoints.pickles import NAMES, faults, open_archive
+from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.parallel.checksum import INTEGERS, checksum_of_some
 
 _Box = list[tuple[int, int]]  # (start, stop) along each dimension
@@ -44,6 +54,7 @@ BLOCK = 1 << 24  # bytes that a thread reads at a time, a multiple of every entr
 _DAMAGED = "copy the file again, or take another checkpoint"
 _UNKNOWN = "load a checkpoint only from where you would run a program"
 _SUMMED = 1 << 18  # entries whose checksum a thread computes at a time: what it needs stays in its cache
+_NAMES = "names "
 _FOLDER = 0x10  # attribute of an entry in a zip file
 
 
@@ -213,7 +224,7 @@ def _look(contents: Contents, key: str, chunk: Chunk, summed: bool) -> _Look:
                     pass  # zipfile compares the checksum
             if tensor is None:
                 return look
-            in_order = _check_promise(window, archive, tensor.dtype, chunk.sizes)
+            in_order = _check_promise(window, tensor.dtype, chunk.sizes)
             look.zero = True
             total, at = 0, 0
             for entry in values:
@@ -244,13 +255,14 @@ def _sum(tensor: StoredTensor, chunk: Chunk, block: bytearray, start: int) -> in
     return total
 
 
-def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+def _check_promise(window: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     """Check what an archive says of its tensor; whether its entries are in order."""
-    (pickled,) = (e for e in archive.infolist() if e.filename.count("/") == 1 and "data.pkl" in e.filename)
-    if pickled.file_size > OBJECT_BYTES or (wrong := faults(io.BytesIO(archive.read(pickled)))):
-        raise ValueError(f"its pickle {min(wrong)}" if wrong else "its pickle is larger than a tensor's can be")
+    load = Load(data=False)
+    load.load_saved(window)
+    if load.foreign:
+        raise ValueError(f"its pickle names {min(load.foreign)}")
     window.seek(0)
-    with torch.serialization.skip_data():
+    with torch.serialization.skip_data():  # as a run reads it, now that its pickle is known to do no harm
         stored = torch.load(window, map_location="cpu", weights_only=True)
     if not isinstance(stored, torch.Tensor):
         raise ValueError(f"it holds a {type(stored).__name__}, not a tensor")
@@ -333,7 +345,7 @@ def check_integrity(folder: Path) -> Iterator[Problem]:
 
 
 def check_pickles(contents: Contents, trusted: Set[str] = frozenset()) -> Iterator[Problem]:
-    """Refuse pickles that may do harm, without running them.
+    """Load all pickles as a run does, and refuse foreign names.
 
     Names in ``trusted`` pass, with "all" any. Tensors' pickles are left out: torch loads them with ``weights_only``.
     """
@@ -344,7 +356,7 @@ def check_pickles(contents: Contents, trusted: Set[str] = frozenset()) -> Iterat
         found[fault].append(where)
     for fault, places in found.items():
         what = f"{places[0]}{f' and {len(places) - 1:,} more' if len(places) > 1 else ''} {fault}"
-        name = fault.removeprefix(NAMES)
+        name = fault.removeprefix(_NAMES)
         if name == fault:
             yield Problem("error", what, _UNKNOWN)
         elif name not in trusted:
@@ -354,26 +366,34 @@ def check_pickles(contents: Contents, trusted: Set[str] = frozenset()) -> Iterat
 
 def _faults(contents: Contents) -> Iterator[tuple[str, str]]:
     folder = contents.folder
-    yield from ((key, fault) for key, found in contents.faults.items() for fault in sorted(found))
+    yield from ((key, f"{_NAMES}{name}") for key, names in contents.foreign.items() for name in sorted(names))
     for key, chunk in contents.chunks():
-        extra_state = "_extra_state" in key
-        if (key in contents.blobs or extra_state) and key not in contents.faults:
+        extra_state = EXTRA_STATE in key
+        if (key in contents.blobs or extra_state) and key not in contents.foreign:
             yield from _read_faults(f"{key} in {chunk.file}", partial(read_blob, folder, chunk), extra_state)
     # torch takes a rank's own metadata where .metadata fails; other packages add archives and checkpoints
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.name == METADATA and path.parent != folder:
             inside = read_layout(path.parent)
-            yield from _faults(replace(inside, faults={name: inside.faults[METADATA]}))
+            yield from _faults(replace(inside, foreign={name: inside.foreign[METADATA]}))
         elif path.is_symlink() and path.is_dir():
             yield name, "is a link to a folder, in which nothing is looked at"
-        elif name not in contents.faults and (path.suffix == ".pt" or path.name.endswith(METADATA)):
+        elif path.name.endswith(METADATA) and path.name != METADATA:
+            yield from _read_faults(name, partial(open_file, path, METADATA_BYTES), pickled=True)
+        elif name not in contents.foreign and path.suffix == ".pt":
             yield from _read_faults(name, partial(open_file, path, OBJECT_BYTES))
 
 
-def _read_faults(where: str, opened: Callable[[], BinaryIO], extra_state: bool = False) -> Iterator[tuple[str, str]]:
+def _read_faults(
+    where: str, opened: Callable[[], BinaryIO], extra_state: bool = False, pickled: bool = False
+) -> Iterator[tuple[str, str]]:
+    load = Load()
     try:
         with opened() as file:
-            yield from ((where, fault) for fault in sorted(faults(file, extra_state)))
+            loaded = load.load_bytes(file.read()) if pickled else load.load_saved(file)
+            if extra_state:
+                load.load_extra_state(loaded)
     except Exception as error:  # a damaged pickle raises anything
-        yield where, f"cannot be read ({error})"
+        yield where, f"cannot be loaded: {error or type(error).__name__}"
+    yield from ((where, f"{_NAMES}{name}") for name in sorted(load.foreign))

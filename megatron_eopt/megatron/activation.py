@@ -12,13 +12,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import optimizer as state_of_parameters
 from megatron.core.optimizer import optimizer_config
 from megatron.core.tensor_parallel import layers
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
 from megatron_eopt import registry
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, run_mark, sharding, torch_dist
+from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, gated, run_mark, sharding, torch_dist
 from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.megatron.qk_clip import clip
@@ -111,6 +112,7 @@ def _of_core() -> list[Redirection]:
         "a config that does not name muon_tp_mode gets auto, which is exact, as the command line does; and it takes "
         "settings that are flags of ours"
     )
+    harmless = "what a run of ours loads of a checkpoint calls only what is harmless or trusted"
     later = "so does a config whose class a framework derives from Megatron's later"
     exact = partial(with_fields, default=arguments.DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
@@ -121,6 +123,9 @@ def _of_core() -> list[Redirection]:
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", torch_dist.checked_load, refused),
         Redirection(dist_checkpointing, "save", torch_dist.checked_save, compared),
+        Redirection(FileSystemReader, "read_metadata", gated.gated_metadata, harmless),
+        Redirection(DefaultLoadPlanner, "load_bytes", gated.gated_object, harmless),
+        Redirection("megatron.core.dist_checkpointing.strategies.common", "load_common", gated.gated_common, harmless),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
         Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", exact, later),
     ]

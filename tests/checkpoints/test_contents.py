@@ -1,7 +1,6 @@
 """Reading the metadata of a checkpoint: what it says, and what is refused with its reason."""
 
 import argparse
-import io
 import json
 import os
 import pickle
@@ -14,12 +13,11 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_eopt.checkpoints.contents import (
     CheckpointError,
-    MetadataUnpickler,
-    Unknown,
     newest,
-    read_archive,
     read_contents,
 )
+from megatron_eopt.checkpoints.gate import Load
+from megatron_eopt.checkpoints.harmless import Unknown
 from tests.checkpoints.made import common, save, tensors
 
 
@@ -77,34 +75,24 @@ class Called:
 def test_no_code_of_the_file_runs(tmp_path):
     mark = tmp_path / "mark"
     folder = save(tmp_path / "checkpoint")
+    torch.save([{"args": Called(exec, f"open({str(mark)!r}, 'w')"), "iteration": 3}], folder / "common.pt")
+    contents = read_contents(folder)
+    assert isinstance(contents.common["args"], Unknown)
+    assert contents.foreign["common.pt"] == {"builtins.exec"}
     (folder / ".metadata").write_bytes(pickle.dumps(Called(os.mkdir, str(mark))))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read .*truncated, damaged or of another kind"):
         read_contents(folder)
-    torch.save([{"args": Called(exec, f"open({str(mark)!r}, 'w')"), "iteration": 3}], folder / "common.pt")
-    with (folder / "common.pt").open("rb") as file:
-        (found,) = read_archive(file)
-    assert isinstance(found["args"], Unknown)
-    torch.save([{"args": Called(os.mkdir, str(mark))}], folder / "common.pt")
-    with (folder / "common.pt").open("rb") as file, pytest.raises(pickle.UnpicklingError):
-        read_archive(file)
     assert not mark.exists()
 
 
 def test_reading_changes_no_setting(tmp_path):
-    before = set(torch.serialization.get_safe_globals())
-    read_contents(save(tmp_path / "checkpoint", state=common(backend=Backend.FLASH)))
-    assert set(torch.serialization.get_safe_globals()) == before
-
-
-def test_what_others_call_safe_is_so_afterwards(tmp_path):
-    """Megatron-Core up to 0.18 registers its classes once, and loads them with each checkpoint."""
-    torch.save(argparse.Namespace(lr=1), tmp_path / "args.pt")
+    """Also where others registered a class as safe, as Megatron-Core does."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([argparse.Namespace])
     try:
-        with (tmp_path / "args.pt").open("rb") as file:
-            assert read_archive(file).lr == 1
-        assert torch.load(tmp_path / "args.pt").lr == 1
+        registered = set(torch.serialization.get_safe_globals())
+        read_contents(save(tmp_path / "checkpoint", state=common(backend=Backend.FLASH)))
+        assert set(torch.serialization.get_safe_globals()) == registered
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
@@ -121,7 +109,7 @@ def test_stand_ins_take_what_pickles_do():
         Odd.__qualname__ = "Odd"
         data = pickle.dumps({"a": odd, "b": 1})
 
-    found = MetadataUnpickler(io.BytesIO(data)).load()
+    found = Load().load_bytes(data)
     assert found["b"] == 1
     assert isinstance(found["a"], Unknown)
 

@@ -1,5 +1,6 @@
 """Saves that are cut off, and checkpoints that are damaged: the run goes on, or says why it does not."""
 
+import copy
 import hashlib
 import io
 import pickle
@@ -13,6 +14,7 @@ import torch
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.cli import main
 from tests.checkpoints import made
+from tests.checkpoints.payloads import with_pickle
 from tests.megatron.runs import ADAPTIVE, FAULTY, MUON, SMALL_GPT, TP2, assert_same, start, train
 
 pytestmark = pytest.mark.wide
@@ -223,15 +225,52 @@ def code_in_the_layout(folder):
 
 def code_in_an_object(folder, key="rng_state"):
     """In the place of what a rank saved."""
-    layout = folder / "iter_0000004" / ".metadata"
-    metadata = pickle.loads(layout.read_bytes())
-    (stored,) = (each for index, each in metadata.storage_data.items() if index.fqn.startswith(key))
     data = io.BytesIO()
     torch.save([Code(folder)], data)
+    put_object(folder, data.getvalue(), key)
+
+
+def hidden_code(folder):
+    """In an archive in which readers find another pickle; Megatron alone runs it."""
+    stored = put_object(folder, None)
+    file = folder / "iter_0000004" / stored.relative_path
+    sound = file.read_bytes()[stored.offset : stored.offset + stored.length]
+    put_object(folder, with_pickle(pickle.dumps([Code(folder)], 2), hidden=True, sound=sound))
+
+
+def code_for_another_key(folder):
+    """For a key that is one where Megatron reads, and another where text is not made of text."""
+    data = io.BytesIO()
+    torch.save([Code(folder)], data)
+    put_object(folder, data.getvalue(), key_of=Text)
+
+
+class Text:
+    """Pickles itself as a call that makes text."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __reduce__(self):
+        return str, (self.text,)
+
+
+def put_object(folder, data, key="rng_state", key_of=None):
+    """Put bytes in the place of an object; what the metadata said of it."""
+    layout = folder / "iter_0000004" / ".metadata"
+    metadata = pickle.loads(layout.read_bytes())
+    ((index, stored),) = (each for each in metadata.storage_data.items() if each[0].fqn.startswith(key))
+    if data is None:
+        return stored
+    if key_of is not None:
+        index, stored = copy.copy(index), copy.copy(stored)
+        object.__setattr__(index, "fqn", key_of(index.fqn))
+        metadata.storage_data[index] = stored
     with (folder / "iter_0000004" / stored.relative_path).open("ab") as file:
-        stored.offset, stored.length = file.tell(), len(data.getvalue())
-        file.write(data.getvalue())
+        stored.offset, stored.length = file.tell(), len(data)
+        file.write(data)
     layout.write_bytes(pickle.dumps(metadata))
+    return stored
 
 
 def exchanged(folder):
@@ -282,6 +321,8 @@ DAMAGES = [
     (without_format, ["has no metadata.json, which Megatron writes last", "take the checkpoint before it"]),
     (tracker_of_another, [TRACKER, "says 9, and iter_0000009 is not there; there are iter_0000002, iter_0000004"]),
     (code_in_the_layout, [".metadata names builtins.exec, which a load would call", "--trust-checkpoint-globals"]),
+    (code_for_another_key, [".metadata names builtins.str, which a load would call"]),
+    (hidden_code, ["rng_state/shard_0.0_1.1 in __0_0.distcp cannot be loaded: it is no archive"]),
     (code_in_an_object, ["rng_state/shard_0.0_1.1 in __0_0.distcp names builtins.exec", "--trust-checkpoint-globals"]),
 ]
 
@@ -333,7 +374,7 @@ def test_what_the_user_trusts_is_loaded(tmp_path, checkpoint):
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [DAMAGES[0], pytest.param(*DAMAGES[1], marks=pytest.mark.full), DAMAGES[-2]],
+    [DAMAGES[0], pytest.param(*DAMAGES[1], marks=pytest.mark.full), DAMAGES[-4]],
     ids=["missing", "flipped", "code"],
 )
 def test_two_ranks_refuse_together(checkpoint, damage, words):

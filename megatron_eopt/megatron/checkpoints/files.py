@@ -8,7 +8,6 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -26,8 +25,8 @@ from megatron_eopt.checkpoints.counts import check_counts
 from megatron_eopt.checkpoints.problems import check_files, check_pickles
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
+from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_ours, loading, trusted_by
 from megatron_eopt.redirect import around
-from megatron_eopt.registry import list_optimizers
 
 # Reading takes seconds for each hundred thousand chunks: what a run reads before its build is kept until the load.
 contents_of = lru_cache(maxsize=1)(read_contents)
@@ -38,10 +37,10 @@ def checked_base(
     load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
 ) -> Any:
     """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
-    if rank0 and load_dir is not None and _is_ours(args):
-        registered = torch.serialization.get_safe_globals()
-        trusted = {x[1] if isinstance(x, tuple) else f"{x.__module__}.{x.__qualname__}" for x in registered}
-        trusted.update((getattr(args, "trust_checkpoint_globals", None) or "").split(","))
+    if not is_ours(args):
+        return load_base(load_dir, args, rank0, *rest, **kwargs)
+    if rank0 and load_dir is not None:
+        trusted = trusted_by(args).keys()
         folders = [(Path(load_dir), getattr(args, "ckpt_step", None))]
         if getattr(args, "non_persistent_ckpt_type", None) == "global":
             folders.append((Path(args.non_persistent_global_ckpt_dir or Path(load_dir, "non_persistent")), None))
@@ -50,7 +49,10 @@ def checked_base(
             find = partial(_damage_of_resumed, folder, step, args.ckpt_format, trusted, counts)
             if problem := from_rank_0(find) if dist.is_initialized() else find():
                 raise CheckpointError(printable(problem))
-    return load_base(load_dir, args, rank0, *rest, **kwargs)
+    with loading(args):
+        base = load_base(load_dir, args, rank0, *rest, **kwargs)
+        gate_extra_states(base[0])
+    return base
 
 
 @around
@@ -58,7 +60,7 @@ def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) ->
     """Replaces ``read_metadata``: an empty tracker file means the newest checkpoint."""
     file, iteration = Path(tracker_filename), None
     args = releases.training_args()
-    if _is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
+    if is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
         iteration = from_rank_0(lambda: None if read_text(file, TRACKER_BYTES).strip() else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
@@ -93,10 +95,6 @@ def resumed(folder: Path, step: int | None) -> Path | None:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER
     return newest(folder) if tracker.exists() and read_text(tracker, TRACKER_BYTES).strip() else None
-
-
-def _is_ours(args: Any) -> bool:
-    return getattr(args, "optimizer", "").removeprefix("dist_") in list_optimizers()
 
 
 def damage_of(contents: Contents) -> str | None:

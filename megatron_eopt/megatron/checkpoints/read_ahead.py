@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from megatron_eopt.checkpoints.contents import CheckpointError, read_archive, read_blob, read_layout
-from megatron_eopt.checkpoints.pickles import faults
+from megatron_eopt.checkpoints.contents import read_blob, read_layout
+from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of
 from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron.checkpoints.files import contents_of, resumed
@@ -64,11 +64,7 @@ def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Group]]:
     blobs = read_layout(path).blobs
 
     def read(key: str) -> Any:
-        archive = read_blob(path, blobs[key])
-        if wrong := faults(archive):
-            raise CheckpointError(f"{key} {min(wrong)}")
-        archive.seek(0)
-        return json.loads(read_archive(archive))
+        return json.loads(Load().load_saved(read_blob(path, blobs[key])))
 
     groups = [tuple(read(key)) for key in blobs if key.startswith("optimizer.settings.")]
     return [read(f"optimizer.{BLOCK}.run")["tp_mode"]], groups

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.checkpoints.contents import CheckpointError
+from megatron_eopt.checkpoints.contents import CheckpointError, forget_metadata
 from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.manifest import to_json
@@ -313,6 +313,15 @@ def with_optimizer(
 
     For ``--override-opt-param-scheduler`` Megatron 0.20 gives every group ``--lr`` and ``--min-lr`` after the load.
     """
+    try:
+        return _with_optimizer(load, model, optimizer, opt_param_scheduler, *args, **kwargs)
+    finally:
+        forget_metadata()  # nobody asks again
+
+
+def _with_optimizer(
+    load: Callable[..., Any], model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
     if not hasattr(optimizer, "megatron_eopt"):
         return load(model, optimizer, opt_param_scheduler, *args, **kwargs)
     if kwargs.get("skip_load_to_model_and_opt"):

@@ -224,7 +224,7 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
 
 
 def _check_promise(window: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    load = Load(data=False)
+    load = Load(location="meta")
     load.load_saved(window)
     if load.foreign:
         raise ValueError(f"its pickle names {min(load.foreign)}")

@@ -257,7 +257,7 @@ def _sum(tensor: StoredTensor, chunk: Chunk, block: bytearray, start: int) -> in
 
 def _check_promise(window: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     """Check what an archive says of its tensor; whether its entries are in order."""
-    load = Load(data=False)
+    load = Load(location="meta")
     load.load_saved(window)
     if load.foreign:
         raise ValueError(f"its pickle names {min(load.foreign)}")

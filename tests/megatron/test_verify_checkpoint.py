@@ -16,6 +16,7 @@ from megatron.core import safe_globals
 
 from megatron_eopt.checkpoints import harmless
 from megatron_eopt.checkpoints.contents import newest, read_contents
+from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.checkpoints.would_load import _SCHEDULER, parse_flags, would_load
 from megatron_eopt.cli import main
 from megatron_eopt.manifest import from_json
@@ -215,13 +216,13 @@ def test_the_archives_have_checksums(saved):
 
 def test_the_classes_that_are_imported_are_what_they_seem():
     """Enums, records and their like, of which an instance is made without a call of their own code."""
-    for module, names in harmless._TO_IMPORT.items():
+    for module, names in harmless.IMPORTED.items():
         for name in names.split() if importlib.util.find_spec(module.partition(".")[0]) else ():
             found = harmless.imported(module, name)
             if found is not None:  # Megatron mocks what it lacks
                 assert issubclass(found, Enum) or is_dataclass(found), found
                 assert "__setstate__" not in vars(found), found
-    for module in map(importlib.import_module, harmless._ENUMS):
+    for module in map(importlib.import_module, harmless.ENUMS):
         named = [value for name, value in vars(module).items() if name[0].isupper()]
         assert all(isinstance(value, type) and issubclass(value, Enum) for value in named)
 
@@ -233,4 +234,7 @@ def test_what_megatron_calls_safe_is_harmless():
     }
     of_values = {("builtins", name) for name in ("tuple", "float", "bool", "str")}
     named = safe | safe_globals.SafeUnpickler._SAFE_CLASSES - of_values
-    assert {each for each in named if harmless.resolve(*each) is None} == set()
+    load = Load()
+    for each in named:
+        load.find(*each)
+    assert load.foreign == set()

@@ -107,7 +107,7 @@ def gated_object(load_bytes: Callable[..., Any], planner: Any, item: Any, file: 
     if load is None:
         load_bytes(planner, item, file)
         return
-    load.on_device = True
+    load.location = None  # where torch would put it
     with _refusing(key, load):
         loaded = load.load_saved(file)
     if planner.flatten_state_dict:

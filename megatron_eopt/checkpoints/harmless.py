@@ -6,7 +6,6 @@ in its place, which takes only what those packages write.
 """
 
 import argparse
-import codecs
 import datetime
 import enum
 import importlib
@@ -83,7 +82,7 @@ def check_state(state: Any) -> None:
 def _encoded(text: Any, encoding: Any) -> bytes:
     if encoding not in ("latin1", "latin-1"):  # others are programs
         refuse("it encodes what is no text of bytes")
-    return codecs.encode(text, "latin1")
+    return str.encode(text, "latin1")
 
 
 def _tensor_with_attributes(make: Any, kind: Any, arguments: Any, state: Any) -> Tensor:

@@ -129,7 +129,7 @@ def _state_of_dtype(dtype: Any, state: Any) -> None:
 
 def _state_of_index(index: Any, state: Any) -> None:
     check_state(state)
-    if not all(value is None or type(value) in (str, int, torch.Size, Unknown) for value in state.values()):
+    if not all(isinstance(value, str | int | torch.Size | Unknown | None) for value in state.values()):
         refuse("it has an index of no tensor")  # a run would hash what is there
     vars(index).update(state)
 

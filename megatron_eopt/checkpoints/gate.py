@@ -56,7 +56,7 @@ class Load:
         file.seek(0)
         if file.read(4) == b"PK\3\4":
             file.seek(0)  # from where torch's reader reads
-            records = torch._C.PyTorchFileReader(file).get_all_records()  # type: ignore[arg-type]
+            records = torch._C.PyTorchFileReader(file).get_all_records()
             if "constants.pkl" in records:
                 refuse("it is a program of TorchScript")
         elif file.seek(0, io.SEEK_END) > OBJECT_BYTES:

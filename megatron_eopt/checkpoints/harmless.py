@@ -6,7 +6,6 @@ in its place, which takes only what those packages write.
 """
 
 import argparse
-import codecs
 import datetime
 import enum
 import importlib
@@ -83,7 +82,7 @@ def check_state(state: Any) -> None:
 def _encoded(text: Any, encoding: Any) -> bytes:
     if encoding not in ("latin1", "latin-1"):  # others are programs
         refuse("it encodes what is no text of bytes")
-    return codecs.encode(text, "latin1")
+    return str.encode(text, "latin1")
 
 
 def _tensor_with_attributes(make: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
@@ -130,7 +129,7 @@ def _state_of_dtype(dtype: Any, state: Any) -> None:
 
 def _state_of_index(index: Any, state: Any) -> None:
     check_state(state)
-    if not all(value is None or type(value) in (str, int, torch.Size, Unknown) for value in state.values()):
+    if not all(isinstance(value, str | int | torch.Size | Unknown | None) for value in state.values()):
         refuse("it has an index of no tensor")  # a run would hash what is there
     vars(index).update(state)
 

@@ -57,7 +57,7 @@ def test_the_iteration_and_the_rates(capsys):
     said = shown(capsys, f"{SIZES} --muon-coefficient-type polar_express --muon-num-ns-steps 8 --dense "
                          "--tflops 100 --bandwidth 50 --latency 5")  # fmt: skip
     assert "modelled at 100 TFLOP/s, 50 GB/s and 5 us a collective" in said
-    assert "8 steps, Gram form with 2 restarts, 100% of a symmetric product computed" in said
+    assert "8 steps, Gram form with 3 restarts, 100% of a symmetric product computed" in said
     for name, steps in STEPS.items():
         said = shown(capsys, f"{SIZES} --muon-coefficient-type {name} --muon-num-ns-steps {steps}")
         assert re.search(rf"\b{steps}\ssteps", said)

@@ -234,7 +234,7 @@ class TestDemo:
         assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     def test_the_runs_differ_in_their_options_only(self):
-        muon, adam, resumed = (demo.command(run, port=1)[: -len(run.options)] for run in demo.RUNS)
+        muon, adam, resumed = (demo.command(run)[: -len(run.options)] for run in demo.RUNS)
         assert muon == adam
         assert [argument for argument in muon if argument != "2"] == [
             argument for argument, same in zip(resumed, muon, strict=True) if same != "2"

@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import walk
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.orthogonalize.coefficients import NSCoeffT, set_length
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/reference/code.md").read_text()
@@ -48,8 +50,9 @@ def test_the_docs_follow_the_step_through_the_files_that_it_enters(walks):
 
 def test_what_is_counted_are_calls_of_the_package():
     def outer():
-        return [OPTIMIZERS["muon"].takes("lr"), sorted([2, 1])]
+        return [set_length(get_args(NSCoeffT)[0]), sorted([2, 1])]
 
     found = walk.walk(outer)
-    assert (found.files, found.calls, found.depth, found.stays) == (["family.py"], 2, 2, 1)
+    assert found.files == ["orthogonalize/coefficients.py", "orthogonalize/choices.py"]
+    assert (found.calls, found.depth, found.stays) == (5, 4, 2)
     assert set(walk.OPTIMIZERS) <= set(OPTIMIZERS)

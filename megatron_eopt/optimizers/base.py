@@ -496,7 +496,7 @@ class BaseOptimizer(Optimizer):
 
         Raises:
             ValueError: for a setting or a gradient that the optimizer cannot take, before anything is changed.
-            RuntimeError: if a gradient was not finite, or too large to square in fp32, in several steps in a row; if a
+            RuntimeError: if a gradient was not finite, or above 2^50 in norm, in several steps in a row; if a
                 collective fails, with its name and the number of the step; and after a step that an exception ended
                 while it changed parameters or state, until a state is loaded.
         """

@@ -113,13 +113,11 @@ class NonFinite:
         names = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
         if max(names.values(), default=0) >= MAX_IN_A_ROW:
             raise RuntimeError(
-                f"{self._looked_at} were not finite in {MAX_IN_A_ROW} steps in a row, or too large to square in fp32, "
+                f"{self._looked_at} were not finite in {MAX_IN_A_ROW} steps in a row, or above 2^50 in norm, "
                 f"of {listed(names)}: these parameters stand still; look for {self._advice}"
             )
         skipped = f"their steps are skipped, {total} in all so far"
-        logger.warning(
-            f"{self._looked_at} are not finite, or too large to square in fp32, of {listed(names)}: {skipped}"
-        )
+        logger.warning(f"{self._looked_at} are not finite, or above 2^50 in norm, of {listed(names)}: {skipped}")
         self._reported = total
 
 

@@ -231,14 +231,14 @@ def test_shorter_schedules_than_were_fitted_together_are_noted(caplog):
 def test_the_first_update_has_the_size_predicted_for_its_group(method):
     own = [{**settings, "weight_decay": 0.0, "momentum": 0.9 - number / 10} for number, settings in enumerate(OWN[:3])]
     groups = [{"params": [matrix(12, 48, number)], **settings} for number, settings in enumerate(own)]
-    made = optimizer(groups, method, coefficient_type="cans", num_ns_steps=9)
+    made = optimizer(groups, method, coefficient_type="polar_express", num_ns_steps=9)
     before = weights(made)
     step(made, 0)
     for old, new, group in zip(before, weights(made), made.param_groups, strict=True):
         actual = ((old - new) / 0.1).square().mean().sqrt().item()
         assert actual == pytest.approx(made.predicted_rms(12, 48, group), rel=0.03)
     assert made.update_settings(made.param_groups[1]).scale(12, 48) == 0.5 * 0.5
-    plain = optimizer([matrix()], method, coefficient_type="cans", num_ns_steps=9)
+    plain = optimizer([matrix()], method, coefficient_type="polar_express", num_ns_steps=9)
     assert made.predicted_rms(12, 48) == plain.predicted_rms(12, 48)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, too large to square, or not there on every rank."""
+"""Gradients that are not finite, too large, or not there on every rank."""
 
 import logging
 from functools import partial
@@ -53,7 +53,7 @@ def test_several_in_a_row_are_an_error_before_anything_changes(make, caplog):
             p.grad, q.grad = torch.full_like(p, torch.nan), gradient(q, step)
             opt.step()
     assert [record.message for record in caplog.records] == [
-        "gradients are not finite, or too large to square in fp32, of layer.weight: "
+        "gradients are not finite, or above 2^50 in norm, of layer.weight: "
         f"their steps are skipped, {count} in all so far"
         for count in range(1, MAX_IN_A_ROW)
     ]

@@ -62,7 +62,7 @@ def test_a_result_that_is_not_finite_is_as_if_its_step_had_not_been(make, name, 
     assert all(map(torch.equal, other, undisturbed))
     assert opt.skipped_steps() == {"layer.weight": 1}
     said = (
-        "updates by your own orthogonalize are not finite, or too large to square in fp32, of layer.weight: "
+        "updates by your own orthogonalize are not finite, or above 2^50 in norm, of layer.weight: "
         "their steps are skipped, 1 in all so far"
     )
     assert said in caplog.messages

@@ -1,7 +1,7 @@
 """How a torch_dist checkpoint differs from the run loading it."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,11 +191,12 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
     return None
 
 
-def has_adams_alone(stored: Iterable[str]) -> bool:
+def has_adams_alone(stored: Collection[str]) -> bool:
     """Whether there are first moments, and no momenta."""
-    starts = [state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT)]
-    momentum, codes, first_moment = (any(key.startswith(start) for key in stored) for start in starts)
-    return first_moment and not (momentum or codes)
+    momentum, first_moment = state_key(MOMENTUM_BUFFER, ""), state_key(_FIRST_MOMENT, "")
+    if any(key.startswith(momentum) for key in stored):
+        return False
+    return any(key.startswith(first_moment) for key in stored)
 
 
 def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:

@@ -61,7 +61,7 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
         views = [(s, s.key, view, *_sides(s)) for s, view in zip(saved, data.split(rows_of), strict=True)]
     state, own = [], saved[0].replica_id
     if tensor.rank is None:
-        replica_id = _replica_id(tensor.dims, layout, own)
+        replica_id = _replica_id(tensor.dims, layout, saved[0])
     elif copies(layout.shape, layout.rectangles) == 1:
         replica_id = own
     else:
@@ -138,15 +138,19 @@ def stacked_index(parameter: Sharded) -> int:
     return index
 
 
-def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """The parameter's ``own``, told apart where state has more copies."""
-    rows, columns = "rows" in dims, "columns" in dims
+def _replica_id(dims: Sequence[str | int], layout: Layout, parameter: ShardedTensor) -> int | tuple[int, ...]:
+    """The parameter's own, told apart where state has more copies."""
+    own, rows, columns = parameter.replica_id, "rows" in dims, "columns" in dims
     shards = [(rows and (held.top, held.bottom), columns and (held.left, held.right)) for held in layout.rectangles]
+    ranks = layout.ranks
     earlier = shards[: layout.rank].count(shards[layout.rank])  # ranks before this one that hold the same shard
+    if ranks == 1 and any(parameter.global_offset[parameter.prepend_axis_num :]):
+        # an elementwise optimizer knows no layout: the copy of the rank that has the first shard is saved
+        ranks, earlier = 2, 1
     if isinstance(own, int):
-        return own * layout.ranks + earlier
+        return own * ranks + earlier
     pipeline, tensor, *data = own
-    return (pipeline, tensor * layout.ranks + earlier, *data)
+    return (pipeline, tensor * ranks + earlier, *data)
 
 
 def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bool:

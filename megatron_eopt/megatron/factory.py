@@ -91,9 +91,9 @@ class OptimizerOfRun:
             agreement.say(caveat)
         for warning in unread(self.config):
             agreement.say(f"warning: {warning}")
+        self.describe()
         of_all = parameters_of(self.model_chunks, self.groups)
         agreement.on_all_ranks(lambda: agreement.refuse_different_parameters(of_all, self.groups))
-        self.describe()
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         self.warn_of_unread_flags()
         matrices, overrides = agreement.on_all_ranks(self.check)

@@ -117,7 +117,7 @@ FEATURES = (
     Feature(
         "decoupled_weight_decay=False",
         {"config.decoupled_weight_decay": False},
-        "adam alone reads it, as in Megatron; others have `weight_decay_method`",
+        "adam alone reads it, as in Megatron; others have weight_decay_method",
     ),
     Feature("--ckpt-format torch_dist", {"args.ckpt_format": "torch_dist"}),
     Feature("--ckpt-format torch", {"args.ckpt_format": "torch"}, "the number of ranks stays"),

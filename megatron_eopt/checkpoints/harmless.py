@@ -1,6 +1,6 @@
 """Names that pickles of checkpoints may have, and what each stands for.
 
-Megatron-Core 0.17 to 0.20, Transformer Engine, torch and this package write these. None of them can run code of a
+Megatron-Core 0.18 to 0.20, Transformer Engine, torch and this package write these. None of them can run code of a
 pickle or open a file, whatever its arguments are. Where torch's, numpy's or Python's own could, a function of ours is
 in its place, which takes only what those packages write.
 """

@@ -12,7 +12,6 @@ METADATA_BYTES = 2**29  # two and a half million chunks of 200 bytes
 OBJECT_BYTES = 2**28  # groups and checksums have some hundred bytes for each tensor
 VALUES = 10_000_000  # of the common state, each counted as often as it is referred to
 DEPTH = 100  # of nested values: Megatron's arguments and groups have less than ten
-ARCHIVES = 4  # of nested pickles: Transformer Engine's extra states have two
 PARTS = 20_000_000  # into which a tensor's chunks cut each other; and a hundred for each, of which a grid needs one
 NAME_BYTES = 255  # of a file or folder, on every file system
 SHOWN = 2000  # characters of a printed line

@@ -24,7 +24,7 @@ from megatron_eopt.parallel.engine import Engine  # noqa: E402
 from megatron_eopt.parallel.layout import on_one_rank  # noqa: E402
 from megatron_eopt.parallel.plan import make_plan  # noqa: E402
 from megatron_eopt.parallel.records import TpMode  # noqa: E402
-from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices  # noqa: E402
+from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices  # noqa: E402
 
 PAGE = ROOT / "docs" / "proof" / "gpu.md"
 LLAMAS = ("llama3-8b", "llama3-70b")

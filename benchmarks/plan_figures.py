@@ -15,7 +15,7 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
-from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "planning.png"
 TENSOR, DATA = 8, (4, 16, 64)

@@ -151,7 +151,7 @@ def compared(ranks: int) -> tuple[int, int]:
 def described() -> float:
     """CPU seconds of ``plan -- FLAGS``, with the import of Megatron."""
     start = time.process_time()
-    from megatron_eopt.megatron.described import planned_run
+    from megatron_eopt.tools.plan.described import planned_run
 
     run = planned_run(RUN.split(), None, lambda done, stages: None)
     assert len(run.stages) == STAGES

@@ -19,8 +19,8 @@ from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Shape, cut
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
-from megatron_eopt.plan.models import GPUS, MODELS, Parallel, dealt_matrices
-from megatron_eopt.plan.sweep import Point, last_that_helps, swept, where_it_stops
+from megatron_eopt.tools.plan.models import GPUS, MODELS, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.sweep import Point, last_that_helps, swept, where_it_stops
 
 NUMBERS = tuple(8 << doubled for doubled in range(10))
 NEWTON_SCHULZ = NewtonSchulz()

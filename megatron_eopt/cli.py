@@ -8,13 +8,16 @@ from importlib import import_module
 from megatron_eopt import __version__
 
 COMMANDS = {  # name -> module, help
-    "plan": ("megatron_eopt.plan.command", "how the matrices of a model will be orthogonalized, and what that costs"),
+    "plan": (
+        "megatron_eopt.tools.plan.command",
+        "how the matrices of a model will be orthogonalized, and what that costs",
+    ),
     "verify-checkpoint": (
         "megatron_eopt.checkpoints.command",
         "what is in a torch_dist checkpoint, whether it is whole and finite, and whether a run would load it",
     ),
-    "doctor": ("megatron_eopt.doctor", "what is installed, what works with it, and what to do about the rest"),
-    "plot": ("megatron_eopt.plot", "losses and figures of optimizers from TensorBoard files"),
+    "doctor": ("megatron_eopt.tools.doctor", "what is installed, what works with it, and what to do about the rest"),
+    "plot": ("megatron_eopt.tools.plot", "losses and figures of optimizers from TensorBoard files"),
 }
 
 

@@ -1,7 +1,8 @@
 """Replace attributes of other packages, and undo that.
 
-:mod:`megatron_eopt.cpu` lets the CPU answer torch.cuda, :mod:`megatron_eopt.megatron` adds our optimizers to Megatron's
-registry and parser. Each replacement carries its reason, so that what was changed in a process can be printed.
+:mod:`megatron_eopt.tools.cpu` lets the CPU answer torch.cuda. :mod:`megatron_eopt.megatron` adds our optimizers to
+Megatron's registry and parser. Each replacement carries its reason, so that what was changed in a process can be
+printed.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     if options.module and not (package and importlib.util.find_spec(package)):
         parser.error(f"there is no module {command[0]!r}")
     if options.cpu:
-        from megatron_eopt import cpu
+        from megatron_eopt.tools import cpu
 
         cpu.install()
     from megatron_eopt import activate

@@ -21,11 +21,11 @@ from state_bytes import DATA, bytes_rows, share_rows
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.releases import MAIN
-from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.optimizers.modifiers import OF_MOMENT
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.overrides import Known
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
+from megatron_eopt.tools.support_matrix import RELEASES, support_matrix
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

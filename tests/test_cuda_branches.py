@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_eopt import doctor
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import Choice
 from megatron_eopt.orthogonalize.products import Dense
 from megatron_eopt.parallel import agreement
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from megatron_eopt.parallel.watched import Watched
+from megatron_eopt.tools import doctor
 from tests.optimizers.test_fake_cuda import HostWaits
 from tests.optimizers.test_program import Names
 

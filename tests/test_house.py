@@ -20,8 +20,9 @@ FLOORS = [
     {"family"},
     {"registry", "overrides", "checkpoints", "manifest"},
     {"metrics"},
-    {"megatron", "cpu", "plain"},
-    {"", "run", "cli", "doctor", "plan", "plot"},
+    {"megatron", "plain"},
+    {"tools"},
+    {"", "run", "cli"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -97,7 +98,7 @@ def test_modules_import_each_other_in_no_circle():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_two_rooms_import_megatron(path):
-    if own_room(path) not in ("megatron", "cpu"):
+    if own_room(path) not in ("megatron", "tools"):
         assert not [module for module in imports(path) if module.split(".")[0] == "megatron"]
 
 
@@ -117,7 +118,7 @@ def test_import_imports_no_megatron_and_changes_nothing():
         "seen = lambda: (torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.get_num_threads(), "
         "torch.random.initial_seed(), torch.is_grad_enabled(), torch.cuda.is_available, dict(os.environ))\n"
         "before = seen()\n"
-        "import megatron_eopt, megatron_eopt.cpu, megatron_eopt.run, megatron_eopt.megatron.releases\n"
+        "import megatron_eopt, megatron_eopt.tools.cpu, megatron_eopt.run, megatron_eopt.megatron.releases\n"
         "assert seen() == before\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'emerging_optimizers')])"
     )
@@ -136,4 +137,4 @@ def test_no_module_keeps_what_belongs_to_one_optimizer():
         for path in FILES
         if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))
     }
-    assert rebinding <= {"cpu/__init__.py", "megatron/activation.py"}
+    assert rebinding <= {"tools/cpu/__init__.py", "megatron/activation.py"}

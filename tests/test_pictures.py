@@ -10,8 +10,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from megatron_eopt import plot
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.tools import plot
 
 # Linear RGB as those see it who lack the cones of long or of middle waves (Machado, Oliveira, Fernandes 2009).
 SIGHT = {

@@ -15,7 +15,8 @@ SCRIPT = """
 import json, os, sys
 import helper
 from megatron.core.optimizer import _EMERGING_OPTIMIZERS
-from megatron_eopt import EMERGING_OPTIMIZERS, cpu
+from megatron_eopt import EMERGING_OPTIMIZERS
+from megatron_eopt.tools import cpu
 print(json.dumps({
     "name": __name__, "argv": sys.argv, "path": sys.path[0], "helper": helper.__file__, "cpu": cpu.installed(),
     "ours": _EMERGING_OPTIMIZERS == dict(EMERGING_OPTIMIZERS),

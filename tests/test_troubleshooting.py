@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_eopt import OptimizerConfig, TensorParallelMuon, cpu
+from megatron_eopt import OptimizerConfig, TensorParallelMuon
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.manifest import families, problems, warnings
 from megatron_eopt.megatron.agreement import refuse_different
@@ -31,6 +31,7 @@ from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.overrides import ParameterInfo, Resolved, entries_from_dict, resolve
+from megatron_eopt.tools import cpu
 from tests.manifest.made import muons, row
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -2,9 +2,9 @@
 
 import torch
 
-import megatron_eopt.cpu
+import megatron_eopt.tools.cpu
 
-megatron_eopt.cpu.install()
+megatron_eopt.tools.cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402

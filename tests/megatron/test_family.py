@@ -11,7 +11,7 @@ from megatron_eopt.checkpoints.states import check_states
 from megatron_eopt.cli import main
 from megatron_eopt.family import OPTIMIZERS
 from tests.megatron.runs import MUON, TP2, refused, resumed, summary, train, whole
-from tests.megatron.test_described import planned
+from tests.tools.test_described import planned
 
 EXACT = ["--muon-fp32-matmul-prec", "highest"]
 OWN = {  # flags, and what the line at start says of it

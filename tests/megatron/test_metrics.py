@@ -8,7 +8,7 @@ from matplotlib.image import imread
 
 from megatron_eopt.cli import main
 from megatron_eopt.megatron import metrics, releases
-from megatron_eopt.plot import LOSS, curves
+from megatron_eopt.tools.plot import LOSS, curves
 from tests.megatron.runs import MUON, TP2, assert_same, refused, train
 from tests.test_metrics import DOCUMENTED
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_eopt.megatron.described import planned_run
+from megatron_eopt.tools.plan.described import planned_run
 from tests.megatron.runs import ADAPTIVE, CLIP, EXPERTS, MUON, SMALL_GPT, TP2, WARMUP, assert_same_ranks, refused, train
 
 OFFLOAD = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]

@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-import megatron_eopt.cpu
+import megatron_eopt.tools.cpu
 from megatron_eopt.matrices import query_key_value
 from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, named_apart, sharded_state, undecided
 from megatron_eopt.optimizers.state import StateTensor
@@ -132,12 +132,12 @@ def kept(rank, ranks):
 
 
 def save(rank, ranks, folder):
-    megatron_eopt.cpu.install()
+    megatron_eopt.tools.cpu.install()
     dist_checkpointing.save({name: sharded_state(*rest) for name, *rest in kept(rank, ranks)}, folder)
 
 
 def load(rank, ranks, folder):
-    megatron_eopt.cpu.install()
+    megatron_eopt.tools.cpu.install()
     asked = {
         name: sharded_state(tensor, torch.zeros_like(local), *rest) for name, tensor, local, *rest in kept(rank, ranks)
     }

@@ -11,10 +11,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support.matrix import FEATURES, RELEASES, support_matrix
 from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsupported
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
+from megatron_eopt.tools.support_matrix import FEATURES, RELEASES, support_matrix
 from tests.megatron.runs import MUON, refused
 from tests.parallel.test_layout import Group
 

@@ -20,7 +20,7 @@ from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.checkpoints.would_load import _SCHEDULER, parse_flags, would_load
 from megatron_eopt.cli import main
 from megatron_eopt.manifest import from_json
-from megatron_eopt.megatron.described.model import described_run
+from megatron_eopt.tools.plan.described.model import described_run
 from tests.checkpoints import made
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, refused, train
 

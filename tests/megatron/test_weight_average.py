@@ -11,8 +11,8 @@ import torch
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.checkpoints.states import split_key
 from megatron_eopt.checkpoints.would_load import parse_flags, would_load
-from megatron_eopt.megatron.described import planned_run
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE
+from megatron_eopt.tools.plan.described import planned_run
 from tests.megatron.runs import (
     EXPERTS,
     MUON,

@@ -3,9 +3,9 @@
 import runpy
 import sys
 
-import megatron_eopt.cpu
+import megatron_eopt.tools.cpu
 
 if __name__ == "__main__":
-    megatron_eopt.cpu.install()
+    megatron_eopt.tools.cpu.install()
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -9,7 +9,7 @@ from math import prod
 import pytest
 
 from megatron_eopt.cli import main
-from megatron_eopt.megatron.described import planned_run
+from megatron_eopt.tools.plan.described import planned_run
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, refused, train
 
 pytestmark = pytest.mark.wide

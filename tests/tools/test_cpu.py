@@ -1,4 +1,4 @@
-"""megatron_eopt.cpu: Megatron trains on a CPU, and afterwards the process is as it was."""
+"""megatron_eopt.tools.cpu: Megatron trains on a CPU, and afterwards the process is as it was."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import _coalescing_manager
 
-import megatron_eopt.cpu
+import megatron_eopt.tools.cpu
 from examples import loopback
 from tests.megatron.runs import ROOT, UPSTREAM, train
 
@@ -24,9 +24,9 @@ def cpu_run():
     """Installed for one test; where there is a GPU it refuses to be, and only the tests with ranks of their own run."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is in use")
-    megatron_eopt.cpu.install()
-    yield megatron_eopt.cpu
-    megatron_eopt.cpu.undo()
+    megatron_eopt.tools.cpu.install()
+    yield megatron_eopt.tools.cpu
+    megatron_eopt.tools.cpu.undo()
 
 
 def environment():
@@ -76,15 +76,15 @@ def test_importing_changes_nothing_and_undo_leaves_nothing_in_modules_imported_m
     result = run_python("""
 import os, sys, torch, types
 before = {name: value for name, value in vars(torch.cuda).items()}
-import megatron_eopt.cpu
+import megatron_eopt.tools.cpu
 assert all(vars(torch.cuda)[name] is value for name, value in before.items())
 assert not [name for name in sys.modules if name.split(".")[0] == "megatron"]
 assert "torch._dynamo" not in sys.modules
 
 environment = dict(os.environ)
-megatron_eopt.cpu.install()
+megatron_eopt.tools.cpu.install()
 import megatron.training, megatron.core.distributed.param_and_grad_buffer
-megatron_eopt.cpu.undo()
+megatron_eopt.tools.cpu.undo()
 assert dict(os.environ) == environment
 ours = os.path.dirname(megatron_eopt.__file__)
 for module_name, module in list(sys.modules.items()):
@@ -133,8 +133,8 @@ def test_refuses_where_a_gpu_is(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     zeros = torch.zeros
     with pytest.raises(RuntimeError, match=r"3 GPU.*CUDA_VISIBLE_DEVICES=.*without --cpu"):
-        megatron_eopt.cpu.install()
-    assert not megatron_eopt.cpu.installed()
+        megatron_eopt.tools.cpu.install()
+    assert not megatron_eopt.tools.cpu.installed()
     assert torch.zeros is zeros
 
 
@@ -143,12 +143,12 @@ def test_refuses_where_torch_distributed_runs_on_another_backend(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
     with pytest.raises(RuntimeError, match=r"'nccl'.*before torch.distributed.init_process_group"):
-        megatron_eopt.cpu.install()
-    assert not megatron_eopt.cpu.installed()
+        megatron_eopt.tools.cpu.install()
+    assert not megatron_eopt.tools.cpu.installed()
 
 
 def test_describe_names_each_redirection_with_its_reason():
-    lines = megatron_eopt.cpu.describe()
+    lines = megatron_eopt.tools.cpu.describe()
     assert len(lines) == len(set(lines)) > 50
     for line in lines:
         what, _, why = line.partition(": ")
@@ -246,7 +246,7 @@ def test_nothing_is_compiled(cpu_run):
 def _two_ranks(rank, inherited):
     os.environ.clear()
     os.environ.update(inherited, RANK=str(rank), WORLD_SIZE="2")
-    megatron_eopt.cpu.install()
+    megatron_eopt.tools.cpu.install()
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     group = dist.new_group([0, 1], backend="nccl", pg_options=object())
     assert dist.get_backend() == dist.get_backend(group) == "gloo"
@@ -277,7 +277,7 @@ def _two_ranks(rank, inherited):
     dist.all_to_all_single(received, torch.tensor([10.0 * rank, 10.0 * rank + 1]), sizes, sizes)
     assert received.tolist() == [rank, 10 + rank]
     dist.destroy_process_group()
-    megatron_eopt.cpu.undo()
+    megatron_eopt.tools.cpu.undo()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 

@@ -1,6 +1,6 @@
 """A Megatron model on the meta device, described by flags.
 
-Megatron's own builders run on the CPU backend (:mod:`megatron_eopt.cpu`), over a process group that pretends to
+Megatron's own builders run on the CPU backend (:mod:`megatron_eopt.tools.cpu`), over a process group that pretends to
 communicate. Afterwards the process is as it was, but for imported modules.
 """
 
@@ -18,12 +18,12 @@ import torch.utils._device
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from megatron_eopt import cpu
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.described.arguments import parsed, refused
 from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.tools import cpu
+from megatron_eopt.tools.plan.described.arguments import parsed, refused
 
 # Settings that torch's norms refuse; none is of consequence for their parameters.
 _NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")

@@ -7,9 +7,9 @@ import pytest
 from megatron_eopt.cli import main
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
-from megatron_eopt.plan.models import GPUS, MODELS, Parallel, dealt_matrices
-from megatron_eopt.plan.sweep import last_that_helps, numbers_of, swept
-from tests.plan.test_models import HALF, SMALL
+from megatron_eopt.tools.plan.models import GPUS, MODELS, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.sweep import last_that_helps, numbers_of, swept
+from tests.tools.test_models import HALF, SMALL
 
 
 def test_numbers_are_doubled_and_hold_the_model():

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
-from megatron_eopt.manifest.sizes import check_sizes
 from megatron_eopt.megatron.releases import version
+from megatron_eopt.tools.plan.sizes import check_sizes
 
 # What only a GPU or Transformer Engine can do: argument -> value that does without. No shape depends on any.
 _WITHOUT: dict[str, Any] = {

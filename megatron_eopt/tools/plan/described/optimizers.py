@@ -15,7 +15,6 @@ from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
 from megatron_eopt.megatron.dealing import balances, items_of
-from megatron_eopt.megatron.described.model import DescribedRun, Memory, PlannedStage
 from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
@@ -28,6 +27,7 @@ from megatron_eopt.overrides.entries import Entry, Layer
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.deal import OF_ENTRY, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
+from megatron_eopt.tools.plan.described.model import DescribedRun, Memory, PlannedStage
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
 

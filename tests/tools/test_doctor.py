@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from megatron_eopt.cli import main
-from megatron_eopt.doctor import Apex, Facts, Kernels, Megatron, Package, matrix, notes, problems
 from megatron_eopt.megatron.releases import SUPPORTED
-from megatron_eopt.megatron.support.matrix import support_matrix
 from megatron_eopt.registry import list_optimizers
+from megatron_eopt.tools.doctor import Apex, Facts, Kernels, Megatron, Package, matrix, notes, problems
+from megatron_eopt.tools.support_matrix import support_matrix
 from tests.megatron.runs import without_emerging_optimizers
 
 pytestmark = pytest.mark.wide
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = Facts(
     python="3.12.3",
     torch="2.9.0",

@@ -2,11 +2,11 @@
 
 For tests, the demo and dry runs, never for speed::
 
-    import megatron_eopt.cpu
+    import megatron_eopt.tools.cpu
 
-    megatron_eopt.cpu.install()  # before torch.distributed is initialized, best before Megatron is imported
+    megatron_eopt.tools.cpu.install()  # before torch.distributed is initialized, best before Megatron is imported
     ...                          # megatron.training.pretrain as on GPUs
-    megatron_eopt.cpu.undo()     # the process is as it was
+    megatron_eopt.tools.cpu.undo()     # the process is as it was
 
 The host answers for torch.cuda, the CPU for ``.cuda()`` and ``device="cuda"``, gloo for nccl. Attributes are replaced,
 each with its reason (:func:`describe`), in all threads; other torch calls cost nothing more.
@@ -20,8 +20,8 @@ buffers and SHARP. What ``torch.compile`` decorated while it was installed runs 
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.cpu import calls, device
 from megatron_eopt.redirect import Redirections
+from megatron_eopt.tools.cpu import calls, device
 
 _active: Redirections | None = None
 
@@ -56,8 +56,9 @@ def install() -> None:
         )
     if dist.is_available() and dist.is_initialized() and dist.get_backend() != dist.Backend.GLOO:
         raise RuntimeError(
-            f"torch.distributed is initialized with the backend {dist.get_backend()!r}; a CPU run needs 'gloo'. Call "
-            "megatron_eopt.cpu.install() before torch.distributed.init_process_group, or initialize it with 'gloo'."
+            f"torch.distributed is initialized with the backend {dist.get_backend()!r}; a CPU run needs 'gloo'. "
+            "Call megatron_eopt.tools.cpu.install() before torch.distributed.init_process_group, or initialize it "
+            "with 'gloo'."
         )
     redirections = _all()
     redirections.install()

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt import cpu
-from megatron_eopt.megatron.described.model import described_run, ranks_to_describe
+from megatron_eopt.tools import cpu
+from megatron_eopt.tools.plan.described.model import described_run, ranks_to_describe
 from tests.megatron.runs import MLA, MUON, ROOT, SMALL_GPT, WITHOUT_GQA, start
 
 pytestmark = [pytest.mark.wide, pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is in use")]
@@ -86,7 +86,7 @@ def test_equals_the_real_model_on_every_rank(tmp_path):
 def test_a_model_of_70_billion_parameters_needs_no_room():
     code = (
         "import json, re, sys\n"
-        "from megatron_eopt.megatron.described.model import described_run, ranks_to_describe\n"
+        "from megatron_eopt.tools.plan.described.model import described_run, ranks_to_describe\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']\n"
         "flags, rank, ranks, shapes, sums = json.loads(sys.argv[1]), 0, None, {}, []\n"
         "while ranks is None or rank in ranks:\n"

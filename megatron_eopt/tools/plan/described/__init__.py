@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_eopt.manifest import ParamPattern, families, merged, problems, warnings
-from megatron_eopt.megatron.described.model import Memory, PlannedStage, described_run, ranks_to_describe
 from megatron_eopt.overrides import OverrideError
 from megatron_eopt.registry import takes_matrices
+from megatron_eopt.tools.plan.described.model import Memory, PlannedStage, described_run, ranks_to_describe
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
         with described_run(flags, ranks[len(stages)], world_size) as run:
             # only now: importing Megatron may need what stands in for a GPU
             from megatron_eopt.megatron.arguments import unread, without_effect
-            from megatron_eopt.megatron.described.arguments import problems_of_training, sizes
-            from megatron_eopt.megatron.described.optimizers import planned_stage
+            from megatron_eopt.tools.plan.described.arguments import problems_of_training, sizes
+            from megatron_eopt.tools.plan.described.optimizers import planned_stage
 
             if not stages:
                 ranks, name = ranks_to_describe(run.args), run.args.optimizer.removeprefix("dist_")
@@ -69,7 +69,7 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
 
 def _refuse(flags: Sequence[str], world_size: int | None, ranks: Sequence[int], stage: int) -> None:
     """Raise all that is wrong with overrides, as the run would."""
-    from megatron_eopt.megatron.described.optimizers import matches_here, planned_stage
+    from megatron_eopt.tools.plan.described.optimizers import matches_here, planned_stage
 
     of_stages = []
     for rank in ranks:

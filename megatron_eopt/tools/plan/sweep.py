@@ -11,7 +11,7 @@ from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.plan.models import Model, Parallel, Stage, dealt_matrices
+from megatron_eopt.tools.plan.models import Model, Parallel, Stage, dealt_matrices
 
 HELPS = 0.95  # of the time of half as many GPUs: more of it is no help
 

@@ -19,7 +19,6 @@ from typing import get_args
 from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import workspace_from
 from megatron_eopt.manifest import table, write_json
-from megatron_eopt.manifest.sizes import check_sizes
 from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -28,9 +27,10 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain, figure
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
-from megatron_eopt.plan.sweep import Point, draw, numbers_of, point_of, swept, where_it_stops
-from megatron_eopt.plan.sweep import table as swept_table
+from megatron_eopt.tools.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.sizes import check_sizes
+from megatron_eopt.tools.plan.sweep import Point, draw, numbers_of, point_of, swept, where_it_stops
+from megatron_eopt.tools.plan.sweep import table as swept_table
 
 _OF_RUN = {"--world-size", "--full", "--json"}
 _NEEDS = {  # of the model -> what has an effect on no other
@@ -185,7 +185,7 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     if misplaced := [flag for flag in flags if flag.partition("=")[0] in ("--world-size", "--data-parallel-size")]:
         raise ValueError(f"{misplaced[0]} is no flag of Megatron's: give --world-size N, before --")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
-    from megatron_eopt.megatron.described import planned_run
+    from megatron_eopt.tools.plan.described import planned_run
 
     begun = time.monotonic()
 

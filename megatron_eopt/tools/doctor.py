@@ -22,9 +22,9 @@ import torch
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.releases import SUPPORTED
-from megatron_eopt.megatron.support.matrix import Row, support_matrix
 from megatron_eopt.orthogonalize.kernels import KERNELS, choose
 from megatron_eopt.registry import list_optimizers
+from megatron_eopt.tools.support_matrix import Row, support_matrix
 
 _NO_KERNELS = (
     "symmetric products are computed by torch, which takes more time and gives the same numbers up to rounding"

@@ -1,6 +1,5 @@
 """The parts of ``make gpu`` on products: the Gram form in fp16, Newton-Schulz and its kernels against peers."""
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,6 @@ import torch
 from gpu_verdicts import Run, draw, in_a_row, needs
 from torch import Tensor
 
-from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products
@@ -181,9 +179,7 @@ def share_of_rate(shape: Shape, seconds: float, rate: float) -> float:
 
 
 def sweep(run: Run) -> None:
-    """The kernel against cuBLAS over rows, stacks and dtypes, its tiles against others; a picture, and kernel times."""
-    with run.check("kernel times"):
-        write_kernel_times(run)
+    """The kernel against cuBLAS over rows, stacks and dtypes, its tiles against others; a picture."""
     if missing := KERNELS["triton"].missing(run.device):
         run.judge("sweep", None, "", reason=missing)
         return
@@ -218,24 +214,6 @@ def share_of_time(run: Run, parts: int) -> float:
     """When the first of so many equal parts of the time that is left ends."""
     now = time.monotonic()
     return now + (run.until - now) / parts
-
-
-def write_kernel_times(run: Run) -> None:
-    """Write the seconds by which a run would choose a kernel, for ``megatron-eopt plan --kernel-times``."""
-    sizes = [(n, rows, int(rows * aspect)) for n, aspect, rows in product(SWEEP_STACKS, (1, ASPECT), SWEEP_ROWS)]
-    times, until = [], share_of_time(run, 2)
-    for kind, (n, rows, cols) in product(timing.SAVED_DTYPES, [(1, 16, 24)] if run.tiny else sizes):
-        dtype, precision, _ = SWEEP_KINDS[kind]
-        # of larger stacks a run times a part, which is not what the file would say
-        if time.monotonic() < until and (n == 1 or n * rows * cols <= timing.MOST_ENTRIES):
-            with suppress(torch.OutOfMemoryError):
-                shape = (n, rows, cols) if n > 1 else (rows, cols)
-                taken = timing.times([shape], [dtype], run.device, precision).sum(0).tolist()
-                seconds = {name: s for name, s in zip(timing.CANDIDATES, taken, strict=True) if 0 < s < torch.inf}
-                times.append({"rows": rows, "cols": cols, "stack": n, "dtype": kind, "seconds": seconds})
-    device = torch.cuda.get_device_name(run.device) if run.on_gpu else "a CPU"
-    table = {"device": device, "torch": torch.__version__, "times": times}
-    (run.out / "kernel_times.json").write_text(json.dumps(table, indent=1))
 
 
 def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool, until: float) -> dict[str, float]:

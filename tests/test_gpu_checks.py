@@ -10,7 +10,6 @@ import sys
 import time
 from importlib import import_module
 from importlib.metadata import version
-from itertools import count, product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -33,7 +32,6 @@ from gpu_verdicts import Rates, Run, Verdict, line  # noqa: E402
 from pages import between  # noqa: E402
 
 from megatron_eopt.family import OPTIMIZERS  # noqa: E402
-from megatron_eopt.orthogonalize import timing  # noqa: E402
 
 CPU = torch.device("cpu")
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
@@ -279,43 +277,6 @@ def test_the_page_has_what_the_gpu_found():
     page = (ROOT / "docs" / gpu_page.PAGE).read_text()
     for mark, table in gpu_page.tables().items():
         assert between(page, mark).strip() == table
-
-
-def test_kernel_times_are_those_that_a_plan_takes(run, monkeypatch):
-    seconds = count(1)
-    monkeypatch.setattr(timing, "_time", lambda *_: next(seconds) / 1e3)
-    monkeypatch.setattr(timing, "reason_against", lambda *_: None)  # as where Triton serves
-    monkeypatch.setattr(gpu_products, "SWEEP_ROWS", (512, 4096))
-    run.tiny = False
-    gpu_products.write_kernel_times(run)
-    path = run.out / "kernel_times.json"
-    written = json.loads(path.read_text())
-    assert (written["device"], written["torch"]) == ("a CPU", torch.__version__)
-    measured = {(each["stack"], each["rows"], each["cols"]) for each in written["times"]}
-    # of 64 matrices of 4096 rows a run would time a few
-    squares = {(n, rows, rows) for n, rows in product((1, 8, 64), (512, 4096)) if n * rows**2 <= 2**27}
-    assert measured >= squares
-    assert measured - squares <= {(n, rows, rows * 7 // 2) for n, rows in product((1, 8, 64), (512, 4096))}
-    assert (64, 4096, 4096) not in measured
-    assert [len(each["seconds"]) for each in written["times"]].count(2) == len(measured)  # those of tf32
-    for dtypes in (("bf16", "fp16"), ("tf32",)):
-        found, source = timing.saved_times(path, dtypes)
-        assert source == f"a CPU with torch {torch.__version__}"
-        for size, rows in ((9, 512), (12, 4096)):
-            of_torch = [
-                each["seconds"]["torch"]
-                for each in written["times"]
-                if each["rows"] == rows and each["dtype"] in dtypes
-            ]
-            assert found[size, 0].item() == pytest.approx(sum(of_torch))
-
-
-def test_a_dry_run_writes_kernel_times_of_the_same_form(run):
-    with pytest.warns(UserWarning, match="triton is dropped"):
-        gpu_products.write_kernel_times(run)
-    found, _ = timing.saved_times(run.out / "kernel_times.json", timing.SAVED_DTYPES)
-    assert timing.fastest(found) == "torch"
-    assert timing.shares(found) == ((0, 1.0),)
 
 
 def test_every_part_is_run_here():

@@ -1,11 +1,9 @@
 """The fastest kernel for each size, timed at start."""
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -18,7 +16,6 @@ from megatron_eopt.orthogonalize.products import Fp32Precision
 _TILES = ("64x64x8x4x3", "128x32x8x4x4", "128x64x8x4x3", "128x64x8x8x3")
 CANDIDATES = ("torch", "triton", *(f"triton/{tiles}" for tiles in _TILES))  # tiles in 16 bits only
 
-SAVED_DTYPES = ("bf16", "fp16", "tf32")  # of saved times; the last are of fp32 products as precision high has them
 _SIZES = 20  # each begins at a power of two
 MOST_ENTRIES = 2**27  # of a stack that is timed
 _RUNS = _ROUNDS = 5
@@ -75,39 +72,6 @@ def shares(times: Tensor) -> tuple[tuple[int, float], ...]:
     timed = [(2**i, min(filter(None, each)) / each[0]) for i, each in enumerate(times.tolist()) if each[0]]
     # the first serves smaller ones, too
     return tuple((rows if i else 0, max(0.5, part)) for i, (rows, part) in enumerate(timed))
-
-
-def saved_times(path: str | Path, dtypes: Sequence[str]) -> tuple[Tensor, str]:
-    """Summed :func:`times` from a ``make gpu`` file, and source.
-
-    ``dtypes`` are some of :data:`SAVED_DTYPES`. A file of another form is a ``ValueError``.
-    """
-
-    def check(holds: bool, expected: str, got: object) -> None:
-        if not holds:
-            raise ValueError(f"kernel times in {path}: expected {expected}, got {got!r}")
-
-    found = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64)
-    keys = ("rows", "cols", "stack", "dtype", "seconds")
-    try:
-        table = json.loads(Path(path).read_text())
-        source, entries = f"{table['device']} with torch {table['torch']}", table["times"]
-        entries = [[each[key] for key in keys] for each in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        form = f"JSON with device, torch and times, each of which has {', '.join(keys)}"
-        raise ValueError(f"kernel times in {path}: expected {form}, got {type(error).__name__}: {error}") from error
-    for *sizes, dtype, seconds in entries:
-        whole = all(type(n) is int and 0 < n < 2**_SIZES for n in sizes) and sizes[0] <= sizes[1]
-        check(whole, "positive rows, cols and stack, rows the short side", sizes)
-        check(dtype in SAVED_DTYPES, f"a dtype of {', '.join(SAVED_DTYPES)}", dtype)
-        known = isinstance(seconds, dict) and {"torch"} <= {*seconds} <= {*CANDIDATES}
-        check(known, f"seconds of torch, and of some of {', '.join(CANDIDATES[1:])}", seconds)
-        check(all(type(t) in (int, float) and 0 < t < torch.inf for t in seconds.values()), "positive seconds", seconds)
-        if dtype in dtypes:
-            of_all = [seconds.get(name, torch.inf) for name in CANDIDATES]
-            found[sizes[0].bit_length() - 1] += torch.tensor(of_all, dtype=torch.float64)
-    check(bool(found.any()), f"times in {' or '.join(dtypes)}", sorted({each[3] for each in entries}))
-    return found, source
 
 
 def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Fp32Precision) -> float:

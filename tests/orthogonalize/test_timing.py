@@ -1,6 +1,5 @@
-"""Which kernel is chosen for which size, by a clock that fake kernels set forward, and by times that were saved."""
+"""Which kernel is chosen for which size, by a clock that fake kernels set forward."""
 
-import json
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import torch
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS, Kernel, choose, made, reason_against
 from megatron_eopt.orthogonalize.products import Dense
-from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares, times
+from megatron_eopt.orthogonalize.timing import fastest, times
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 TILES = [tuple(map(int, name.split("/")[1].split("x"))) for name in timing.CANDIDATES[2:]]
@@ -182,105 +181,3 @@ NO_CHOICES = ["", "cublas", "triton/128x64", "torch from", "torch from 2", "torc
 def test_what_is_no_choice(choice):
     with pytest.raises(ValueError, match=r"unknown kernel .* expected one of triton, blocked, torch"):
         choose([(20, 24)], BF16, "cpu", kernel=choice)
-
-
-FIRST, LAST = "triton/64x64x8x4x3", "triton/128x64x8x8x3"
-ENTRY = {"rows": 512, "cols": 1792, "stack": 1, "dtype": "bf16", "seconds": {"torch": 2.0, FIRST: 3.0}}
-BOTH = ("bf16", "fp16")
-
-
-def saved(folder, *changes, **changed):
-    """A file with an entry for each of the changes to the one above."""
-    table = {"device": "a GPU", "torch": "2.11.0", "times": [{**ENTRY, **each} for each in changes], **changed}
-    (folder / "times.json").write_text(json.dumps(table))
-    return folder / "times.json"
-
-
-def test_saved_times_are_added_as_a_run_adds_them(tmp_path):
-    path = saved(
-        tmp_path,
-        {},
-        {"rows": 768, "cols": 768, "seconds": {"torch": 0.5, FIRST: 0.25, LAST: 1e-3}},
-        {"dtype": "fp16", "stack": 8, "seconds": {"torch": 4.0, FIRST: 2.5, LAST: 9.0}},
-        {"rows": 2048, "cols": 2048, "seconds": {"torch": 8, "triton": 6, LAST: 5}},
-        {"rows": 4096, "cols": 4096, "seconds": {"torch": 8.0, LAST: 1.0}},
-        {"rows": 4096, "cols": 4096, "dtype": "tf32", "seconds": {"torch": 1.0, "triton": 0.75}},
-    )
-    found, source = saved_times(path, BOTH)
-    assert source == "a GPU with torch 2.11.0"
-    assert found.shape == times([], [BF16], CPU).shape
-    # what could not serve one of a size serves none
-    never = torch.inf
-    assert found[9].tolist() == [6.5, never, 5.75, never, never, never]
-    assert found[11].tolist() == [8.0, 6.0, never, never, never, 5.0]
-    assert found.count_nonzero() == 3 * len(timing.CANDIDATES)
-    assert fastest(found) == f"{FIRST}, {LAST} from 2048"
-    # an eighth of the time is still half of the operations
-    assert shares(found) == ((0, 5.75 / 6.5), (2048, 5 / 8), (4096, 0.5))
-    found, _ = saved_times(path, ("tf32",))
-    assert fastest(found) == "triton"
-    assert shares(found) == ((0, 0.75),)
-
-
-def test_saved_times_choose_what_the_times_of_a_run_do(tmp_path):
-    clocked(by_size)
-    stacks = [(20, 24), (24, 20), (3, 40, 33), (70, 130), (130, 140)]
-    of_run, entries = times(stacks, [BF16, torch.float16], CPU), []
-    for shape in stacks:
-        rows, cols = sorted(shape[-2:])
-        for dtype, name in ((BF16, "bf16"), (torch.float16, "fp16")):
-            taken = times([shape], [dtype], CPU).sum(0).tolist()
-            seconds = dict(zip(timing.CANDIDATES, taken, strict=True))
-            stack = shape[0] if len(shape) == 3 else 1
-            entries.append({"rows": rows, "cols": cols, "stack": stack, "dtype": name, "seconds": seconds})
-    found, _ = saved_times(saved(tmp_path, *entries), BOTH)
-    assert found.equal(of_run)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"rows": 2048}, r"rows the short side, got \[2048, 1792, 1\]"),
-        ({"rows": 0}, r"positive rows, cols and stack, .* got \[0, 1792, 1\]"),
-        ({"stack": 1.5}, r"positive rows, cols and stack, .* got \[512, 1792, 1.5\]"),
-        ({"cols": 2**20}, r"got \[512, 1048576, 1\]"),
-        ({"dtype": "fp8"}, "expected a dtype of bf16, fp16, tf32, got 'fp8'"),
-        ({"seconds": {"torch": 1.0, "cublas": 1.0}}, "some of triton, triton/64x64x8x4x3, .* got .*'cublas': 1.0"),
-        ({"seconds": {"triton": 1.0}}, "expected seconds of torch, .* got {'triton': 1.0}"),
-        ({"seconds": [1.0]}, r"expected seconds of torch, .* got \[1.0\]"),
-        *(
-            ({"seconds": {"torch": value}}, "expected positive seconds, got")
-            for value in (0.0, -1.0, torch.nan, torch.inf, "1", None, True)
-        ),
-        ({"dtype": "tf32"}, r"expected times in bf16 or fp16, got \['tf32'\]"),
-    ],
-)
-def test_what_are_no_times(changed, message, tmp_path):
-    with pytest.raises(ValueError, match=rf"kernel times in .*times.json: .*{message}"):
-        saved_times(saved(tmp_path, changed), BOTH)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ("{", "got JSONDecodeError"),
-        ("[]", "got TypeError"),
-        ('{"device": "a GPU", "times": []}', "with device, torch and times, .* got KeyError: 'torch'"),
-        ('{"device": "", "torch": "", "times": 1}', "got TypeError"),
-        ('{"device": "", "torch": "", "times": []}', r"expected times in bf16 or fp16, got \[\]"),
-        (
-            '{"device": "", "torch": "", "times": [{"rows": 1}]}',
-            "each .* has rows, cols, stack, .* got KeyError: 'cols'",
-        ),
-    ],
-)
-def test_what_is_no_file_of_times(table, message, tmp_path):
-    path = tmp_path / "times.json"
-    path.write_text(table)
-    with pytest.raises(ValueError, match=rf"kernel times in .*times.json: .*{message}"):
-        saved_times(path, BOTH)
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match=r"got FileNotFoundError: .*no\.json"):
-        saved_times(tmp_path / "no.json", BOTH)

@@ -92,20 +92,6 @@ def test_the_slowest_stage_is_planned_where_its_experts_are_not_dealt(more):
     assert 64 < int(*of_mine) < 64 + 5
 
 
-@pytest.mark.since(0, 19)
-def test_a_second_cut_changes_no_matrix():
-    """Experts over four ranks and the other weights over eight: only shards and state of padded rows are others."""
-    flags = [*SMALL_GPT, *RUN, *MOE, *TP2, "--sequence-parallel", "--expert-model-parallel-size", 2, "--bf16"]
-    again = ["--tensor-parallel-num-weight-shards", 8, "--expert-tensor-parallel-num-weight-shards", 4]
-    once, twice = (planned_run([*map(str, run)], None, lambda *done: None) for run in (flags, [*flags, *again]))
-    for one, other in zip(once.families, twice.families, strict=True):
-        assert (one.pattern, one.count, one.like.shape) == (other.pattern, other.count, other.like.shape)
-        assert [m.rows for m in one.like.matrices] == [m.rows for m in other.like.matrices]
-    layouts = {row.pattern.rpartition(".linear_")[2]: row.like.layout for row in twice.families}
-    assert layouts["fc1.weight"] == "rows over expt_tp 2, rows over expt_gtp_remat 2"
-    assert layouts["proj.weight"] == "columns over tp 2, rows over gtp_remat 4"
-
-
 def test_ranks_are_counted_before_the_flags(capsys):
     for own, flags, message in (
         ([], ["--world-size", "4"], "--world-size is no flag of Megatron's: give --world-size N, before --"),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_eopt.tools import cpu
 from megatron_eopt.tools.plan.described.model import described_run, ranks_to_describe
-from tests.megatron.runs import MLA, MUON, ROOT, SMALL_GPT, WITHOUT_GQA, start
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start
 
 pytestmark = [pytest.mark.wide, pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is in use")]
 
@@ -233,40 +233,17 @@ def test_the_process_is_as_it_was_also_after_an_error():
         (without(SMALL, "--vocab-size"), "no tokenizer is read here: add --vocab-size"),
         ([*SMALL, "--use-checkpoint-args", "--load", "nowhere"], "takes the model's sizes from a checkpoint"),
         ([*SMALL, "--hybrid-layer-pattern", "M*M*"], "hybrid models .*--hybrid-layer-pattern.* cannot be described"),
+        pytest.param(
+            [*SMALL, "--tensor-parallel-num-weight-shards", "2"],
+            "alone cuts weights twice",
+            marks=pytest.mark.since(0, 19),
+        ),
         ([*SMALL, "--use-megatron-fsdp"], "FSDP cuts parameters in a way of its own"),
     ],
 )
 def test_what_cannot_be_described_is_refused(flags, message):
     with pytest.raises(ValueError, match=message), described_run(flags):
         pass
-
-
-@pytest.mark.since(0, 19)
-@pytest.mark.parametrize("more", [[], ["--transformer-impl", "transformer_engine"]], ids=["local", "TE"])
-def test_weights_are_cut_a_second_time(more):
-    """Over two tensor-parallel ranks, and those over four; 16 rows and their multiples go to each."""
-    from megatron.core.tensor_parallel import gtp_api
-
-    before = dict(vars(gtp_api))
-    flags = [*WITHOUT_GQA, *SMALL[len(SMALL_GPT) :], *MLA, "--tensor-model-parallel-size", "2", *more]
-    with described_run([*map(str, flags), "--tensor-parallel-num-weight-shards", "8"], rank=3) as run:
-        assert run.args.world_size == 8
-        assert (run.pg_collection.tp.rank(), run.pg_collection.gtp_remat.size()) == (1, 4)
-    (chunk,) = run.model_chunks
-    shards = {name.rpartition("layers.0.")[2]: p for name, p in chunk.named_parameters() if "layers.1" not in name}
-    down = shards["self_attention.linear_q_down_proj.weight"]
-    for name, shape, padding, dim in (
-        ("mlp.linear_fc1.weight", (32, 64), 32, 0),  # 96 rows of 192
-        ("mlp.linear_fc2.weight", (16, 48), 0, 1),
-        ("self_attention.linear_q_up_proj.weight", (16, 24), 24, 0),  # 40 rows of 80
-    ):
-        p = shards[name]
-        assert (tuple(p.shape), p.is_gtp_weight_remat, p.pad_length, p.partition_dim) == (shape, True, padding, dim)
-        assert p.tensor_model_parallel
-    assert down.is_gtp_weight_remat
-    assert (tuple(down.shape), down.pad_length) == ((16, 64), 40 if more else 52)  # whole for TE: 24 rows, else 12
-    assert not hasattr(shards["input_layernorm.weight"], "is_gtp_weight_remat")
-    assert vars(gtp_api) == before
 
 
 def test_ranks_outside_of_the_world_are_refused():

@@ -24,7 +24,7 @@ def test_numbers_are_doubled_and_hold_the_model():
         ("8", "the first and the last number of GPUs, as in 8..4096, got '8'"),
         ("64..8", "got '64..8'"),
         ("0..8", "got '0..8'"),
-        ("8..16", "a multiple of 32 GPUs, and none of 8, 16 is one"),
+        ("8..16", "a multiple of 32 GPUs, and there is none"),
     ],
 )
 def test_other_numbers_are_refused(text, message):
@@ -47,8 +47,8 @@ def test_each_point_is_the_plan_of_that_number():
     assert points[0].stage.mean == points[0].stage.seconds
 
 
-def test_it_says_where_more_gpus_no_longer_help(capsys, tmp_path):
-    assert main(["plan", "--model", "llama3-8b", "--sweep-gpus", "8..256", "--picture", str(tmp_path / "a.png")]) == 0
+def test_it_says_where_more_gpus_no_longer_help(capsys):
+    assert main(["plan", "--model", "llama3-8b", "--sweep-gpus", "8..256"]) == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if re.match(r" *[0-9]", line)}
     assert list(rows) == ["8", "16", "32", "64", "128", "256"]
@@ -58,7 +58,6 @@ def test_it_says_where_more_gpus_no_longer_help(capsys, tmp_path):
     assert (
         "More than 128 GPUs hardly make the step faster: decoder.layers.0.mlp.linear_fc1.weight, 28672 x 4096, " in out
     )
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_plan_has_the_line_of_its_number_of_gpus(capsys):
@@ -93,7 +92,6 @@ def test_with_few_gpus_more_of_them_help(capsys):
     ("flags", "message"),
     [
         (["--sweep-gpus", "8..64", "--data-parallel-size", "2"], "--data-parallel-size would have no effect with"),
-        (["--picture", "a.png"], "--picture would have no effect without --sweep-gpus"),
         (["--expert-model-parallel-size", "8"], "--expert-model-parallel-size would have no effect without --num-ex"),
         (["--q-lora-rank", "512"], "--q-lora-rank would have no effect without --kv-lora-rank"),
     ],
@@ -107,7 +105,6 @@ def test_what_would_have_no_effect_is_refused(capsys, flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sweep-gpus", "8..8", "--picture", "nowhere/a.png"], "--picture nowhere/a.png: there is no folder"),
         (["--tensor-model-parallel-size", "64"], "--num-attention-heads over --tensor-model-parallel-size: 32 is no m"),
         (["--num-experts", "8", "--first-dense-layers", "40"], "--first-dense-layers 40 is more than 32 layers"),
         (["--tflops", "fast"], "expected a finite number above 0, got fast"),

@@ -13,8 +13,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import workspace_from
@@ -22,27 +21,27 @@ from megatron_eopt.manifest import table, write_json
 from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain, figure
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.tools.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
-from megatron_eopt.tools.plan.sizes import check_sizes
-from megatron_eopt.tools.plan.sweep import Point, draw, numbers_of, point_of, swept, where_it_stops
+from megatron_eopt.tools.plan.sweep import Point, numbers_of, point_of, swept, where_it_stops
 from megatron_eopt.tools.plan.sweep import table as swept_table
 
+if TYPE_CHECKING:
+    from megatron_eopt.tools.plan.described import PlannedRun
+
 _OF_RUN = {"--world-size", "--full", "--json"}
-_NEEDS = {  # of the model -> what has an effect on no other
-    "num_experts": {
-        "--expert-model-parallel-size",
-        "--expert-tensor-parallel-size",
-        "--moe-ffn-hidden-size",
-        "--moe-shared-expert-intermediate-size",
-        "--first-dense-layers",
-    },
-    "kv_lora_rank": {"--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"},
+_RATES = {"--gpu", "--tflops", "--bandwidth", "--latency"}
+_OF_EXPERTS = {
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+    "--moe-ffn-hidden-size",
+    "--moe-shared-expert-intermediate-size",
+    "--first-dense-layers",
 }
+_OF_LATENT_ATTENTION = {"--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"}
 _OF_POINTS = """A step is that of the busiest rank, with 10 ps an entry for momentum, decay and update.
 The mean is what it would take if the work were shared evenly. The gather brings bf16 parameters to all data-parallel
 ranks, at the same bandwidth: between nodes it takes as much longer as their network is slower. State is a momentum and
@@ -61,35 +60,53 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if field.name == "swiglu":
             model.add_argument("--swiglu", action="store_true", default=None, help="fc1 has gate and up")
         else:
-            model.add_argument(f"--{field.name.replace('_', '-')}", type=_positive)
+            model.add_argument(_flag(field.name), type=_positive)
     model.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
+
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--sweep-gpus", metavar="FIRST..LAST", help="a line for each number of GPUs, and where to stop")
-    ranks.add_argument("--picture", metavar="FILE", help="draw the sweep there, by matplotlib")
-    said = {"data": "over which the layer-wise distributed optimizer deals whole parameters"}
-    said["expert-tensor"] = "of experts, by default as --tensor-model-parallel-size"
-    for name in ("tensor-model", "expert-tensor", "expert-model", "pipeline-model", "data"):
-        field_name, default = name.removesuffix("-model").replace("-", "_"), None if name == "expert-tensor" else 1
-        flag = f"--{name}-parallel-size"
-        ranks.add_argument(flag, dest=field_name, type=_positive, default=default, help=said.get(name))
+    ranks.add_argument("--tensor-model-parallel-size", dest="tensor", type=_positive, default=1)
+    ranks.add_argument(
+        "--expert-tensor-parallel-size",
+        dest="expert_tensor",
+        type=_positive,
+        help="of experts, by default as --tensor-model-parallel-size",
+    )
+    ranks.add_argument("--expert-model-parallel-size", dest="expert", type=_positive, default=1)
+    ranks.add_argument("--pipeline-model-parallel-size", dest="pipeline", type=_positive, default=1)
+    ranks.add_argument(
+        "--data-parallel-size",
+        dest="data",
+        type=_positive,
+        default=1,
+        help="over which the layer-wise distributed optimizer deals whole parameters",
+    )
+
     muon = parser.add_argument_group("Muon")
+    iteration = NewtonSchulz()
+    sets = get_supported_coefficient_types()
     muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default=DEFAULT_TP_MODE)
-    sets, iteration = get_supported_coefficient_types(), NewtonSchulz()
     muon.add_argument("--muon-coefficient-type", choices=sets, default=iteration.coefficient_type)
     muon.add_argument("--muon-num-ns-steps", type=_positive, default=iteration.steps)
-    products = muon.add_mutually_exclusive_group()
-    products.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
-    products.add_argument("--kernel-times", metavar="FILE", help="of make gpu: the fastest kernel and its time")
+    muon.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
     muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
-    gib, temporaries = Workspace.bytes / 2**30, "for temporaries of a step"
-    muon.add_argument("--optimizer-workspace", type=float, default=gib, metavar="GIB", help=temporaries)
+    muon.add_argument(
+        "--optimizer-workspace",
+        type=float,
+        default=Workspace.bytes / 2**30,
+        metavar="GIB",
+        help="for temporaries of a step",
+    )
+
     rates = parser.add_argument_group("rates of one rank")
     published = "half of its published operations, two thirds of its NVLink; the flags below override them"
     rates.add_argument("--gpu", choices=GPUS, help=published)
-    flops, sent = DEFAULT_RATES.flops / 1e12, DEFAULT_RATES.bytes / 1e9
-    rates.add_argument("--tflops", type=_above_zero, help=f"TFLOP/s, instead of the GPU's or {flops:g}")
-    rates.add_argument("--bandwidth", type=_above_zero, help=f"GB/s sent, instead of the GPU's or {sent:g}")
+    flops = f"TFLOP/s, instead of the GPU's or {DEFAULT_RATES.flops / 1e12:g}"
+    rates.add_argument("--tflops", type=_above_zero, help=flops)
+    sent = f"GB/s sent, instead of the GPU's or {DEFAULT_RATES.bytes / 1e9:g}"
+    rates.add_argument("--bandwidth", type=_above_zero, help=sent)
     rates.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
+
     run = parser.add_argument_group("with -- and the flags of a Megatron pretrain command, which say all of the above")
     run.add_argument("--world-size", type=_positive, help="ranks of the run; as few as its parallel sizes allow")
     run.add_argument("--full", action="store_true", help="a line for each parameter, not for all that are alike")
@@ -99,91 +116,94 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     if flags is not None:
         return _print_planned_run(options, flags)
-    if of_run := _given(options) & _OF_RUN:
-        raise ValueError(f"{', '.join(sorted(of_run))} would have no effect without -- and the flags of a run")
+    model = _model(options)
+    parallel = Parallel(
+        tensor=options.tensor,
+        expert_tensor=options.expert_tensor or options.tensor,
+        expert=options.expert,
+        pipeline=options.pipeline,
+        data=options.data,
+    )
+    _check(options, model, parallel)
     iteration = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
-    share, itemsize = 1.0 if options.dense else 0.5, options.exchange_itemsize
-    work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
+    work = Work(
+        schedule=iteration.schedule,
+        restarts=iteration.restarts,
+        share=1.0 if options.dense else 0.5,
+        itemsize=options.exchange_itemsize,
+    )
     rates = _rates(options)
-    sizes = {field.name: getattr(options, field.name) for field in fields(Parallel)}
-    parallel = Parallel(**sizes | {"expert_tensor": options.expert_tensor or options.tensor})
-    model, mode = _model(options), options.muon_tp_mode
-    check_sizes(vars(model) | _named_by_megatron(parallel))
-    for needed, names in _NEEDS.items():
-        if getattr(model, needed) is None and (unused := sorted(_given(options) & names)):
-            raise ValueError(f"{', '.join(unused)} would have no effect without --{needed.replace('_', '-')}")
-    if model.first_dense_layers > model.num_layers:
-        raise ValueError(f"--first-dense-layers {model.first_dense_layers} is more than {model.num_layers} layers")
-    if parallel.pipeline > model.num_layers:
-        raise ValueError(f"--pipeline-model-parallel-size {parallel.pipeline} is more than {model.num_layers} layers")
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
-    if options.sweep_gpus is not None:
-        return _print_sweep(options, model, parallel, work, rates, workspace)
-    if options.picture is not None:
-        raise ValueError("--picture would have no effect without --sweep-gpus")
+    if options.sweep_gpus is None:
+        points = [_print_one(options, model, parallel, work, rates, workspace)]
+    else:
+        points = _print_sweep(options, model, parallel, work, rates, workspace)
+    _print_notes(options.gpu, model, parallel, points)
+    return 0
+
+
+def _check(options: argparse.Namespace, model: Model, parallel: Parallel) -> None:
+    """Refuse flags without effect, and more stages or dense layers than layers."""
+    given = _given(options)
+    for unused, needed in (
+        (given & _OF_RUN, "without -- and the flags of a run"),
+        (given & _OF_EXPERTS if model.num_experts is None else None, "without --num-experts"),
+        (given & _OF_LATENT_ATTENTION if model.kv_lora_rank is None else None, "without --kv-lora-rank"),
+        (given & {"--data-parallel-size"} if options.sweep_gpus else None, "with --sweep-gpus"),
+    ):
+        if unused:
+            raise ValueError(f"{', '.join(sorted(unused))} would have no effect {needed}")
+    for flag, number in (
+        ("--first-dense-layers", model.first_dense_layers),
+        ("--pipeline-model-parallel-size", parallel.pipeline),
+    ):
+        if number > model.num_layers:
+            raise ValueError(f"{flag} {number} is more than {model.num_layers} layers")
+
+
+def _print_one(
+    options: argparse.Namespace, model: Model, parallel: Parallel, work: Work, rates: Rates, workspace: Workspace
+) -> Point:
+    mode = options.muon_tp_mode
     stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
-    deals = stage.deals
-    if options.kernel_times is not None:  # not for the plan: a run makes it before its ranks agree on times
-        times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
-        work = replace(work, share=shares(times))
-        print(f"Symmetric products by {fastest(times)}, as measured on {source}.\n")
-        stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
     print(explain(plan, work, rates, workspace))
-    for deal in deals:
+    for deal in stage.deals:
         print(f"\n{deal}.")
     gpus = parallel.tensor * parallel.pipeline * parallel.data
     point = point_of(stage, plan, gpus, parallel.data, work, rates, workspace)
     print(f"\n{swept_table([point])}\n\n{_OF_POINTS}")
-    _print_notes(options, model, parallel, [point])
-    return 0
+    return point
 
 
-def _print_notes(options: argparse.Namespace, model: Model, parallel: Parallel, points: Sequence[Point]) -> None:
-    has = math.inf if options.gpu is None else GPUS[options.gpu].memory
-    if full := [f"{each.gpus:,}" for each in points if sum(each.memory) > has]:
-        gpus = f"{', '.join(full)} GPU{'s' * (full != ['1'])}"
-        print(f"\nnote: with {gpus} that is more memory than the {has / 1e9:.0f} GB of one {options.gpu}.")
+def _print_sweep(
+    options: argparse.Namespace, model: Model, parallel: Parallel, work: Work, rates: Rates, workspace: Workspace
+) -> list[Point]:
+    mode = options.muon_tp_mode
+    of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
+    gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
+    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=options.split_gate_up)
+    print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
+    modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
+    print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
+    return points
+
+
+def _print_notes(gpu: str | None, model: Model, parallel: Parallel, points: Sequence[Point]) -> None:
+    if gpu is not None:
+        memory = GPUS[gpu].memory
+        full = [f"{point.gpus:,}" for point in points if sum(point.memory) > memory]
+        if full:
+            gpus = f"{', '.join(full)} GPU{'' if full == ['1'] else 's'}"
+            print(f"\nnote: with {gpus} that is more memory than the {memory / 1e9:.0f} GB of one {gpu}.")
     if model.num_layers % parallel.pipeline:
         shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
         print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
         print("Megatron takes --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for that.")
 
 
-def _print_sweep(
-    options: argparse.Namespace, model: Model, parallel: Parallel, work: Work, rates: Rates, workspace: Workspace
-) -> int:
-    if given := _given(options) & {"--data-parallel-size", "--kernel-times"}:
-        raise ValueError(f"{', '.join(sorted(given))} would have no effect with --sweep-gpus")
-    if options.picture is not None and not (folder := Path(options.picture).absolute().parent).is_dir():
-        raise ValueError(f"--picture {options.picture}: there is no folder {folder}")
-    of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
-    gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
-    mode, split = options.muon_tp_mode, options.split_gate_up
-    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=split)
-    print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
-    modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
-    print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
-    _print_notes(options, model, parallel, points)
-    if options.picture is not None:
-        draw(points, options.picture)
-        print(f"\nDrawn in {options.picture}.")
-    return 0
-
-
 def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    if not flags:
-        raise ValueError("expected the flags of a pretrain command after --")
-    given = _given(options)
-    unused = sorted(given - _OF_RUN)
-    if unused:
-        more = "; ranks are data-parallel by --world-size N before --" if "--data-parallel-size" in given else ""
-        if {"--gpu", "--tflops", "--bandwidth", "--latency", "--kernel-times"} & given:
-            assumed = f"{DEFAULT_RATES.flops / 1e12:g} TFLOP/s and {DEFAULT_RATES.bytes / 1e9:g} GB/s"
-            more = f", and it plans with {assumed} on every GPU; plan --model takes other rates"
-        raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{more}")
-    if misplaced := [flag for flag in flags if flag.partition("=")[0] in ("--world-size", "--data-parallel-size")]:
-        raise ValueError(f"{misplaced[0]} is no flag of Megatron's: give --world-size N, before --")
+    _check_of_run(options, flags)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
     from megatron_eopt.tools.plan.described import planned_run
 
@@ -198,16 +218,45 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
         try:
             run = planned_run(flags, options.world_size, progress)
         except ValueError as error:
-            if missing := re.search(r"assert args\.(?:encoder_)?(\w+) is not None", str(error)):
-                raise ValueError(f"the flags after -- lack --{missing[1].replace('_', '-')}") from None
+            missing = re.search(r"assert args\.(?:encoder_)?(\w+) is not None", str(error))
+            if missing is not None:
+                raise ValueError(f"the flags after -- lack {_flag(missing[1])}") from None
             if "world size" not in str(error) and "data_parallel_size" not in str(error):
                 raise
             ranks = options.world_size or "as few as the parallel sizes allow, by default"
             raise ValueError(f"{error}; the world size is that of --world-size before -- ({ranks})") from None
-    print(f"{run.layout}\n\n{table(run.families, full=options.full)}")
-    named = ("pipeline stage", "matrices", *(f"{kind} MB" for kind in run.stages[0][1]._fields), "all MB")
-    lines = [[str(i), f"{n:,}", *map(megabytes, (*held, sum(held)))] for i, (n, held) in enumerate(run.stages)]
-    print("\nmemory of each GPU:", *aligned(named, lines, 170, named), sep="\n")
+    _print_run(run, options.full)
+    if options.json is not None:
+        write_json(run.families, options.json)
+    return 1 if run.problems else 0
+
+
+def _check_of_run(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Refuse flags that stand on the wrong side of ``--``."""
+    if not flags:
+        raise ValueError("expected the flags of a pretrain command after --")
+    given = _given(options)
+    unused = sorted(given - _OF_RUN)
+    if unused:
+        more = ""
+        if "--data-parallel-size" in given:
+            more = "; ranks are data-parallel by --world-size N before --"
+        if _RATES & given:
+            assumed = f"{DEFAULT_RATES.flops / 1e12:g} TFLOP/s and {DEFAULT_RATES.bytes / 1e9:g} GB/s"
+            more = f", and it plans with {assumed} on every GPU; plan --model takes other rates"
+        raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{more}")
+    for flag in flags:
+        if flag.partition("=")[0] in ("--world-size", "--data-parallel-size"):
+            raise ValueError(f"{flag} is no flag of Megatron's: give --world-size N, before --")
+
+
+def _print_run(run: "PlannedRun", full: bool) -> None:
+    print(f"{run.layout}\n\n{table(run.families, full=full)}")
+    head = ("pipeline stage", "matrices", "parameters MB", "gradients MB", "state MB", "temporaries MB", "all MB")
+    lines = []
+    for number, (matrices, memory) in enumerate(run.stages):
+        lines.append([str(number), f"{matrices:,}", *map(megabytes, memory), megabytes(sum(memory))])
+    print("\nmemory of each GPU:", *aligned(head, lines, 170, head), sep="\n")
     print(
         "state: with fp32 copies of bf16 parameters; of whole parameters that are dealt to data-parallel ranks, what "
         "the fullest\nrank holds at most. Activations are not counted. Matrices are those of all ranks of a stage.\n"
@@ -219,42 +268,43 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     for kind, messages in (("warning", run.warnings), ("note", run.notes), ("problem", run.problems)):
         for message in messages:
             print(f"\n{kind}: {message}")
-    if options.json is not None:
-        write_json(run.families, options.json)
-    return 1 if run.problems else 0
 
 
 def _given(options: argparse.Namespace) -> set[str]:
+    """Flags that differ from their defaults."""
     plan: argparse.ArgumentParser = options.parser
-    names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
-    return {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
-
-
-def _named_by_megatron(parallel: Parallel) -> dict[str, int]:
-    return {
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.expert_tensor,
-        "data_parallel_size": parallel.data,
-    }
+    given = set()
+    for action in plan._actions:  # there is no public way
+        if action.dest in options and getattr(options, action.dest) != plan.get_default(action.dest):
+            given.add(action.option_strings[0])
+    return given
 
 
 def _rates(options: argparse.Namespace) -> Rates:
-    published = DEFAULT_RATES if options.gpu is None else GPUS[options.gpu].rates
-    flops = published.flops if options.tflops is None else options.tflops * 1e12
-    sent = published.bytes if options.bandwidth is None else options.bandwidth * 1e9
-    return Rates(flops=flops, bytes=sent, latency=options.latency * 1e-6)
+    rates = DEFAULT_RATES if options.gpu is None else GPUS[options.gpu].rates
+    if options.tflops is not None:
+        rates = replace(rates, flops=options.tflops * 1e12)
+    if options.bandwidth is not None:
+        rates = replace(rates, bytes=options.bandwidth * 1e9)
+    return replace(rates, latency=options.latency * 1e-6)
 
 
 def _model(options: argparse.Namespace) -> Model:
-    given = {x.name: value for x in fields(Model) if (value := getattr(options, x.name)) is not None}
+    given = {}
+    for field in fields(Model):
+        value = getattr(options, field.name)
+        if value is not None:
+            given[field.name] = value
     if options.model is not None:
         return replace(MODELS[options.model], **given)
-    missing = [field.name for field in fields(Model) if field.default is MISSING and field.name not in given]
+    missing = [_flag(field.name) for field in fields(Model) if field.default is MISSING and field.name not in given]
     if missing:
-        raise ValueError(f"name a --model, or give {', '.join(f'--{name.replace("_", "-")}' for name in missing)}")
+        raise ValueError(f"name a --model, or give {', '.join(missing)}")
     return Model(**given)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _above_zero(text: str) -> float:

@@ -1,6 +1,5 @@
 """Matrices of a transformer given by Megatron's flags."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -141,6 +140,18 @@ class Stage(NamedTuple):
         """Bytes of bf16 parameters, fp32 gradients, and of a momentum and a copy of the parameters in fp32."""
         return 2 * self.held, 4 * self.held, 8 * self.kept
 
+    def plus(self, other: "Stage") -> "Stage":
+        """What a rank has that is the busiest with both."""
+        return Stage(
+            self.matrices + other.matrices,
+            self.deals + other.deals,
+            self.seconds + other.seconds,
+            self.mean + other.mean,
+            self.held + other.held,
+            self.kept + other.kept,
+            self.gathered + other.gathered,
+        )
+
 
 def dealt_matrices(
     model: Model,
@@ -157,37 +168,50 @@ def dealt_matrices(
     and one of experts. Sizes that do not divide over the ranks are a ``ValueError``.
     """
     length = -(-model.num_layers // parallel.pipeline)
-    firsts = {min(first, model.num_layers - length) for first in range(0, model.num_layers, length)}
-    by_kinds = {max(0, model.first_dense_layers - first): first for first in sorted(firsts, reverse=True)}
-    of_stages = [_parameters(model, parallel, range(x, x + length), split_gate_up) for x in by_kinds.values()]
-    ranks = parallel.tensor * parallel.data
-    if any(experts for _, experts in of_stages):
-        ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, _EXPERTS)
+    starts: dict[int, int] = {}  # of one stage for each number of dense layers in it
+    for first in range(0, model.num_layers, length):
+        first = min(first, model.num_layers - length)
+        starts.setdefault(max(0, model.first_dense_layers - first), first)
     stages = []
-    for dense, experts in of_stages:
-        parts = [_dealt(*each, work, mode, rates) for each in ((dense, parallel.data), (experts, ranks))]
-        stages.append(Stage(*(sum(values[1:], values[0]) for values in zip(*parts, strict=True))))
-    mean, gathered = (max(getattr(stage, field) for stage in stages) for field in ("mean", "gathered"))
-    slowest, fullest = max(stages, key=lambda stage: stage.seconds), max(stages, key=lambda stage: sum(stage.memory))
-    return slowest._replace(mean=mean, gathered=gathered, held=fullest.held, kept=fullest.kept)
+    for first in starts.values():
+        dense, experts = _parameters(model, parallel, range(first, first + length), split_gate_up)
+        stage = _dealt(dense, parallel.data, work, mode, rates)
+        if experts:
+            ranks = _divided(parallel.tensor * parallel.data, parallel.expert_tensor * parallel.expert, _EXPERTS)
+            stage = stage.plus(_dealt(experts, ranks, work, mode, rates))
+        stages.append(stage)
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    fullest = max(stages, key=lambda stage: sum(stage.memory))
+    return slowest._replace(
+        mean=max(stage.mean for stage in stages),
+        held=fullest.held,
+        kept=fullest.kept,
+        gathered=max(stage.gathered for stage in stages),
+    )
 
 
 def _dealt(parameters: Sequence[Matrices], data: int, work: Work, mode: TpMode, rates: Rates) -> Stage:
-    matrices = [tuple(replace(matrix, itemsize=work.itemsize) for matrix in each) for each in parameters]
-    items = [Item(each, sum(matrix.rectangles[0].numel for matrix in each)) for each in matrices]
+    items = []
+    for parameter in parameters:
+        matrices = tuple(replace(matrix, itemsize=work.itemsize) for matrix in parameter)
+        items.append(Item(matrices, sum(matrix.rectangles[0].numel for matrix in matrices)))
     found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates)
-    busiest, held = found.seconds.index(max(found.seconds)), sum(item.entries for item in items)
-    kept = Counter[int]()
+    busiest = found.seconds.index(max(found.seconds))
+    of_busiest: list[Matrix] = []
+    kept = [0] * data
     for item, rank in zip(items, found.ranks, strict=True):
         kept[rank] += item.entries
+        if rank == busiest:
+            of_busiest += item.matrices
+    held = sum(kept)
     return Stage(
-        [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices],
-        [found] if items and data > 1 else [],
-        max(found.seconds),
-        sum(found.seconds) / data,
-        held,
-        max(kept.values(), default=0),
-        held * (data - 1) // data,
+        matrices=of_busiest,
+        deals=[found] if data > 1 else [],
+        seconds=max(found.seconds),
+        mean=sum(found.seconds) / data,
+        held=held,
+        kept=max(kept),
+        gathered=held * (data - 1) // data,
     )
 
 
@@ -205,8 +229,9 @@ def _parameters(
             dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor, "tp", split_gate_up)
             continue
         dense.append(_whole(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size)))
-        if (columns := model.moe_shared_expert_intermediate_size) is not None:
-            dense += _mlp(f"{name}.mlp.shared_experts", model, columns, parallel.tensor, "tp", split_gate_up)
+        shared = model.moe_shared_expert_intermediate_size
+        if shared is not None:
+            dense += _mlp(f"{name}.mlp.shared_experts", model, shared, parallel.tensor, "tp", split_gate_up)
         columns = model.moe_ffn_hidden_size or model.ffn_hidden_size
         here = _divided(model.num_experts, parallel.expert, "--num-experts over --expert-model-parallel-size")
         for expert in range(here):
@@ -223,11 +248,14 @@ def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     groups = model.num_query_groups or heads
     rows = (_divided(heads, groups, "--num-attention-heads over --num-query-groups") * channels, channels, channels)
     of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over --tensor-model-parallel-size")
-    qkv, before = [], 0
+    qkv = []
+    before = 0
     for letter, height in zip("qkv", rows, strict=True):
         # Rows of this matrix before each rank's first: whole groups, and some of the group that the rank begins in.
-        at = (divmod(rank * of_rank, sum(rows)) for rank in range(ranks + 1))
-        edges = [group * height + min(max(inside - before, 0), height) for group, inside in at]
+        edges = []
+        for rank in range(ranks + 1):
+            group, inside = divmod(rank * of_rank, sum(rows))
+            edges.append(group * height + min(max(inside - before, 0), height))
         shape = (groups * height, model.hidden_size)
         qkv.append(Matrix(f"{name}.linear_qkv.weight[{letter}]", shape, cut_at(shape, 0, edges)))
         before += height
@@ -236,7 +264,9 @@ def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
 
 def _latent_attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """Projections down to the ranks of latents, which are not cut, and up."""
-    heads, hidden, latent = model.num_attention_heads, model.hidden_size, model.kv_lora_rank or 0
+    heads = model.num_attention_heads
+    hidden = model.hidden_size
+    latent = model.kv_lora_rank or 0
     _divided(heads, ranks, _HEADS)
     of_query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
     found = [_whole(f"{name}.linear_kv_down_proj.weight", (latent + model.qk_pos_emb_head_dim, hidden))]
@@ -255,14 +285,17 @@ def _whole(name: str, shape: Shape) -> Matrices:
 
 
 def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
-    hidden, first = model.hidden_size, f"{name}.linear_fc1.weight"
-    _divided(
-        columns, ranks, f"columns of {'experts' if group == 'expt_tp' else 'an MLP'} over their tensor-parallel ranks"
-    )
-    names = [f"{first}[gate]", f"{first}[up]"] if model.swiglu and split else [first]
-    rows = columns * 2 if model.swiglu and not split else columns
-    fc1 = tuple(_sharded(each, (rows, hidden), 0, ranks, group) for each in names)
-    return [fc1, (_sharded(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),)]
+    of = "experts" if group == "expt_tp" else "an MLP"
+    _divided(columns, ranks, f"columns of {of} over their tensor-parallel ranks")
+    hidden = model.hidden_size
+    first = f"{name}.linear_fc1.weight"
+    if not model.swiglu:
+        fc1 = [_sharded(first, (columns, hidden), 0, ranks, group)]
+    elif split:
+        fc1 = [_sharded(f"{first}[{part}]", (columns, hidden), 0, ranks, group) for part in ("gate", "up")]
+    else:
+        fc1 = [_sharded(first, (2 * columns, hidden), 0, ranks, group)]
+    return [tuple(fc1), (_sharded(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),)]
 
 
 def _sharded(name: str, shape: Shape, dim: int, ranks: int, group: str = "tp") -> Matrix:

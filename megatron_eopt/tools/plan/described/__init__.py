@@ -30,7 +30,8 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
     ``progress`` is told of each stage, and how many there are. A ValueError is for flags that Megatron or an optimizer
     refuses, and for an optimizer that Megatron builds alone.
     """
-    ranks, stages = [0], list[PlannedStage]()
+    ranks = [0]
+    stages: list[PlannedStage] = []
     while len(stages) < len(ranks):
         with described_run(flags, ranks[len(stages)], world_size) as run:
             # only now: importing Megatron may need what stands in for a GPU
@@ -39,7 +40,8 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
             from megatron_eopt.tools.plan.described.optimizers import planned_stage
 
             if not stages:
-                ranks, name = ranks_to_describe(run.args), run.args.optimizer.removeprefix("dist_")
+                ranks = ranks_to_describe(run.args)
+                name = run.args.optimizer.removeprefix("dist_")
                 of_training = problems_of_training(run.args)
                 unused = unread(run.optimizer_config)
             try:
@@ -48,22 +50,23 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
                 break
         progress(len(stages), len(ranks))
     if len(stages) < len(ranks) or frozenset.intersection(*(stage.unmatched for stage in stages)):
-        _refuse(flags, world_size, ranks, len(stages) % len(ranks))
+        failed = len(stages) if len(stages) < len(ranks) else 0
+        _refuse(flags, world_size, ranks, failed)
     rows = [each for stage in stages for each in stage.rows]
     together = merged(map(families, rows))
     names = {family.like.optimizer for family in together if family.like.optimizer is not None}
     unused = without_effect(run.args, names) + unused
-    slowest = max(range(len(stages)), key=lambda number: (stages[number].seconds, bool(stages[number].explained)))
+    slowest = max(stages, key=lambda stage: (stage.seconds, bool(stage.explained)))
     return PlannedRun(
-        together,
-        stages[slowest].explained,
-        slowest,
-        stages[slowest].seconds,
-        sizes(run.args),
-        [(sum(len(row.matrices) for each in stage.rows for row in each), stage.memory) for stage in stages],
-        [*problems(together, name, takes_matrices(name)), *of_training],
-        [*unused, *warnings(together, stages[0].scale_mode)],
-        run.notes,
+        families=together,
+        explained=slowest.explained,
+        slowest=stages.index(slowest),
+        seconds=slowest.seconds,
+        layout=sizes(run.args),
+        stages=[(sum(len(row.matrices) for rank in stage.rows for row in rank), stage.memory) for stage in stages],
+        problems=[*problems(together, name, takes_matrices(name)), *of_training],
+        warnings=[*unused, *warnings(together, stages[0].scale_mode)],
+        notes=run.notes,
     )
 
 

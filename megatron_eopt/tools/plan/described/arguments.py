@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any
 
 from megatron_eopt.megatron.releases import version
-from megatron_eopt.tools.plan.sizes import check_sizes
 
 # What only a GPU or Transformer Engine can do: argument -> value that does without. No shape depends on any.
 _WITHOUT: dict[str, Any] = {
@@ -40,7 +39,12 @@ _ELSEWHERE = {
     "hybrid_layer_pattern": "Megatron-Core makes hybrid models (--hybrid-layer-pattern) of Transformer Engine's layers",
     "hybrid_override_pattern": "Megatron-Core makes hybrid models of Transformer Engine's layers",
     "use_megatron_fsdp": "FSDP cuts parameters in a way of its own",
+    "tensor_parallel_num_weight_shards": "Transformer Engine alone cuts weights twice",
+    "expert_tensor_parallel_num_weight_shards": "Transformer Engine alone cuts weights twice",
 }
+
+
+_COUNTED = ("eval_interval", "eval_iters")
 
 
 def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Namespace, bool, tuple[str, ...]]:
@@ -63,9 +67,7 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     for name, value in _WITHOUT.items():
         if hasattr(args, name):
             setattr(args, name, value)
-    check_sizes({key: value for key, value in vars(args).items() if key != "world_size"})
     args.rank, args.world_size = rank, world_size or _smallest_world(args)
-    check_sizes({"world_size": args.world_size})
     if not 0 <= rank < args.world_size:
         raise ValueError(f"expected a rank below the world size {args.world_size}, got {rank}")
     with refused("refuses the flags"):
@@ -76,9 +78,13 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
 
 def sizes(args: Namespace) -> str:
     """The number of ranks, and how they are parallel."""
-    kinds = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
-    kinds |= {"context": args.context_parallel_size, "expert": args.expert_model_parallel_size}
-    kinds["data"] = args.data_parallel_size
+    kinds = {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
+        "data": args.data_parallel_size,
+    }
     return f"{args.world_size} ranks: " + ", ".join(f"{kind} {size}" for kind, size in kinds.items())
 
 
@@ -88,17 +94,18 @@ def problems_of_training(args: Namespace) -> list[str]:
 
     if args.lr is None:
         raise ValueError("Megatron trains with --lr, and there is none: add it")
-    found, needed = [], ("eval_interval", "eval_iters")
-    for what, step, names in (
-        ("the schedule", lambda: training.get_optimizer_param_scheduler(Namespace(param_groups=[])), ()),
-        ("to count samples", training.get_train_valid_test_num_samples, needed),
-    ):
-        try:
-            with refused(f"will refuse {what}"):
-                step()
-        except ValueError as error:
-            missing = [f"add --{name.replace('_', '-')}" for name in names if getattr(args, name) is None]
-            found.append("; ".join([str(error), *missing]))
+    found = []
+    try:
+        with refused("will refuse the schedule"):
+            training.get_optimizer_param_scheduler(Namespace(param_groups=[]))
+    except ValueError as error:
+        found.append(str(error))
+    try:
+        with refused("will refuse to count samples"):
+            training.get_train_valid_test_num_samples()
+    except ValueError as error:
+        missing = [f"add --{name.replace('_', '-')}" for name in _COUNTED if getattr(args, name) is None]
+        found.append("; ".join([str(error), *missing]))
     return found
 
 
@@ -139,15 +146,9 @@ def _notes(args: Namespace) -> tuple[str, ...]:
 
 def _smallest_world(args: Namespace) -> int:
     tensor = args.tensor_model_parallel_size
-    dense = _shards(args, "tensor_parallel_num_weight_shards", tensor) * args.context_parallel_size
-    of_experts = args.expert_tensor_parallel_size or tensor
-    expert = _shards(args, "expert_tensor_parallel_num_weight_shards", of_experts) * args.expert_model_parallel_size
+    dense = tensor * args.context_parallel_size
+    expert = (args.expert_tensor_parallel_size or tensor) * args.expert_model_parallel_size
     return math.lcm(dense, expert) * args.pipeline_model_parallel_size * args.num_distributed_optimizer_instances
-
-
-def _shards(args: Namespace, name: str, tensor: int) -> int:
-    """Ranks that a weight is cut over, where a release can cut it twice."""
-    return max(getattr(args, name, None) or tensor, tensor)
 
 
 def _pad_vocabulary(args: Namespace) -> None:

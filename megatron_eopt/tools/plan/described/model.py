@@ -124,45 +124,22 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
     from megatron.training import global_vars, initialize
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    norm, attention = "torch_norm:WrappedTorchNorm", "dot_product_attention:DotProductAttention"
+    norm = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
+    attention = "megatron.core.transformer.dot_product_attention:DotProductAttention"
     looked_at = "it is only looked at, so it may stand in for that of a GPU"
     replaced = [
-        (dist, "new_group", _pretending, "no other rank is there to talk to"),
-        (f"megatron.core.transformer.{norm}", "__new__", _any_norm, looked_at),
-        (f"megatron.core.transformer.{attention}", "__init__", _any_attention, looked_at),
+        Redirection(dist, "new_group", _pretending, "no other rank is there to talk to"),
+        Redirection(norm, "__new__", _any_norm, looked_at),
+        Redirection(attention, "__init__", _any_attention, looked_at),
     ]
-    redirections = Redirections([Redirection(*each) for each in replaced], importers=("megatron", "torch.distributed"))
+    redirections = Redirections(replaced, importers=("megatron", "torch.distributed"))
     global_vars.set_args(args)
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=args.world_size)
     stack.callback(dist.destroy_process_group)
     stack.enter_context(redirections)
-    if any(getattr(args, f"{of}gtp_weight_remat_size", 1) > 1 for of in ("", "expert_")):
-        _cut_twice(args, stack)
     with refused("cannot lay out these parallel sizes"):
         initialize._initialize_distributed(None, None, None)
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-
-
-def _cut_twice(args: Namespace, stack: ExitStack) -> None:
-    """Cut weights as generalized tensor parallelism does, which needs Transformer Engine for their exchange."""
-    from megatron.core.tensor_parallel import generalized_tensor_parallelism as generalized
-    from megatron.core.tensor_parallel import gtp_api
-
-    _keep(vars(gtp_api), stack)
-    _keep(vars(generalized.GTP_CONFIG), stack)
-    gtp_api.HAVE_GTP, gtp_api.wrap_module_params_gtp = True, _cut_again
-    generalized.configure_gtp_remat_from_recipe(fp8_recipe=args.fp8_recipe)
-
-
-def _cut_again(module: Module, names: Sequence[str], group: Any, is_grouped: Any = None) -> None:
-    from megatron.core.tensor_parallel.gtp_api import gtp_remat_shard_dim0
-
-    for name in names:
-        weight = getattr(module, name)
-        rows, padding = gtp_remat_shard_dim0(len(weight), group)
-        shard = Parameter(weight.new_empty(rows, *weight.shape[1:]))
-        vars(shard).update(vars(weight), is_gtp_weight_remat=True, pad_length=padding)
-        setattr(module, name, shard)
 
 
 @around
@@ -229,14 +206,14 @@ def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[
         is_last = rank == last and (stages is None or stage == stages - 1)
         chunk = build(pre_process=first, post_process=is_last, vp_stage=stage)
         if transformer_engine:
-            _replicate_down_projections(chunk, getattr(groups, "gtp_remat", None))
+            _replicate_down_projections(chunk)
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         config = get_model_config(chunk)
         yield _BaseDataParallel(config, Float16Module(config, chunk) if args.fp16 or args.bf16 else chunk)
 
 
-def _replicate_down_projections(chunk: Module, gtp_remat: Any) -> None:
+def _replicate_down_projections(chunk: Module) -> None:
     """Make MLA's down projections whole, as Transformer Engine has them."""
     for module in chunk.modules():
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
@@ -244,7 +221,6 @@ def _replicate_down_projections(chunk: Module, gtp_remat: Any) -> None:
             if layer is None:
                 continue
             layer.weight = Parameter(layer.weight.new_empty(layer.output_size, layer.input_size))
-            layer.weight.allreduce, layer.weight.tensor_model_parallel = True, False
+            layer.weight.allreduce = True
+            layer.weight.tensor_model_parallel = False
             layer.weight.sequence_parallel = layer.config.sequence_parallel
-            if gtp_remat is not None and gtp_remat.size() > 1:
-                _cut_again(layer, ["weight"], gtp_remat)

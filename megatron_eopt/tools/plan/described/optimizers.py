@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,22 +101,32 @@ def _planned(
     planned: OptimizerOfRun, run: DescribedRun, assigned: list[Assignment]
 ) -> tuple[list[ManifestRow], tuple[list[str], float, str, Memory]]:
     """The manifest's rows; plans and deals, predicted seconds, the scale mode, and the memory."""
-    config, planned.assigned = planned.config, assigned
+    config = planned.config
+    planned.assigned = assigned
     matrices, _ = planned.check()
     tag(matrices)
-    names = dict.fromkeys(each.optimizer for each in assigned if each.optimizer is not None)
-    built = [each for name in names for each in _built(name, assigned, config, run)]
-    optimizers = dict.fromkeys(each.optimizer for each in built)
+    built: list[OptimizerParameter] = []
+    for name in dict.fromkeys(each.optimizer for each in assigned if each.optimizer is not None):
+        built += _built(name, assigned, config, run)
+    optimizers = list(dict.fromkeys(each.optimizer for each in built))
     rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
-    deals, rank_of = _keep_busiest(list(optimizers), planned, run)
-    proposed = {each: each.engine_to_explain() for each in optimizers if isinstance(each, BaseOptimizer)}
-    engines = {each: engine for each, engine in proposed.items() if engine is not None}
-    mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
-    explained = [f"{type(each).__name__}, {mode}\n{engine.explain()}" for each, engine in engines.items()]
-    explained += deals if explained else []
-    entries = sum(p.numel() for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    seconds = OF_ENTRY * entries + sum(plan_cost(each.plan, each.works).seconds for each in engines.values())
-    temporaries = max((step_bytes(each.plan, each.works, each.workspace) for each in engines.values()), default=0)
+    deals, rank_of = _deals(optimizers, planned, run)
+    _keep_busiest(optimizers, deals, rank_of)
+
+    explained = []
+    seconds = 0.0
+    temporaries = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            seconds += OF_ENTRY * sum(parameter.numel() for parameter in group["params"])
+        engine = optimizer.engine_to_explain() if isinstance(optimizer, BaseOptimizer) else None
+        if engine is not None:
+            mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
+            explained.append(f"{type(optimizer).__name__}, {mode}\n{engine.explain()}")
+            seconds += plan_cost(engine.plan, engine.works).seconds
+            temporaries = max(temporaries, step_bytes(engine.plan, engine.works, engine.workspace))
+    if explained:
+        explained += [deal.text for deal in deals]
     dealt = {each.model: rank_of[each.main] for each in built if each.main in rank_of}
     return rows, (explained, seconds, config.muon_scale_mode, _memory(run, assigned, rows, dealt, temporaries))
 
@@ -129,56 +139,85 @@ def _memory(
     temporaries: int,
 ) -> Memory:
     """What the fullest rank holds, where whole parameters are dealt to ranks, as to those in ``dealt``."""
-    args, groups, held = run.args, run.pg_collection, [local(p) for c in run.model_chunks for p in c.parameters()]
-    in_fp32 = args.accumulate_allreduce_grads_in_fp32
+    args = run.args
+    parameters = 0
+    gradients = 0
+    for chunk in run.model_chunks:
+        for parameter in map(local, chunk.parameters()):
+            parameters += parameter.nbytes
+            if parameter.requires_grad:
+                in_fp32 = args.accumulate_allreduce_grads_in_fp32
+                gradients += parameter.numel() * (4 if in_fp32 else parameter.element_size())
+
     shared = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
-    everywhere, hands, of_name = 0.0, Counter[tuple[bool, int]](), {row.name: row.state_bytes for row in rows}
+    state_of = {row.name: row.state_bytes for row in rows}
+    everywhere = 0.0
+    of_ranks = {True: Counter[int](), False: Counter[int]()}  # of dense parameters, and of experts
     for each in assigned:
-        tensor, entries = each.parameter.tensor, local(each.parameter.tensor).numel()
+        tensor = each.parameter.tensor
+        entries = local(tensor).numel()
         dense = not _is_of_one_rank(tensor)
-        copy = 4 * entries if tensor.element_size() < 4 else 0
-        share = entries / max(1, prod(each.parameter.info.shape))
-        state = of_name.get(each.name, 0) * share + copy
+        state = state_of.get(each.name, 0) * entries / max(1, prod(each.parameter.info.shape))
+        if tensor.element_size() < 4:
+            state += 4 * entries
         if tensor in dealt:
-            hands[dense, dealt[tensor]] += round(state)
+            of_ranks[dense][dealt[tensor]] += round(state)
+        elif shared:
+            ranks = run.pg_collection.dp_cp if dense else run.pg_collection.expt_dp
+            everywhere += state / ranks.size()
         else:
-            everywhere += state / ((groups.dp_cp if dense else groups.expt_dp).size() if shared else 1)
-    fullest = sum(max((n for (of, _), n in hands.items() if of == dense), default=0) for dense in (True, False))
-    return Memory(
-        sum(each.nbytes for each in held),
-        sum(each.numel() * (4 if in_fp32 else each.element_size()) for each in held if each.requires_grad),
-        round(everywhere) + fullest,
-        temporaries,
-    )
+            everywhere += state
+    fullest = sum(max(counts.values(), default=0) for counts in of_ranks.values())
+    return Memory(parameters, gradients, round(everywhere) + fullest, temporaries)
 
 
-def _keep_busiest(
+class _Deal(NamedTuple):
+    """Parameters that are dealt together."""
+
+    text: str
+    parameters: list[Tensor]
+    busiest: int  # the rank
+
+
+def _deals(
     optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun
-) -> tuple[list[str], dict[Tensor, int]]:
-    """Keep the parameters of the busiest data-parallel rank; what is said of deals, and the rank of each."""
-    facts, groups = planned.facts, run.pg_collection
-    if not facts.layer_wise:
-        return [], {}
-    whole = releases.distributed_optimizer(facts.release).get("whole_matrices", False)
+) -> tuple[list[_Deal], dict[Tensor, int]]:
+    """The deals of dense parameters and of experts; each parameter's rank."""
+    deals: list[_Deal] = []
+    rank_of: dict[Tensor, int] = {}
+    if not planned.facts.layer_wise:
+        return deals, rank_of
+    whole = releases.distributed_optimizer(planned.facts.release).get("whole_matrices", False)
     by_time = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
     items, works = items_of(optimizers)
-    told, rank_of = list[str](), dict[Tensor, int]()
-    for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
-        parameters, ranks = [p for p in items if _is_of_one_rank(p) != dense], among.size()
+    for group, dense in ((run.pg_collection.dp_cp, True), (run.pg_collection.expt_dp, False)):
+        parameters = [p for p in items if _is_of_one_rank(p) != dense]
+        ranks = group.size()
         if ranks == 1 or not parameters:
             continue
         by_size = to_and_fro([p.numel() for p in parameters], ranks)
         dealt = deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode)
-        of_each, seconds = (dealt.ranks, dealt.seconds) if by_time else (by_size, dealt.by_size)
-        by_megatron = f"{len(parameters)} parameters dealt to {ranks} data-parallel ranks by size, as with"
-        by_megatron += " --no-balanced-deal, --ckpt-format torch and Megatron's layout of buffers."
-        told.append(f"{dealt}." if by_time else by_megatron)
-        rank_of |= dict(zip(parameters, of_each, strict=True))
-        busiest = seconds.index(max(seconds))
-        others = {p for p, rank in zip(parameters, of_each, strict=True) if rank != busiest}
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if by_time:
+            text = f"{dealt}."
+            seconds = dealt.seconds
+            rank_of |= dict(zip(parameters, dealt.ranks, strict=True))
+        else:
+            text = (
+                f"{len(parameters)} parameters dealt to {ranks} data-parallel ranks by size, as with "
+                "--no-balanced-deal, --ckpt-format torch and Megatron's layout of buffers."
+            )
+            seconds = dealt.by_size
+            rank_of |= dict(zip(parameters, by_size, strict=True))
+        deals.append(_Deal(text, parameters, seconds.index(max(seconds))))
+    return deals, rank_of
+
+
+def _keep_busiest(optimizers: Sequence[Optimizer], deals: Sequence[_Deal], rank_of: Mapping[Tensor, int]) -> None:
+    """Take the parameters of all but the busiest rank out of the groups."""
+    others = {p for each in deals for p in each.parameters if rank_of[p] != each.busiest}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter not in others]
-    return told, rank_of
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:

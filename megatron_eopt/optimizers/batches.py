@@ -22,7 +22,7 @@ class Batch:
     weights: list[Tensor]  # this rank's part of each of them
     momenta: list[Tensor]  # of each momentum
     gradients: list[Tensor]  # of each gradient; chosen() has them in the dtype of averages
-    further: list[list[Tensor]]  # of what else is kept of each parameter and changed in a step
+    further: list[dict[str, Tensor]]  # by key, what else is kept of each parameter and changed in a step
     settings: dict[str, Any]  # of the group
     lr: Scalar
     beta: float  # of the momentum in this step
@@ -38,7 +38,11 @@ class Batch:
     def changed(self) -> list[list[Tensor]]:
         """Each parameter's weight, momentum and further state, which steps change."""
         several = zip(self.weights, self.momenta, self.further, strict=True)
-        return [[weight, momentum, *further] for weight, momentum, further in several]
+        return [[weight, momentum, *further.values()] for weight, momentum, further in several]
+
+    def of_matrices(self, key: str) -> list[list[Tensor]]:
+        """What is kept under a key of each logical matrix, for each parameter."""
+        return [[x for name, x in further.items() if name.startswith(key)] for further in self.further]
 
     def flag(self, index: int) -> Tensor | bool:
         """Whether one of the parameters steps."""

@@ -1,6 +1,6 @@
 """Norms of weights that groups hold, or that size updates."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from math import inf
 
@@ -13,6 +13,7 @@ from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
@@ -25,39 +26,41 @@ def radii(ends: Sequence[str], optional: bool) -> list[StateTensor]:
 def find_norms(optimizer: OrthogonalizedOptimizer) -> None:
     """Measure the norms to hold; refuse weights that would never move."""
     needing = list[Tensor]()
+    held = set[Tensor]()
     for group in optimizer.param_groups:
-        needing += group["params"] if optimizer.modifiers_of(group).needs_norm else []
+        modifiers = optimizer.modifiers_of(group)
+        if modifiers.needs_norm:
+            needing += group["params"]
+        if modifiers.weight_norm == "hold":
+            held.update(group["params"])
+    begin_norms(optimizer, type(optimizer).__name__, needing, held)
+
+
+def begin_norms(optimizer: BaseOptimizer, name: str, needing: Sequence[Tensor], held: Set[Tensor]) -> None:
+    """Let norms that were not measured yet begin as those of the weights.
+
+    A weight without a norm would never move: it is a ``ValueError``, which ``name`` begins. Of parameters ``needing``
+    a norm those that are ``held`` keep it.
+    """
     if not needing:
         return
     matrices, norms = norms_of_weights(optimizer, needing)
-    kept = [radius for parameter in needing for radius in radii_of(optimizer, parameter)]
-    begin_norms(type(optimizer).__name__, matrices, kept, norms)
-
-
-def begin_norms(name: str, matrices: Sequence[Matrix], kept: Sequence[Tensor | None], norms: Tensor) -> None:
-    """Let kept norms that were not measured begin as ``norms``; None is for one that is not kept.
-
-    A weight without a norm would never move: it is a ``ValueError``, which ``name`` begins.
-    """
+    kept = list[Tensor | None]()
+    for parameter in needing:
+        of_matrices = kept_radii(optimizer, parameter) if parameter in held else []
+        kept += of_matrices or [None] * len(optimizer.key_ends(parameter))
     known = torch.stack([norms.new_zeros(()) if radius is None else radius for radius in kept])
     for matrix, radius, before, norm in zip(matrices, kept, known.tolist(), norms.tolist(), strict=True):
         # what is 0 was not measured yet, unless the matrix has no entries
         if 0 not in matrix.shape and not before and not 0 < norm < inf:
-            does = "keeps the norm that a matrix starts with" if radius is not None else "sizes updates by norms"
+            does = "sizes updates by norms" if radius is None else "keeps the norm that a matrix starts with"
             raise ValueError(
                 f"{name} {does}, and that of {matrix.name} is {norm:g}: initialize it, or give it to another optimizer "
                 f"(AdamW, say)"
             )
-    found = zip(kept, torch.where(known == 0, norms, known).unbind(), strict=True)
-    if held := [(radius, norm) for radius, norm in found if radius is not None]:
-        torch._foreach_copy_([radius for radius, _ in held], [norm for _, norm in held])
-
-
-def radii_of(optimizer: OrthogonalizedOptimizer, parameter: Tensor) -> Sequence[Tensor | None]:
-    """The norm that each matrix of a parameter keeps, or None."""
-    if optimizer.modifiers_of(optimizer.group_of(parameter)).weight_norm != "hold":
-        return [None] * len(optimizer.key_ends(parameter))
-    return kept_radii(optimizer, parameter)
+    for radius, norm in zip(kept, torch.where(known == 0, norms, known).unbind(), strict=True):
+        if radius is not None:
+            radius.copy_(norm)
 
 
 def kept_radii(optimizer: BaseOptimizer, parameter: Tensor) -> list[Tensor]:
@@ -74,28 +77,38 @@ def followed(optimizer: BaseOptimizer, held: Sequence[Tensor]) -> Iterator[None]
         yield
         return
     optimizer.prepare()
-    before = norms_of_weights(optimizer, held)[1]
+    _, before = norms_of_weights(optimizer, held)
     yield
+    _, after = norms_of_weights(optimizer, held)
+    ratios = torch.where(before > 0, after / nonzero(before), 1.0)
     kept = [radius for parameter in held for radius in kept_radii(optimizer, parameter)]
-    after = norms_of_weights(optimizer, held)[1]
-    torch._foreach_mul_(kept, torch.where(before > 0, after / nonzero(before), 1.0).unbind())
+    torch._foreach_mul_(kept, ratios.unbind())
 
 
 def drop_unused(optimizer: OrthogonalizedOptimizer) -> list[str]:
     """Drop loaded state that no modifier keeps; returns its keys."""
-    dropped = set()
+    dropped = set[str]()
     for parameter in optimizer._parameters():
-        state, used = optimizer.state.get(parameter, {}), {x.key for x in optimizer.state_tensors(parameter)}
-        for key in [key for key in state if key not in used and {key, key.rpartition("_")[0]} & {*OPTIONAL}]:
-            del state[key]
-            dropped.add(key if key in OPTIONAL else key.rpartition("_")[0])
+        state = optimizer.state.get(parameter, {})
+        used = {tensor.key for tensor in optimizer.state_tensors(parameter)}
+        for key in state.keys() - used:
+            for name in OPTIONAL:
+                if key == name or key.rpartition("_")[0] == name:
+                    del state[key]
+                    dropped.add(name)
     return sorted(dropped)
 
 
 def norms_of_weights(optimizer: BaseOptimizer, parameters: Sequence[Tensor]) -> tuple[list[Matrix], Tensor]:
     """Logical matrices of parameters, and their norms in fp64."""
-    index_of, engine = {parameter: i for i, parameter in enumerate(optimizer._parameters())}, optimizer.engine
+    index_of = {parameter: i for i, parameter in enumerate(optimizer._parameters())}
     indices = [index_of[parameter] for parameter in parameters]
-    matrices, shards = engine.flat(indices), engine.split(indices, [local(p.detach()) for p in parameters])
-    wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in zip(matrices, shards, strict=True)]
-    return matrices, norms_of(engine.statistics(wanted)).sqrt()
+    shards = optimizer.engine.split(indices, [local(p.detach()) for p in parameters])
+    return optimizer.engine.flat(indices), norms_of_shards(optimizer.engine, indices, shards)
+
+
+def norms_of_shards(engine: Engine, indices: Sequence[int], shards: Sequence[Tensor]) -> Tensor:
+    """Norms in fp64 of the logical matrices of parameters, of which this rank has shards."""
+    pairs = zip(engine.flat(indices), shards, strict=True)
+    wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
+    return norms_of(engine.statistics(wanted)).sqrt()

@@ -13,6 +13,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod
+from megatron_eopt.optimizers.held_norms import norms_of_shards
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract, with_gradients
 from megatron_eopt.optimizers.muon_arguments import Transport, refuse_blockwise, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
@@ -20,7 +21,6 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 PREVIOUS_GRADIENT = "previous_gradient"
 HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a step with a rate above 0
@@ -109,8 +109,8 @@ class MarsMuon(TensorParallelMuon):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, the previous gradient, and whether there is one."""
-        further = [StateTensor(PREVIOUS_GRADIENT), StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)]
-        return [*super().state_tensors(parameter), *further]
+        has_previous = StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)
+        return [*super().state_tensors(parameter), StateTensor(PREVIOUS_GRADIENT), has_previous]
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step."""
@@ -118,7 +118,8 @@ class MarsMuon(TensorParallelMuon):
         c = list[Tensor]()
         for batch in chunk.batches:
             strength = batch.settings["gamma"] * batch.beta / (1 - batch.beta)
-            previous, has_previous = zip(*(kept[-2:] for kept in batch.further), strict=True)
+            previous = [kept[PREVIOUS_GRADIENT] for kept in batch.further]
+            has_previous = [kept[HAS_PREVIOUS] for kept in batch.further]
             c += corrected(batch.gradients, previous, has_previous, strength)
         c = clipped(engine, chunk.indices, c)
         u = engine.split(chunk.indices, momentum(with_gradients(chunk, c)))
@@ -138,15 +139,15 @@ def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, stre
 def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> list[Tensor]:
     """``c / max(1, ||c||_F)`` of each logical matrix."""
     shards = engine.split(indices, gradients)
-    pairs = zip(engine.flat(indices), shards, strict=True)
-    norms = engine.statistics([StatisticsRequest(matrix=W, x=c, squared_norm=True) for W, c in pairs])
-    foreach.scale_each(shards, (LARGEST_NORM / norms_of(norms).sqrt().clamp(min=LARGEST_NORM)).unbind())
+    norms = norms_of_shards(engine, indices, shards)
+    foreach.scale_each(shards, (LARGEST_NORM / norms.clamp(min=LARGEST_NORM)).unbind())
     return engine.merge(indices, shards)
 
 
 def keep(batch: Batch) -> None:
     """``g`` becomes ``g_prev`` where it is accepted."""
-    previous, has_previous = map(list, zip(*(kept[-2:] for kept in batch.further), strict=True))
+    previous = [kept[PREVIOUS_GRADIENT] for kept in batch.further]
+    has_previous = [kept[HAS_PREVIOUS] for kept in batch.further]
     torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
     flags = torch.stack(has_previous)
     accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)

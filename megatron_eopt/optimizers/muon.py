@@ -13,6 +13,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import MomentumRule, Tensors
 from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS
+from megatron_eopt.optimizers.modifiers import RADIUS
 from megatron_eopt.optimizers.rounding import store
 from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.optimizers.weight_step import decay_cautiously, move, on_spheres, resized
@@ -179,8 +180,7 @@ def _coefficients(engine: Engine, of_batches: Sequence[tuple[Batch, list[Tensor]
     for batch, of_batch in of_batches:
         at, counts = slice(done, done := done + len(of_batch)), counts_of(engine, batch)
         if batch.modifiers.weight_norm == "hold":
-            of_each = zip(batch.further, counts, strict=True)
-            radii = torch.stack([radius for kept, count in of_each for radius in kept[:count]])
+            radii = torch.stack([radius for of_one in batch.of_matrices(RADIUS) for radius in of_one])
             lengths = batch.masked(radii * batch.lr, counts)
             coefficients.append(on_spheres(squares[:, at], inner[at], radii, lengths))
         else:

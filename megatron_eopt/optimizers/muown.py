@@ -1,6 +1,6 @@
 """Muown: Muon of directions beside Adam of the norms of rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
 from math import inf
@@ -50,8 +50,8 @@ class Rows:
 
 def rows_of(batch: Batch) -> Rows:
     """Copies of the state of a batch's rows."""
-    kept = [of_matrix for of_p in batch.further for of_matrix in batched(of_p[:-1], len(ROWS))]
-    owners = [n for n, of_p in enumerate(batch.further) for _ in batched(of_p[:-1], len(ROWS))]
+    kept = [of_matrix for of_p in batch.further for of_matrix in matrices_of(of_p)]
+    owners = [n for n, of_p in enumerate(batch.further) for _ in matrices_of(of_p)]
     counts, moved = steps_of(batch)
     each = [torch.cat(tensors) for tensors in zip(*kept, strict=True)]
     lengths = [len(g) for g, *_ in kept]
@@ -61,9 +61,14 @@ def rows_of(batch: Batch) -> Rows:
     return Rows(batch, lengths, *each, *map(torch.cat, of_rows))
 
 
+def matrices_of(kept: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """The state of the rows of each logical matrix of a parameter."""
+    return batched((x for key, x in kept.items() if key != STEPS), len(ROWS))
+
+
 def steps_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """Steps of a batch's parameters so far, and whether each makes one."""
-    counts = torch.stack([of_p[-1] for of_p in batch.further])
+    counts = torch.stack([of_p[STEPS] for of_p in batch.further])
     accepted = torch.ones_like(counts).bool() if batch.accepted is None else batch.accepted
     return counts, accepted & torch.as_tensor(batch.lr != 0)
 
@@ -118,11 +123,11 @@ def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
     g = g - lr * rows.batch.weight_decay * g
     pairs = (g, rows.g), (v_norm, rows.v_norm), (m, rows.m), (v, rows.v)
     new = [torch.where(rows.moves, after, before) for after, before in pairs]
-    kept = zip(*(of_matrix for of_p in rows.batch.further for of_matrix in batched(of_p[:-1], len(ROWS))), strict=True)
+    kept = zip(*(of_matrix for of_p in rows.batch.further for of_matrix in matrices_of(of_p)), strict=True)
     for tensors, x in zip(kept, new, strict=True):
         torch._foreach_copy_(list(tensors), rows.split(x))
     counts, moved = steps_of(rows.batch)
-    torch._foreach_copy_([of_p[-1] for of_p in rows.batch.further], list((counts + moved).unbind()))
+    torch._foreach_copy_([of_p[STEPS] for of_p in rows.batch.further], list((counts + moved).unbind()))
     return new[0]
 
 
@@ -290,7 +295,7 @@ class Muown(TensorParallelMuon):
         indices = [index_of[p] for p in new]
         W = self.engine.split(indices, [local(p.detach()) for p in new])
         norms = over_columns(self.engine, self.engine.flat(indices), on_stacks(row_products, W, W))
-        kept = [(p, *of_matrix) for p in new for of_matrix in batched(self._further_state(p)[:-1], len(ROWS))]
+        kept = [(p, *of_matrix) for p in new for of_matrix in matrices_of(self._further_state(p))]
         for (p, g, v_norm, *_), squares in zip(kept, norms, strict=True):
             g.copy_(torch.where(accepted[p], squares.sqrt().clamp(min=SMALLEST).to(g.dtype), g))
             v_norm.copy_(g)
@@ -302,7 +307,7 @@ class Muown(TensorParallelMuon):
         index_of = {p: i for i, p in enumerate(self._parameters())}
         for parameter, factor in zip(parameters, factors, strict=True):
             of_matrices = self.engine.split([index_of[parameter]], [factor[:, None].expand(local(parameter).shape)])
-            kept = batched(self._further_state(parameter)[:-1], len(ROWS))
+            kept = matrices_of(self._further_state(parameter))
             for (g, *_), of_rows in zip(kept, of_matrices, strict=True):
                 scale_rows(g, of_rows[:, 0])
 

@@ -42,7 +42,7 @@ class Streamed:
         homes: dict[int, list[Tensor]] = {}
         for batch in batches:
             states = zip(batch.indices, batch.parameters, batch.weights, batch.momenta, batch.further, strict=True)
-            there = ((i, w, (m, *further)) for i, p, w, m, further in states if kept(p))
+            there = ((i, w, (m, *further.values())) for i, p, w, m, further in states if kept(p))
             homes |= {i: [x for x in state if x.shape == w.shape] for i, w, state in there}
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []
@@ -69,8 +69,11 @@ class Streamed:
         def here(tensors: Iterable[Tensor]) -> list[Tensor]:
             return [self._here.get(id(x), x) for x in tensors]
 
+        def all_here(further: dict[str, Tensor]) -> dict[str, Tensor]:
+            return dict(zip(further, here(further.values()), strict=True))
+
         # a momentum stands in for a gradient that is missing
-        moved = ((b, here(b.momenta), here(b.gradients), list(map(here, b.further))) for b in batches)
+        moved = ((b, here(b.momenta), here(b.gradients), list(map(all_here, b.further))) for b in batches)
         return [replace(batch, momenta=m, gradients=g, further=further) for batch, m, g, further in moved]
 
     def around(self, chunk: Chunk, engine: Engine, program: Callable[[Chunk, Engine], Program]) -> Program:
@@ -88,7 +91,7 @@ class Streamed:
         if not callable(shards):
             self.take_back(momenta)
         resume(running, (yield written if callable(shards) else shards))
-        self.take_back(chain(*(tensors for batch in chunk.batches for tensors in batch.further)))
+        self.take_back(chain(*(kept.values() for batch in chunk.batches for kept in batch.further)))
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:
         """Start to copy finished state back to the host."""

@@ -373,7 +373,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     weights=weights,
                     momenta=momenta,
                     gradients=gradients,
-                    further=[self._further_state(p) for p in chosen] if more else [[]] * len(chosen),
+                    further=[self._further_state(p) if more else {} for p in chosen],
                     settings=settings | {self.traits.momentum_key: beta},
                     lr=group["lr"],
                     beta=beta,
@@ -396,13 +396,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """Whether other ranks need this one's part, gradient or not."""
         return False
 
-    def _further_state(self, parameter: Tensor) -> list[Tensor]:
-        """Local state beside the momentum that a step changes."""
+    def _further_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Local state beside the momentum that a step changes, by key."""
         known = self._session.plans.further_keys
         if parameter not in known:  # asked in every step
             known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
         keys, state = known[parameter], self.state[parameter]
         if not keys:
-            return []
+            return {}
         state = state if state.keys() >= set(keys) else self._states.of(parameter)
-        return [local(state[key]) for key in keys]
+        return {key: local(state[key]) for key in keys}

@@ -1,62 +1,37 @@
 """PSGD-Kron: momentum whitened by fitted Kronecker factors."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import whole_matrices
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.factored import Working, first_moment, refreshes, subtract
-from megatron_eopt.optimizers.factored_chunks import (
-    EXP_AVG,
-    MOST_BYTES,
-    Chunk,
-    EqualMatrices,
-    ParameterStep,
-    Planned,
-    chunks_of,
-    merge,
-    split,
-)
 from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.group_settings import Scalar, check_rates
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, checked_split
+from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
-from megatron_eopt.optimizers.whole_matrices import CLOCK
+from megatron_eopt.optimizers.whole_matrices import (
+    CLOCK,
+    EXP_AVG,
+    MatrixStack,
+    Planned,
+    WholeMatrixOptimizer,
+    first_moment,
+    refreshes,
+)
 from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
-from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.scheduler import rounds
+from megatron_eopt.parallel.layout import Layout
 
 FACTORS = ("Q_L", "Q_R")
 BOUNDS = "bounds"
 
 
-def psgd_kron(chunk: Chunk, engine: Engine) -> Working:
-    """PSGD-Kron's step of a chunk, equal matrices as stacks.
-
-    Cut matrices are whole between the exchanges, on their compute rank, which alone has their factors.
-    """
-    matrices = split(chunk, engine)
-    spread = [equal.spread for equal in matrices]
-    momenta = [first_moment(equal, equal.settings["momentum"])[1:] for equal in matrices]  # M <- EMA(g)
-    stacks = yield from engine.gather_whole(momenta, spread)
-    updates = [[updated(equal, *stack)] for equal, stack in zip(matrices, stacks, strict=True)]  # Q_L, Q_R;  U = P M
-    stacks = yield from engine.scatter_back(updates, spread)
-    for equal, stack in zip(matrices, stacks, strict=True):
-        subtract(equal, stack[0])  # p <- (1 - lr weight_decay) p - lr U
-    merge(matrices, engine)
-
-
-class PSGDKron(BaseOptimizer):
+class PSGDKron(WholeMatrixOptimizer):
     """Momentum whitened by two factors that are fitted to it [1].
 
     For a matrix ``p`` (m x n) with gradient ``g``, and ``P X = (Q_L^T Q_L) X (Q_R^T Q_R)``:
@@ -117,9 +92,6 @@ class PSGDKron(BaseOptimizer):
 
     traits = Traits(carried_settings=frozenset({CLOCK}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True)
 
-    _plans: dict[Tensor, list[Planned]] | None = None
-    _updated: int = 0
-
     def __init__(
         self,
         params: ParamsT,
@@ -143,49 +115,48 @@ class PSGDKron(BaseOptimizer):
         qkv_split_shapes: Sequence[int] | None = None,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        split = split_qkv, is_qkv_fn, qkv_split_shapes
-        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
-        self.pg_collection = pg_collection
-        steps = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "max_update_rms": max_update_rms}
-        rates = {"precond_lr": precond_lr, "min_precond_lr": min_precond_lr, "precond_decay_steps": precond_decay_steps}
-        fit = {"precondition_frequency": precondition_frequency, "precond_init_scale": precond_init_scale}
-        bounds = {"damping_noise_scale": damping_noise_scale, "beta_lip": beta_lip, "max_dim": max_dim}
-        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec}
-        super().__init__(params, {**steps, **rates, **fit, **bounds, **further})
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that a checkpoint describes."""
-        return super().settings() | {"split_qkv": self.split_qkv}
-
-    @property
-    def matrices_updated(self) -> int:
-        """Counts matrices without an entry, too."""
-        return self._updated
-
-    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter."""
-        return whole_matrices.described(self, {p: self._planned(p) for p in self._parameters()})
+        self._set(split_qkv, is_qkv_fn, qkv_split_shapes, pg_collection=pg_collection)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "max_update_rms": max_update_rms,
+            "precond_lr": precond_lr,
+            "min_precond_lr": min_precond_lr,
+            "precond_decay_steps": precond_decay_steps,
+            "precondition_frequency": precondition_frequency,
+            "precond_init_scale": precond_init_scale,
+            "damping_noise_scale": damping_noise_scale,
+            "beta_lip": beta_lip,
+            "max_dim": max_dim,
+            "maximize": maximize,
+            "fp32_matmul_prec": fp32_matmul_prec,
+        }
+        super().__init__(params, defaults)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, and each matrix's factors and bounds."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
         tensors = [StateTensor(EXP_AVG, dtype=wide)]
+        longest = self.group_of(parameter)["max_dim"]
         for part, plan in enumerate(self._planned(parameter)):
-            shapes = [(length,) * (1 + (length <= plan.longest)) for length in plan.layout.shape]
-            for key, dims in zip((*FACTORS, BOUNDS), (*shapes, (2,)), strict=True):
+            for key, length in zip(FACTORS, plan.layout.shape, strict=True):
+                dims = (length, length) if length <= longest else (length,)
                 tensors.append(StateTensor(key + plan.end, dims, part, wide, plan.compute_rank))
+            tensors.append(StateTensor(BOUNDS + plan.end, (2,), part, wide, plan.compute_rank))
         return tensors
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         name = type(self).__name__
         check_rates(name, group, "momentum", "beta_lip")
-        for key, least in (("precond_decay_steps", 1), ("precondition_frequency", 1), ("max_dim", 0)):
-            check_count(f"{name}: {key}", group[key], least)
+        check_count(f"{name}: precond_decay_steps", group["precond_decay_steps"], 1)
+        check_count(f"{name}: precondition_frequency", group["precondition_frequency"], 1)
+        check_count(f"{name}: max_dim", group["max_dim"], 0)
         for key in ("min_precond_lr", "damping_noise_scale", "max_update_rms"):
-            if not 0 <= group[key] < math.inf:
+            if not 0 <= group[key] < inf:
                 raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
-        if not 0 < group["precond_init_scale"] < math.inf:
-            scale = group["precond_init_scale"]
+        scale = group["precond_init_scale"]
+        if not 0 < scale < inf:
             raise ValueError(f"{name}: precond_init_scale must be a finite number above 0, got {scale}")
         if not 0 < group["precond_lr"] <= 1:  # more could turn a factor negative
             raise ValueError(f"{name}: precond_lr must lie in (0, 1], got {group['precond_lr']}")
@@ -194,54 +165,44 @@ class PSGDKron(BaseOptimizer):
             raise ValueError(f"{name}: min_precond_lr must be at most precond_lr, got {rates}")
         validate_matmul_precision(group["fp32_matmul_prec"])
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        whole_matrices.check_group(self, group, "matrices")
+    def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
+        plan = super()._plan(end, layout, longest)
+        rows, cols = layout.shape
+        plan.cost += rows * cols  # diagonals, too, are of whole matrices
+        return plan
 
-    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        spec = super()._described(name, parameter)
-        return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
+    def _ticks(self, group: Mapping[str, Any]) -> bool:
+        # torch makes a step at rate 0 to begin a state, which is none of the run
+        return isinstance(group["lr"], Tensor) or group["lr"] != 0
 
-    def _planned(self, parameter: Tensor) -> list[Planned]:
-        if self._plans is None or parameter not in self._plans:
-            self._plans = whole_matrices.planned(self, ((FACTORS[0],), (FACTORS[1],)), all_whole=True)
-        return self._plans[parameter]
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        return self._states.of(parameter, BOUNDS + self.key_ends(parameter)[-1])
 
-    def _take(self, accepted: Tensor) -> None:
-        self._session.changing = True
-        for group in self.param_groups:
-            # torch makes a step at rate 0 to begin a state, which is none of the run
-            group[CLOCK] += isinstance(group["lr"], Tensor) or group["lr"] != 0
-        grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        steps, states = [], self._states
-        for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
-            plans = self._planned(parameter)
-            # also without a gradient where others wait for this rank's part
-            if parameter.grad is not None or any(plan.gathered for plan in plans):
-                state = states.of(parameter, BOUNDS + plans[-1].end)
-                steps.append(ParameterStep(index, parameter, state, group, flag, False, False, (EXP_AVG,), plans))
-        for chunks in chunks_of(steps, MOST_BYTES):
-            for _ in rounds(psgd_kron(chunk, self.engine) for chunk in chunks):
-                pass
-        self._updated += sum(len(p.plans) for p in steps)
+    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+        """Momenta."""
+        _, momentum = first_moment(stack, stack.group["momentum"])
+        return [momentum]
 
-
-def updated(equal: EqualMatrices, momentum: Tensor) -> Tensor:
-    """Fit the factors of own matrices; returns updates."""
-    settings, own, accepted = equal.settings, equal.members[equal.own], equal.accepted[equal.own]
-    if not momentum.numel():
-        return momentum
-    kept = [[p.state[key + p.plans[i].end] for p, i in own] for key in (*FACTORS, BOUNDS)]
-    left, right, bounds = map(stacked, kept)
-    whitened = started(Whitened(momentum, (left, right), bounds), settings["precond_init_scale"])
-    with fp32_products(settings["fp32_matmul_prec"]):
-        if refreshes(settings):
-            whitened = refreshed(whitened, settings[CLOCK], settings)
-        update = preconditioned(whitened.factors, momentum)
-    # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
-    fits = accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1)
-    for old, new, before in zip(kept, (*whitened.factors, whitened.bounds), (left, right, bounds), strict=True):
-        torch._foreach_copy_(old, list(torch.where(over(new, fits), new, before).unbind()))
-    if settings["max_update_rms"]:
-        rms = update.square().mean((1, 2), keepdim=True).sqrt()
-        update = update * (settings["max_update_rms"] / rms).clamp(max=1)
-    return torch.where(accepted, update, 0.0)
+    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+        """``U = P M``; also ``Q_L``, ``Q_R`` and their bounds."""
+        (momentum,) = whole
+        if not momentum.numel():
+            return [momentum]
+        group = stack.group
+        accepted = stack.accepted[stack.own]
+        left, right, bounds = (stacked(stack.kept(key)) for key in (*FACTORS, BOUNDS))
+        whitened = started(Whitened(momentum, (left, right), bounds), group["precond_init_scale"])
+        with fp32_products(group["fp32_matmul_prec"]):
+            if refreshes(group):
+                whitened = refreshed(whitened, group[CLOCK], group)
+            update = preconditioned(whitened.factors, momentum)
+        # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
+        fits = accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1)
+        new_left, new_right = whitened.factors
+        stack.write(FACTORS[0], torch.where(over(left, fits), new_left, left))
+        stack.write(FACTORS[1], torch.where(over(right, fits), new_right, right))
+        stack.write(BOUNDS, torch.where(over(bounds, fits), whitened.bounds, bounds))
+        if group["max_update_rms"]:
+            rms = update.square().mean((1, 2), keepdim=True).sqrt()
+            update = update * (group["max_update_rms"] / rms).clamp(max=1)
+        return [torch.where(accepted, update, 0.0)]

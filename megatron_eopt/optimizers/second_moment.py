@@ -46,57 +46,32 @@ def adaptive_muon(chunk: Chunk, engine: Engine) -> Program:
     subtract(chunk, engine, factors, scales)  # p -= lr * s U
 
 
-def second_moment(
-    chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors
-) -> Sequence[float] | Sequence[float | Tensor]:
+def second_moment(chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors) -> list[float | Tensor]:
     """The scale of each factor; adamuon and normuon scale factors themselves, in place."""
-    scales, done, methods = list[float | Tensor](chunk.scales), 0, dict[str, list[tuple[Batch, slice]]]()
+    scales = list[float | Tensor](chunk.scales)
+    batches: dict[str, list[Batch]] = {}
+    numbers: dict[str, list[int]] = {}
+    start = 0
     for batch in chunk.batches:
-        at = slice(done, done := done + sum(counts_of(engine, batch)))
-        if batch.modifiers.moment2_method != "none":
-            methods.setdefault(batch.modifiers.moment2_method, []).append((batch, at))
-    for method, of_method in methods.items():
-        numbers = [n for _, at in of_method for n in range(at.start, at.stop)]
-        batches, own = [batch for batch, _ in of_method], [factors[n] for n in numbers]
-        new = _scaled(
-            method, batches, engine, own, [updates[n] for n in numbers if updates], [chunk.scales[n] for n in numbers]
-        )
-        for n, scale in zip(numbers, new, strict=True):
+        end = start + sum(counts_of(engine, batch))
+        batches.setdefault(batch.modifiers.moment2_method, []).append(batch)
+        numbers.setdefault(batch.modifiers.moment2_method, []).extend(range(start, end))
+        start = end
+    for method, of_method in batches.items():
+        own = [factors[n] for n in numbers[method]]
+        if method == "none" or not own:
+            continue
+        of_matrices = [chunk.scales[n] for n in numbers[method]]
+        new: Sequence[float | Tensor] = [1.0] * len(own)
+        if method == "adamuon":
+            adamuon(engine, of_method, own, of_matrices)
+        elif method == "normuon":
+            normuon(engine, of_method, own, of_matrices)
+        else:
+            new = namo(engine, of_method, [updates[n] for n in numbers[method]], of_matrices)
+        for n, scale in zip(numbers[method], new, strict=True):
             scales[n] = scale
     return scales
-
-
-def _scaled(
-    method: str, batches: Sequence[Batch], engine: Engine, factors: list[Tensor], updates: Tensors, scales: list[float]
-) -> Sequence[float | Tensor]:
-    moments, indices = list[Moment](), [i for batch in batches for i in batch.indices]
-    for batch in batches:
-        beta2, eps, radii = batch.modifiers.beta2, batch.modifiers.eps, batch.modifiers.weight_norm == "hold"
-        of_each = enumerate(zip(batch.further, counts_of(engine, batch), strict=True))
-        moments += [Moment(v, batch.flag(n), beta2, eps) for n, (kept, count) in of_each for v in kept[radii * count :]]
-    if not moments:
-        return [1.0] * len(factors)
-    matrices = engine.flat(indices)
-    if method == "adamuon":
-        new = engine.split(indices, adamuon(engine.merge(indices, factors), moments))
-        aligned = [batch.modifiers.align_rms for batch in batches]
-        if all(aligned):
-            ratios = list(_alignment(*_squared_norms(engine, matrices, factors, new)).unbind())
-            torch._foreach_mul_(ratios, scales)
-            foreach.scale_each(new, ratios)
-        else:
-            torch._foreach_mul_(new, scales)
-        torch._foreach_copy_(factors, new)
-        return [1.0] * len(factors)
-    if method == "normuon":
-        of_lines = normuon(engine, matrices, factors, moments)  # one for each row or column
-        torch._foreach_mul_(of_lines, scales)
-        foreach.scale_each(factors, of_lines)
-        return [1.0] * len(factors)
-    gradients = engine.split(indices, [gradient for batch in batches for gradient in batch.gradients])
-    ratios = namo(moments, *_squared_norms(engine, matrices, gradients, updates))
-    torch._foreach_mul_(ratios, scales)
-    return ratios
 
 
 def moments(method: str, ends: Sequence[str], layouts: Sequence[Layout], optional: bool) -> list[StateTensor]:
@@ -147,35 +122,60 @@ class Moment:
     eps: float
 
 
+def moments_of(batches: Sequence[Batch]) -> list[Moment]:
+    """The second moments of batches."""
+    of_batches = list[Moment]()
+    for batch in batches:
+        for n, of_parameter in enumerate(batch.of_matrices(MOMENT2_BUFFER)):
+            of_batches += [Moment(v, batch.flag(n), batch.modifiers.beta2, batch.modifiers.eps) for v in of_parameter]
+    return of_batches
+
+
 def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
     """``v += (1 - beta2) (value - v)``, overwriting ``values``."""
-    vs, flags = [m.v for m in moments], [m.accepted for m in moments if isinstance(m.accepted, Tensor)]
+    vs = [moment.v for moment in moments]
+    flags = [moment.accepted for moment in moments if isinstance(moment.accepted, Tensor)]
     torch._foreach_clamp_max_(values, torch.finfo(torch.float32).max)  # an infinity would stay in v for ever
     new = foreach.masked(values, vs, torch.stack(flags) if flags else None)
-    torch._foreach_lerp_(vs, new, [1 - m.beta2 for m in moments])
+    torch._foreach_lerp_(vs, new, [1 - moment.beta2 for moment in moments])
     return vs
 
 
-def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
-    """``U = O / (sqrt(v) + eps)``, ``v <- EMA(O^2)``."""
-    directions = [torch.empty_like(factor, dtype=torch.float32) for factor in factors]
-    torch._foreach_copy_(directions, list(factors))
+def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], scales: list[float]) -> None:
+    """``U = O / (sqrt(v) + eps)`` in place of ``O``, ``v <- EMA(O^2)``, times scales."""
+    indices = [i for batch in batches for i in batch.indices]
+    moments = moments_of(batches)
+    whole = engine.merge(indices, factors)
+    directions = [torch.empty_like(factor, dtype=torch.float32) for factor in whole]
+    torch._foreach_copy_(directions, whole)
     for some in foreach.alike(directions):
-        wide, of_some = [directions[i] for i in some], [moments[i] for i in some]
-        roots = torch._foreach_sqrt(average(of_some, torch._foreach_mul(wide, wide)))
-        torch._foreach_add_(roots, [moment.eps for moment in of_some])
+        wide = [directions[i] for i in some]
+        roots = torch._foreach_sqrt(average([moments[i] for i in some], torch._foreach_mul(wide, wide)))
+        torch._foreach_add_(roots, [moments[i].eps for i in some])
         torch._foreach_div_(wide, roots)
-    return directions
+    new = engine.split(indices, directions)
+    if all(batch.modifiers.align_rms for batch in batches):
+        ratios = list(_alignment(*_squared_norms(engine, indices, factors, new)).unbind())
+        torch._foreach_mul_(ratios, scales)
+        foreach.scale_each(new, ratios)
+    else:
+        torch._foreach_mul_(new, scales)
+    torch._foreach_copy_(factors, new)
 
 
-def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
-    """``rsqrt(max(v, eps))`` of rows or columns, keeping ``||O||``; one reduction."""
-    steps: dict[int, Tensor] = {}
-    measured = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
-    means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in measured]
+def normuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], scales: list[float]) -> None:
+    """``U = O rsqrt(max(v, eps))`` in place of ``O``, aligned and times scales; one reduction."""
+    matrices = engine.flat([i for batch in batches for i in batch.indices])
+    moments = moments_of(batches)
+    tall = [_tall(matrix.shape) for matrix in matrices]
+    means = list[StatisticsRequest]()
     # a short dimension that is cut needs its means reduced; one that is whole, the norms of O and U
-    crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
-    here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
+    crossing = list[int]()
+    here = list[int]()
+    for i, (matrix, x) in enumerate(zip(matrices, factors, strict=True)):
+        means.append(StatisticsRequest(matrix=matrix, x=x, row_squares=tall[i], column_squares=not tall[i]))
+        (crossing if _means_cross(matrix) else here).append(i)
+    steps: dict[int, Tensor] = {}  # of rows or columns
 
     def follow(some: list[int], statistics: Sequence[Statistics]) -> list[Tensor]:
         """Norms of rows or columns of ``O`` and ``U``, unscaled."""
@@ -198,14 +198,22 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
         align(here, norms_of(reduced[: len(norms)]))
     if crossing:
         align(crossing, squared_norms(follow(crossing, reduced[len(norms) :])))
-    return [steps[i][:, None] if _tall(matrix.shape) else steps[i][None] for i, matrix in enumerate(matrices)]
+    of_lines = [steps[i][:, None] if tall[i] else steps[i][None] for i in range(len(matrices))]
+    torch._foreach_mul_(of_lines, scales)
+    foreach.scale_each(factors, of_lines)
 
 
-def namo(moments: Sequence[Moment], squared_gradients: Tensor, squared_updates: Tensor) -> list[Tensor]:
-    """``||g'|| / (sqrt(v) + eps)`` of each matrix, from squared norms."""
-    roots = torch._foreach_sqrt(average(moments, squared_gradients.float().unbind()))
+def namo(engine: Engine, batches: Sequence[Batch], updates: Tensors, scales: list[float]) -> list[Tensor]:
+    """``||g'|| / (sqrt(v) + eps)`` of each matrix, ``v <- EMA(||G||^2)``, times scales."""
+    indices = [i for batch in batches for i in batch.indices]
+    moments = moments_of(batches)
+    gradients = engine.split(indices, [gradient for batch in batches for gradient in batch.gradients])
+    of_gradients, of_updates = _squared_norms(engine, indices, gradients, updates)
+    roots = torch._foreach_sqrt(average(moments, of_gradients.float().unbind()))
     torch._foreach_add_(roots, [moment.eps for moment in moments])
-    return list((squared_updates.sqrt() / torch.stack(roots)).unbind())
+    ratios = list((of_updates.sqrt() / torch.stack(roots)).unbind())
+    torch._foreach_mul_(ratios, scales)
+    return ratios
 
 
 def _tall(shape: Shape) -> bool:
@@ -217,9 +225,11 @@ def _means_cross(matrix: Matrix) -> bool:
     return any(r.shape[1 - short] and r.shape[short] != matrix.shape[short] for r in matrix.rectangles)
 
 
-def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> tuple[Tensor, ...]:
-    several = [zip(matrices, xs, strict=True) for xs in shards]
-    wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for pairs in several for matrix, x in pairs]
+def _squared_norms(engine: Engine, indices: Sequence[int], *shards: Tensors) -> tuple[Tensor, ...]:
+    wanted = list[StatisticsRequest]()
+    for xs in shards:
+        pairs = zip(engine.flat(indices), xs, strict=True)
+        wanted += [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in pairs]
     return norms_of(engine.statistics(wanted)).chunk(len(shards))
 
 

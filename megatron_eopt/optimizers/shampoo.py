@@ -1,8 +1,8 @@
 """Shampoo and KL-Shampoo: momenta between inverse roots of two factors."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from math import sqrt
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,43 +11,22 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers.factored import (
     Decay,
     FactoredOptimizer,
+    Side,
     WeightNorm,
-    Working,
-    apply,
-    first_moment,
-    gram_of,
-    kept_sides,
-    refreshes,
+    follow,
+    gram,
     steps_taken,
-    write_sides,
 )
-from megatron_eopt.optimizers.factored_chunks import Chunk, EqualMatrices, split
 from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.inverse_roots import RootMethod, inverse_root
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
+from megatron_eopt.optimizers.whole_matrices import MatrixStack, first_moment, refreshes
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
-from megatron_eopt.parallel.engine import Engine
 
 Scale = Literal[ScaleMode, "none"]
 
 LEAST_DAMPING = 1e-7  # with which the products of "cans" stay finite in fp32
-
-
-def shampoo(chunk: Chunk, engine: Engine, kl: bool) -> Working:
-    """The step of a chunk, equal matrices as stacks.
-
-    Each matrix ``p`` has a gradient ``g``, a momentum ``M``, factors ``L`` and ``R``, and their inverse roots ``P_L``
-    and ``P_R``. Cut ones are whole between the exchanges, on their compute rank.
-    """
-    matrices = split(chunk, engine)
-    spread = [equal.spread for equal in matrices]
-    stacks = [first_moment(equal, equal.settings["momentum"]) for equal in matrices]  # g;  M <- EMA(g)
-    stacks = yield from engine.gather_whole(stacks, spread)
-    for i, equal in enumerate(matrices):
-        stacks[i] = preconditioned(equal, kl, *stacks[i])  # U = s P_L M P_R;  L, R, P_L, P_R
-    stacks = yield from engine.scatter_back(stacks, spread)
-    apply(matrices, stacks, engine)  # p <- (1 - lr weight_decay) p - lr U
 
 
 class Preconditioning(FactoredOptimizer):
@@ -88,6 +67,7 @@ class Preconditioning(FactoredOptimizer):
     """
 
     side_keys = (("L", "P_L"), ("R", "P_R"))
+    whitens: ClassVar[bool] = False  # whether gradients are whitened by the other side before a factor follows them
     choices = (*FactoredOptimizer.choices, ("root_method", RootMethod), ("scale_mode", Scale))
 
     def __init__(
@@ -114,27 +94,100 @@ class Preconditioning(FactoredOptimizer):
         share_over_dp: bool = False,
         symmetric_products: str | None = None,
     ) -> None:
-        fused = split_qkv, is_qkv_fn, qkv_split_shapes
-        self._set(symmetric_products, fused, pg_collection=pg_collection, share_over_dp=share_over_dp)
-        update = {"lr": lr, "momentum": momentum, "scale_mode": scale_mode, "weight_norm": weight_norm}
-        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
-        factors = {"shampoo_beta": shampoo_beta, "max_dim": max_dim, "precondition_frequency": precondition_frequency}
-        roots = {"damping": damping, "root_method": root_method}
-        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec}
-        super().__init__(params, {**update, **decay, **factors, **roots, **further})
+        self._set(
+            split_qkv,
+            is_qkv_fn,
+            qkv_split_shapes,
+            pg_collection=pg_collection,
+            share_over_dp=share_over_dp,
+            symmetric_products=symmetric_products,
+        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "scale_mode": scale_mode,
+            "weight_norm": weight_norm,
+            "weight_decay": weight_decay,
+            "weight_decay_method": weight_decay_method,
+            "shampoo_beta": shampoo_beta,
+            "max_dim": max_dim,
+            "precondition_frequency": precondition_frequency,
+            "damping": damping,
+            "root_method": root_method,
+            "maximize": maximize,
+            "fp32_matmul_prec": fp32_matmul_prec,
+        }
+        super().__init__(params, defaults)
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name, cans = type(self).__name__, group["root_method"] == "cans"
+        name = type(self).__name__
         check_rates(name, group, "momentum", "shampoo_beta")
-        least = LEAST_DAMPING if cans else 0
-        if not least <= group["damping"] < 1 or not group["damping"]:
-            within = f"at least {least:g}, which the products of root_method 'cans' need," if cans else "above 0"
-            raise ValueError(f"{name}: damping must be {within} and below 1, got {group['damping']}")
+        damping = group["damping"]
+        if not 0 < damping < 1:
+            raise ValueError(f"{name}: damping must be above 0 and below 1, got {damping}")
+        if group["root_method"] == "cans" and damping < LEAST_DAMPING:
+            needs = f"at least {LEAST_DAMPING:g}, which the products of root_method 'cans' need"
+            raise ValueError(f"{name}: damping must be {needs}, got {damping}")
         super()._check_ranges(group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        self._check_factors(group, group["params"], "")
+        self._check_factors(group)
+
+    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+        """Gradients and momenta."""
+        return list(first_moment(stack, stack.group["momentum"]))
+
+    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+        """``U = s P_L M P_R``; also ``L``, ``R``, ``P_L`` and ``P_R``."""
+        gradient, update = whole
+        if stack.matrices[stack.own]:
+            left, right = self._sides(stack)
+            with fp32_products(stack.group["fp32_matmul_prec"]):
+                self._absorb(stack, gradient, left, right)
+                if left is not None:
+                    update = left.made @ update
+                if right is not None:
+                    update = update @ right.made
+            update = update * self._scale(update.shape[1], update.shape[2], stack.group["scale_mode"])
+            self._write_sides(stack, [left, right])
+        return [update] if stack.moves else []
+
+    def _absorb(self, stack: MatrixStack, gradient: Tensor, left: Side | None, right: Side | None) -> None:
+        """Update factors with gradients, and make new roots."""
+        group = stack.group
+        accepted = stack.accepted[stack.own]
+        beta = group["shampoo_beta"]
+        weight = (1 - beta) / (1 - beta ** steps_taken(stack).clamp(min=1))
+        both = left is not None and right is not None
+        of_rows = gradient
+        of_columns = gradient.mT
+        if self.whitens and stack.first:
+            if both:
+                size = gradient.square().mean((1, 2), keepdim=True).sqrt()
+                of_rows = gradient / torch.where(size > 0, size, 1.0).sqrt()
+            of_columns = of_rows.mT
+        elif self.whitens and left is not None and right is not None:
+            of_rows = gradient @ right.made
+            of_columns = gradient.mT @ left.made
+        for side, root, divisor in ((left, of_rows, gradient.shape[2]), (right, of_columns, gradient.shape[1])):
+            if side is None:
+                continue
+            product = gram(root, group)
+            if self.whitens:
+                product = product / divisor
+            follow(side.factor, product, weight, accepted)
+            if stack.first or refreshes(group):
+                order: Literal[2, 4] = 4 if both and not self.whitens else 2
+                new = inverse_root(side.factor, order, float(group["damping"]), group["root_method"])
+                side.made.copy_(torch.where(accepted, new, side.made))
+
+    def _scale(self, rows: int, cols: int, mode: Scale) -> float:
+        """Factor of the preconditioned momentum of a (rows x cols) matrix."""
+        if mode == "none" or 0 in (rows, cols):
+            return 1.0
+        scale = muon_scale_factor(rows, cols, mode)
+        return scale / (sqrt(rows) + sqrt(cols)) if self.whitens else scale
 
 
 class Shampoo(Preconditioning):
@@ -157,10 +210,6 @@ class Shampoo(Preconditioning):
     [1] Gupta, Koren and Singer, Shampoo: Preconditioned Stochastic Tensor Optimization, arXiv 1802.09568; with
         averages in place of sums, Anil et al., arXiv 2002.09018.
     """
-
-    def program(self, chunk: Chunk) -> Working:
-        """One chunk's step."""
-        return shampoo(chunk, self.engine, kl=False)
 
 
 class KLShampoo(Preconditioning):
@@ -185,54 +234,8 @@ class KLShampoo(Preconditioning):
     [1] Lin et al., Understanding and Improving Shampoo and SOAP via Kullback-Leibler Minimization, arXiv 2509.03378.
     """
 
+    whitens = True
+
     def rests(self, group: Mapping[str, Any]) -> bool:
         """The inverse of a single gradient would be as large as its smallest singular value is small."""
         return True
-
-    def program(self, chunk: Chunk) -> Working:
-        """One chunk's step."""
-        return shampoo(chunk, self.engine, kl=True)
-
-
-def preconditioned(equal: EqualMatrices, kl: bool, gradient: Tensor, momentum: Tensor) -> list[Tensor]:
-    """Update factors and roots; returns updates, or nothing while factors are made."""
-    settings, update = equal.settings, momentum
-    if equal.members[equal.own]:
-        kept, sides = kept_sides(equal)
-        accepted, (rows, cols) = equal.accepted[equal.own], gradient.shape[1:]
-        weight = (1 - settings["shampoo_beta"]) / (1 - settings["shampoo_beta"] ** steps_taken(equal).clamp(min=1))
-        order: Literal[2, 4] = 4 if all(sides) and not kl else 2
-        with fp32_products(settings["fp32_matmul_prec"]):
-            roots = _whitened(gradient, sides, equal.first) if kl else [gradient, gradient.mT]
-            for side, root, divisor in zip(sides, roots, (cols, rows), strict=True):
-                if side:
-                    product = gram_of(settings)(root) / (divisor if kl else 1)
-                    finite = product.isfinite().flatten(1).all(1)[:, None, None]
-                    # what is not finite would stay for ever
-                    side[0].lerp_(torch.where(accepted & finite, product, side[0]), weight.to(product.dtype))
-                    if equal.first or refreshes(settings):
-                        new = inverse_root(side[0], order, float(settings["damping"]), settings["root_method"])
-                        side[1].copy_(torch.where(accepted, new, side[1]))
-            left, right = sides
-            update = left[1] @ update if left else update
-            update = update @ right[1] if right else update
-        update = update * scale_of(rows, cols, settings["scale_mode"], kl)
-        write_sides(kept, sides)
-    return [update] if equal.moves else []
-
-
-def _whitened(gradient: Tensor, sides: Sequence[Sequence[Tensor]], first: bool) -> list[Tensor]:
-    """Roots of ``g R^-1 g^T`` and ``g^T L^-1 g``; in the first step of the gradient over the root of its size."""
-    (left, right), both = sides, all(sides)
-    if first:
-        size = gradient.square().mean((1, 2), keepdim=True).sqrt() if both else torch.ones_like(gradient[:, :1, :1])
-        alone = gradient / torch.where(size > 0, size, 1.0).sqrt()
-        return [alone, alone.mT]
-    return [gradient @ right[1] if both else gradient, gradient.mT @ left[1] if both else gradient.mT]
-
-
-def scale_of(rows: int, cols: int, mode: Scale, kl: bool) -> float:
-    """Factor of the preconditioned momentum of a (rows x cols) matrix."""
-    if mode == "none" or 0 in (rows, cols):
-        return 1.0
-    return muon_scale_factor(rows, cols, mode) / (math.sqrt(rows) + math.sqrt(cols) if kl else 1)

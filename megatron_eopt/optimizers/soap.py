@@ -6,45 +6,18 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.factored import (
-    Decay,
-    FactoredOptimizer,
-    WeightNorm,
-    Working,
-    apply,
-    first_moment,
-    gram_of,
-    kept_sides,
-    steps_taken,
-    write_sides,
-)
-from megatron_eopt.optimizers.factored_chunks import EXP_AVG, Chunk, EqualMatrices, split
+from megatron_eopt.optimizers.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
+from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
-from megatron_eopt.optimizers.soap_math import BasisMethod, Preconditioned, Side, SortBases, update_of
+from megatron_eopt.optimizers.soap_math import BasisMethod, Preconditioned, SortBases, update_of
+from megatron_eopt.optimizers.whole_matrices import EXP_AVG, MatrixStack, first_moment
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.engine import Engine
 
 EXP_AVG_SQ = "exp_avg_sq"
 
 Gradients = Literal["previous", "current"]
-
-
-def soap(chunk: Chunk, engine: Engine) -> Working:
-    """SOAP's step of a chunk, equal matrices as stacks.
-
-    Each matrix ``p`` has a gradient ``g``, moments ``M`` and ``V``, factors ``L`` and ``R``, and bases ``Q_L`` and
-    ``Q_R``. Cut ones are whole between the exchanges, on their compute rank.
-    """
-    matrices = split(chunk, engine)
-    spread = [equal.spread for equal in matrices]
-    stacks = [first_moment(x, x.settings["betas"][0]) for x in matrices]  # g;  M <- beta1 M + (1 - beta1) g;  V
-    stacks = yield from engine.gather_whole(stacks, spread)
-    for i, equal in enumerate(matrices):
-        stacks[i] = updated(equal, *stacks[i])  # U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T;  V, L, R, Q_L, Q_R
-    stacks = yield from engine.scatter_back(stacks, spread)
-    apply(matrices, stacks, engine)  # p <- (1 - lr weight_decay) p - lr U
 
 
 class SOAP(FactoredOptimizer):
@@ -187,16 +160,36 @@ class SOAP(FactoredOptimizer):
         share_over_dp: bool = False,
         symmetric_products: str | None = None,
     ) -> None:
-        fused = split_qkv, is_qkv_fn, qkv_split_shapes
-        self._set(symmetric_products, fused, pg_collection=pg_collection, share_over_dp=share_over_dp)
-        adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
-        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
-        shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
-        bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
-        norm = {"sort_bases": sort_bases, "weight_norm": weight_norm}
-        muon = {"orthogonalize": orthogonalize, "scale_mode": scale_mode}
-        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec, **norm, **muon}
-        super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
+        self._set(
+            split_qkv,
+            is_qkv_fn,
+            qkv_split_shapes,
+            pg_collection=pg_collection,
+            share_over_dp=share_over_dp,
+            symmetric_products=symmetric_products,
+        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "nesterov": nesterov,
+            "correct_bias": correct_bias,
+            "weight_decay": weight_decay,
+            "weight_decay_method": weight_decay_method,
+            "shampoo_beta": shampoo_beta,
+            "use_kl_shampoo": use_kl_shampoo,
+            "max_dim": max_dim,
+            "precondition_frequency": precondition_frequency,
+            "basis_method": basis_method,
+            "basis_of": basis_of,
+            "maximize": maximize,
+            "fp32_matmul_prec": fp32_matmul_prec,
+            "sort_bases": sort_bases,
+            "weight_norm": weight_norm,
+            "orthogonalize": orthogonalize,
+            "scale_mode": scale_mode,
+        }
+        super().__init__(params, defaults)
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_adam_settings(type(self).__name__, group, "shampoo_beta")
@@ -204,35 +197,36 @@ class SOAP(FactoredOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        if group["orthogonalize"]:
+            self._check_factors(group, " with orthogonalize")
+            return
         scale_mode = group["scale_mode"]
         # a group that leaves orthogonalize off may have the scale of those that do not
         inherited = self.defaults["orthogonalize"] and scale_mode == self.defaults["scale_mode"]
-        if scale_mode != "shape_scaling" and not group["orthogonalize"] and not inherited:
+        if scale_mode != "shape_scaling" and not inherited:
             raise ValueError(
                 f"{type(self).__name__}: scale_mode {scale_mode!r} has no effect without orthogonalize: set "
                 f"orthogonalize=True, or take it away"
             )
-        matrices = [parameter for parameter in group["params"] if parameter.ndim > 1]
-        self._check_factors(group, matrices if group["orthogonalize"] else [], " with orthogonalize")
 
     def rests(self, group: Mapping[str, Any]) -> bool:
         """Not where a gradient is seen in a basis of itself."""
         return bool(group["basis_of"] == "previous")
 
-    def program(self, chunk: Chunk) -> Working:
-        """One chunk's step."""
-        return soap(chunk, self.engine)
+    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+        """Gradients and both moments."""
+        gradient, momentum = first_moment(stack, stack.group["betas"][0])
+        return [gradient, momentum, stacked(stack.shards[EXP_AVG_SQ])]
 
-
-def updated(equal: EqualMatrices, gradient: Tensor, momentum: Tensor, squares: Tensor) -> list[Tensor]:
-    """Update factors and bases; returns updates and second moments."""
-    update: Tensor | None = squares if equal.moves else None
-    if equal.members[equal.own]:
-        kept, stacks = kept_sides(equal)
-        left, right = (Side(*stack) if stack else None for stack in stacks)
-        accepted, gram = equal.accepted[equal.own], gram_of(equal.settings)
-        matrices = Preconditioned(gradient, momentum, squares, steps_taken(equal), accepted, gram, (left, right))
-        with fp32_products(equal.settings["fp32_matmul_prec"]):
-            update = update_of(matrices, equal.settings, equal.first)
-        write_sides(kept, stacks)
-    return [] if update is None else [update, squares]
+    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+        """``U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``, and ``V``; also ``L``, ``R``, ``Q_L`` and ``Q_R``."""
+        gradient, momentum, squares = whole
+        update: Tensor | None = squares if stack.moves else None
+        if stack.matrices[stack.own]:
+            left, right = self._sides(stack)
+            accepted = stack.accepted[stack.own]
+            matrices = Preconditioned(gradient, momentum, squares, steps_taken(stack), accepted, left, right)
+            with fp32_products(stack.group["fp32_matmul_prec"]):
+                update = update_of(matrices, stack.group, stack.first)
+            self._write_sides(stack, [left, right])
+        return [] if update is None else [update, squares]

@@ -140,7 +140,7 @@ def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> s
         weights=[x.clone() for x in weights],
         momenta=[x.clone() for x in momenta],
         gradients=gradients,
-        further=[[]] * 3,
+        further=[{}] * 3,
         settings={},
         lr=0.02,
         beta=0.9,

@@ -71,8 +71,8 @@ def _copied(batch: Batch) -> Batch:
     def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x.clone() for x in tensors]
 
-    weights, momenta, further = copies(batch.weights), copies(batch.momenta), list(map(copies, batch.further))
-    return replace(batch, weights=weights, momenta=momenta, further=further)
+    further = [{key: x.clone() for key, x in kept.items()} for kept in batch.further]
+    return replace(batch, weights=copies(batch.weights), momenta=copies(batch.momenta), further=further)
 
 
 def _updates(

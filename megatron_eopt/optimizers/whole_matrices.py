@@ -1,66 +1,469 @@
-"""What optimizers share that work on whole matrices, each on a compute rank."""
+"""What optimizers share that work on whole logical matrices, each on a compute rank.
 
-from collections.abc import Mapping
-from typing import Any, Literal
+Equal matrices step as stacks, a chunk of bounded size at a time. Shards of cut ones go to their compute ranks, which
+alone have the further state of a matrix, and come back, by one collective of the chunk each way.
+"""
 
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import compress
+from math import prod
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.factored_chunks import Planned, Sides
-from megatron_eopt.optimizers.parameters import DescribedMatrix, check_matrix, check_shard, names_of_last
+from megatron_eopt.optimizers.foreach import decay_power, stacked
+from megatron_eopt.optimizers.group_settings import Scalar
+from megatron_eopt.optimizers.modifiers import RADIUS
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    check_matrix,
+    check_shard,
+    checked_split,
+    local,
+    names_of_last,
+)
+from megatron_eopt.optimizers.weight_step import on_spheres
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.engine import Engine, Spread
+from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.scheduler import rounds
+from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
+EXP_AVG = "exp_avg"
+WEIGHT = "weight"
+GRADIENT = "gradient"
 
-Takes = Literal["matrices", "matrices and vectors"]
-
-
-def check_group(optimizer: BaseOptimizer, group: dict[str, Any], takes: Takes) -> None:
-    """Refuse parameters of the last group, and begin its clock."""
-    name, groups = type(optimizer).__name__, optimizer.param_groups
-    several = group["params"], names_of_last(groups), names_of_last(groups, shapes=False)
-    for parameter, called, index in zip(*several, strict=True):
-        is_matrix = parameter.ndim > 1 or takes == "matrices"
-        if is_matrix:
-            check_matrix(name, parameter, f"takes {takes}, but {index}")
-        try:
-            optimizer.layout(parameter)
-        except ValueError as error:
-            raise ValueError(f"{name} cannot lay {called} out: {error}") from error
-        if is_matrix:
-            optimizer._check_split(parameter)
-            check_shard(parameter, optimizer.pg_collection, called)
-    group.setdefault(CLOCK, 0)
+MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 
-def planned(optimizer: BaseOptimizer, sides: Sides, all_whole: bool = False) -> dict[Tensor, list[Planned]]:
-    """Plan the matrices of all parameters; a new group changes no other's compute ranks.
+@dataclass(eq=False)
+class Planned:
+    """How a logical matrix is worked on."""
 
-    Groups have the setting ``max_dim``, the longest side that has a factor.
+    end: str  # of its state keys
+    layout: Layout
+    has_factor: tuple[bool, bool]  # of the rows, and of the columns
+    cost: int  # of a step, up to a factor that is the same for all
+    compute_rank: int | None = None  # the one of its group that alone needs it whole
+
+    @property
+    def gathered(self) -> bool:
+        """Whether a rank needs what others have of it."""
+        return self.cost > 0 and self.layout.ranks > 1
+
+    @property
+    def factor_lengths(self) -> list[int]:
+        """Lengths of the sides that have a factor."""
+        return list(compress(self.layout.shape, self.has_factor))
+
+
+def plan_of(end: str, layout: Layout, longest: int) -> Planned:
+    """The plan of a matrix, whose sides have a factor up to a length."""
+    rows, cols = layout.shape
+    has_factor = (0 < rows <= longest and cols > 0, 0 < cols <= longest and rows > 0)
+    plan = Planned(end, layout, has_factor, 0)
+    for length in plan.factor_lengths:
+        plan.cost += 4 * length * (length**2 + rows * cols)  # cubes of sides, and products with them
+    return plan
+
+
+@dataclass(eq=False)
+class ParameterStep:
+    """A parameter in a step, alike on all sharing ranks."""
+
+    index: int
+    parameter: Tensor
+    state: dict[str, Any]
+    group: Mapping[str, Any]
+    accepted: Tensor  # if not, everything stays as it is
+    plans: list[Planned]  # of each logical matrix
+    moments: Sequence[str]  # keys of state in its shape
+    first: bool = False  # whether its factors are zero so far, but are to be made; only if accepted
+    rests: bool = False  # whether the first gradient makes the factors alone
+
+    @property
+    def label(self) -> str:
+        """The ranks that exchange its matrices; empty for none."""
+        return next((plan.layout.label for plan in self.plans if plan.gathered), "")
+
+    @cached_property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """What equal logical matrices have in common, for each."""
+        of_all = (id(self.group), self.first, self.parameter.dtype, min(self.parameter.ndim, 2))
+        return tuple((of_all, plan.has_factor, plan.layout.shape, plan.layout.rectangles) for plan in self.plans)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The local gradient; zeros where there is none."""
+        gradient = self.parameter.grad
+        return as_array(torch.zeros_like(self.parameter) if gradient is None else gradient)
+
+    @property
+    def written(self) -> dict[str, Tensor]:
+        """Views of local weight and moments, by name."""
+        moments = {key: as_array(self.state[key]) for key in self.moments}
+        return {WEIGHT: as_array(self.parameter)} | moments
+
+
+def as_array(x: Tensor) -> Tensor:
+    """A view of the local shard, a scalar as a vector."""
+    return torch.atleast_1d(local(x))
+
+
+class MatrixStep(NamedTuple):
+    """A logical matrix in a step."""
+
+    of: ParameterStep
+    number: int  # among those of its parameter
+
+    @property
+    def plan(self) -> Planned:
+        """How it is worked on."""
+        return self.of.plans[self.number]
+
+    def state(self, key: str) -> Tensor:
+        """Its own state."""
+        kept: Tensor = self.of.state[key + self.plan.end]
+        return kept
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixStack:
+    """Equal logical matrices of a chunk, in the order of compute ranks."""
+
+    matrices: list[MatrixStep]
+    own: slice  # those that this rank computes
+    spread: Spread | None  # as what they are exchanged; None where nothing is
+    accepted: Tensor  # of each, with as many dimensions as a stack has
+    shards: dict[str, list[Tensor]]  # of weight, gradient and moments, by name; may be copies
+
+    @property
+    def one(self) -> ParameterStep:
+        """The parameter of one of them."""
+        return self.matrices[0].of
+
+    @property
+    def group(self) -> Mapping[str, Any]:
+        """The settings of all."""
+        return self.one.group
+
+    @property
+    def has_factor(self) -> tuple[bool, bool]:
+        """Whether rows, and columns, have factors."""
+        return self.matrices[0].plan.has_factor
+
+    @property
+    def first(self) -> bool:
+        """Whether this step makes their factors."""
+        return self.one.first
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is an update; without, the gradients make the factors alone."""
+        return not (self.first and self.one.rests and any(self.has_factor))
+
+    @property
+    def holds(self) -> bool:
+        """Whether they keep their norms; vectors do not."""
+        return self.group.get("weight_norm") == "hold" and self.one.parameter.ndim > 1
+
+    @property
+    def decay(self) -> Scalar:
+        """The part of the weights that a step takes away."""
+        method = self.group.get("weight_decay_method", "decoupled")
+        return decay_power(self.group["lr"], method) * self.group["weight_decay"]
+
+    def kept(self, key: str) -> list[Tensor]:
+        """State of the matrices that this rank computes."""
+        return [matrix.state(key) for matrix in self.matrices[self.own]]
+
+    def write(self, key: str, stack: Tensor) -> None:
+        """Write such state back."""
+        torch._foreach_copy_(self.kept(key), list(stack.unbind()))
+
+
+class WholeMatrixOptimizer(BaseOptimizer):
+    """Optimizers of whole logical matrices, each with a compute rank.
+
+    Groups have the setting ``max_dim``, the longest side that has a factor. A subclass says what it gathers of a stack
+    (:meth:`gathered`), and what it makes of it (:meth:`updated`).
     """
-    plans: dict[Tensor, list[Planned]] = {}
-    loads: dict[str, list[int]] = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            pairs = zip(optimizer.key_ends(p), optimizer.matrix_layouts(p), strict=True)
-            longest = group["max_dim"] if p.ndim > 1 else -1
-            plans[p] = [Planned(*pair, longest, sides, all_whole) for pair in pairs]
-        cut = (plan for p in group["params"] if not isinstance(p, DTensor) for plan in plans[p] if plan.gathered)
-        for plan in sorted(cut, key=lambda plan: -plan.cost):
-            load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
-            plan.compute_rank = load.index(min(load))
-            load[plan.compute_rank] += plan.cost
-    return plans
+
+    takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
+    moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)
+
+    _plans: dict[Tensor, list[Planned]] | None = None
+    _updated: int = 0
+
+    @abstractmethod
+    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+        """This rank's shards of what the update is made of."""
+
+    @abstractmethod
+    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+        """Updates of own matrices, and new moments after the first; empty while factors are made."""
+
+    def program(self, stacks: list[MatrixStack]) -> Generator[None, None, None]:
+        """One chunk's step."""
+        spread = [stack.spread for stack in stacks]
+        tensors = [self.gathered(stack) for stack in stacks]  # g;  M <- EMA(g)
+        tensors = yield from self.engine.gather_whole(tensors, spread)
+        for i, stack in enumerate(stacks):
+            tensors[i] = self.updated(stack, *tensors[i])  # U, and the state of the compute rank
+        tensors = yield from self.engine.scatter_back(tensors, spread)
+        subtract(stacks, tensors, self.engine)  # p <- (1 - lr weight_decay) p - lr U
+        write_copies(stacks, self.engine)
+
+    def _set(
+        self,
+        split_qkv: bool,
+        is_qkv_fn: Callable[[Tensor], bool] | None,
+        qkv_split_shapes: Sequence[int] | None,
+        **attributes: Any,
+    ) -> None:
+        """Set the attributes that constructors share, checked."""
+        name = type(self).__name__
+        split = checked_split(name, split_qkv, is_qkv_fn, qkv_split_shapes, self.traits.split_lengths)
+        vars(self).update(split | attributes)
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that a checkpoint describes."""
+        return super().settings() | {"split_qkv": self.split_qkv}
+
+    @property
+    def matrices_updated(self) -> int:
+        """Also counts matrices without a factor."""
+        return self._updated
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter that is no vector."""
+        described: dict[Tensor, list[DescribedMatrix]] = {}
+        for parameter in self._parameters():
+            if parameter.ndim < 2:
+                continue
+            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+            described[parameter] = []
+            for name, plan in zip(names, self._planned(parameter), strict=True):
+                if plan.layout.sharded:
+                    scheme = "duplicated" if plan.compute_rank is None else "owner"
+                else:
+                    scheme = "local" if plan.compute_rank is None else "share"
+                described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
+        return described
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse parameters of the last group, and begin its clock."""
+        name = type(self).__name__
+        names = names_of_last(self.param_groups)
+        indices = names_of_last(self.param_groups, shapes=False)
+        for parameter, called, index in zip(group["params"], names, indices, strict=True):
+            is_matrix = parameter.ndim > 1 or self.takes == "matrices"
+            if is_matrix:
+                check_matrix(name, parameter, f"takes {self.takes}, but {index}")
+            try:
+                self.layout(parameter)
+            except ValueError as error:
+                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
+            if is_matrix:
+                self._check_split(parameter)
+                check_shard(parameter, self.pg_collection, called)
+        group.setdefault(CLOCK, 0)
+
+    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
+        spec = super()._described(name, parameter)
+        return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
+
+    def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
+        return plan_of(end, layout, longest)
+
+    def _planned(self, parameter: Tensor) -> list[Planned]:
+        """Plans of a parameter's matrices; a new group changes no other's compute ranks."""
+        if self._plans is not None and parameter in self._plans:
+            return self._plans[parameter]
+        self._plans = {}
+        loads: dict[str, list[int]] = {}
+        for group in self.param_groups:
+            to_deal = list[Planned]()
+            for p in group["params"]:
+                longest = group["max_dim"] if p.ndim > 1 else -1
+                pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
+                plans = [self._plan(end, layout, longest) for end, layout in pairs]
+                self._plans[p] = plans
+                if not isinstance(p, DTensor):
+                    to_deal += [plan for plan in plans if plan.gathered]
+            for plan in sorted(to_deal, key=lambda plan: -plan.cost):
+                load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
+                plan.compute_rank = load.index(min(load))
+                load[plan.compute_rank] += plan.cost
+        return self._plans[parameter]
+
+    def _ticks(self, group: Mapping[str, Any]) -> bool:
+        """Whether the step counts for the clock of a group."""
+        return True
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """A parameter's state in a step."""
+        return self._states.of(parameter)
+
+    def _steps_of(self, accepted: Tensor) -> list[ParameterStep]:
+        """Parameters that step, or of which other ranks wait for this one's part."""
+        steps = list[ParameterStep]()
+        flags = accepted.unbind()
+        index = 0
+        for group in self.param_groups:
+            holds = group.get("weight_norm") == "hold"
+            for p in group["params"]:
+                plans = self._planned(p)
+                if p.grad is not None or any(plan.gathered or (holds and plan.layout.sharded) for plan in plans):
+                    steps.append(ParameterStep(index, p, self._state_of(p), group, flags[index], plans, self.moments))
+                index += 1
+        return steps
+
+    def _take(self, accepted: Tensor) -> None:
+        self._session.changing = True
+        for group in self.param_groups:
+            group[CLOCK] += self._ticks(group)
+        steps = self._steps_of(accepted)
+        for chunks in chunks_of(steps):
+            for _ in rounds(self.program(stacks_of(chunk, self.engine)) for chunk in chunks):
+                pass
+        self._updated += sum(len(p.plans) for p in steps if p.parameter.ndim > 1)
 
 
-def described(optimizer: BaseOptimizer, plans: Mapping[Tensor, list[Planned]]) -> dict[Tensor, list[DescribedMatrix]]:
-    """The logical matrices of each parameter that is no vector."""
-    matrices: dict[Tensor, list[DescribedMatrix]] = {}
-    for parameter in (p for p in plans if p.ndim > 1):
-        names = optimizer.split_of(parameter).names(optimizer.layout(parameter).shape[0])
-        matrices[parameter] = []
-        for name, plan in zip(names, plans[parameter], strict=True):
-            dealt, alone = ("owner", "duplicated") if plan.layout.sharded else ("share", "local")
-            scheme = alone if plan.compute_rank is None else dealt
-            matrices[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
-    return matrices
+def chunks_of(steps: Sequence[ParameterStep]) -> Iterator[list[list[MatrixStep]]]:
+    """Chunks of bounded size, listed by ranks and dtype."""
+    by_ranks: dict[tuple[str, str], dict[Hashable, list[MatrixStep]]] = {}
+    for p in steps:
+        alike = by_ranks.setdefault((p.label, str(p.parameter.dtype)), {})
+        alike.setdefault(p.kinds, []).extend(MatrixStep(p, number) for number in range(len(p.plans)))
+    for _, alike in sorted(by_ranks.items()):
+        chunks: list[list[MatrixStep]] = [[]]
+        loads = Counter[int | None]()
+        for matrices in alike.values():
+            for matrix in matrices:
+                plan = matrix.plan
+                # gradient and moments come together; a factor may be larger
+                most = max([3 * prod(plan.layout.shape), *(length**2 for length in plan.factor_lengths)])
+                size = most * matrix.of.state[EXP_AVG].element_size()
+                if chunks[-1] and loads[plan.compute_rank] + size > MOST_BYTES:
+                    chunks.append([])
+                    loads.clear()
+                loads[plan.compute_rank] += size
+                chunks[-1].append(matrix)
+        yield chunks
+
+
+def stacks_of(chunk: list[MatrixStep], engine: Engine) -> list[MatrixStack]:
+    """Stack a chunk's equal matrices with their local shards."""
+    shards: dict[ParameterStep, dict[str, list[Tensor]]] = {}
+    for p in dict(chunk):
+        tensors = p.written | {GRADIENT: p.gradient}
+        shards[p] = {name: engine.split([p.index], [x]) for name, x in tensors.items()}
+    kinds: dict[Hashable, list[MatrixStep]] = {}
+    for matrix in sorted(chunk, key=lambda matrix: matrix.plan.compute_rank or 0):
+        kinds.setdefault(matrix.of.kinds[matrix.number], []).append(matrix)
+    stacks = []
+    for matrices in kinds.values():
+        p, number = matrices[0]
+        plan = p.plans[number]
+        own = slice(None)
+        numbers = list[int]()
+        if plan.compute_rank is not None:
+            ranks = Counter(matrix.plan.compute_rank for matrix in matrices)
+            numbers = [ranks[rank] for rank in range(plan.layout.ranks)]
+            start = sum(numbers[: plan.layout.rank])
+            own = slice(start, start + numbers[plan.layout.rank])
+        spread = Spread(engine.matrices[p.index][number], numbers) if plan.gathered else None
+        of_stack = {name: [shards[of][name][i] for of, i in matrices] for name in shards[p]}
+        accepted = torch.stack([matrix.of.accepted for matrix in matrices])
+        accepted = accepted.view(-1, *[1] * of_stack[WEIGHT][0].ndim)
+        stacks.append(MatrixStack(matrices, own, spread, accepted, of_stack))
+    return stacks
+
+
+def first_moment(stack: MatrixStack, beta: float) -> tuple[Tensor, Tensor]:
+    """Accepted gradients as a stack, and first moments that follow them."""
+    momentum = stacked(stack.shards[EXP_AVG])
+    gradient = stacked(stack.shards[GRADIENT]).to(momentum.dtype)
+    if stack.group["maximize"]:
+        gradient = -gradient
+    gradient = torch.where(stack.accepted, gradient, 0.0)
+    if stack.moves:
+        momentum = torch.lerp(momentum, torch.where(stack.accepted, gradient, momentum), 1 - beta)
+        torch._foreach_copy_(stack.shards[EXP_AVG], list(momentum.unbind()))
+    return gradient, momentum
+
+
+def refreshes(settings: Mapping[str, Any]) -> bool:
+    """Whether factors are worked on again in this step, counted from the first as SOAP's authors do."""
+    return bool((settings[CLOCK] - 1) % settings["precondition_frequency"] == 0)
+
+
+def subtract(stacks: Sequence[MatrixStack], results: Sequence[Sequence[Tensor]], engine: Engine) -> None:
+    """Subtract updates, the first of each result, and write the moments that follow them."""
+    moving = [(stack, result) for stack, result in zip(stacks, results, strict=True) if stack.moves]
+    held = iter(steps_on_spheres([(stack, update) for stack, (update, *_) in moving if stack.holds], engine))
+    for stack, (update, *moments) in moving:
+        accepted = stack.accepted
+        weights = stacked(stack.shards[WEIGHT])
+        moved = weights.to(update.dtype) * (1 - stack.decay)
+        if stack.holds:
+            moves, step, resize = next(held)
+            accepted = accepted & (moves > 0)
+            moved = (moved - update * step.to(update.dtype)) * resize.to(update.dtype)
+        else:
+            moved = moved - update * stack.group["lr"]
+        new = torch.where(accepted, moved.to(weights.dtype), weights)
+        torch._foreach_copy_(stack.shards[WEIGHT], list(new.unbind()))
+        for key, moment in zip(stack.one.moments[1:], moments, strict=True):
+            torch._foreach_copy_(stack.shards[key], list(moment.unbind()))
+
+
+def steps_on_spheres(held: Sequence[tuple[MatrixStack, Tensor]], engine: Engine) -> list[tuple[Tensor, ...]]:
+    """Coefficients of updates that hold norms, by one reduction; the weights decay before."""
+    weights = list[StatisticsRequest]()
+    updates = list[StatisticsRequest]()
+    for stack, update in held:
+        for (p, number), x, u in zip(stack.matrices, stack.shards[WEIGHT], update.unbind(), strict=True):
+            matrix = engine.matrices[p.index][number]
+            weights.append(StatisticsRequest(matrix=matrix, x=x, squared_norm=True, inner=u))
+            updates.append(StatisticsRequest(matrix=matrix, x=u, squared_norm=True))
+    measured = iter(engine.statistics([*weights, *updates]))
+    of_weights = [next(measured) for _ in weights]
+    of_updates = list(measured)
+    steps = list[tuple[Tensor, ...]]()
+    start = 0
+    for stack, update in held:
+        some = slice(start, start + len(update))
+        start = some.stop
+        kept = 1 - stack.decay
+        squares = torch.stack([norms_of(of_weights[some]) * kept**2, norms_of(of_updates[some])])
+        inner = torch.stack([x["inner_product"] for x in of_weights[some]]) * kept
+        radii = torch.stack([matrix.state(RADIUS) for matrix in stack.matrices])
+        coefficients = on_spheres(squares, inner, radii, radii * stack.group["lr"])
+        steps.append(tuple(x.view(-1, 1, 1) for x in coefficients.unbind(1)))
+    return steps
+
+
+def write_copies(stacks: Sequence[MatrixStack], engine: Engine) -> None:
+    """Write shards that are copies back to weights and moments."""
+    written: dict[ParameterStep, dict[int, dict[str, Tensor]]] = {}
+    for stack in stacks:
+        for i, (p, number) in enumerate(stack.matrices):
+            written.setdefault(p, {})[number] = {name: shards[i] for name, shards in stack.shards.items()}
+    for p, of_matrices in written.items():
+        for name, x in p.written.items():
+            new = {number: of_one[name] for number, of_one in of_matrices.items()}
+            memory = {shard.untyped_storage().data_ptr() for shard in new.values() if shard.numel()}
+            if memory - {x.untyped_storage().data_ptr()}:
+                if len(new) < len(p.plans):  # other chunks have the rest
+                    new = dict(enumerate(engine.split([p.index], [x]))) | new
+                x.copy_(engine.merge([p.index], [new[i] for i in range(len(p.plans))])[0])

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_eopt.matrices import GATE_UP, experts
-from megatron_eopt.optimizers import psgd
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.psgd import PSGDKron
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
@@ -84,9 +84,9 @@ def on_ranks(rank, world_size):
     resumed = result(*trained(rank, world_size, VARIANTS[1], range(3, STEPS), start=start))
     optimizer, parameters, calls = trained(rank, world_size, {})
     schemes = {name: [each.scheme for each in optimizer.described_matrices()[p]] for name, p in parameters.items()}
-    most, psgd.MOST_BYTES = psgd.MOST_BYTES, 8 * 3 * 48 * 20 * 2
+    most, whole_matrices.MOST_BYTES = whole_matrices.MOST_BYTES, 8 * 3 * 48 * 20 * 2
     small, exchanges = result(*trained(rank, world_size, {})), counters.calls["all_to_all"]
-    psgd.MOST_BYTES = most
+    whole_matrices.MOST_BYTES = most
     alone = message_of(lambda: PSGDKron([shard(torch.ones(4, 3))]))
     return found, bad, resumed, calls, schemes, (small, exchanges), alone
 

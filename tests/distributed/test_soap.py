@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.matrices import GATE_UP, experts
-from megatron_eopt.optimizers import factored
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.parallel.collectives import counters
@@ -105,15 +105,15 @@ def on_ranks(rank, world_size):
 
 
 def on_two(rank, world_size):
-    most, report = factored.MOST_BYTES, NonFinite._report
+    most, report = whole_matrices.MOST_BYTES, NonFinite._report
     counters.reset()
     trained(rank, world_size, {}, range(1))
     calls = dict(counters.calls)
-    factored.MOST_BYTES = 4 * 3 * 48 * 20 * 2
+    whole_matrices.MOST_BYTES = 4 * 3 * 48 * 20 * 2
     counters.reset()
     in_small_buckets = result(*trained(rank, world_size, {}))
     exchanges = counters.calls["all_to_all"]
-    factored.MOST_BYTES = most
+    whole_matrices.MOST_BYTES = most
     refused = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])
     NonFinite._report = lambda self: None  # as on a GPU, where what happened is known two steps later
     later = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])

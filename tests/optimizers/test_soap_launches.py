@@ -4,7 +4,7 @@ import pytest
 import torch
 from counting import HOST_READ, Operations, launches
 
-from megatron_eopt.optimizers import factored
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
 
@@ -69,7 +69,7 @@ def test_stacks_are_bounded_and_their_size_changes_nothing(monkeypatch, settings
     a, b = (SOAP(each, precondition_frequency=2, **settings) for each in (whole, params))
     for _ in range(4):
         a.step()
-    monkeypatch.setattr(factored, "MOST_BYTES", most)
+    monkeypatch.setattr(whole_matrices, "MOST_BYTES", most)
     with Watched() as watched:
         for _ in range(4):
             b.step()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.matrices import GATE_UP, concatenated, experts, heads, query_key_value
-from megatron_eopt.optimizers import factored
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.soap import SOAP
 from tests.optimizers.several import parameters, run, set_gradients
 from tests.optimizers.soap_reference import SETTINGS
@@ -78,8 +78,8 @@ def test_each_matrix_has_the_sides_that_are_short_enough():
 
 def test_matrices_whose_rows_lie_apart_step_in_chunks_of_their_own(monkeypatch):
     together, apart = parameters([(32, 6)]), parameters([(32, 6)])
-    for params, most in ((together, factored.MOST_BYTES), (apart, 1)):
-        monkeypatch.setattr(factored, "MOST_BYTES", most)
+    for params, most in ((together, whole_matrices.MOST_BYTES), (apart, 1)):
+        monkeypatch.setattr(whole_matrices, "MOST_BYTES", most)
         params[0].logical_matrices = query_key_value([4, 2, 2])
         run(SOAP(params, **SETTINGS), params, range(STEPS))
     assert torch.equal(together[0], apart[0])

@@ -37,7 +37,8 @@ def times(
     Those of one short side are added; 0 if not timed (fp64), infinity, with a warning, if a candidate cannot serve or
     an error ends it: other ranks wait for this one's times.
     """
-    found, told = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64), set()
+    found = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64)
+    warned = set()
     stacks = [] if torch.float64 in dtypes else stacks
     for shape, dtype, (i, name) in product(stacks, dtypes, enumerate(CANDIDATES)):
         if "/" in name and dtype == torch.float32:
@@ -49,11 +50,12 @@ def times(
                 taken = _time(name, shape, dtype, device, fp32_precision)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-        if reason is not None:
-            torch.cuda.empty_cache()  # of what had no room
         found[min(shape[-2:]).bit_length() - 1, i] += taken
-        if reason and reason not in told:
-            told.add(reason)
+        if reason is None:
+            continue
+        torch.cuda.empty_cache()  # of what had no room
+        if reason not in warned:
+            warned.add(reason)
             warnings.warn(f"symmetric products: {name} is dropped: {reason}", stacklevel=2)
     return found
 
@@ -80,33 +82,21 @@ def shares(times: Tensor) -> tuple[tuple[int, float], ...]:
 def saved_times(path: str | Path, dtypes: Sequence[str]) -> tuple[Tensor, str]:
     """Summed :func:`times` from a ``make gpu`` file, and source.
 
-    ``dtypes`` are some of :data:`SAVED_DTYPES`. A file of another form is a ``ValueError``.
+    ``dtypes`` are some of :data:`SAVED_DTYPES`. A file of another form, or without these, is a ``ValueError``.
     """
-
-    def check(holds: bool, expected: str, got: object) -> None:
-        if not holds:
-            raise ValueError(f"kernel times in {path}: expected {expected}, got {got!r}")
-
     found = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64)
-    keys = ("rows", "cols", "stack", "dtype", "seconds")
     try:
         table = json.loads(Path(path).read_text())
-        source, entries = f"{table['device']} with torch {table['torch']}", table["times"]
-        entries = [[each[key] for key in keys] for each in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        form = f"JSON with device, torch and times, each of which has {', '.join(keys)}"
-        raise ValueError(f"kernel times in {path}: expected {form}, got {type(error).__name__}: {error}") from error
-    for *sizes, dtype, seconds in entries:
-        whole = all(type(n) is int and 0 < n < 2**_SIZES for n in sizes) and sizes[0] <= sizes[1]
-        check(whole, "positive rows, cols and stack, rows the short side", sizes)
-        check(dtype in SAVED_DTYPES, f"a dtype of {', '.join(SAVED_DTYPES)}", dtype)
-        known = isinstance(seconds, dict) and {"torch"} <= {*seconds} <= {*CANDIDATES}
-        check(known, f"seconds of torch, and of some of {', '.join(CANDIDATES[1:])}", seconds)
-        check(all(type(t) in (int, float) and 0 < t < torch.inf for t in seconds.values()), "positive seconds", seconds)
-        if dtype in dtypes:
-            of_all = [seconds.get(name, torch.inf) for name in CANDIDATES]
-            found[sizes[0].bit_length() - 1] += torch.tensor(of_all, dtype=torch.float64)
-    check(bool(found.any()), f"times in {' or '.join(dtypes)}", sorted({each[3] for each in entries}))
+        source = f"{table['device']} with torch {table['torch']}"
+        for entry in table["times"]:
+            if entry["dtype"] in dtypes:
+                seconds = [entry["seconds"].get(name, torch.inf) for name in CANDIDATES]
+                found[entry["rows"].bit_length() - 1] += torch.tensor(seconds, dtype=torch.float64)
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"kernel times in {path}: expected a file of make gpu, got {got}") from error
+    if not found.any():
+        raise ValueError(f"kernel times in {path}: none are in {' or '.join(dtypes)}")
     return found, source
 
 
@@ -114,8 +104,11 @@ def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     short, long = sorted(shape[-2:])
     stack = [min(n, max(1, MOST_ENTRIES // (short * long))) for n in shape[:-2]]
     numbers = torch.Generator(device).manual_seed(0)
-    x, r = (torch.empty(*stack, short, n, dtype=dtype, device=device).normal_(generator=numbers) for n in (long, short))
-    products, gram, out = made(name, short, precision), torch.empty_like(r), torch.empty_like(r)
+    x = torch.empty(*stack, short, long, dtype=dtype, device=device).normal_(generator=numbers)
+    r = torch.empty(*stack, short, short, dtype=dtype, device=device).normal_(generator=numbers)
+    products = made(name, short, precision)
+    gram = torch.empty_like(r)
+    out = torch.empty_like(r)
 
     def run() -> None:
         products.addmm(r, r, products.gram(x, gram), beta=0.5, alpha=0.5, out=out)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS, Kernel, choose, made, reason_against
-from megatron_eopt.orthogonalize.products import Dense
+from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares, times
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -18,7 +18,7 @@ TILES = [tuple(map(int, name.split("/")[1].split("x"))) for name in timing.CANDI
 
 
 @dataclass(frozen=True)
-class Clocked(Dense):
+class Clocked(Products):
     """Right products (but of sizes in ``wrong``) that take as many seconds as ``cost`` says for tiles and a shape."""
 
     tiles: tuple = ()
@@ -240,19 +240,10 @@ def test_saved_times_choose_what_the_times_of_a_run_do(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"rows": 2048}, r"rows the short side, got \[2048, 1792, 1\]"),
-        ({"rows": 0}, r"positive rows, cols and stack, .* got \[0, 1792, 1\]"),
-        ({"stack": 1.5}, r"positive rows, cols and stack, .* got \[512, 1792, 1.5\]"),
-        ({"cols": 2**20}, r"got \[512, 1048576, 1\]"),
-        ({"dtype": "fp8"}, "expected a dtype of bf16, fp16, tf32, got 'fp8'"),
-        ({"seconds": {"torch": 1.0, "cublas": 1.0}}, "some of triton, triton/64x64x8x4x3, .* got .*'cublas': 1.0"),
-        ({"seconds": {"triton": 1.0}}, "expected seconds of torch, .* got {'triton': 1.0}"),
-        ({"seconds": [1.0]}, r"expected seconds of torch, .* got \[1.0\]"),
-        *(
-            ({"seconds": {"torch": value}}, "expected positive seconds, got")
-            for value in (0.0, -1.0, torch.nan, torch.inf, "1", None, True)
-        ),
-        ({"dtype": "tf32"}, r"expected times in bf16 or fp16, got \['tf32'\]"),
+        ({"rows": 2**20}, "got IndexError"),
+        ({"seconds": [1.0]}, "got AttributeError"),
+        ({"seconds": {"torch": "1"}}, "got ValueError"),
+        ({"dtype": "tf32"}, "none are in bf16 or fp16"),
     ],
 )
 def test_what_are_no_times(changed, message, tmp_path):
@@ -265,13 +256,10 @@ def test_what_are_no_times(changed, message, tmp_path):
     [
         ("{", "got JSONDecodeError"),
         ("[]", "got TypeError"),
-        ('{"device": "a GPU", "times": []}', "with device, torch and times, .* got KeyError: 'torch'"),
+        ('{"device": "a GPU", "times": []}', "expected a file of make gpu, got KeyError: 'torch'"),
         ('{"device": "", "torch": "", "times": 1}', "got TypeError"),
-        ('{"device": "", "torch": "", "times": []}', r"expected times in bf16 or fp16, got \[\]"),
-        (
-            '{"device": "", "torch": "", "times": [{"rows": 1}]}',
-            "each .* has rows, cols, stack, .* got KeyError: 'cols'",
-        ),
+        ('{"device": "", "torch": "", "times": []}', "none are in bf16 or fp16"),
+        ('{"device": "", "torch": "", "times": [{"rows": 1}]}', "got KeyError: 'dtype'"),
     ],
 )
 def test_what_is_no_file_of_times(table, message, tmp_path):

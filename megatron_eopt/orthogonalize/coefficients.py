@@ -165,8 +165,8 @@ def _set(coefficient_type: CoefficientType) -> tuple[Coefficients, ...]:
         rows = ()
     if not rows or not all(any(row) and math.isfinite(sum(row)) for row in rows):
         raise ValueError(
-            f"a coefficient set is a non-empty list of (a, b, c), finite and not zero, such as [{_SIMPLE}], or the "
-            f"name of one, got {coefficient_type!r}"
+            f"a coefficient set is a non-empty list of (a, b, c), such as [{_SIMPLE}], or the name of one, got "
+            f"{coefficient_type!r}; each (a, b, c) is finite and not zero"
         )
     return rows
 

@@ -152,7 +152,7 @@ def made(choice: str, rows: int, fp32_precision: Fp32Precision = "ieee", kernels
 
 def _entries(choice: str, kernels: Kernels) -> list[tuple[int, Kernel, list[int]]]:
     """Each kernel of a choice: least rows, kernel, tiles; ascending."""
-    entries = []
+    entries: list[tuple[int, Kernel, list[int]]] = []
     for entry in choice.split(", "):
         found = re.fullmatch(r"(\w+)(?:/((?:\d+x){4}\d+))?(?: from (\d+))?", entry)
         if not found or found[1] not in kernels or bool(found[3]) != bool(entries):

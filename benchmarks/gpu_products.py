@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.products import Dense
+from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.cost import Work, whole_flops
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool, until: flo
 
     out, calls = torch.empty_like(x), 1 if tiny else 10
     with fp32_products("high" if precision == "tf32" else "highest"):
-        cublas = in_a_row(lambda: Dense().gram(x, out), calls, x.device)
+        cublas = in_a_row(lambda: Products().gram(x, out), calls, x.device)
 
     def seconds(tiles: Tiles) -> float:
         return in_a_row(

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import Choice
-from megatron_eopt.orthogonalize.products import Dense
+from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel import agreement
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from megatron_eopt.parallel.watched import Watched
@@ -78,8 +78,8 @@ def test_what_tensor_cores_round_is_made_symmetric():
             x = torch.empty(3, 5, 8, dtype=dtype, device="cuda")
             c, out = torch.empty(2, 3, 5, 5, dtype=dtype, device="cuda").unbind()
             for multiply in (
-                lambda: Dense().gram(x, out=out),  # noqa: B023
-                lambda: Dense().addmm(c, c, c, beta=1.0, alpha=0.5, out=out),  # noqa: B023
+                lambda: Products().gram(x, out=out),  # noqa: B023
+                lambda: Products().addmm(c, c, c, beta=1.0, alpha=0.5, out=out),  # noqa: B023
             ):
                 with Names() as names:
                     assert multiply() is out

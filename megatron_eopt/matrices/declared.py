@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -54,13 +53,14 @@ def query_key_value(shapes: Sequence[int], per_head: bool = False) -> Split:
         per_head: each head is a matrix. A group has one head of k and one of v; heads of q have the rows of k's, heads
             of the gate those of v's.
     """
-    names = _GROUP_PARTS.get(len(shapes)) or tuple(f"part {i}" for i in range(len(shapes)))
     if not per_head:
+        names = _GROUP_PARTS.get(len(shapes)) or [f"part {i}" for i in range(len(shapes))]
         return Split(tuple(map(Part, names, shapes)))
     if len(shapes) not in _GROUP_PARTS:
         raise ValueError(f"a group has q, k and v or q, gate, k and v, got {len(shapes)} parts: {list(shapes)}")
-    head = {"q": shapes[-2], "gate": shapes[-1], "k": shapes[-2], "v": shapes[-1]}
-    return Split(tuple(Part(name, rows, head[name]) for name, rows in zip(names, shapes, strict=True)))
+    *_, k, v = shapes
+    heads = (k, k, v) if len(shapes) == 3 else (k, v, k, v)
+    return Split(tuple(map(Part, _GROUP_PARTS[len(shapes)], shapes, heads)))
 
 
 def key_value(k: int, v: int, per_head: bool = False) -> Split:
@@ -81,19 +81,12 @@ def interleaved_gate_up(rows: int) -> Split:
 
 def experts(count: int, split: Split = WHOLE) -> Split:
     """A stack of matrices (count x rows x cols), each split."""
-    _check_split(split)
     return replace(split, stacked=count)
 
 
 def transposed(split: Split = WHOLE) -> Split:
     """An (in, out) parameter, such as GPT-2's ``Conv1D``."""
-    _check_split(split)
     return replace(split, transposed=True)
-
-
-def _check_split(split: object) -> None:
-    if not isinstance(split, Split):
-        raise TypeError(f"logical matrices are a Split, such as GATE_UP, got {split!r}")
 
 
 ATTRIBUTE = "logical_matrices"  # of a parameter: its Split
@@ -111,13 +104,8 @@ def declare(pattern: str, split: Split) -> None:
         split: the logical matrices.
 
     Raises:
-        TypeError: if ``split`` is no Split or ``pattern`` no text.
         ValueError: if the pattern has another declaration.
     """
-    if not isinstance(pattern, str) or not pattern:
-        raise TypeError(f"a pattern is a glob of names of parameters, got {pattern!r}")
-    if not isinstance(split, Split):
-        raise TypeError(f"the logical matrices of {pattern!r} are declared by a Split, got {type(split).__name__}")
     if _by_name.setdefault(pattern, split) != split:
         raise ValueError(f"{pattern!r} is declared already, otherwise: {_by_name[pattern]}")
 
@@ -134,11 +122,12 @@ def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     """
     untagged: dict[str, tuple[Tensor, Split]] = {}
     for name, parameter in named_parameters:
-        matching = {pattern: split for pattern, split in _by_name.items() if fnmatchcase(name, pattern)}
-        if len(set(matching.values())) > 1:
-            raise ValueError(f"{name} is declared twice, differently: by {' and by '.join(map(repr, matching))}")
-        if matching and getattr(parameter, ATTRIBUTE, None) is None:
-            untagged[name] = parameter, next(iter(matching.values()))
+        patterns = [pattern for pattern in _by_name if fnmatchcase(name, pattern)]
+        splits = {_by_name[pattern] for pattern in patterns}
+        if len(splits) > 1:
+            raise ValueError(f"{name} is declared twice, differently: by {' and by '.join(map(repr, patterns))}")
+        if splits and getattr(parameter, ATTRIBUTE, None) is None:
+            untagged[name] = parameter, splits.pop()
     for parameter, split in untagged.values():
         setattr(parameter, ATTRIBUTE, split)
     return list(untagged)
@@ -146,7 +135,9 @@ def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 def warn_of_unmatched(names: Sequence[str]) -> None:
     """Warn on the first rank of patterns without a match."""
-    for pattern in _by_name if not dist.is_initialized() or dist.get_rank() == 0 else ():
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    for pattern in _by_name:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(map(repr, get_close_matches(pattern, names, cutoff=0.0)))
             logger.warning(
@@ -157,8 +148,8 @@ def warn_of_unmatched(names: Sequence[str]) -> None:
 
 def declared_split(parameter: Tensor) -> Split | None:
     """A parameter's attribute, None without; ``ValueError`` for no Split."""
-    split: Any = getattr(parameter, ATTRIBUTE, None)
-    if split is not None and not isinstance(split, Split):
+    split: Split | None = getattr(parameter, ATTRIBUTE, None)
+    if not isinstance(split, Split | None):
         raise ValueError(
             f"{ATTRIBUTE} of a parameter of shape {tuple(parameter.shape)} has to be a Split, got "
             f"{type(split).__name__}: see megatron_eopt.matrices"
@@ -187,8 +178,10 @@ def split_of(
     declared = declared_split(parameter)
     if declared is not None or is_qkv_fn is None or not is_qkv_fn(parameter):
         return declared
-    of_parameter = getattr(parameter, "qkv_split_shapes", None)
-    return query_key_value(check_split_shapes(qkv_split_shapes if of_parameter is None else of_parameter, lengths))
+    shapes = getattr(parameter, "qkv_split_shapes", None)
+    if shapes is None:
+        shapes = qkv_split_shapes
+    return query_key_value(check_split_shapes(shapes, lengths))
 
 
 def check_split_shapes(shapes: Sequence[int] | None, lengths: Sequence[int] = (3, 4)) -> tuple[int, ...]:

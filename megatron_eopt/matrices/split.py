@@ -3,11 +3,10 @@
 A :class:`Split` declares it; its :class:`Pattern` has all rows, :class:`LocalRows` those of one rank.
 """
 
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal, NamedTuple, get_args
 
@@ -33,15 +32,12 @@ class Part:
     each: int | None = None  # rows of each matrix (a head) in it: ``name 0``, ``name 1`` and so on
     inside: tuple[tuple[str, int], ...] = ()  # names and rows of the matrices concatenated in it
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inside", tuple((name, rows) for name, rows in self.inside))
-
 
 @dataclass(frozen=True)
 class Split:
     """The logical matrices of a parameter, by its rows.
 
-    Raises ``ValueError`` for an unknown order, equal names, numbers below 1, and parts that do not go with the order.
+    Raises ``ValueError`` for an unknown order, numbers below 1, and parts that do not go with the order.
     """
 
     parts: tuple[Part, ...] = ()  # in the order of the rows; none for one matrix
@@ -55,25 +51,18 @@ class Split:
             raise ValueError(f"unknown order {self.order!r} of rows: expected one of {', '.join(get_args(Order))}")
         if self.transposed and self.stacked is not None:
             raise ValueError("a stack of matrices cannot be declared as transposed: keep them apart")
-        names = [name for part in self.parts for name in ([inner for inner, _ in part.inside] or [part.name])]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"two logical matrices of one parameter are called {twice[0]!r}")
-        counts: list[tuple[str, int | None]] = [("stacked", self.stacked)]
+        counts = [("stacked", self.stacked)]
         for part in self.parts:
-            counts += [(f"rows of {part.name}", part.rows), (f"rows of each {part.name}", part.each)]
-            counts += [(f"rows of {name}", rows) for name, rows in part.inside]
+            counts.append((f"rows of {part.name}", part.rows))
+            counts.append((f"rows of each {part.name}", part.each))
+            if self.order == "interleaved" and (part.rows is None or part.inside or part.rows % (part.each or 1)):
+                raise ValueError(
+                    f"interleaved rows of {part.name} need their number in one group, which is a multiple of each, "
+                    f"and no matrices inside"
+                )
         for what, number in counts:
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number <= 0):
+            if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(f"{what}: expected a positive integer, got {number!r}")
-        for part in self.parts:
-            name, rows, each = part.name, part.rows, part.each
-            if each is not None and part.inside:
-                raise ValueError(f"{name} is cut into equal matrices (each) or into named ones (inside), not into both")
-            if self.order == "interleaved" and (rows is None or part.inside):
-                raise ValueError(f"interleaved rows of {name} need their number in one group, and no matrices inside")
-            if self.order == "interleaved" and rows is not None and each is not None and rows % each:
-                raise ValueError(f"{rows} rows of {name} in one group are no multiple of the {each} of each")
 
     @property
     def is_whole(self) -> bool:
@@ -95,14 +84,22 @@ class Split:
             return Pattern((rows,), (Block("", rows),), ((0, rows),))
         repeats, sizes = self._repeats(rows, shards)
         blocks: list[Block] = []
-        starts: list[tuple[int, int, Run]] = []  # with its repeat and its part
-        for number, (part, size) in enumerate(zip(self.parts, sizes, strict=True)):
-            part_blocks = _blocks(part, repeats * size)
-            edges = list(accumulate((block.rows for block in part_blocks), initial=0))
-            for start, end in pairwise(sorted({*edges, *range(0, repeats * size, size)})):
-                starts.append((start // size, number, (len(blocks) + bisect_right(edges, start) - 1, end - start)))
-            blocks += part_blocks
-        runs = (run for _, _, run in sorted(starts, key=lambda start: start[:2]))
+        waiting: list[deque[Run]] = []  # of each part: its matrices, with the rows that are left of them
+        for part, size in zip(self.parts, sizes, strict=True):
+            of_part = _blocks(part, repeats * size)
+            waiting.append(deque((len(blocks) + i, block.rows) for i, block in enumerate(of_part)))
+            blocks += of_part
+        runs: list[Run] = []
+        for _ in range(repeats):
+            for size, matrices in zip(sizes, waiting, strict=True):
+                left = size
+                while left:
+                    matrix, rows = matrices.popleft()
+                    taken = min(rows, left)
+                    runs.append((matrix, taken))
+                    left -= taken
+                    if taken < rows:
+                        matrices.appendleft((matrix, rows - taken))
         return Pattern(sizes, tuple(blocks), tuple(runs))
 
     @lru_cache(maxsize=1024)  # noqa: B019
@@ -125,16 +122,20 @@ class Split:
                     f"(or head): pass the rows of each part in one group, or turn the split off (QKV splitting, say)"
                 )
             return rows // declared, tuple(sizes)
-        shares, left = sizes.count(0), rows - declared
-        if (left <= 0 or left % shares) if shares else left:
+        repeats = shards if self.order == "per_shard" else 1
+        shares = sizes.count(0)
+        left = rows - declared
+        share = left // shares if shares else 0
+        if left != share * shares or (shares and share <= 0):
             listed = ", ".join(f"{part.name} {part.rows or 'the rest'}" for part in self.parts)
             raise ValueError(f"{rows} rows over all ranks are not those declared: {listed}")
-        repeats = shards if self.order == "per_shard" else 1
-        sizes = [size or left // shares for size in sizes]
+        of_repeat = []
         for part, size in zip(self.parts, sizes, strict=True):
+            size = size or share
             if size % repeats:
                 raise ValueError(f"{part.name} has {size} rows, of which {repeats} shards cannot have equal parts")
-        return repeats, tuple(size // repeats for size in sizes)
+            of_repeat.append(size // repeats)
+        return repeats, tuple(of_repeat)
 
 
 WHOLE = Split()
@@ -175,10 +176,12 @@ class Pattern:
     @lru_cache(maxsize=4096)  # noqa: B019
     def held(self, top: int, bottom: int) -> tuple[tuple[int, int], ...]:
         """Each matrix's range of rows within the fused rows ``top:bottom``."""
-        starts, ends = [0] * len(self.blocks), [0] * len(self.blocks)
-        for edge, counts in ((top, starts), (bottom, ends)):
-            for matrix, rows in self.between(0, edge):
-                counts[matrix] += rows
+        starts = [0] * len(self.blocks)
+        for matrix, rows in self.between(0, top):
+            starts[matrix] += rows
+        ends = [*starts]
+        for matrix, rows in self.between(top, bottom):
+            ends[matrix] += rows
         return tuple(zip(starts, ends, strict=True))
 
     def between(self, top: int, bottom: int) -> list[Run]:
@@ -204,24 +207,26 @@ class LocalRows:
     """
 
     def __init__(self, pattern: Pattern, top: int, bottom: int, split: Split = WHOLE, padding: int = 0) -> None:
-        runs, count = pattern.between(top, bottom), len(pattern.blocks)
-        layers = range(split.stacked or 1)
+        self.padding = padding
+        self.transposed = split.transposed
+        self.stacked = split.stacked is not None
         self._shape = (bottom - top,) if split.stacked is None else (split.stacked, bottom - top)
-        self.padding, self.transposed, self.stacked = padding, split.transposed, split.stacked is not None
-        self._rows = [end - start for start, end in pattern.held(top, bottom)] * len(layers)
-        self._sections = _sections(
-            [(layer * count + matrix, rows) for layer in layers for matrix, rows in runs], len(pattern.sizes)
-        )
-        self._of_section = [repeats * sum(rows for _, rows in runs) for repeats, runs in self._sections]
-        self._of_matrix: list[list[int]] = [[] for _ in self._rows]
-        for repeats, runs in self._sections:
-            for matrix, rows in runs:
+        runs: list[Run] = []
+        for layer in range(split.stacked or 1):
+            for matrix, rows in pattern.between(top, bottom):
+                runs.append((layer * len(pattern.blocks) + matrix, rows))
+        self._sections = _sections(runs, len(pattern.sizes))
+        self._of_section = [0] * len(self._sections)  # rows
+        self._of_matrix: list[list[int]] = [[] for _ in range(len(pattern.blocks) * (split.stacked or 1))]
+        for number, (repeats, some) in enumerate(self._sections):
+            for matrix, rows in some:
+                self._of_section[number] += repeats * rows
                 self._of_matrix[matrix].append(repeats * rows)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """This rank's rows of each logical matrix, perhaps none.
 
-        ``x`` is (rows x cols) or (stacked x rows x cols), else ``ValueError``. Consecutive rows are a view.
+        ``x`` is (rows x cols) or (stacked x rows x cols). Consecutive rows are a view.
         """
         x = x.mT if self.transposed else x
         if self.padding:
@@ -235,7 +240,7 @@ class LocalRows:
         Each run is a layer of the stack, its first row there (column if transposed), and how many follow.
         """
         of_matrices, rows = [], self._shape[-1]
-        if len(self._rows) == 1 and not self.stacked:
+        if len(self._of_matrix) == 1 and not self.stacked:
             return [[(0, 0, rows)]]
         for numbers in self._split(torch.arange(prod(self._shape)).view(*self._shape, 1)):
             numbers = numbers.flatten()
@@ -247,46 +252,44 @@ class LocalRows:
         return of_matrices
 
     def _split(self, x: Tensor) -> list[Tensor]:
-        if len(self._rows) == 1 and len(self._shape) == 1:
+        if len(self._of_matrix) == 1 and len(self._shape) == 1:
             return [x]
-        if tuple(x.shape[:-1]) != self._shape:
-            raise ValueError(f"a tensor of shape {tuple(x.shape)} is split, whose rows have to be {self._shape}")
-        flat, cols = x.flatten(0, -2), x.size(-1)
-        pieces: list[list[Tensor]] = [[] for _ in self._rows]
+        flat = x.flatten(0, -2)
+        pieces: list[list[Tensor]] = [[] for _ in self._of_matrix]
         for section, (repeats, runs) in zip(flat.split(self._of_section), self._sections, strict=True):
             lengths = [rows for _, rows in runs]
-            if repeats == 1:
-                for (matrix, _), rectangle in zip(runs, section.split(lengths), strict=True):
-                    pieces[matrix].append(rectangle)
-            else:
-                several = section.view(repeats, sum(lengths), cols)
-                for (matrix, rows), rectangle in zip(runs, several.split(lengths, 1), strict=True):
-                    pieces[matrix].append(rectangle.reshape(repeats * rows, cols))
-        return [torch.cat(some) if len(some) > 1 else (some or [flat[:0]])[0] for some in pieces]
+            of_runs = section.unflatten(0, (repeats, -1)).split(lengths, 1)
+            for (matrix, _), rows in zip(runs, of_runs, strict=True):
+                pieces[matrix].append(rows.flatten(0, 1))
+        return [_joined(some or [flat[:0]]) for some in pieces]
 
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`; ``ValueError`` for other rows."""
+        """The inverse of :meth:`split`."""
         merged = self._merged(matrices)
-        merged = merged.mT.contiguous() if self.transposed else merged
-        return torch.nn.functional.pad(merged, (0, 0, 0, self.padding)) if self.padding else merged
+        if self.transposed:
+            merged = merged.mT.contiguous()
+        if self.padding:
+            merged = torch.nn.functional.pad(merged, (0, 0, 0, self.padding))
+        return merged
 
     def _merged(self, matrices: Sequence[Tensor]) -> Tensor:
-        if len(self._rows) == 1:
+        if len(self._of_matrix) == 1:
             return matrices[0] if len(self._shape) == 1 else matrices[0][None]
-        rows = [matrix.size(0) for matrix in matrices]
-        if rows != self._rows:
-            raise ValueError(f"{self._shape} rows are merged of matrices of {self._rows} rows, got {rows}")
-        pairs = zip(matrices, self._of_matrix, strict=True)
-        rectangles = [iter(matrix.split(of) if len(of) > 1 else (matrix,)) for matrix, of in pairs]
+        pieces = [iter(matrix.split(of)) for matrix, of in zip(matrices, self._of_matrix, strict=True)]
         sections = []
         for repeats, runs in self._sections:
-            of_runs = [next(rectangles[matrix]) for matrix, _ in runs]
+            of_runs = [next(pieces[matrix]) for matrix, _ in runs]
             if repeats == 1:
                 sections += of_runs
             else:
-                sections.append(torch.cat([matrix.unflatten(0, (repeats, -1)) for matrix in of_runs], 1).flatten(0, 1))
-        flat = torch.cat(sections) if len(sections) > 1 else (sections or [matrices[0]])[0]
+                sections.append(torch.cat([rows.unflatten(0, (repeats, -1)) for rows in of_runs], 1).flatten(0, 1))
+        flat = _joined(sections or [matrices[0]])
         return flat.view(*self._shape, flat.size(1))
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    """Tensors as one; of one itself, without a copy."""
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
 def _sections(runs: list[Run], period: int) -> list[tuple[int, list[Run]]]:

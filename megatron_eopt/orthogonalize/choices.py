@@ -38,11 +38,8 @@ def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None
 
 def close(name: str, known: Iterable[str]) -> list[str]:
     """At most three similar known names, nearest first, ignoring case."""
-    by_case, wanted = {known_name.lower(): known_name for known_name in known}, name.lower()
-    alike = difflib.get_close_matches(wanted, by_case)
-    # of those that are equally near the first by the alphabet: difflib takes the last
-    alike.sort(key=lambda known_name: (-difflib.SequenceMatcher(None, known_name, wanted).ratio(), known_name))
-    return [by_case[known_name] for known_name in alike]
+    by_case = {known_name.lower(): known_name for known_name in known}
+    return [by_case[near] for near in difflib.get_close_matches(name.lower(), by_case)]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

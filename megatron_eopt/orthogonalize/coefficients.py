@@ -163,13 +163,11 @@ def _set(coefficient_type: CoefficientType) -> tuple[Coefficients, ...]:
         rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficient_type)
     except (TypeError, ValueError):
         rows = ()
-    if not rows:
+    if not rows or not all(any(row) and math.isfinite(sum(row)) for row in rows):
         raise ValueError(
-            f"a coefficient set is a non-empty list of (a, b, c), such as [{_SIMPLE}], or the name of one, "
-            f"got {coefficient_type!r}"
+            f"a coefficient set is a non-empty list of (a, b, c), such as [{_SIMPLE}], or the name of one, got "
+            f"{coefficient_type!r}; each (a, b, c) is finite and not zero"
         )
-    if not all(any(row) and all(map(math.isfinite, row)) for row in rows):
-        raise ValueError(f"each (a, b, c) of a coefficient set is finite and not zero, got {coefficient_type!r}")
     return rows
 
 

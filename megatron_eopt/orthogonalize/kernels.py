@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.precision import in_precision
-from megatron_eopt.orthogonalize.products import Blocked, Dense, Fp32Precision, Products
+from megatron_eopt.orthogonalize.products import Blocked, Fp32Precision, Products
 
 Shapes = Sequence[tuple[int, ...]]  # of matrices (rows, cols) or stacks of them (n, rows, cols)
 
@@ -85,7 +85,7 @@ KERNELS: dict[str, Kernel] = {
         _make_triton, _triton_missing, lambda shapes, dtype, device: device.type != "cpu" and dtype != torch.float64
     ),
     "blocked": Kernel(lambda fp32_precision: Blocked(), suits=_suits_blocked),
-    "torch": Kernel(lambda fp32_precision: Dense()),
+    "torch": Kernel(lambda fp32_precision: Products()),
 }
 
 
@@ -112,14 +112,17 @@ def choose(
     """
     if kernel is not None:
         _entries(kernel, kernels)
-    device, asked = torch.device(device), kept if kernel is None else kernel
-    dtypes = [dtype] if isinstance(dtype, torch.dtype) else list(dtype)
-    names, tried = [*kernels], [name for name in kernels if all(kernels[name].suits(shapes, x, device) for x in dtypes)]
+    device = torch.device(device)
+    asked = kept if kernel is None else kernel
+    dtypes = [dtype] if isinstance(dtype, torch.dtype) else dtype
+    names = [*kernels]
+    tried = [name for name in kernels if all(kernels[name].suits(shapes, x, device) for x in dtypes)]
     if asked is not None:
         names = tried = [asked]
     checked = [name for name in tried if name != list(kernels)[-1]]
-    settings = shapes, dtypes, device, fp32_precision, kernels
-    found = take_turns(lambda: [reason_against(name, *settings) for name in checked])
+    found = take_turns(
+        lambda: [reason_against(name, shapes, dtypes, device, fp32_precision, kernels) for name in checked]
+    )
     reasons = {name: reason for name, reason in zip(checked, found, strict=True) if reason}
     serves = torch.tensor([name in tried and name not in reasons for name in names]).int()
     if agree is not None:
@@ -127,13 +130,13 @@ def choose(
     agreed = [name for name, on_all in zip(names, serves.tolist(), strict=True) if on_all]
     dropped = {name: reasons.get(name, "it fails on another rank") for name in tried if name not in agreed}
     if asked in dropped:
-        of_checkpoint = (
-            ". It is the kernel of the checkpoint, and on another one the run would not go on bit-equal: "
-            f"resume where it can serve, or name one that serves here ({', '.join(kernels)}) as symmetric_products"
-        )
-        named = " (named as symmetric_products, or by --muon-use-syrk): without a name the fastest that serves is taken"
-        hint = of_checkpoint if kernel is None else named
-        raise RuntimeError(f"the kernel {asked!r} of symmetric products cannot serve: {dropped[asked]}{hint}")
+        hint = "without a name (symmetric_products, --muon-use-syrk) the fastest that serves is taken"
+        if kernel is None:
+            hint = (
+                "it is the kernel of the checkpoint, and with another one the run would not go on bit-equal: resume "
+                "where it can serve, or name one that serves here as symmetric_products"
+            )
+        raise RuntimeError(f"the kernel {asked!r} of symmetric products cannot serve: {dropped[asked]}; {hint}")
     chosen = agreed[0]
     for name, reason in reasons.items():
         warnings.warn(f"symmetric products: {name} is dropped, {chosen} serves: {reason}", stacklevel=2)
@@ -142,17 +145,21 @@ def choose(
 
 def made(choice: str, rows: int, fp32_precision: Fp32Precision = "ieee", kernels: Kernels = KERNELS) -> Products:
     """What computes (rows x rows) products, by a choice."""
-    *_, (_, kernel, tiles) = (each for each in _entries(choice, kernels) if each[0] <= rows)
+    serving = [(kernel, tiles) for least, kernel, tiles in _entries(choice, kernels) if least <= rows]
+    kernel, tiles = serving[-1]
     return kernel.make(fp32_precision, *tiles)
 
 
 def _entries(choice: str, kernels: Kernels) -> list[tuple[int, Kernel, list[int]]]:
     """Each kernel of a choice: least rows, kernel, tiles; ascending."""
-    found = [re.fullmatch(r"(\w+)(?:/((?:\d+x){4}\d+))?(?: from (\d+))?", each) for each in choice.split(", ")]
-    if not all(each and each[1] in kernels and bool(each[3]) == (i > 0) for i, each in enumerate(found)):
-        raise ValueError(f"unknown kernel {choice!r} of symmetric products: expected one of {', '.join(kernels)}")
-    split = [(int(each[3] or 0), kernels[each[1]], (each[2] or "").split("x")) for each in found if each]
-    return [(rows, kernel, [int(number) for number in tiles if number]) for rows, kernel, tiles in split]
+    entries: list[tuple[int, Kernel, list[int]]] = []
+    for entry in choice.split(", "):
+        found = re.fullmatch(r"(\w+)(?:/((?:\d+x){4}\d+))?(?: from (\d+))?", entry)
+        if not found or found[1] not in kernels or bool(found[3]) != bool(entries):
+            raise ValueError(f"unknown kernel {choice!r} of symmetric products: expected one of {', '.join(kernels)}")
+        tiles = [int(number) for number in found[2].split("x")] if found[2] else []
+        entries.append((int(found[3] or 0), kernels[found[1]], tiles))
+    return entries
 
 
 def reason_against(
@@ -160,17 +167,17 @@ def reason_against(
 ) -> str | None:
     """Why a choice cannot serve on this rank, or None."""
     try:
-        missing = (kernel.missing(device) for _, kernel, _ in _entries(choice, kernels))
-        if reason := next(filter(None, missing), None):
-            return reason
+        for _, kernel, _ in _entries(choice, kernels):
+            if reason := kernel.missing(device):
+                return reason
         for shape in shapes:
             products = made(choice, min(shape[-2:]), precision, kernels)
-            found = (check(products, [shape], dtype, device, fp32_precision=precision) for dtype in dtypes)
-            if reason := next(filter(None, found), None):
-                return reason
-        return None
+            for dtype in dtypes:
+                if reason := check(products, [shape], dtype, device, fp32_precision=precision):
+                    return reason
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return None
 
 
 def check(
@@ -201,7 +208,7 @@ def check(
             if got is not out:
                 return f"{name} of {shape} in {dtype} is not written to out"
             with in_precision(wide, "highest"):
-                expected = multiply(Dense(), None, *(matrix.to(wide) for matrix in matrices))
+                expected = multiply(Products(), None, *(matrix.to(wide) for matrix in matrices))
             error, largest = (got.to(wide) - expected).abs(), expected.abs().max()
             if not bool((error <= relative * expected.abs() + absolute * largest).all()):
                 off = (error.max() / largest).item()
@@ -216,14 +223,14 @@ def _wrong_norms(products: Products, shape: tuple[int, ...], dtype: torch.dtype,
     x = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device).bfloat16()
     x = x.mT if x.size(-2) > x.size(-1) else x
     length = torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True)
-    (one, norm, power), (other, *_) = (
-        products.normalized(y, dtype, unit=16.0, own=own) for y, own in ((x, False), (x.float(), True))
-    )
-    back, expected = products.rescaled(one.clone(), torch.bfloat16, 16.0), x / length
-    found = [(one.float() / 16, dtype), (other.float() / 16, dtype), (back.float(), torch.bfloat16)]
-    bounds = [(y, _TOLERANCES[of][0] * expected.abs() + 2.0**-27) for y, of in found]
-    right = all(bool(((y - expected).abs() <= bound).all()) for y, bound in bounds)
-    right = right and bool(((norm * power / length - 1).abs() <= 1e-5).all())
+    one, norm, power = products.normalized(x, dtype, unit=16.0)
+    other, *_ = products.normalized(x.float(), dtype, unit=16.0, own=True)
+    back = products.rescaled(one.clone(), torch.bfloat16, 16.0)
+    expected = x / length
+    right = (norm * power / length - 1).abs().max() <= 1e-5
+    for y, of in ((one.float() / 16, dtype), (other.float() / 16, dtype), (back.float(), torch.bfloat16)):
+        bound = _TOLERANCES[of][0] * expected.abs() + 2.0**-27
+        right &= ((y - expected).abs() <= bound).all()
     return None if right else f"matrices over their norms, of {shape} in {dtype}, are wrong"
 
 

@@ -154,6 +154,8 @@ class NewtonSchulz:
 
     def __post_init__(self) -> None:
         validate_matmul_precision(self.fp32_matmul_prec)
+        if not isinstance(self.coefficient_type, str):
+            object.__setattr__(self, "coefficient_type", self.schedule)  # a tuple, which is hashable
         _ = self.schedule
 
     @cached_property
@@ -194,8 +196,7 @@ class NewtonSchulz:
                 f"no table has restarts of {self.coefficient_type!r} in {self.steps} steps, without which the Gram "
                 "form is not safe: take the standard form"
             )
-        settings = self.schedule, self.restarts, form, self.fp32_matmul_prec, self.max_bytes, self.products
-        return _compiled(*settings, (shape[-2], shape[-1]), dtype, torch.device(device), True)
+        return _compiled(self, self.restarts, form, shape[-2], shape[-1], dtype, torch.device(device), True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The orthogonal factors of one or several matrices."""
@@ -280,14 +281,21 @@ def newton_schulz(
     x = x.detach()  # memory is reused, which a graph of gradients would need
     if x.ndim not in (2, 3):
         raise ValueError(f"expected a matrix or a stack of matrices (2-D or 3-D), got shape {tuple(x.shape)}")
-    validate_matmul_precision(fp32_matmul_prec)
     check_choice("form", form, get_args(Form))
     check_choice("preset", preset, forms.PRESETS)
+    fast_type, fast_steps, extra = forms.PRESETS[preset]
     if preset == "fast":
-        coefficient_type, steps, _ = forms.PRESETS[preset]
-    schedule = get_coefficients(coefficient_type, steps)
+        coefficient_type = fast_type
+        steps = fast_steps
+    settings = NewtonSchulz(
+        steps=steps,
+        coefficient_type=coefficient_type,
+        fp32_matmul_prec=fp32_matmul_prec,
+        max_bytes=max_bytes,
+        products=products,
+    )
     if restarts is None:
-        restarts = forms.restarts_for(coefficient_type, steps, fp32_matmul_prec, forms.PRESETS[preset][2])
+        restarts = forms.restarts_for(coefficient_type, steps, fp32_matmul_prec, extra)
     elif all(isinstance(step, int) and before < step < steps for before, step in pairwise([0, *restarts])):
         restarts = tuple(restarts)
     else:
@@ -298,27 +306,26 @@ def newton_schulz(
             f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
             f"{x.device.type!r}: take the standard form, precision 'high' or 'highest', or give its restarts"
         )
-    settings = schedule, restarts, form, fp32_matmul_prec, max_bytes, products
-    iteration = _compiled(*settings, (x.size(-2), x.size(-1)), x.dtype, x.device, propagate_nan)
+    iteration = _compiled(settings, restarts, form, x.size(-2), x.size(-1), x.dtype, x.device, propagate_nan)
     return iteration.with_health(x) if health else iteration(x)
 
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    schedule: tuple[Coefficients, ...],
+    settings: NewtonSchulz,
     restarts: Restarts | None,
     form: Form,
-    precision: MatmulPrecision,
-    max_bytes: int,
-    products: Products | None,
-    shape: tuple[int, int],
+    height: int,
+    width: int,
     dtype: torch.dtype,
     device: torch.device,
     propagate_nan: bool,
 ) -> Iteration:
     """``restarts`` are None where the Gram form is unsafe."""
-    rows, cols = sorted(shape)
-    used = product_dtype(dtype, precision)
+    schedule = settings.schedule
+    products = settings.products
+    rows, cols = sorted((height, width))
+    used = product_dtype(dtype, settings.fp32_matmul_prec)
     of_gram = gram_dtype(used, device)
     if form == "auto" and restarts is not None and of_gram is not None:
         share = (products or default_products(device, of_gram)).share(rows)
@@ -334,9 +341,9 @@ def _compiled(
         restarts=restarts,
         dtype=used,
         products=products or default_products(device, used),
-        precision=precision if used in (torch.float16, torch.float32) else None,
-        transposed=shape[0] > shape[1],
-        chunk=max(1, max_bytes // max(1, of_one)),
+        precision=settings.fp32_matmul_prec if used in (torch.float16, torch.float32) else None,
+        transposed=height > width,
+        chunk=max(1, settings.max_bytes // max(1, of_one)),
         # from this short side on, a CPU multiplies fp32 matrices faster (by 5 to 15 %) one by one than stacked
         one_by_one=device.type == "cpu" and used == torch.float32 and rows >= 256,
         propagate_nan=propagate_nan,

@@ -1,7 +1,7 @@
 """What an iteration is computed with: symmetric products, of which half need not be computed, and quotients."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,22 +9,34 @@ from torch import Tensor
 Fp32Precision = Literal["tf32", "ieee"]
 
 
-class Products(Protocol):
-    """Computes symmetric products of matrices or stacks; hashable.
+@dataclass(frozen=True)
+class Products:
+    """Symmetric products of matrices or stacks, by torch; hashable.
+
+    Results rounded by tensor cores are made symmetric: otherwise the Gram form in fp16 has up to three times the error.
+    On a GPU by :func:`mean_of_triangles`; on a CPU, in fp16, the lower triangle is copied.
 
     ``out``, none of the inputs, is written to and returned: on a CPU fresh memory costs a good part of a product.
     """
 
-    def __hash__(self) -> int: ...
-
     def share(self, rows: int) -> float:
         """The computed part of a (rows x rows) product."""
+        return 1.0
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``X X^T`` of (rows x cols) matrices."""
+        if x.is_cuda and x.dtype in (torch.float16, torch.float32):
+            unused = x.new_empty(*x.shape[:-1], x.size(-2))
+            return mean_of_triangles(unused, x, x.mT, beta=0.0, alpha=1.0, half=unused, out=out)
+        out = (torch.bmm if x.ndim == 3 else torch.mm)(x, x.mT, out=out)
+        return _mirrored(out) if out.dtype == torch.float16 else out
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """``beta C + alpha A B`` of symmetric matrices."""
+        if c.is_cuda and c.dtype in (torch.float16, torch.float32):
+            return mean_of_triangles(c, a, b, beta=beta, alpha=alpha, half=torch.empty_like(c), out=out)
+        out = (torch.baddbmm if c.ndim == 3 else torch.addmm)(c, a, b, beta=beta, alpha=alpha, out=out)
+        return _mirrored(out) if out.dtype == torch.float16 else out
 
     def normalized(
         self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
@@ -35,48 +47,12 @@ class Products(Protocol):
         ``propagate_nan`` a matrix that is not finite becomes zero. Then two factors of the norms, (1 x 1) or
         (n x 1 x 1), whose product may exceed fp32 and is not finite where an entry is not.
         """
-
-    def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-        """``x`` over a power of two, in ``dtype``; overwrites ``x``."""
-
-
-@dataclass(frozen=True)
-class Dense:
-    """Plain products by torch.
-
-    Results rounded by tensor cores are made symmetric: otherwise the Gram form in fp16 has up to three times the error.
-    On a GPU by :func:`mean_of_triangles`; on a CPU, in fp16, the lower triangle is copied.
-    """
-
-    def share(self, rows: int) -> float:
-        """See :class:`Products`."""
-        return 1.0
-
-    def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See :class:`Products`."""
-        if x.is_cuda and x.dtype in (torch.float16, torch.float32):
-            unused = x.new_empty(*x.shape[:-1], x.size(-2))
-            return mean_of_triangles(unused, x, x.mT, beta=0.0, alpha=1.0, half=unused, out=out)
-        out = (torch.bmm if x.ndim == 3 else torch.mm)(x, x.mT, out=out)
-        return _mirrored(out) if out.dtype == torch.float16 else out
-
-    def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
-        """See :class:`Products`."""
-        if c.is_cuda and c.dtype in (torch.float16, torch.float32):
-            return mean_of_triangles(c, a, b, beta=beta, alpha=alpha, half=torch.empty_like(c), out=out)
-        out = (torch.baddbmm if c.ndim == 3 else torch.addmm)(c, a, b, beta=beta, alpha=alpha, out=out)
-        return _mirrored(out) if out.dtype == torch.float16 else out
-
-    def normalized(
-        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`Products`."""
         x, power = scaled(x, dtype, propagate_nan, own)
         norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
         return over_norms(x, norm, dtype, unit), norm, power
 
     def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-        """See :class:`Products`."""
+        """``x`` over a power of two, in ``dtype``; overwrites ``x``."""
         return x.to(dtype).div_(divisor)
 
 
@@ -146,7 +122,7 @@ def _mirrored(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Blocked:
+class Blocked(Products):
     """Products in strips of rows from the diagonal on, mirrored.
 
     ``n`` strips compute ``(n + 1) / 2n``, five eighths with four; thinner ones save little and are slower.
@@ -162,35 +138,25 @@ class Blocked:
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
         if x.size(-2) < self.smallest:
-            return Dense().gram(x, out)
+            return super().gram(x, out)
         out = x.new_empty(*x.shape[:-1], x.size(-2)) if out is None else out
         return self._fill(out, x, x.mT, beta=0.0, alpha=1.0)
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
         if c.size(-1) < self.smallest:
-            return Dense().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
+            return super().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
         out = torch.empty_like(c) if out is None else out
         if a is b or (c is not a and c is not b):
             return self._fill(out.copy_(c), a, b, beta=beta, alpha=alpha)
         # beta B + alpha A B = alpha (A + beta / alpha I) B without reading B twice, and A as before afterwards
-        other, c = (b, a) if c is a else (a, b)
+        other = b if c is a else a
         diagonal = other.diagonal(dim1=-2, dim2=-1)
         before = diagonal.clone()
         diagonal.add_(beta / alpha)
         self._fill(out, other, c, beta=0.0, alpha=alpha)
         diagonal.copy_(before)
         return out
-
-    def normalized(
-        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`Products`."""
-        return Dense().normalized(x, dtype, unit=unit, propagate_nan=propagate_nan, own=own)
-
-    def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-        """See :class:`Products`."""
-        return Dense().rescaled(x, dtype, divisor)
 
     def _fill(self, out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> Tensor:
         """``out <- beta out + alpha A B``, symmetric."""
@@ -211,12 +177,14 @@ class Blocked:
 
 def default_products(device: torch.device, dtype: torch.dtype) -> Products:
     """What computes products where nothing else is asked for."""
-    return Blocked() if device.type == "cpu" and dtype == torch.float32 else Dense()
+    return Blocked() if device.type == "cpu" and dtype == torch.float32 else Products()
 
 
 def square_work(x: Tensor, count: int) -> list[Tensor]:
     """Uninitialized (rows x rows) or (n x rows x rows)."""
     rows = x.size(-2)
     cache_line = 64  # bytes; with rows at a power of two columns share few sets of a CPU's cache
-    apart = rows + (cache_line // x.element_size() if x.device.type == "cpu" and x.ndim == 2 else 0)
+    apart = rows
+    if x.device.type == "cpu" and x.ndim == 2:
+        apart += cache_line // x.element_size()
     return [x.new_empty(*x.shape[:-1], apart)[..., :rows] for _ in range(count)]

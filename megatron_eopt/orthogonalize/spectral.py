@@ -32,7 +32,7 @@ def power_iteration(matrix: Tensor, u: Tensor, steps: int = 1) -> tuple[Tensor, 
     would become zero. The :func:`rayleigh_quotient` with the last ``v`` is the singular value, or less by the square of
     the error of ``u``. One step is enough where ``u`` is that of nearly the same matrix. Products of ``W`` (... x rows
     x cols) are in fp32 (fp64 for an fp64 matrix). Returns new ``u`` and ``v`` (... x cols), without waiting for the
-    device. Raises ``ValueError`` for shapes that do not fit.
+    device.
     """
     return power_iterations([matrix], [u], steps)[0][:2]
 
@@ -40,7 +40,7 @@ def power_iteration(matrix: Tensor, u: Tensor, steps: int = 1) -> tuple[Tensor, 
 def rayleigh_quotient(matrix: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """``u^T W v``; shapes and dtypes as in :func:`power_iteration`."""
     W = _wide(matrix)
-    return (_fitting("u", u, W) * _times(W, v)).sum(-1)
+    return (u.to(W.dtype) * _times(W, v)).sum(-1)
 
 
 def power_iterations(
@@ -53,7 +53,7 @@ def power_iterations(
     if steps < 1:
         raise ValueError(f"a power iteration has at least 1 step, got {steps}")
     for _ in range(steps):
-        products = summed([_times(W, u, "u") for W, u in zip(matrices, us, strict=True)])
+        products = summed([_times(W, u, transposed=True) for W, u in zip(matrices, us, strict=True)])
         vs = [v / nonzero(_norm(v)).to(v.dtype) for v in products]
         images = [_times(W, v) for W, v in zip(matrices, vs, strict=True)]
         norms = [squared.sqrt() for squared in summed([_norm(x).square() for x in images])]
@@ -94,17 +94,9 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
 
 
-def _times(matrix: Stack, x: Tensor, name: str = "v") -> Tensor:
+def _times(matrix: Stack, x: Tensor, transposed: bool = False) -> Tensor:
     """``W v``, or ``W^T u``."""
     W = _wide(matrix)
-    return ((W.mT if name == "u" else W) @ _fitting(name, x, W).unsqueeze(-1)).squeeze(-1)
-
-
-def _fitting(name: str, x: Tensor, W: Tensor) -> Tensor:
-    shape = (*W.shape[:-2], W.size(-2 if name == "u" else -1))
-    if x.shape != shape:
-        raise ValueError(
-            f"{name} of a matrix {tuple(W.shape)} has the shape {shape}, got {tuple(x.shape)}: leading dimensions are "
-            f"of a stack"
-        )
-    return x.to(W.dtype)
+    if transposed:
+        W = W.mT
+    return (W @ x.to(W.dtype).unsqueeze(-1)).squeeze(-1)

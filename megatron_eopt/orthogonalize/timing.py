@@ -34,7 +34,8 @@ def times(
     Those of one short side are added; 0 if not timed (fp64), infinity, with a warning, if a candidate cannot serve or
     an error ends it: other ranks wait for this one's times.
     """
-    found, told = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64), set()
+    found = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64)
+    warned = set()
     stacks = [] if torch.float64 in dtypes else stacks
     for shape, dtype, (i, name) in product(stacks, dtypes, enumerate(CANDIDATES)):
         if "/" in name and dtype == torch.float32:
@@ -46,11 +47,12 @@ def times(
                 taken = _time(name, shape, dtype, device, fp32_precision)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-        if reason is not None:
-            torch.cuda.empty_cache()  # of what had no room
         found[min(shape[-2:]).bit_length() - 1, i] += taken
-        if reason and reason not in told:
-            told.add(reason)
+        if reason is None:
+            continue
+        torch.cuda.empty_cache()  # of what had no room
+        if reason not in warned:
+            warned.add(reason)
             warnings.warn(f"symmetric products: {name} is dropped: {reason}", stacklevel=2)
     return found
 
@@ -78,8 +80,11 @@ def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     short, long = sorted(shape[-2:])
     stack = [min(n, max(1, MOST_ENTRIES // (short * long))) for n in shape[:-2]]
     numbers = torch.Generator(device).manual_seed(0)
-    x, r = (torch.empty(*stack, short, n, dtype=dtype, device=device).normal_(generator=numbers) for n in (long, short))
-    products, gram, out = made(name, short, precision), torch.empty_like(r), torch.empty_like(r)
+    x = torch.empty(*stack, short, long, dtype=dtype, device=device).normal_(generator=numbers)
+    r = torch.empty(*stack, short, short, dtype=dtype, device=device).normal_(generator=numbers)
+    products = made(name, short, precision)
+    gram = torch.empty_like(r)
+    out = torch.empty_like(r)
 
     def run() -> None:
         products.addmm(r, r, products.gram(x, gram), beta=0.5, alpha=0.5, out=out)

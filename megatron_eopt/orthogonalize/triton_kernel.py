@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_eopt.orthogonalize import triton_norms
-from megatron_eopt.orthogonalize.products import Dense, Fp32Precision
+from megatron_eopt.orthogonalize.products import Fp32Precision, Products
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -62,22 +62,13 @@ def symmetric_product(
 
     ``a`` and ``b`` are (rows x cols) or (n x rows x cols), both in fp16, bf16 or fp32. ``c``, not read where ``beta``
     is 0, and ``out``, none of the inputs, are (rows x rows) or (n x rows x rows), of any floating dtype. All may have
-    any strides. Raises ``TypeError`` for dtypes, ``ValueError`` for shapes, devices and ``out``.
+    any strides. Raises ``TypeError`` for dtypes.
     """
     if a.dtype not in _DTYPES or a.dtype != b.dtype:
         raise TypeError(f"expected factors of one dtype, fp16, bf16 or fp32, got {a.dtype} and {b.dtype}")
-    if a.ndim not in (2, 3):
-        raise ValueError(f"expected factors of a 2-D or 3-D shape, got {tuple(a.shape)}")
     rows, cols = a.shape[-2:]
-    square = (*a.shape[:-1], rows)
-    out = a.new_empty(square) if out is None else out
-    for name, x, shape in (("b", b, tuple(a.shape)), ("c", c, square), ("out", out, square)):
-        if x is not None and (x.device != a.device or x.shape != shape):
-            raise ValueError(
-                f"expected {name} on {a.device} and of shape {shape}, got it on {x.device} and of {tuple(x.shape)}"
-            )
-    if out is a or out is b or out is c:
-        raise ValueError("out is one of the inputs, which other programs still read when it is written")
+    if out is None:
+        out = a.new_empty(*a.shape[:-1], rows)
     if out.numel() == 0:
         return out
     # torch does not read c either where beta is 0; the kernel gets something with strides instead
@@ -88,7 +79,9 @@ def symmetric_product(
     per_matrix = side * (side + 1) // 2
     stack = a.size(0) if a.ndim == 3 else 1
     # from matrix to matrix, row to row and column to column
-    strides = [s for x in (a, b, addend, out) for s in (x.stride(0) if x.ndim == 3 else 0, *x.stride()[-2:])]
+    strides: list[int] = []
+    for x in (a, b, addend, out):
+        strides += (x.stride(0) if x.ndim == 3 else 0, *x.stride()[-2:])
     arguments = a, b, addend, out, float(alpha), float(beta), rows, cols, per_matrix, *strides
     # triton launches on the current device, whatever device the tensors are on
     with torch.cuda.device_of(a):
@@ -109,7 +102,7 @@ def symmetric_product(
 
 
 @dataclass(frozen=True)
-class Triton:
+class Triton(Products):
     """Products by :func:`symmetric_product`, symmetric to the last bit."""
 
     input_precision: Fp32Precision = "ieee"  # of fp32 factors; torch's own setting does not reach the kernel
@@ -133,7 +126,7 @@ class Triton:
         self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
-        serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else Dense().normalized
+        serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else super().normalized
         return serves(x, dtype, unit=unit, propagate_nan=propagate_nan, own=own)
 
     def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:

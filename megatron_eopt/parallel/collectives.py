@@ -144,8 +144,6 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """This rank's n of the (ranks * n) summed rows."""
-    if x.size(0) % group.size():
-        raise ValueError(f"{x.size(0)} parts cannot be scattered evenly over {group.size()} ranks")
     wide = _wide(x)
     collective = Counted("reduce_scatter", sent_bytes("reduce_scatter", wide.nbytes, group.size()), group)
     part = wide.new_empty(x.size(0) // group.size(), *x.shape[1:])

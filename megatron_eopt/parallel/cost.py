@@ -29,7 +29,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = type(value) in (int, float) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and name != "latency"):
                 raise ValueError(f"rate {name!r} must be a positive number (a latency may be 0), got {value!r}")
 
@@ -56,19 +56,7 @@ class Work:
     # The computed part of a symmetric product, 1/2 to 1; where it differs, by rows from there on:
     # ``((0, 1.0), (2048, 0.6))``.
     share: float | tuple[tuple[int, float], ...] = 0.5
-    gram_itemsize: int = 4  # bytes of a Gram matrix's entry where it is exchanged: 4 for fp32, 2 for fp16
     itemsize: int = 4  # bytes of an entry of the products
-
-    def __post_init__(self) -> None:
-        if not self.schedule:
-            raise ValueError("the schedule of an iteration has at least one step")
-        if any(not 0 < step < len(self.schedule) for step in self.restarts or ()):
-            raise ValueError(f"restarts lie between 1 and {len(self.schedule) - 1}, got {self.restarts}")
-        rows = [least for least, _ in self.shares]
-        if rows != sorted({0, *rows}) or not all(0.5 <= part <= 1 for _, part in self.shares):
-            raise ValueError(f"between 1/2 and 1 of a symmetric product is computed from 0 rows on, got {self.share!r}")
-        if self.gram_itemsize not in (2, 4):
-            raise ValueError(f"Gram matrices are exchanged in 2 or 4 bytes an entry, got {self.gram_itemsize!r}")
 
     @property
     def shares(self) -> tuple[tuple[int, float], ...]:
@@ -120,9 +108,12 @@ def cube_flops(shape: Shape, work: Work) -> float:
 
 def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
     """Operations of one rank of the bucket's group."""
-    matrix, count = plan.matrices[bucket.matrices[0]], len(bucket.matrices)
-    work, owned = work_of(matrix, work), bucket.compute_ranks.count(rank)
-    shape, rectangle = matrix.shape, matrix.rectangles[rank]
+    matrix = plan.matrices[bucket.matrices[0]]
+    work = work_of(matrix, work)
+    shape = matrix.shape
+    rectangle = matrix.rectangles[rank]
+    count = len(bucket.matrices)
+    owned = bucket.compute_ranks.count(rank)
     if bucket.scheme in ("owner", "share"):
         return owned * whole_flops(shape, work)
     if bucket.scheme in ("local", "duplicated"):
@@ -130,7 +121,8 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
     if bucket.scheme == "blockwise":
         return count * whole_flops(rectangle.shape, work)
     dim = _kept_dim(matrix)
-    kept, cut = shape[dim], rectangle.shape[1 - dim]
+    kept = shape[dim]
+    cut = rectangle.shape[1 - dim]
     if bucket.scheme == "distributed":
         return count * standard_flops(kept, cut, work.schedule, work.share_of(kept))
     cubes = cube_flops(shape, work)
@@ -147,42 +139,47 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
     - ``gram_split``: the matrices of full rounds in one buffer, each of the rest by itself.
     - ``share``: whole matrices, padded to equally many on every rank.
     """
-    matrix, count = plan.matrices[bucket.matrices[0]], len(bucket.matrices)
-    (rows, cols), ranks, rectangles = matrix.shape, matrix.ranks, matrix.rectangles
+    matrix = plan.matrices[bucket.matrices[0]]
+    count = len(bucket.matrices)
+    ranks = matrix.ranks
     if bucket.scheme in ("local", "blockwise"):
         return {}
     if bucket.scheme == "owner":
         return {"all_to_all": (2, _sent_by_owner(plan, bucket)[rank])}
-    if bucket.scheme == "duplicated":
-        largest = max(rectangle.numel for rectangle in rectangles)
-        return {"all_gather": (1, sent_bytes("all_gather", largest * count * matrix.itemsize, ranks))}
-    if bucket.scheme == "share":
-        on_one = max(map(bucket.compute_ranks.count, range(ranks)))
-        return {"all_gather": (1, sent_bytes("all_gather", on_one * rows * cols * matrix.itemsize, ranks))}
+    if bucket.scheme in ("duplicated", "share"):
+        entries = count * max(rectangle.numel for rectangle in matrix.rectangles)
+        if bucket.scheme == "share":
+            entries = max(map(bucket.compute_ranks.count, range(ranks))) * matrix.shape[0] * matrix.shape[1]
+        return {"all_gather": (1, sent_bytes("all_gather", entries * matrix.itemsize, ranks))}
     work = work_of(matrix, work)
-    gram, segments = matrix.shape[_kept_dim(matrix)] ** 2 * work.gram_itemsize, len(work.restarts or ()) + 1
+    gram = matrix.shape[_kept_dim(matrix)] ** 2 * 4  # summed in fp32
+    segments = len(work.restarts or ()) + 1
     sums = sent_bytes("all_reduce", count * gram, ranks)
     if bucket.scheme == "distributed":
-        # squared norms are summed in fp64
-        steps, norms = len(work.schedule), sent_bytes("all_reduce", count * 8, ranks)
+        steps = len(work.schedule)
+        norms = sent_bytes("all_reduce", count * 8, ranks)  # squared, in fp64
         return {"all_reduce": (1 + steps, norms + steps * sums)}
     if bucket.scheme == "gram_replicated":
         return {"all_reduce": (segments, segments * sums)}
     full, rest = in_rounds(bucket.compute_ranks, ranks)
-    of_segment = {
-        "reduce_scatter": [sent_bytes("reduce_scatter", len(full) * gram, ranks)] if full else [],
-        "all_gather": [sent_bytes("all_gather", len(full) // ranks * gram, ranks)] if full else [],
-        "reduce": [sent_bytes("reduce", gram, ranks, rank, bucket.compute_ranks[i]) for i in rest],
-        "broadcast": [sent_bytes("broadcast", gram, ranks, rank, bucket.compute_ranks[i]) for i in rest],
-    }
-    return {name: (segments * len(sent), segments * sum(sent)) for name, sent in of_segment.items() if sent}
+    traffic = {}
+    if full:
+        traffic["reduce_scatter"] = (segments, segments * sent_bytes("reduce_scatter", len(full) * gram, ranks))
+        traffic["all_gather"] = (segments, segments * sent_bytes("all_gather", len(full) // ranks * gram, ranks))
+    if rest:
+        for name in ("reduce", "broadcast"):
+            sent = sum(sent_bytes(name, gram, ranks, rank, bucket.compute_ranks[i]) for i in rest)
+            traffic[name] = (segments * len(rest), segments * sent)
+    return traffic
 
 
 def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
     """Bytes that each rank sends under ``owner``, both ways."""
-    matrix, owned = plan.matrices[bucket.matrices[0]], Counter(bucket.compute_ranks)
+    matrix = plan.matrices[bucket.matrices[0]]
+    owned = Counter(bucket.compute_ranks)
     ranks = matrix.ranks // matrix.copies  # of a copy, whose shards go to the compute ranks among them
-    near, size = Counter(rank // ranks for rank in bucket.compute_ranks), matrix.shape[0] * matrix.shape[1]
+    near = Counter(rank // ranks for rank in bucket.compute_ranks)
+    size = matrix.shape[0] * matrix.shape[1]
     sent = [owned[rank] * matrix.copies * size for rank in range(matrix.ranks)]
     if not matrix.uneven:  # so all of the bucket lie alike
         for rank, held in matrix.held:
@@ -197,7 +194,8 @@ def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
 
 def cost_of(flops: float, traffic: Mapping[str, tuple[int, int]], rates: Rates) -> Cost:
     """The cost of operations, and of (calls, bytes) of collectives."""
-    calls, sent = sum(of_group[0] for of_group in traffic.values()), sum(of_group[1] for of_group in traffic.values())
+    calls = sum(of_collective[0] for of_collective in traffic.values())
+    sent = sum(of_collective[1] for of_collective in traffic.values())
     return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
 
 
@@ -229,9 +227,11 @@ def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
 
 def chunk_seconds(plan: Plan, work: Works, rates: Rates) -> list[float]:
     """Predicted seconds of each chunk on its busiest rank."""
-    last = max((bucket.chunk for bucket in plan.buckets), default=0)
-    of_each = [tuple(bucket for bucket in plan.buckets if bucket.chunk == chunk) for chunk in range(last + 1)]
-    return [plan_cost(replace(plan, buckets=buckets), work, rates).seconds for buckets in of_each]
+    costs = Costs(plan, work, rates)
+    seconds = []
+    for chunk in range(1 + max((bucket.chunk for bucket in plan.buckets), default=0)):
+        seconds.append(costs.of_buckets(bucket for bucket in plan.buckets if bucket.chunk == chunk).seconds)
+    return seconds
 
 
 def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
@@ -243,7 +243,9 @@ def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
 def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int, int]:
     """Most temporaries of a step: of chunks, iterations and hooks."""
     largest = largest_iteration(plan.matrices, work)
-    chunks, most, room = chunk_bytes(plan, workspace), 0, workspace.for_chunks(largest)
+    room = workspace.for_chunks(largest)
+    chunks = chunk_bytes(plan, workspace)
+    most = 0
     if workspace.state and chunks:  # one chunk is at work, beside the state of two
         without = chunk_bytes(plan, replace(workspace, kept=workspace.kept - workspace.state))
         chunks = [max(without) + 2 * max(map(sub, chunks, without))]
@@ -255,15 +257,17 @@ def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int,
             held += needed
         most = max(most, held)
     entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
-    of_parts = max(workspace.iteration, max(entries, default=0) * OF_ENTRY)
-    stacks = [(len(bucket.matrices), plan.matrices[bucket.matrices[0]]) for bucket in plan.buckets]
-    of_stacks = max((count * largest_iteration([matrix], work) for count, matrix in stacks), default=0)
+    of_hooks = max(workspace.iteration, max(entries, default=0) * OF_ENTRY)
+    of_stacks = 0
+    for bucket in plan.buckets:
+        of_stack = len(bucket.matrices) * largest_iteration([plan.matrices[bucket.matrices[0]]], work)
+        of_stacks = max(of_stacks, of_stack)
     of_iterations = max(largest, min(of_stacks, workspace.iteration))
-    return most, of_iterations, min(of_parts, sum(entries) * OF_ENTRY)
+    return most, of_iterations, min(of_hooks, sum(entries) * OF_ENTRY)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
-    """Figure by figure; sum() would round otherwise than older plans."""
+    """Add left to right: sum() rounds otherwise, which changes saved plans."""
     return reduce(lambda a, b: Cost(*map(add, a, b)), costs, Cost())
 
 
@@ -273,7 +277,8 @@ def _busiest(costs: Iterable[Cost]) -> Cost:
 
 def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
     """A bucket's cost for each rank, computed once for equals."""
-    owned, matrix = Counter(bucket.compute_ranks), plan.matrices[bucket.matrices[0]]
+    matrix = plan.matrices[bucket.matrices[0]]
+    owned = Counter(bucket.compute_ranks)
     sent = _sent_by_owner(plan, bucket) if bucket.scheme == "owner" else [0] * matrix.ranks
     known: dict[tuple[Shape, int, int, int], Cost] = {}
     costs = []
@@ -281,8 +286,9 @@ def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[C
         # what a rank passes on of the rest of gram_split depends on the rank after it
         kind = (rectangle.shape, owned[rank], owned[(rank + 1) % matrix.ranks], sent[rank])
         if kind not in known:
-            exchanged = {"all_to_all": (2, sent[rank])} if bucket.scheme == "owner" else None
-            traffic = exchanged or bucket_traffic(plan, bucket, rank, work)
+            traffic = {"all_to_all": (2, sent[rank])}
+            if bucket.scheme != "owner":
+                traffic = bucket_traffic(plan, bucket, rank, work)
             known[kind] = cost_of(bucket_flops(plan, bucket, rank, work), traffic, rates)
         costs.append(known[kind])
     return costs
@@ -291,6 +297,5 @@ def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[C
 def _kept_dim(matrix: Matrix) -> int:
     """The dimension of summed Gram matrices, which is not cut."""
     cut = cut_dimension(matrix.shape, matrix.rectangles)
-    if cut is None:
-        raise ValueError(f"{matrix.name!r} is not cut along one dimension, which its scheme needs")
+    assert cut is not None, "a plan has this scheme only for matrices that are cut along one dimension"
     return 1 - cut

@@ -90,43 +90,44 @@ def deal(
     work: Works,
     mode: TpMode = "auto",
     rates: Rates = DEFAULT_RATES,
-    buckets: Sequence[tuple[Sequence[int], float]] | None = None,
 ) -> Deal:
     """Deal items to ranks by predicted time, the longest first.
 
     The rank that then needs the least time gets it. The deal by size stays unless the busiest rank then needs less
-    time. Without tensor parallelism and bounds of memory the busiest needs at most 4/3 of the least possible (Graham,
-    Bounds on Multiprocessing Timing Anomalies, 1969).
+    time, and all fit into :data:`MOST_ENTRIES`. Without tensor parallelism and bounds of memory the busiest needs at
+    most 4/3 of the least possible (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
 
-    ``by_size`` is the deal that is replaced, ``mode`` how hands will be orthogonalized. ``buckets`` are item indices
-    with a rank's room for entries (by default all, :data:`MOST_ENTRIES`); one that does not fit is dealt by size.
+    ``by_size`` is the deal that is replaced, ``mode`` how hands will be orthogonalized.
     """
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(item.kind for item in items))}
     of_kind = [kinds[item.kind] for item in items]
     times = Times(list(kinds), work, mode, rates)
-    if buckets is None:
-        pairs = list(zip(items, by_size, strict=True))
-        filled = [sum(item.entries for item, r in pairs if r == rank) for rank in range(ranks)]
-        buckets = [(range(len(items)), MOST_ENTRIES * max(filled))]
-    rank_of = list(by_size)
-    hands: list[Hand] = [(0,) * len(kinds)] * ranks
-    for indices, room in buckets:
-        order = sorted(indices, key=lambda i: -times.alone(of_kind[i]))
-        dealt = _dealt([(of_kind[i], items[i].entries) for i in order], hands, room, times)
-        for i, rank in zip(order, dealt or [by_size[i] for i in order], strict=True):
-            rank_of[i], hands[rank] = rank, _with(hands[rank], of_kind[i])
-    before: list[Hand] = [(0,) * len(kinds)] * ranks
-    for kind, rank in zip(of_kind, by_size, strict=True):
+    nothing: Hand = (0,) * len(kinds)
+    before = [nothing] * ranks
+    filled = [0] * ranks
+    for item, kind, rank in zip(items, of_kind, by_size, strict=True):
         before[rank] = _with(before[rank], kind)
-    seconds, replaced = tuple(map(times.of, hands)), tuple(map(times.of, before))
-    if max(seconds) < max(replaced):
-        return Deal(tuple(rank_of), seconds, replaced)
+        filled[rank] += item.entries
+    replaced = tuple(map(times.of, before))
+    order = sorted(range(len(items)), key=lambda i: -times.alone(of_kind[i]))
+    dealt = _dealt(
+        [(of_kind[i], items[i].entries) for i in order], [nothing] * ranks, MOST_ENTRIES * max(filled), times
+    )
+    if dealt is not None:
+        hands = [nothing] * ranks
+        for i, rank in zip(order, dealt, strict=True):
+            hands[rank] = _with(hands[rank], of_kind[i])
+        seconds = tuple(map(times.of, hands))
+        if max(seconds) < max(replaced):
+            rank_of = dict(zip(order, dealt, strict=True))
+            return Deal(tuple(rank_of[i] for i in range(len(items))), seconds, replaced)
     return Deal(tuple(by_size), replaced, replaced)
 
 
-def _dealt(items: Sequence[tuple[int, int]], hands: Sequence[Hand], room: float, times: Times) -> list[int] | None:
+def _dealt(items: Sequence[tuple[int, int]], hands: list[Hand], room: float, times: Times) -> list[int] | None:
     """The rank of each (kind, entries), if they fit."""
-    hands, filled, ranks = list(hands), [0] * len(hands), []
+    filled = [0] * len(hands)
+    ranks = []
     for kind, entries in items:
         alike: dict[tuple[Hand, int], int] = {}  # the first of the ranks that have the same
         for rank, state in enumerate(zip(hands, filled, strict=True)):
@@ -135,7 +136,8 @@ def _dealt(items: Sequence[tuple[int, int]], hands: Sequence[Hand], room: float,
         if not alike:
             return None
         _, _, rank = min((times.of(_with(hand, kind)), held, rank) for (hand, held), rank in alike.items())
-        hands[rank], filled[rank] = _with(hands[rank], kind), filled[rank] + entries
+        hands[rank] = _with(hands[rank], kind)
+        filled[rank] += entries
         ranks.append(rank)
     return ranks
 

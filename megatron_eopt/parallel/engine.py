@@ -1,10 +1,10 @@
 """All that an optimizer knows of ranks."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,8 @@ class Engine:
         rates: Rates | None = DEFAULT_RATES,
         workspace: Workspace = DEFAULT_WORKSPACE,
     ) -> None:
-        self.device, self.workspace = device, workspace
+        self.device = device
+        self.workspace = workspace
         self.groups = groups_by_label((p.name, p.shared_by) for p in parameters)
         self._sharers = [
             (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
@@ -120,7 +121,8 @@ class Engine:
         self._sliced = True
         self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
         self._room = workspace.for_chunks(largest_iteration(planned if self.works else (), self.works))
-        self._room *= not workspace.state  # whose slots on the device are those of the chunk at work and of the next
+        if workspace.state:
+            self._room = 0  # its slots on the device are those of the chunk at work and of the next
 
     def prepare(
         self,
@@ -137,7 +139,10 @@ class Engine:
         replicas and ``weights`` are compared, too. Raises ``ValueError`` if plan, settings or weights differ between
         ranks, ``RuntimeError`` if the kernel cannot serve.
         """
-        settings = {x: {p.name: p.settings for p in self._parameters if x in p.shared_by} for x in self.groups}
+        settings: dict[str, dict[str, Mapping[str, Any]]] = {label: {} for label in self.groups}
+        for p in self._parameters:
+            for label in p.shared_by:
+                settings[label][p.name] = p.settings
         check_same(self.plan, self.groups, settings)
         if products is None and self.works:
             products = self.stacks()
@@ -148,7 +153,8 @@ class Engine:
             held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
             check_replicas(held, {p.name: p.settings for p in self._parameters}, weights)
             groups = {"world": dist.group.WORLD}
-        choice, precision = agreed_kernel(products, kernel, kept, groups), products[-1]
+        choice = agreed_kernel(products, kernel, kept, groups)
+        *_, precision = products
         self._products = lambda rows: made(choice, rows, precision)
         self._chunks.clear()
         return choice
@@ -161,8 +167,10 @@ class Engine:
     def explain(self) -> str:
         """The plan as a table of its buckets' costs."""
         table = explain(self.plan, self.works, self.rates, self.workspace)
-        state, seconds = self.offloaded(), chunk_seconds(self.plan, self.works, self.rates)
-        return f"{table}\n{explain_offloaded(state, seconds)}" if any(state) else table
+        state = self.offloaded()
+        if any(state):
+            table += "\n" + explain_offloaded(state, chunk_seconds(self.plan, self.works, self.rates))
+        return table
 
     def offloaded(self) -> list[int]:
         """Bytes in this rank's host memory, for each chunk."""
@@ -222,16 +230,16 @@ class Engine:
         """This rank's shards of logical matrices, as :meth:`flat`; empties ``tensors``."""
         if callable(tensors):  # writes the shards itself
             return tensors
-        shards = [
-            shard
-            for i, x in zip(indices, tensors, strict=True)
-            for shard in ([x if x.ndim == 2 else self._as_matrix(i, x)] if i in self._plain else self._rows[i].split(x))
-        ]
+        shards: list[Tensor] = []
+        for i, x in zip(indices, tensors, strict=True):
+            if i not in self._plain:
+                shards += self._rows[i].split(x)
+            elif x.ndim > 2 and i in self._rows and not self._rows[i].stacked:
+                shards.append(x.flatten(1))
+            else:
+                shards.append(x)
         tensors.clear()
         return shards
-
-    def _as_matrix(self, index: int, x: Tensor) -> Tensor:
-        return x.flatten(1) if x.ndim > 2 and index in self._rows and not self._rows[index].stacked else x
 
     def rows(self, index: int) -> LocalRows:
         """This rank's rows of a parameter's logical matrices."""
@@ -295,8 +303,6 @@ class Engine:
         """The orthogonal factors of ``shards``, in that list, without programs."""
         numbers = iter(range(len(shards)))
         at = {i: list(islice(numbers, len(self.matrices[i]))) for i in indices}
-        if len(shards) != (expected := len(self.flat(indices))):
-            raise ValueError(f"the plan has {expected} matrices, got {len(shards)} shards")
 
         def program(some: Sequence[int]) -> Program:
             numbers = [number for i in some for number in at[i]]
@@ -313,7 +319,9 @@ class Engine:
         for label in sorted({one.matrix.group for one in wanted}):
             indices = [i for i, one in enumerate(wanted) if one.matrix.group == label]
             pending.append((indices, reduce_statistics([wanted[i] for i in indices], self.groups.get(label))))
-        statistics = {i: x for indices, sums in pending for i, x in zip(indices, sums.wait(), strict=True)}
+        statistics: dict[int, Statistics] = {}
+        for indices, sums in pending:
+            statistics |= zip(indices, sums.wait(), strict=True)
         return [statistics[i] for i in range(len(wanted))]
 
     def sums(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
@@ -343,8 +351,9 @@ class Engine:
         whole_sides = []
         for x, matrix in zip(tensors, matrices, strict=True):
             if matrix.sharded:
-                shard, own = self.shard(matrix), x
+                shard = self.shard(matrix)
                 start, end = (shard.left, shard.right) if dim else (shard.top, shard.bottom)
+                own = x
                 x = own.new_zeros(*own.shape[:-2], matrix.shape[dim], own.shape[-1])
                 if matrix.copy_of(self.groups[matrix.group].rank()).start == 0:
                     x[..., start:end, :] = own
@@ -379,8 +388,10 @@ class Engine:
         sent = [(x, move) for some, move in kinds if move is not None for x in some]
         if not sent:
             return [list(some) for some in stacks]
-        tensors, matrices = [x for x, _ in sent], [move.matrix for _, move in sent]
-        numbers, group = [move.numbers for _, move in sent], self.groups[matrices[0].group]
+        tensors = [x for x, _ in sent]
+        matrices = [move.matrix for _, move in sent]
+        numbers = [move.numbers for _, move in sent]
+        group = self.groups[matrices[0].group]
         wait = of_one(tensors, matrices, numbers, group) if numbers[0] else of_all(tensors, matrices, group)
         yield
         arrived = iter(wait())

@@ -3,7 +3,6 @@
 Pure Python, from shapes, shards and settings alone: the same on every rank, also without a process group.
 """
 
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -28,11 +27,8 @@ from megatron_eopt.parallel.records import (
     Bucket,
     Matrix,
     Plan,
-    Rectangle,
     Scheme,
-    Shape,
     TpMode,
-    copies,
     cut_dimension,
     whole,
 )
@@ -86,7 +82,7 @@ def make_plan(
 
     ``parameters`` has the number of each matrix's parameter, ascending, by default another for each; ``share_groups``
     are labels of groups whose whole matrices are shared out. Raises ``ValueError`` for an unknown mode, two matrices of
-    one name, shards that neither tile their matrix nor are all whole, and groups of different sizes under one label.
+    one name, shards that do not tile copies of their matrix, and groups of different sizes under one label.
     """
     validate_tp_mode(mode)
     draft = Plan(tuple(matrices), ())
@@ -214,11 +210,13 @@ def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works,
         while least < before:
             before = least
             for i, choices in enumerate(options):
-                trials = [[*picked[:i], choice, *picked[i + 1 :]] for choice in choices if len(choices) > 1]
-                for trial in trials:
+                before_i, after_i = picked[:i], picked[i + 1 :]
+                for choice in choices if len(choices) > 1 else ():
+                    trial = [*before_i, choice, *after_i]
                     needed = seconds(trial)
                     if needed < least:
-                        picked, least = trial, needed
+                        picked = trial
+                        least = needed
         return picked
 
     quickest = [min(choices, key=lambda choice: seconds([choice])) for choices in options]
@@ -256,7 +254,7 @@ def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> t
     alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for i in bucket.matrices:
         alike.setdefault(plan.matrices[i].held, []).append(i)
-    if not plan.matrices[bucket.matrices[0]].uneven or len(alike) == 1:
+    if len(alike) == 1 or not plan.matrices[bucket.matrices[0]].uneven:
         return compute_ranks
     # in an order that does not depend on that of the parameters, but for matrices that lie alike
     waiting = [deque(alike[held]) for held in sorted(alike)]
@@ -280,37 +278,15 @@ def _check(matrices: Sequence[Matrix]) -> None:
         names.add(name)
         if ranks > 1 and (others := sizes.setdefault(group, ranks)) != ranks:
             raise ValueError(f"{name!r} has {ranks} shards, others of group {group!r} have {others}")
-        if not _tile(matrix.shape, matrix.rectangles):
+        if not _tile(matrix):
             raise ValueError(f"the shards of {name!r} do not tile its shape {matrix.shape}: {list(matrix.rectangles)}")
 
 
-@lru_cache
-def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
-    """Whether shards are all whole, or tile each copy."""
-    if rectangles and all(rectangle == whole(shape) for rectangle in rectangles):
-        return True
-    size, odd = divmod(len(rectangles), copies(shape, rectangles))
-    if not odd and rectangles == rectangles[:size] * (len(rectangles) // (size or 1)):
-        rectangles = rectangles[:size]
-    (rows, cols), full = shape, [rectangle for rectangle in rectangles if rectangle.numel]
-    inside = all(0 <= p.top <= p.bottom <= rows and 0 <= p.left <= p.right <= cols for p in rectangles)
-    covered = sum(rectangle.numel for rectangle in full) == rows * cols
-    return bool(rectangles) and inside and covered and not _overlap(full)
-
-
-def _overlap(rectangles: Iterable[Rectangle]) -> bool:
-    """Whether two rectangles with entries share one, by a walk down the rows."""
-    edges = [edge for x in rectangles for edge in ((x.top, True, x.left, x.right), (x.bottom, False, x.left, x.right))]
-    across: list[tuple[int, int]] = []  # columns of those in the row, apart and ascending
-    for _, begins, left, right in sorted(edges):  # of a row first those that end above it
-        at = bisect_left(across, (left, right))
-        if not begins:
-            del across[at]
-        elif (at and across[at - 1][1] > left) or (at < len(across) and across[at][0] < right):
-            return True
-        else:
-            across.insert(at, (left, right))
-    return False
+def _tile(matrix: Matrix) -> bool:
+    """Whether shards have as many entries as all copies."""
+    entries = sum(rectangle.numel for rectangle in matrix.rectangles)
+    rows, cols = matrix.shape
+    return entries == matrix.copies * rows * cols and matrix.ranks % matrix.copies == 0
 
 
 def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:

@@ -45,8 +45,6 @@ def every_collective(rank, ranks):
     part = collectives.reduce_scatter(numbers.view(2 * ranks, 1), group).wait()
     assert torch.equal(part, total.view(ranks, 2, 1)[rank])
     assert counted() == {"reduce_scatter": (1, (ranks - 1) * 8)}
-    with pytest.raises(ValueError, match=f"{2 * ranks + 1} parts cannot be scattered evenly over {ranks} ranks"):
-        collectives.reduce_scatter(torch.ones(2 * ranks + 1), group)
 
     # from and to every rank, of which the others are written over; a transposed one is copied
     x = numbers.view(ranks, 2).mT

@@ -7,11 +7,9 @@ from megatron_eopt.matrices import (
     check_split_shapes,
     declare,
     declared_split,
-    experts,
     query_key_value,
     split_of,
     tag_declared,
-    transposed,
     undeclare,
 )
 
@@ -53,8 +51,6 @@ def test_two_declarations_of_one_parameter_have_to_agree():
 
 
 def test_only_a_split_is_a_declaration():
-    with pytest.raises(TypeError, match=r"the logical matrices of 'decoder.\*' are declared by a Split, got list"):
-        declare("decoder.*", [2, 1, 1])
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     parameter.logical_matrices = [2, 1, 1]
     with pytest.raises(
@@ -117,15 +113,3 @@ def test_a_projection_needs_its_shapes():
         split_of(fused(qkv_split_shapes=[2, 2, 2, 2]), lambda parameter: True, lengths=(3,))
     with pytest.raises(ValueError, match=r"has to be a Split, got list"):
         split_of(fused(logical_matrices=[2, 1, 1]))
-
-
-def test_what_is_no_split_is_refused_where_it_is_made():
-    for make in (lambda: experts(8, "x"), lambda: transposed(5)):
-        with pytest.raises(TypeError, match="logical matrices are a Split, such as GATE_UP, got "):
-            make()
-
-
-@pytest.mark.parametrize("pattern", [None, 5, ""])
-def test_a_pattern_that_can_match_nothing_is_refused(pattern):
-    with pytest.raises(TypeError, match=f"a pattern is a glob of names of parameters, got {pattern!r}"):
-        declare(pattern, WHOLE)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.coefficients import Coefficients, composite_range
 from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Preset, Restarts, iterate_gram, iterate_gram_fp16
 from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.products import Dense
+from megatron_eopt.orthogonalize.products import Products
 
 SPECTRA = ("gaussian", "cond_1e3", "cond_1e7", "rank_10", "spikes", "harmonic")
 
@@ -56,7 +56,7 @@ PUBLISHED_ERRORS: dict[Preset, dict[torch.dtype, dict[str, float]]] = {
 
 
 @dataclass(frozen=True)
-class Rounded(Dense):
+class Rounded(Products):
     """Products whose operands and results have ``dtype``, while sums are taken in fp32, as in tensor cores.
 
     They are simulated in fp32, because CPUs are slow in fp16.

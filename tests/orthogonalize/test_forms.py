@@ -19,7 +19,7 @@ from megatron_eopt.orthogonalize.forms import (
 from megatron_eopt.orthogonalize.kernels import choose, made
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype
-from megatron_eopt.orthogonalize.products import Blocked, Dense, mean_of_triangles
+from megatron_eopt.orthogonalize.products import Blocked, Products, mean_of_triangles
 from tests.orthogonalize.simulation import PUBLISHED_ERRORS, Rounded
 from tests.orthogonalize.test_newton_schulz import exact, gaussian, relative
 
@@ -43,7 +43,7 @@ SPECTRA = {
 
 
 @dataclass(frozen=True)
-class Half(Dense):
+class Half(Products):
     """As the kernel on a GPU: half of a symmetric product is computed."""
 
     def share(self, rows):
@@ -102,7 +102,7 @@ def test_the_cost_rule():
 
 @pytest.mark.parametrize(
     ("products", "standard", "gram"),
-    [(Dense(), 760, 776), (Blocked(), 584, 600), (Half(), 512, 520)],
+    [(Products(), 760, 776), (Blocked(), 584, 600), (Half(), 512, 520)],
 )
 def test_the_cheaper_form_is_compiled(products, standard, gram):
     # equal at an aspect of 1.5, where five eighths of a symmetric product are computed at 1.15, where half is at 1
@@ -209,8 +209,8 @@ def test_bf16_that_is_taken_over_as_fp16_has_the_published_errors(spectrum, shap
 
 
 def test_plain_products_in_fp16_are_exactly_symmetric():
-    R = Dense().gram(gaussian(16, 24).half())
-    product = Dense().addmm(R, R, R, beta=0.5, alpha=1e-3)
+    R = Products().gram(gaussian(16, 24).half())
+    product = Products().addmm(R, R, R, beta=0.5, alpha=1e-3)
     assert torch.equal(product, product.mT)
     torch.testing.assert_close(product.float(), 0.5 * R.float() + 1e-3 * R.float() @ R.float(), rtol=1e-2, atol=1e-2)
 
@@ -270,7 +270,7 @@ def test_a_stack_in_parts_is_the_stack(form, max_bytes):
 
 
 @dataclass(frozen=True)
-class Watched(Dense):
+class Watched(Products):
     """Tells how many matrices are worked on at once."""
 
     seen: list[int] = field(default_factory=list, hash=False, compare=False)
@@ -350,11 +350,11 @@ def test_strips_are_the_whole_product_and_exactly_symmetric(rows, cols, strips, 
     x = x.mT if transposed else x
     products = Blocked(strips, smallest=1)
     R = products.gram(x)
-    torch.testing.assert_close(R, Dense().gram(x))
-    square = Dense().gram(R)
+    torch.testing.assert_close(R, Products().gram(x))
+    square = Products().gram(R)
     before = R.clone()
     for c, a, b in ((R, R, R), (R, R, square), (R, square, R), (square, R, R)):
-        whole = Dense().addmm(c, a, b, beta=0.5, alpha=2.0)
+        whole = Products().addmm(c, a, b, beta=0.5, alpha=2.0)
         out = torch.full_like(R, torch.nan)
         for result in (
             products.addmm(c, a, b, beta=0.5, alpha=2.0),
@@ -372,7 +372,7 @@ def test_large_matrices_take_strips(shape):
     x = gaussian(*shape)
     for form in ("standard", "gram"):
         assert relative(newton_schulz(x, form=form), exact(x, 5, "quintic")) < 1e-4
-        assert not torch.equal(newton_schulz(x, form=form), newton_schulz(x, form=form, products=Dense()))
+        assert not torch.equal(newton_schulz(x, form=form), newton_schulz(x, form=form, products=Products()))
 
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
@@ -393,6 +393,6 @@ def test_the_kernel_that_is_chosen_serves_the_entry():
     for form in ("standard", "gram"):
         products = made(choice.kernel, 512)
         assert torch.equal(newton_schulz(x, form=form, products=products), newton_schulz(x, form=form))
-        whole = newton_schulz(x, form=form, products=Dense())
+        whole = newton_schulz(x, form=form, products=Products())
         assert not torch.equal(whole, newton_schulz(x, form=form))
         assert relative(whole, exact(x, 5, "quintic")) < 1e-4

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.orthogonalize.kernels import KERNELS, Kernel, check, choose, made
-from megatron_eopt.orthogonalize.products import Blocked, Dense
+from megatron_eopt.orthogonalize.products import Blocked, Products
 from tests.distributed.ranks import run_ranks
 
 SHAPES = [(24, 40), (40, 24), (3, 16, 20), (1, 1), (0, 5)]
 
 
 @dataclass(frozen=True)
-class Wrong(Dense):
+class Wrong(Products):
     """Products that are wrong in one of the ways a kernel can be."""
 
     how: str = ""
@@ -51,7 +51,7 @@ def kernels(how, **more):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("products", [Dense(), Blocked(1), Blocked(3)])
+@pytest.mark.parametrize("products", [Products(), Blocked(1), Blocked(3)])
 def test_right_products_pass(products, dtype):
     shapes = SHAPES if dtype != torch.float32 else [*SHAPES, (520, 1030)]
     assert check(products, shapes, dtype, "cpu") is None
@@ -83,7 +83,7 @@ def test_sums_that_overflow_fp16_are_found():
 
 @pytest.mark.parametrize("how", ["the result", "the norm", "in place", "the way back"])
 def test_wrong_norms_do_not_serve(how):
-    class WrongNorms(Dense):
+    class WrongNorms(Products):
         def normalized(self, x, dtype, *, own=False, **more):
             x, norm, power = super().normalized(x, dtype, own=own, **more)
             return (
@@ -97,11 +97,11 @@ def test_wrong_norms_do_not_serve(how):
 
     for dtype in (torch.float16, torch.bfloat16):
         assert "matrices over their norms, of (2, 24, 40)" in check(WrongNorms(), [(3, 24, 40)], dtype, "cpu")
-        assert check(Dense(), [(3, 24, 40), (40, 24)], dtype, "cpu") is None
+        assert check(Products(), [(3, 24, 40), (40, 24)], dtype, "cpu") is None
 
 
 def test_every_shape_is_checked():
-    class WrongAbove30(Dense):
+    class WrongAbove30(Products):
         def gram(self, x, out=None):
             return super().gram(x, out).mul_(1 if x.size(-1) <= 30 else 1.1)
 
@@ -113,7 +113,7 @@ def test_a_check_of_large_matrices_takes_few_columns():
     """In fp32 the largest ones take several GiB, which a kernel need not have to be right."""
     taken = []
 
-    class Recorder(Dense):
+    class Recorder(Products):
         def gram(self, x, out=None):
             taken.append((x.shape, x.is_contiguous()))
             return super().gram(x, out)
@@ -129,7 +129,7 @@ def test_a_check_of_large_matrices_takes_few_columns():
 
 def test_a_check_leaves_no_traces():
     before = torch.get_rng_state(), torch.get_float32_matmul_precision()
-    check(Dense(), SHAPES, torch.float32, "cpu")
+    check(Products(), SHAPES, torch.float32, "cpu")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.get_float32_matmul_precision() == before[1]
 
@@ -149,7 +149,7 @@ def test_on_a_cpu(shapes, dtype, kernel):
         warnings.simplefilter("error")  # nobody is told of a GPU that he did not ask for
         choice = choose(shapes, dtype, "cpu")
     assert (choice.kernel, choice.dropped) == (kernel, {})
-    assert isinstance(made(choice.kernel, 512), Blocked if kernel == "blocked" else Dense)
+    assert isinstance(made(choice.kernel, 512), Blocked if kernel == "blocked" else Products)
 
 
 def test_a_right_kernel_serves():
@@ -203,7 +203,7 @@ def test_triton_not_installed(monkeypatch):
 
 
 def test_a_kernel_can_be_asked_for():
-    for name, kind in (("torch", Dense), ("blocked", Blocked)):
+    for name, kind in (("torch", Products), ("blocked", Blocked)):
         choice = choose(SHAPES, torch.float32, "cpu", kernel=name, kernels=kernels(""))
         assert isinstance(made(choice.kernel, 512), kind)
     with pytest.raises(RuntimeError, match="'kernel' of symmetric products cannot serve: RuntimeError: out of res"):

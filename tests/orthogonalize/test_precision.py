@@ -10,7 +10,7 @@ from megatron_eopt import OrthogonalizedOptimizer
 from megatron_eopt.orthogonalize import newton_schulz
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.products import Dense
+from megatron_eopt.orthogonalize.products import Products
 
 CUDA = torch.backends.cuda.matmul
 SUMS = "allow_fp16_reduced_precision_reduction"
@@ -26,7 +26,7 @@ def fp16_settings():
 
 
 @dataclass(frozen=True)
-class Watched(Dense):
+class Watched(Products):
     """Products that note in which settings they are computed."""
 
     case: tuple = ()  # since what is compiled with equal products is kept

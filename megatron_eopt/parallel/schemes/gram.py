@@ -24,8 +24,6 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``distributed``: the standard form; sums norms, then each Gram matrix."""
     group, iteration = job.ranks, job.iteration
     dim = cut_dimension(job.matrix.shape, job.matrix.rectangles)
-    if dim is None:
-        raise ValueError(f"distributed takes shards that are cut along one dimension, got {job.matrix.rectangles}")
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
@@ -107,17 +105,16 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
     In fp16 squares soon vanish or overflow, so each shard is multiplied by a power of two of its own: exactly, and
     undone in fp32 on its Gram matrix. Norms may be 1e-15 to 1e18; after the first segment they are ``unit``.
     """
-    matrix, iteration = job.matrix, job.iteration
-    dim = cut_dimension(matrix.shape, matrix.rectangles)
-    if dim is None or matrix.shape[dim] < matrix.shape[1 - dim]:
-        raise ValueError(
-            f"gram takes shards of {matrix.shape} that are cut along the long side, got {matrix.rectangles}"
-        )
+    iteration = job.iteration
+    dim = cut_dimension(job.matrix.shape, job.matrix.rectangles)
+    assert dim is not None, "a plan has this scheme only for matrices that are cut along the long side"
     assert iteration.restarts is not None, "an iteration in the Gram form has restarts"
     wide = torch.float64 if iteration.dtype == torch.float64 else torch.float32
     unit = UNIT_IN_FP16 if iteration.dtype == torch.float16 else 1.0
-    dtype, shift = stack.dtype, _shift(stack, dim)
-    X, undo = (stack.to(wide) * _power_of_two(shift, wide)).to(iteration.dtype), _power_of_two(-shift, wide)
+    dtype = stack.dtype
+    shift = _shift(stack, dim)
+    undo = _power_of_two(-shift, wide)
+    X = (stack.to(wide) * _power_of_two(shift, wide)).to(iteration.dtype)
     del stack
     watch = _watch(job)
     for start, end in pairwise((0, *iteration.restarts, len(iteration.schedule))):

@@ -110,11 +110,15 @@ class OptimizerSpec:
         object.__setattr__(self, "flags", tuple(map(self._completed, self.flags)))
 
     def _completed(self, flag: Flag) -> Flag:
+        flag = replace(flag, optimizer=self.name)
         argument = self.arguments.get(flag.setting)
-        annotation = None if argument is None else argument.annotation
-        choices = flag.choices or (get_args(annotation) if get_origin(annotation) is Literal else ())
-        default = self.arguments[flag.setting].default if flag.default is Parameter.empty else flag.default
-        return replace(flag, optimizer=self.name, choices=choices, default=default)
+        if argument is None:
+            return flag
+        if flag.default is Parameter.empty:
+            flag = replace(flag, default=argument.default)
+        if not flag.choices and get_origin(argument.annotation) is Literal:
+            flag = replace(flag, choices=get_args(argument.annotation))
+        return flag
 
     def state_tensors(self, shape: tuple[int, int] = (128, 128), **settings: Any) -> list[StateTensor]:
         """State of an fp32 matrix; ``settings`` are the constructor's."""
@@ -163,18 +167,19 @@ class OptimizerSpec:
         kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
         if not self.cls.traits.decays_weights:
             kwargs["weight_decay"] = 0.0
-        if self.betas and hasattr(config, f"{self.betas}_beta1"):
+        if hasattr(config, f"{self.betas}_beta1"):
             kwargs["betas"] = (getattr(config, f"{self.betas}_beta1"), getattr(config, f"{self.betas}_beta2"))
-        if self.betas and hasattr(config, f"{self.betas}_eps"):
+        if hasattr(config, f"{self.betas}_eps"):
             kwargs["eps"] = getattr(config, f"{self.betas}_eps")
         if self.owns == "matrices":
             model = model_chunks[0].config
-            attention = all((model.num_attention_heads, model.num_query_groups, model.kv_channels))
             kwargs.setdefault("split_qkv", False)  # without a flag only declared parameters are split
             kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
-            kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model) if attention else None
+            kwargs["qkv_split_shapes"] = None
+            if model.num_attention_heads and model.num_query_groups and model.kv_channels:
+                kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model)
             kwargs["pg_collection"] = pg_collection
-            if getattr(config, "muon_share_over_dp", False) and self.takes("data_parallel_group"):
+            if self.takes("data_parallel_group") and getattr(config, "muon_share_over_dp", False):
                 kwargs["data_parallel_group"] = pg_collection.dp_cp
         return kwargs
 
@@ -207,8 +212,114 @@ MUON = (
 
 _SPLITS = ("muon_split", "muon_split_qkv")  # fields of the config that decide which logical matrices there are
 
+_SHARED = (
+    Flag(
+        "preset",
+        "Settings of a publication: the size of updates, and of some also momentum and Newton-Schulz steps.",
+        default=None,
+        choices=tuple(PRESETS),  # refused by those whose updates have a size of their own
+    ),
+    Flag("num_ns_steps", "Newton-Schulz steps.", megatrons=True),
+    Flag(
+        "coefficient_type",
+        "Coefficients of the Newton-Schulz steps.",
+        choices=get_supported_coefficient_types(),
+        megatrons=True,
+    ),
+    Flag(
+        "fp32_matmul_prec",
+        "Precision of the Newton-Schulz products: bf16 (low, medium), TF32 (high) or fp32 (highest).",
+        megatrons=True,
+    ),
+    Flag(
+        "tp_mode",
+        "How sharded matrices are orthogonalized: all exact but blockwise, which takes each shard for a matrix and is "
+        "Megatron's default. auto takes the cheapest exact way for each shape. Where none is named, a resume keeps "
+        "that of its checkpoint.",
+        default=DEFAULT_TP_MODE,
+        megatrons=True,
+    ),
+    Flag(
+        "symmetric_products",
+        "Kernel of symmetric products; without it that of the checkpoint, else the fastest of the run, timed at start "
+        "on a GPU.",
+        choices=tuple(KERNELS),
+    ),
+    Flag(
+        "step_kernels",
+        "What does the elementwise work of a step; without it that of the checkpoint, else, on a GPU, triton where it "
+        "serves.",
+        choices=get_args(StepForm),
+    ),
+    Flag("split_qkv", "Orthogonalize fused projections whole.", default=True, megatrons=True),
+    Flag(
+        "split",
+        "Matrices of fused parameters: as Megatron splits them, none of their own, all, or heads as well.",
+        default="default",
+        choices=get_args(SplitName),
+    ),
+    Flag("lr", "Largest learning rate of the matrices; --lr is for the rest.", None, float, field="matrix_lr"),
+    Flag("min_lr", "Smallest learning rate of the matrices.", None, float, field="matrix_min_lr"),
+    Flag("weight_decay", "Weight decay of the matrices.", None, float, field="matrix_weight_decay"),
+    Flag(
+        "share_over_dp",
+        "Data-parallel ranks share the work on matrices, but for those of experts.",
+        default=False,
+    ),
+    Flag(
+        "scalar_optimizer",
+        "Optimizer of the parameters that are no matrices; lion on Megatron-Core 0.19.",
+        default="adam",
+        choices=("adam", "lion"),
+        megatrons=True,
+    ),
+    Flag(
+        "momentum_warmup",
+        "Steps in which the momentum grows from 0.85 to its value; 0 for none.",
+        metavar="STEPS",
+    ),
+    Flag(
+        "cautious_weight_decay",
+        "Decay only entries whose signs do not differ from their update's (arXiv 2510.12402).",
+    ),
+    Flag(
+        "weight_norm",
+        "What is done to the norm of a matrix: hold keeps it, as muon_hyperball does, and steps have lr times the "
+        "norm; brake lets a part of its change through.",
+    ),
+    Flag("brake_outward", "For brake: the part of a norm's growth, in [0, 1]."),
+    Flag("brake_inward", "For brake: the part of what a norm shrinks by, in [0, 1]."),
+    Flag(
+        "relative_update",
+        "The norm of an update, before the rate: match makes it --muon-update-ratio times that of its weight, bound "
+        "makes it that at most.",
+    ),
+    Flag("update_ratio", "For --muon-relative-update: the norm of an update over that of its weight."),
+    Flag(
+        "momentum_from_adam",
+        "Where --load has a checkpoint of Adam's, its first moment is the momentum.",
+        default=False,
+    ),
+)
+"""Muon's flags that are those of all optimizers of matrices which have the setting."""
+
+_SECOND_MOMENT = (
+    Flag("moment2_method", "Whose second moment divides factors; none is Muon's own step."),
+    Flag("beta2", "Decay rate of the second moment, in [0, 1)."),
+    Flag("eps", "Bounds the division by the second moment from below."),
+    Flag("align_rms", "Leave adamuon's update as large as the division makes it."),
+)
+
+_MOMENTUM = Flag("momentum", "Decay rate of the momentum, in [0, 1).")
+_EACH_RANK = Flag(
+    "share_over_dp",
+    "Every data-parallel rank keeps and computes all, as where Megatron deals out parameters and where checkpoints "
+    "are not torch_dist.",
+    default=True,
+)
+
 _OF_SHAMPOO = (
-    Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
+    _MOMENTUM,
     Flag("shampoo_beta", "Decay rate of the factors, in [0, 1)."),
     Flag("damping", "Added to the factors, relative to them."),
     Flag("precondition_frequency", "Steps from one making of the roots to the next, counted from the first step."),
@@ -216,12 +327,7 @@ _OF_SHAMPOO = (
     Flag("scale_mode", "How the size of an update follows from the shape."),
     Flag("weight_norm", "Whether every matrix keeps the norm that it starts with."),
     Flag("max_dim", "The longest side that has a factor; a matrix without one is refused."),
-    Flag(
-        "share_over_dp",
-        "Every data-parallel rank keeps and computes all, as where Megatron deals out parameters and where checkpoints "
-        "are not torch_dist.",
-        default=True,
-    ),
+    _EACH_RANK,
 )
 
 _SPECS = (
@@ -238,120 +344,8 @@ _SPECS = (
                 "Multiplies the update; 0.2 with spectral gives updates the size of AdamW's.",
                 megatrons=True,
             ),
-            Flag(
-                "preset",
-                "Settings of a publication: the size of updates, and of some also momentum and Newton-Schulz steps.",
-                default=None,
-                choices=tuple(PRESETS),
-                shared=True,  # refused by those whose updates have a size of their own
-            ),
-            Flag("num_ns_steps", "Newton-Schulz steps.", shared=True, megatrons=True),
-            Flag(
-                "coefficient_type",
-                "Coefficients of the Newton-Schulz steps.",
-                choices=get_supported_coefficient_types(),
-                shared=True,
-                megatrons=True,
-            ),
-            Flag(
-                "fp32_matmul_prec",
-                "Precision of the Newton-Schulz products: bf16 (low, medium), TF32 (high) or fp32 (highest).",
-                shared=True,
-                megatrons=True,
-            ),
-            Flag(
-                "tp_mode",
-                "How sharded matrices are orthogonalized: all exact but blockwise, which takes each shard for a matrix "
-                "and is Megatron's default. auto takes the cheapest exact way for each shape. Where none is named, a "
-                "resume keeps that of its checkpoint.",
-                default=DEFAULT_TP_MODE,
-                shared=True,
-                megatrons=True,
-            ),
-            Flag(
-                "symmetric_products",
-                "Kernel of symmetric products; without it that of the checkpoint, else the fastest of the run, timed "
-                "at start on a GPU.",
-                choices=tuple(KERNELS),
-                shared=True,
-            ),
-            Flag(
-                "step_kernels",
-                "What does the elementwise work of a step; without it that of the checkpoint, else, on a GPU, triton "
-                "where it serves.",
-                choices=get_args(StepForm),
-                shared=True,
-            ),
-            Flag("split_qkv", "Orthogonalize fused projections whole.", default=True, shared=True, megatrons=True),
-            Flag(
-                "split",
-                "Matrices of fused parameters: as Megatron splits them, none of their own, all, or heads as well.",
-                default="default",
-                choices=get_args(SplitName),
-                shared=True,
-            ),
-            *(
-                Flag(name, what, default=None, kind=float, field=f"matrix_{name}", shared=True)
-                for name, what in (
-                    ("lr", "Largest learning rate of the matrices; --lr is for the rest."),
-                    ("min_lr", "Smallest learning rate of the matrices."),
-                    ("weight_decay", "Weight decay of the matrices."),
-                )
-            ),
-            Flag(
-                "share_over_dp",
-                "Data-parallel ranks share the work on matrices, but for those of experts.",
-                default=False,
-                shared=True,
-            ),
-            Flag(
-                "scalar_optimizer",
-                "Optimizer of the parameters that are no matrices; lion on Megatron-Core 0.19.",
-                default="adam",
-                choices=("adam", "lion"),
-                shared=True,
-                megatrons=True,
-            ),
-            Flag(
-                "momentum_warmup",
-                "Steps in which the momentum grows from 0.85 to its value; 0 for none.",
-                shared=True,
-                metavar="STEPS",
-            ),
-            Flag(
-                "cautious_weight_decay",
-                "Decay only entries whose signs do not differ from their update's (arXiv 2510.12402).",
-                shared=True,
-            ),
-            Flag(
-                "weight_norm",
-                "What is done to the norm of a matrix: hold keeps it, as muon_hyperball does, and steps have lr times "
-                "the norm; brake lets a part of its change through.",
-                shared=True,
-            ),
-            Flag("brake_outward", "For brake: the part of a norm's growth, in [0, 1].", shared=True),
-            Flag("brake_inward", "For brake: the part of what a norm shrinks by, in [0, 1].", shared=True),
-            Flag(
-                "relative_update",
-                "The norm of an update, before the rate: match makes it --muon-update-ratio times that of its weight, "
-                "bound makes it that at most.",
-                shared=True,
-            ),
-            Flag(
-                "update_ratio",
-                "For --muon-relative-update: the norm of an update over that of its weight.",
-                shared=True,
-            ),
-            Flag("moment2_method", "Whose second moment divides factors; none is Muon's own step."),
-            Flag("beta2", "Decay rate of the second moment, in [0, 1)."),
-            Flag("eps", "Bounds the division by the second moment from below."),
-            Flag("align_rms", "Leave adamuon's update as large as the division makes it."),
-            Flag(
-                "momentum_from_adam",
-                "Where --load has a checkpoint of Adam's, its first moment is the momentum.",
-                default=False,
-                shared=True,
-            ),
+            *(replace(flag, shared=True) for flag in _SHARED),
+            *_SECOND_MOMENT,
         ),
     ),
     OptimizerSpec(
@@ -359,12 +353,7 @@ _SPECS = (
         cls=TensorParallelAdaptiveMuon,
         plain=False,
         of_muon=MUON,
-        flags=(
-            Flag("moment2_method", "What the second moment is taken of."),
-            Flag("beta2", "Decay rate of the second moment, in [0, 1)."),
-            Flag("eps", "Bounds the division by the second moment from below."),
-            Flag("align_rms", "Leave adamuon's update as large as the division makes it."),
-        ),
+        flags=(Flag("moment2_method", "What the second moment is taken of."), *_SECOND_MOMENT[1:]),
         state_settings=({"moment2_method": "normuon"}, {"moment2_method": "namo"}),
         state_depends_on=("adaptive_muon_moment2_method",),
     ),
@@ -402,12 +391,7 @@ _SPECS = (
             Flag("orthogonalize", "Updates are orthogonalized (SOAP-Muon)."),
             Flag("scale_mode", "How the size of an orthogonalized update follows from the shape."),
             Flag("max_dim", "The longest side that has a factor and a basis."),
-            Flag(
-                "share_over_dp",
-                "Every data-parallel rank keeps and computes all, as where Megatron deals out "
-                "parameters and where checkpoints are not torch_dist.",
-                default=True,
-            ),
+            _EACH_RANK,
         ),
         state_settings=({"weight_norm": "hold"},),
         state_depends_on=("soap_max_dim", "soap_weight_norm", *_SPLITS),
@@ -434,7 +418,7 @@ _SPECS = (
         cls=PSGDKron,
         of_muon=("split_qkv",),
         flags=(
-            Flag("momentum", "Decay rate of the momentum, in [0, 1)."),
+            _MOMENTUM,
             Flag("precond_lr", "Rate of the factors, above 0 and at most 1."),
             Flag("min_precond_lr", "Least rate of the factors."),
             Flag("precond_decay_steps", "Steps by which the rate of the factors decays.", metavar="STEPS"),
@@ -510,7 +494,7 @@ _SPECS = (
         name="polargrad",
         cls=PolarGrad,
         of_muon=(*ITERATION, *OF_WEIGHTS, "step_kernels", "momentum_warmup"),
-        flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1)."),),
+        flags=(_MOMENTUM,),
     ),
     OptimizerSpec(
         name="muon_hyperball",

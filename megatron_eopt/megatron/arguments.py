@@ -17,6 +17,7 @@ from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
 from megatron_eopt.megatron.support.layout import clear_where_refused
+from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
 from megatron_eopt.optimizers.presets import PRESETS
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
@@ -95,9 +96,7 @@ FLAGS = (*(flag for flag in _KNOWN if not flag.megatrons), *RUN_FLAGS)
 class _StoreNamed(argparse._StoreAction):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         super().__call__(parser, namespace, values, option_string)
-        apart = values == DEFAULT_TP_MODE and self.megatron_has_it  # type: ignore[attr-defined]
-        ours = ": megatron_eopt's plan, not Megatron's cost model" if apart else ""
-        setattr(namespace, TP_MODE_SOURCE, f"{option_string}{ours}")
+        setattr(namespace, TP_MODE_SOURCE, option_string)
 
 
 class _Noted(argparse.Action):
@@ -111,18 +110,18 @@ class _Noted(argparse.Action):
 def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let Megatron's parser know our optimizers, and :data:`FLAGS`."""
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
-    optimizer, tp_mode = actions["--optimizer"], actions["--muon-tp-mode"]
-    theirs = list(optimizer.choices or ())
+    optimizer = actions["--optimizer"]
     optimizer.type = _check_tested
-    optimizer.choices = theirs + [name for name in list_optimizers() if name not in theirs]
-    for name, choices in (
-        ("--muon-coefficient-type", get_supported_coefficient_types()),
-        ("--muon-fp32-matmul-prec", get_args(MatmulPrecision)),
-    ):
-        actions[name].choices = list(choices)
-        actions[name].help = f"{(actions[name].help or '').split(' Valid types')[0]} One of {', '.join(choices)}."
-    tp_mode.megatron_has_it = DEFAULT_TP_MODE in (tp_mode.choices or ())  # type: ignore[attr-defined]
-    tp_mode.choices, tp_mode.default = list(get_args(TpMode)), DEFAULT_TP_MODE
+    optimizer.choices = list(dict.fromkeys([*(optimizer.choices or ()), *list_optimizers()]))
+    coefficients = actions["--muon-coefficient-type"]
+    coefficients.choices = list(get_supported_coefficient_types())
+    precision = actions["--muon-fp32-matmul-prec"]
+    precision.choices = list(get_args(MatmulPrecision))
+    for action in (coefficients, precision):
+        action.help = f"{(action.help or '').split(' Valid types')[0]} One of {', '.join(action.choices)}."
+    tp_mode = actions["--muon-tp-mode"]
+    tp_mode.choices = list(get_args(TpMode))
+    tp_mode.default = DEFAULT_TP_MODE
     tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
     tp_mode.__class__ = _StoreNamed
     set_by_presets = {f"muon_{setting}" for preset in PRESETS.values() for setting in preset.settings}
@@ -142,11 +141,9 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _check_tested(name: str) -> str:
     """Type of ``--optimizer``: refuses untested optimizers of emerging-optimizers."""
     if name in EMERGING_OPTIMIZERS and name not in list_optimizers():
-        like = "--optimizer soap --soap-basis-of current --soap-basis-method eigh" if name == "rekls" else "another one"
         raise argparse.ArgumentTypeError(
             f"{name} is in Megatron's registry from the package emerging-optimizers, which knows neither shards nor "
-            f"checkpoints of Megatron, and megatron_eopt has none of this name: take {like}, or register an entry of "
-            f"yours under another name"
+            f"checkpoints of Megatron: take another one, or register an entry of yours under another name"
         )
     return name
 
@@ -176,19 +173,20 @@ def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any
     - ``--optimizer-cpu-offload``: Megatron's is an Adam that steps on the CPU, and wants flags for that.
     - ``--qk-clip``: Megatron wants Transformer Engine. Attention that records its largest logits will do (``qk_clip``).
     """
-    name, hidden = args.optimizer, dict[str, Any]()
-    if builds(args):
-        hidden = {flag: False for flag in ("optimizer_cpu_offload", "qk_clip") if getattr(args, flag, False)}
-    if "qk_clip" in hidden and (not 0 < args.qk_clip_alpha < 1 or not args.qk_clip_threshold > 0):
-        raise ValueError(
-            f"--qk-clip needs an alpha between 0 and 1 and a threshold above 0, got --qk-clip-alpha "
-            f"{args.qk_clip_alpha} and --qk-clip-threshold {args.qk_clip_threshold}"
-        )
-    fsdp = any(getattr(args, f"use_{kind}", False) for kind in ("torch_fsdp2", "megatron_fsdp"))
+    name = args.optimizer
+    hidden: dict[str, Any] = {}
     changes = []
+    if builds(args):
+        hidden = {"optimizer_cpu_offload": False, "qk_clip": False}
+        if args.qk_clip and (not 0 < args.qk_clip_alpha < 1 or not args.qk_clip_threshold > 0):
+            raise ValueError(
+                f"--qk-clip needs an alpha between 0 and 1 and a threshold above 0, got --qk-clip-alpha "
+                f"{args.qk_clip_alpha} and --qk-clip-threshold {args.qk_clip_threshold}"
+            )
+    fsdp = on(args, "use_torch_fsdp2", "use_megatron_fsdp")
     if fsdp and name not in ("adam", "sgd") and not name.startswith("dist_"):  # which means the layer-wise optimizer
-        named = around(lambda show, title, args: show(title, argparse.Namespace(**vars(args) | {"optimizer": name})))
         hidden["optimizer"] = "adam"
+        named = around(lambda show, title, args: show(title, argparse.Namespace(**vars(args) | {"optimizer": name})))
         reason = "the arguments that are printed name the optimizer of the run"
         changes.append(Redirection(validate.__module__, "_print_args", named, reason))
     given = {key: getattr(args, key) for key in hidden}
@@ -209,17 +207,19 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
     if dist.is_initialized():  # else all ranks come again
         refuse_different(of_command_line(args))
     config, overrides = make_config(args)
-    if builds(args) and not hasattr(args, TP_MODE_SOURCE) and getattr(args, "rank", 0) == 0:
-        print(
-            f"megatron_eopt: warning: activate() came after Megatron had parsed its arguments, so its own defaults "
-            f"hold, such as --muon-tp-mode {args.muon_tp_mode}, and flags of this package are unknown: call it before, "
-            f"or start the script by python -m megatron_eopt.run",
-            flush=True,
+    warnings = []
+    if builds(args) and not hasattr(args, TP_MODE_SOURCE):
+        warnings.append(
+            f"activate() came after Megatron had parsed its arguments, so its own defaults hold, such as "
+            f"--muon-tp-mode {args.muon_tp_mode}, and flags of this package are unknown: call it before, or start the "
+            f"script by python -m megatron_eopt.run"
         )
-    _check_effect(args)
+    _refuse_unread(args)
     name = args.optimizer.removeprefix("dist_")
-    if name not in EMERGING_OPTIMIZERS and getattr(args, "rank", 0) == 0:  # else after overrides are resolved
-        for warning in without_effect(args, [name]):
+    if name not in EMERGING_OPTIMIZERS:  # else after overrides are resolved
+        warnings += without_effect(args, [name])
+    if getattr(args, "rank", 0) == 0:
+        for warning in warnings:
             print(f"megatron_eopt: warning: {warning}", flush=True)
     for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
         if hasattr(args, dest) and not hasattr(config, dest):
@@ -233,11 +233,12 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
 def unread(config: Any) -> list[str]:
     """Warnings of settings of Megatron's that no optimizer here reads."""
     read = {flag.dest for flag in _KNOWN}
-    fields = dataclasses.fields(releases.core_optimizer(".optimizer_config").OptimizerConfig)
-    others = ((field, getattr(config, field.name, None)) for field in fields if "muon" in field.name)
-    what = "without effect: a setting of Megatron's Muon, unknown here; leave it out"
-    given = [(field, value) for field, value in others if field.name not in read and value != field.default]
-    warnings = [f"{field.name}={value} {what}" for field, value in given]
+    warnings = []
+    for field in dataclasses.fields(releases.core_optimizer(".optimizer_config").OptimizerConfig):
+        value = getattr(config, field.name, None)
+        if "muon" in field.name and field.name not in read and value != field.default:
+            what = "without effect: a setting of Megatron's Muon, unknown here; leave it out"
+            warnings.append(f"{field.name}={value} {what}")
     if not getattr(config, "decoupled_weight_decay", True):
         warnings.append(
             "decoupled_weight_decay=False without effect on all optimizers but adam, as in Megatron: they decay as "
@@ -259,25 +260,19 @@ def _reads(name: str, flag: Flag) -> bool:
     return flag.shared and takes_matrices(name)
 
 
-def _check_effect(args: argparse.Namespace) -> None:
-    name, overrides = getattr(args, "optimizer", "").removeprefix("dist_"), getattr(args, "optimizer_overrides", None)
-    if overrides is not None and name in ("adam", "sgd"):
-        raise ValueError(
-            f"--optimizer-overrides {overrides} would have no effect with --optimizer {name}, which Megatron "
-            f"builds by itself: take an optimizer of this package ({', '.join(sorted(OPTIMIZERS))}), in whose "
-            f"overrides 'optimizer: adam' gives parameters to Adam"
-        )
-    momentum_dtype = getattr(args, "optimizer_momentum_dtype", "fp32")
-    if name in ("adam", "sgd") and momentum_dtype != "fp32":
-        raise ValueError(
-            f"--optimizer-momentum-dtype {momentum_dtype} is for the momenta of this package's optimizers of matrices, "
-            f"and --optimizer {name} is Megatron's own: leave it away"
-        )
-    if name in ("adam", "sgd") and (average := getattr(args, "optimizer_weight_average", None)) is not None:
-        raise ValueError(
-            f"--optimizer-weight-average {average} is for runs with this package's optimizers and what is beside them, "
-            f"and --optimizer {name} is Megatron's own: leave it away"
-        )
+def _refuse_unread(args: argparse.Namespace) -> None:
+    """Refuse flags for all optimizers of a run that adam and sgd do not read."""
+    if args.optimizer not in ("adam", "sgd"):
+        return
+    flags = {"optimizer_overrides": None, "optimizer_momentum_dtype": "fp32", "optimizer_weight_average": None}
+    for name, default in flags.items():
+        value = getattr(args, name, default)
+        if value != default:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} would have no effect with --optimizer {args.optimizer}, which "
+                f"Megatron builds by itself: leave it away, or take an optimizer of this package "
+                f"({', '.join(sorted(OPTIMIZERS))})"
+            )
 
 
 def without_effect(args: argparse.Namespace, built: Collection[str]) -> list[str]:
@@ -287,10 +282,10 @@ def without_effect(args: argparse.Namespace, built: Collection[str]) -> list[str
     all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
     ignored: dict[str, list[str]] = {}  # by those that read them
     for flag in _KNOWN:
-        given = getattr(args, flag.dest, None) not in (None, flag.default) and (all_known or not flag.megatrons)
-        if given and not any(_reads(each, flag) for each in built):
-            readers = [each for each in OPTIMIZERS if _reads(each, flag)]
-            ignored.setdefault(" or ".join(readers), []).append(flag.name)
+        given = getattr(args, flag.dest, None) not in (None, flag.default)
+        if given and (all_known or not flag.megatrons) and not any(_reads(each, flag) for each in built):
+            readers = " or ".join(each for each in OPTIMIZERS if _reads(each, flag))
+            ignored.setdefault(readers, []).append(flag.name)
     return [
         f"{', '.join(flags)} without effect, with --optimizer {name}: leave out, or take --optimizer {readers}"
         for readers, flags in ignored.items()

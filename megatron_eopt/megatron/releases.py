@@ -36,21 +36,8 @@ def number(release: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-_SINCE = {
-    "weight shards": (0, 19),  # --tensor-parallel-num-weight-shards
-    "Megatron-FSDP": (0, 19),  # with several optimizers in one, by functions that it has since then
-    "torch FSDP2": (0, 19),  # before, its wrapper cannot finish a step, whatever the optimizer
-    "gathers alone": (0, 19),  # overlapped gathers of parameters work for a rank that has no other to gather from
-}
-
-
-def has(what: str, release: str) -> bool:
-    """Whether a release has a feature of ``_SINCE``."""
-    return number(release) >= _SINCE[what]
-
-
-def scalar_optimizers_of(release: str) -> tuple[str, ...]:
-    """Names for ``muon_scalar_optimizer`` that a release itself builds."""
+def scalar_optimizers(release: str) -> tuple[str, ...]:
+    """Names for ``muon_scalar_optimizer`` that a release builds."""
     return ("adam", "lion") if number(release) >= (0, 19) else ("adam",)
 
 
@@ -59,8 +46,10 @@ def distributed_optimizer(release: str) -> dict[str, Any]:
 
     0.18 and 0.20 lay gradient buffers out for whole matrices; 0.19's ``pretrain`` does not.
     """
-    laid_out = {"whole_matrices": True, "ddp.use_distributed_optimizer": True} if number(release) != (0, 19) else {}
-    return {"layer_wise": True, "data_parallel": 2} | laid_out
+    facts = {"layer_wise": True, "data_parallel": 2}
+    if number(release) != (0, 19):
+        facts |= {"whole_matrices": True, "ddp.use_distributed_optimizer": True}
+    return facts
 
 
 def version() -> str:
@@ -92,12 +81,6 @@ def check_supported() -> None:
     """Raise an ImportError for a release without a registry of optimizers."""
     if importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None:
         raise ImportError(f"megatron_eopt needs megatron-core 0.18 or later, found {version()}: upgrade megatron-core")
-
-
-def scalar_optimizers() -> tuple[str, ...]:
-    """:func:`scalar_optimizers_of` this release, and of other packages."""
-    reads = not version().startswith("0.18.")
-    return ("adam", "lion") if reads and hasattr(core_optimizer(), "Lion") else ("adam",)
 
 
 def training_args() -> Any:

@@ -144,7 +144,7 @@ FEATURES = (
 
 def support_matrix(release: str) -> list[Row]:
     """What works with a release, ``0.19.2`` or ``0.19``."""
-    plain = _of("muon") | {"scalar_optimizers": releases.scalar_optimizers_of(release), "config.bf16": True}
+    plain = _of("muon") | {"config.bf16": True}
     distributed = releases.distributed_optimizer(release)
     rows = []
     for feature in FEATURES:

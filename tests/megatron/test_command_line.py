@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt import run as launcher
 from megatron_eopt.megatron import activation
-from megatron_eopt.megatron.arguments import TP_MODE_SOURCE, amend, unread
+from megatron_eopt.megatron.arguments import unread
 from megatron_eopt.megatron.arguments import without_effect as unread_flags
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, since_0_20, summary, train
 
@@ -60,7 +60,6 @@ def test_optimizers_that_megatron_brings_along_are_refused_and_never_called_ours
         parse("--optimizer", name)
     said = capsys.readouterr().err
     assert f"argument --optimizer: {name} is in Megatron's registry from the package emerging-optimizers" in said
-    assert ("soap --soap-basis-of current" in said) is (name == "rekls")
     args = with_dtypes(parse("--optimizer", "adam", "--lr", "0.1", "--optimizer-overrides", "x.yaml"))
     with pytest.raises(ValueError, match="take an optimizer of this package") as raised:
         training.get_megatron_optimizer_config(args)
@@ -149,23 +148,6 @@ def test_settings_of_a_later_megatron_that_nothing_reads_are_named(monkeypatch):
     said = unread(later(muon_ns_batch_size=8, use_layer_sharding_muon=True))
     assert [line.split()[0] for line in said] == ["muon_ns_batch_size=8", "use_layer_sharding_muon=True"]
     assert all(line.endswith("leave it out") for line in said)
-
-
-@pytest.mark.parametrize("megatron_has_it", [False, True])
-def test_auto_is_told_apart_from_megatrons(megatron_has_it):
-    """Which chooses for each weight between duplicated and distributed, by a model of costs."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--optimizer")
-    for flag in ("coefficient-type", "fp32-matmul-prec"):
-        parser.add_argument(f"--muon-{flag}")
-    choices = ["duplicated", "distributed"] + ["auto"] * megatron_has_it
-    parser.add_argument("--muon-tp-mode", choices=choices, default="duplicated")
-    of_megatron = ": megatron_eopt's plan, not Megatron's cost model" if megatron_has_it else ""
-    sources = {"auto": f"--muon-tp-mode{of_megatron}", "distributed": "--muon-tp-mode"}
-    amend(parser)
-    for mode, source in sources.items():
-        args = parser.parse_args(["--muon-tp-mode", mode])
-        assert (args.muon_tp_mode, getattr(args, TP_MODE_SOURCE)) == (mode, source)
 
 
 def test_no_flag_of_megatrons_counts_as_misspelt(activated):

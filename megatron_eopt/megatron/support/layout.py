@@ -1,17 +1,15 @@
 """Whether Megatron is to lay gradient buffers out for whole matrices."""
 
 from argparse import Namespace
-from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
 from megatron_eopt import registry
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.rules import unsupported
-from megatron_eopt.megatron.support.run import Run
+from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.overrides import OverrideError
 from megatron_eopt.overrides.entries import read_overrides
-from megatron_eopt.overrides.known import Known
 
 
 def without_layout(run: Run) -> Run:
@@ -23,7 +21,10 @@ def without_layout(run: Run) -> Run:
 def against_layout(run: Run) -> str | None:
     """Why a run would be refused for its layout alone."""
     left = unsupported(without_layout(run))
-    return next((rule.what.format(run=run) for rule in unsupported(run) if rule not in left), None)
+    for rule in unsupported(run):
+        if rule not in left:
+            return rule.what.format(run=run)
+    return None
 
 
 def clear_where_refused(args: Namespace) -> None:
@@ -31,21 +32,18 @@ def clear_where_refused(args: Namespace) -> None:
 
     Megatron lays buffers out while it wraps the model, when no optimizer is known. ``args`` are validated.
     """
-    if not (
-        getattr(args, "use_layer_wise_distributed_optimizer", False)
-        and getattr(args, "use_layer_wise_param_layout", False)
-    ):
+    if not on(args, "use_layer_wise_distributed_optimizer") or not on(args, "use_layer_wise_param_layout"):
         return
-    why = "overrides give parameters another optimizer, or exclude them" if _routes(args) else against_layout(_of(args))
+    if _routes(args):
+        why: str | None = "overrides give parameters another optimizer, or exclude them"
+    else:
+        why = against_layout(_of(args))
     if why is None:
         return
     args.use_layer_wise_param_layout = False
     if getattr(args, "rank", 0) == 0:
-        print(
-            f"megatron_eopt: gradient buffers are not laid out for whole matrices, as with "
-            f"--no-use-layer-wise-param-layout: {why}",
-            flush=True,
-        )
+        as_with = "as with --no-use-layer-wise-param-layout"
+        print(f"megatron_eopt: gradient buffers are not laid out for whole matrices, {as_with}: {why}", flush=True)
 
 
 def _of(args: Namespace) -> Run:
@@ -68,7 +66,10 @@ def _of(args: Namespace) -> Run:
 
 def _routes(args: Namespace) -> bool:
     file = getattr(args, "optimizer_overrides", None)
-    entries = []
-    with suppress(OverrideError):  # which the builder raises
-        entries = read_overrides(file, Known.registered(), keep_mistakes=True) if file is not None else []
+    if file is None:
+        return False
+    try:
+        entries = read_overrides(file, keep_mistakes=True)
+    except OverrideError:  # which the builder raises
+        return False
     return any(entry.settings.keys() & {"optimizer", "exclude"} for entry in entries)

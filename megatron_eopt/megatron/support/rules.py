@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.registry import takes_matrices
@@ -18,16 +17,6 @@ class Rule(NamedTuple):
     what: str
     instead: str
     applies: Callable[[Run], bool]
-
-
-def _offloads(optimizer: str) -> bool:
-    return optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].takes("offload_fraction")
-
-
-def _gathers_alone(run: Run) -> bool:
-    """Whether gathers over a single rank would fail, before 0.19."""
-    overlaps = on(run.config, "overlap_param_gather") and not releases.has("gathers alone", run.release)
-    return run.data_parallel == 1 and overlaps and run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
 
 
 RULES = (
@@ -51,14 +40,14 @@ RULES = (
     ),
     Rule(
         "muon_scalar_optimizer {run.scalar!r} cannot be built with this Megatron-Core ({run.release})",
-        "name one of {run.scalars}",
-        lambda run: run.scalar is not None and run.scalar not in run.scalar_optimizers,
+        "name adam, or lion from megatron-core 0.19 on",
+        lambda run: run.scalar not in (None, *releases.scalar_optimizers(run.release)),
     ),
     Rule(
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which megatron-core does from 0.19 on, "
         "found {run.release}",
         "upgrade megatron-core (where it is unproven: no run on a CPU)",
-        lambda run: run.cut_twice is not None and not releases.has("weight shards", run.release),
+        lambda run: run.cut_twice is not None and run.before_0_19,
     ),
     Rule(
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, and whether a checkpoint of its "
@@ -67,7 +56,10 @@ RULES = (
         "--no-load-optim",
         lambda run: (
             run.cut_twice is not None
-            and any(getattr(run.args, flag, None) and not on(run.args, f"no_{flag}_optim") for flag in ("save", "load"))
+            and (
+                (on(run.args, "save") and not on(run.args, "no_save_optim"))
+                or (on(run.args, "load") and not on(run.args, "no_load_optim"))
+            )
         ),
     ),
     Rule(
@@ -92,7 +84,8 @@ RULES = (
         "wrap it by megatron.training's wrap_model_chunks_with_ddp with use_layer_wise_distributed_optimizer "
         "(from 0.18 on), or without use_distributed_optimizer",
         lambda run: (
-            (on(run.ddp, "use_distributed_optimizer") and not run.megatron_fsdp)
+            on(run.ddp, "use_distributed_optimizer")
+            and not run.megatron_fsdp
             and (not run.whole_matrices if run.layer_wise else run.data_parallel > 1)
         ),
     ),
@@ -101,15 +94,17 @@ RULES = (
         "has no place for beside matrices in shards of their own",
         "take --disable-bias-linear, --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away",
         lambda run: (
-            (run.leaves_scalars and run.expert_vector is not None)
-            and (run.layer_wise and on(run.ddp, "use_distributed_optimizer"))
+            run.leaves_scalars
+            and run.expert_vector is not None
+            and run.layer_wise
+            and on(run.ddp, "use_distributed_optimizer")
         ),
     ),
     Rule(
         "{run.optimizer!r} has parameters that are no matrices, for which Megatron-Core's layer-wise distributed "
         "optimizer has no place beside matrices in shards of their own",
         "take --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away",
-        lambda run: not run.leaves_scalars and run.layer_wise and run.scatters and run.whole_matrices,
+        lambda run: not run.leaves_scalars and run.laid_out and run.data_parallel > 1,
     ),
     Rule(
         "num_distributed_optimizer_instances is {run.ddp.num_distributed_optimizer_instances}, but whole matrices are "
@@ -132,12 +127,18 @@ RULES = (
         "overlap_param_gather gathers parameters of data-parallel ranks, and in megatron-core {run.release} fails "
         "where parameters have one such rank",
         "leave --overlap-param-gather away, or upgrade megatron-core to 0.19",
-        _gathers_alone,
+        lambda run: (
+            run.before_0_19
+            and run.data_parallel == 1
+            and run.layer_wise
+            and on(run.config, "overlap_param_gather")
+            and not on(run.ddp, "use_distributed_optimizer")
+        ),
     ),
     Rule(
         "Megatron-FSDP with {run.optimizer!r} needs megatron-core 0.19 or later, found {run.release}",
         "upgrade megatron-core, or take --use-distributed-optimizer with --bf16",
-        lambda run: run.megatron_fsdp and not releases.has("Megatron-FSDP", run.release),
+        lambda run: run.megatron_fsdp and run.before_0_19,
     ),
     Rule(
         "Megatron-FSDP 2 cannot save optimizer state yet, and Megatron-Core allows it with adam and sgd alone",
@@ -166,7 +167,10 @@ RULES = (
         "micro-batches in megatron-core 0.19, with Adam too",
         "take --data-parallel-sharding-strategy optim, or a smaller --expert-model-parallel-size",
         lambda run: (
-            (run.megatron_fsdp and run.expert_data_parallel == 1 and run.data_parallel > 1 and run.accumulates)
+            run.megatron_fsdp
+            and run.expert_data_parallel == 1
+            and run.data_parallel > 1
+            and run.accumulates
             and getattr(run.ddp, "data_parallel_sharding_strategy", "") in ("optim_grads", "optim_grads_params")
         ),
     ),
@@ -174,34 +178,39 @@ RULES = (
         "Megatron-FSDP saves layers by their numbers within a pipeline stage, and those of two stages have the same",
         "set --pipeline-model-parallel-size to 1, or leave --save and --load away",
         lambda run: (
-            (run.megatron_fsdp and on(run.args, "save", "load"))
+            run.megatron_fsdp
+            and on(run.args, "save", "load")
             and getattr(run.args, "pipeline_model_parallel_size", 1) > 1
         ),
     ),
     Rule(
         "torch FSDP2 in Megatron-Core ends no step before 0.19, found {run.release}",
         "upgrade megatron-core, or leave --use-torch-fsdp2 away",
-        lambda run: run.wrapper == TORCH_FSDP2 and not releases.has("torch FSDP2", run.release),
+        lambda run: run.wrapper == TORCH_FSDP2 and run.before_0_19,
     ),
     Rule(
         "{run.unsaved} has shards that Megatron-Core cannot save under torch FSDP2: experts, rows that "
         "{run.data_parallel} data-parallel ranks do not divide, or gate and up in one shard",
         "take another number of data-parallel ranks, or leave --use-torch-fsdp2 or --save away",
-        lambda run: run.unsaved is not None and getattr(run.args, "save", None) is not None,
+        lambda run: run.unsaved is not None and on(run.args, "save"),
     ),
     Rule(
         "optimizer_cpu_offload keeps the state of Muon and its relatives in host memory, and of other optimizers of "
-        "matrices nothing, found {run.matrix_optimizers}",
+        "matrices nothing, found {run.without_offload}",
         "leave it away; --use-distributed-optimizer with --bf16 shares the state out over data-parallel ranks",
-        lambda run: run.offloads and not all(map(_offloads, run.matrix_optimizers.split(", "))),
+        lambda run: run.offloads and run.without_offload is not None,
     ),
     Rule(
         "use_torch_optimizer_for_cpu_offload, no_pin_cpu_grads and no_pin_cpu_params are for an optimizer that steps "
         "on the CPU, and {run.optimizer!r} steps on the GPU, with nothing but state in host memory, which is pinned",
         "leave them away; optimizer_offload_fraction says how much of it is there",
         lambda run: (
-            (run.offloads and on(run.config, "use_torch_optimizer_for_cpu_offload"))
-            or (run.offloads and not all(getattr(run.config, f"pin_cpu_{each}", True) for each in ("grads", "params")))
+            run.offloads
+            and (
+                on(run.config, "use_torch_optimizer_for_cpu_offload")
+                or not getattr(run.config, "pin_cpu_grads", True)
+                or not getattr(run.config, "pin_cpu_params", True)
+            )
         ),
     ),
     Rule(
@@ -245,22 +254,23 @@ RULES = (
         "so that the gradient norm is wrong",
         "leave it away: bf16 needs no loss scale",
         lambda run: (
-            (run.leaves_scalars and on(run.config, "bf16"))
+            run.leaves_scalars
+            and on(run.config, "bf16")
             and getattr(run.config, "loss_scale", None) not in (None, 0, 1)
         ),
     ),
     Rule(
-        "with {run.quantized}, Megatron-Core {run.release} starts the fp32 parameters of {run.optimizer!r} from "
-        "rounded weights, and its layer-wise distributed optimizer gathers their bytes without the scales, or rounds "
-        "once more than the rank that updated them: ranks would train different models",
+        "with --fp8-param-gather or --fp4-param-gather, Megatron-Core {run.release} starts the fp32 parameters of "
+        "{run.optimizer!r} from rounded weights, and its layer-wise distributed optimizer gathers their bytes without "
+        "the scales, or rounds once more than the rank that updated them: ranks would train different models",
         _NOT_QUANTIZED,
-        lambda run: run.quantized is not None and not run.megatron_fsdp,
+        lambda run: run.quantized and not run.megatron_fsdp,
     ),
     Rule(
-        "{run.quantized} under Megatron-FSDP is unproven with {run.optimizer!r}: Transformer Engine makes such "
-        "parameters on GPUs alone, and no run was on one",
+        "--fp8-param-gather or --fp4-param-gather under Megatron-FSDP is unproven with {run.optimizer!r}: Transformer "
+        "Engine makes such parameters on GPUs alone, and no run was on one",
         _NOT_QUANTIZED,
-        lambda run: run.quantized is not None and run.megatron_fsdp,
+        lambda run: run.quantized and run.megatron_fsdp,
     ),
     Rule(
         "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",

@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any
 
 from megatron_eopt import registry
-from megatron_eopt.family import LIKE_MUON
+from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.megatron import releases
 
 
@@ -22,7 +22,6 @@ class Run:
     args: Any = None  # of megatron.training; None without it
     layer_wise: bool = False  # whether its layer-wise distributed optimizer is requested, under any of its names
     leaves_scalars: bool = True  # whether the optimizer leaves what is no matrix to a scalar optimizer
-    scalar_optimizers: tuple[str, ...] = ("adam", "lion")  # what muon_scalar_optimizer may name in this release
     data_parallel: int = 1  # number of data-parallel ranks, those of context parallelism among them
     expert_data_parallel: int | None = None  # those of expert-parallel parameters; None where there are none
     wrapper: str = ""  # name of the class that wraps the model
@@ -43,13 +42,13 @@ class Run:
         model = getattr(model_chunks[0], "config", None)
         # the parameters of Megatron-FSDP lack the mark of those that they were cut from
         experts = [(n, p) for n, p in parameters if not getattr(getattr(p, "orig_param", p), "allreduce", True)]
-        grouped = (
-            f"{path}.{kind}"
-            for chunk in model_chunks
-            for path, module in chunk.named_modules()
-            for kind in ("weight", "bias")  # Transformer Engine's
-            if on(module, f"single_grouped_{kind}") and on(getattr(module, kind, None), "requires_grad")
-        )
+        grouped = []
+        for path, module in (named for chunk in model_chunks for named in chunk.named_modules()):
+            for kind in ("weight", "bias"):  # Transformer Engine's
+                if on(module, f"single_grouped_{kind}") and on(getattr(module, kind, None), "requires_grad"):
+                    grouped.append(f"{path}.{kind}")
+        vectors = [n for n, p in experts if registry.is_nonlinear_or_embedding(p)]
+        unsaved = [n for n, p in parameters if _unsaved(n, p, model)]
 
         def size(group: str) -> int:
             ranks = getattr(pg_collection, group, None)
@@ -57,6 +56,7 @@ class Run:
 
         # whose axis it is cannot be told here: Megatron marks the parameters of experts only later
         shards = max(size("gtp_remat"), size("expt_gtp_remat"))
+        cut_twice = [n for n, p in parameters if shards > 1 and on(p, "is_gtp_weight_remat")]
         return cls(
             optimizer=name,
             release=releases.version(),
@@ -66,17 +66,21 @@ class Run:
             args=releases.training_args(),
             layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
             leaves_scalars=bool(registry.get_optimizer_entry(name).default_param_overrides),
-            scalar_optimizers=releases.scalar_optimizers(),
             data_parallel=size("dp_cp"),
             expert_data_parallel=size("expt_dp") if experts else None,
             wrapper=type(model_chunks[0]).__name__,
             whole_matrices=any(hasattr(p, "is_managed_by_layer_wise_optimizer") for _, p in parameters),
             weight_shards=shards,
-            cut_twice=next((n for n, p in parameters if shards > 1 and on(p, "is_gtp_weight_remat")), None),
-            grouped_experts=next(grouped, None),
-            unsaved=next((n for n, p in parameters if _unsaved(n, p, model)), None),
-            expert_vector=next((n for n, p in experts if registry.is_nonlinear_or_embedding(p)), None),
+            cut_twice=_first(cut_twice),
+            grouped_experts=_first(grouped),
+            unsaved=_first(unsaved),
+            expert_vector=_first(vectors),
         )
+
+    @property
+    def before_0_19(self) -> bool:
+        """Whether the release is 0.18."""
+        return releases.number(self.release) < (0, 19)
 
     @property
     def megatron_fsdp(self) -> bool:
@@ -101,20 +105,14 @@ class Run:
         return self.megatron_fsdp and getattr(self.ddp, "num_distributed_optimizer_instances", 1) > 1
 
     @property
-    def scatters(self) -> bool:
-        """Whether data-parallel ranks keep gradient shards, other than FSDP's."""
-        return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1 and not self.megatron_fsdp
-
-    @property
     def laid_out(self) -> bool:
         """Whether whole matrices have gradient buffers apart from the rest."""
         return self.layer_wise and self.whole_matrices and on(self.ddp, "use_distributed_optimizer")
 
     @property
-    def quantized(self) -> str | None:
-        """Flags that keep parameters in fp8 or fp4, for messages."""
-        asked = (k for k in ("fp8", "fp4") if on(self.ddp, f"{k}_param_gather") or on(self.model, f"{k}_param"))
-        return " and ".join(f"--{kind}-param-gather" for kind in asked) or None
+    def quantized(self) -> bool:
+        """Whether parameters are in fp8 or fp4."""
+        return on(self.ddp, "fp8_param_gather", "fp4_param_gather") or on(self.model, "fp8_param", "fp4_param")
 
     @property
     def scalar(self) -> str | None:
@@ -122,32 +120,37 @@ class Run:
         return getattr(self.config, "muon_scalar_optimizer", None) if self.optimizer in LIKE_MUON else None
 
     @property
-    def scalars(self) -> str:
-        """Names of scalar optimizers, for messages."""
-        return ", ".join(self.scalar_optimizers)
-
-    @property
     def offloads(self) -> bool:
         """Whether optimizer state is to be in host memory."""
         return on(self.config, "optimizer_cpu_offload")
 
     @property
-    def matrix_optimizers(self) -> str:
-        """Names of the run's matrix optimizers, for messages."""
-        return ", ".join(dict.fromkeys([self.optimizer, *filter(registry.takes_matrices, sorted(self.assigned))]))
+    def names(self) -> list[str]:
+        """The optimizers that have parameters, that of the run first."""
+        return [self.optimizer, *sorted(self.assigned - {self.optimizer})]
+
+    @property
+    def without_offload(self) -> str | None:
+        """The first optimizer of matrices without state in host memory."""
+        for name in self.names:
+            keeps = name in OPTIMIZERS and OPTIMIZERS[name].takes("offload_fraction")
+            if not keeps and (name == self.optimizer or registry.takes_matrices(name)):
+                return name
+        return None
 
     @property
     def without_momentum_dtype(self) -> str | None:
         """The first optimizer without a choice of momentum dtype."""
-        entries = {name: registry.EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *sorted(self.assigned))}
-        known = ((name, entry.optimizer_cls) for name, entry in entries.items() if entry is not None)
-        return next((name for name, cls in known if "momentum_dtype" not in signature(cls).parameters), None)
+        for name in self.names:
+            entry = registry.EMERGING_OPTIMIZERS.get(name)
+            if entry is not None and "momentum_dtype" not in signature(entry.optimizer_cls).parameters:
+                return name
+        return None
 
     @property
     def averages(self) -> bool:
         """Whether an optimizer evaluates and saves an average."""
-        names = (self.optimizer, *self.assigned)
-        return any(registry.traits_of(name).live_key is not None for name in names)
+        return any(registry.traits_of(name).live_key is not None for name in self.names)
 
     @property
     def weight_average(self) -> str | None:
@@ -158,6 +161,10 @@ class Run:
 def on(settings: Any, *names: str) -> bool:
     """Whether a config, or None, has any of these set."""
     return any(getattr(settings, name, False) for name in names)
+
+
+def _first(names: Sequence[str]) -> str | None:
+    return names[0] if names else None
 
 
 def _unsaved(name: str, parameter: Any, model: Any) -> bool:

@@ -170,9 +170,9 @@ class OptimizerSpec:
         if self.owns == "matrices":
             model = model_chunks[0].config
             attention = all((model.num_attention_heads, model.num_query_groups, model.kv_channels))
-            kwargs.setdefault("split_qkv", False)  # without a flag only declared parameters are split
-            kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
-            kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model) if attention else None
+            if kwargs.setdefault("split_qkv", False):  # without a flag only declared parameters are split
+                kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
+                kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model) if attention else None
             kwargs["pg_collection"] = pg_collection
             if getattr(config, "muon_share_over_dp", False) and self.takes("data_parallel_group"):
                 kwargs["data_parallel_group"] = pg_collection.dp_cp

@@ -30,7 +30,7 @@ from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.held_norms import begin_norms, followed, kept_radii, norms_of_weights, radii
 from megatron_eopt.optimizers.parameters import DescribedMatrix, checked_split, names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.whole_matrices import CLOCK
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.kernels import KERNELS, made
@@ -59,9 +59,7 @@ class FactoredOptimizer(BaseOptimizer):
     factor (:attr:`side_keys`), which moments lie as the parameter (:attr:`moments`), and its step (:meth:`program`).
     """
 
-    traits = Traits(
-        carried_settings=frozenset({CLOCK, KERNEL}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True, multiplies=True
-    )
+    traits = Traits(carried_settings=frozenset({CLOCK, KERNEL}), pairs_rows=True, multiplies=True)
     takes: ClassVar[whole_matrices.Takes] = "matrices"
     side_keys: ClassVar[Sides]
     moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)

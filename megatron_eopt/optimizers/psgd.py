@@ -28,7 +28,7 @@ from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, checked_split
 from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.whole_matrices import CLOCK
 from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
@@ -115,7 +115,7 @@ class PSGDKron(BaseOptimizer):
     [2] Li, Stochastic Hessian Fittings with Lie Groups, arXiv 2402.11858.
     """
 
-    traits = Traits(carried_settings=frozenset({CLOCK}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True)
+    traits = Traits(carried_settings=frozenset({CLOCK}), pairs_rows=True)
 
     _plans: dict[Tensor, list[Planned]] | None = None
     _updated: int = 0

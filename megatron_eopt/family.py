@@ -173,11 +173,11 @@ class OptimizerSpec:
             kwargs["eps"] = getattr(config, f"{self.betas}_eps")
         if self.owns == "matrices":
             model = model_chunks[0].config
-            kwargs.setdefault("split_qkv", False)  # without a flag only declared parameters are split
-            kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
-            kwargs["qkv_split_shapes"] = None
-            if model.num_attention_heads and model.num_query_groups and model.kv_channels:
-                kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model)
+            if kwargs.setdefault("split_qkv", False):  # without a flag only declared parameters are split
+                kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
+                kwargs["qkv_split_shapes"] = None
+                if model.num_attention_heads and model.num_query_groups and model.kv_channels:
+                    kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model)
             kwargs["pg_collection"] = pg_collection
             if self.takes("data_parallel_group") and getattr(config, "muon_share_over_dp", False):
                 kwargs["data_parallel_group"] = pg_collection.dp_cp

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
+from megatron_eopt.orthogonalize.choices import check_choice
 
 
 def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: Any) -> dict[str, Any]:
@@ -56,8 +57,7 @@ def workspace_from(config: Any) -> dict[str, int]:
 def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
     """The argument ``momentum_dtype``; none for the default ``fp32``."""
     name = getattr(config, "optimizer_momentum_dtype", "fp32")
-    if name not in MOMENTUM_DTYPES:
-        raise ValueError(f"--optimizer-momentum-dtype is one of {', '.join(MOMENTUM_DTYPES)}, got {name!r}")
+    check_choice("--optimizer-momentum-dtype", name, MOMENTUM_DTYPES)
     dtype = MOMENTUM_DTYPES[name]
     return {} if dtype is None else {"momentum_dtype": dtype}
 

@@ -183,7 +183,7 @@ class OptimizerOfRun:
         def take_over() -> None:
             for optimizer in torch_optimizers(self.optimizer):
                 if isinstance(optimizer, BaseOptimizer) and "tp_mode" in optimizer.settings():
-                    optimizer.tp_mode = self.tp_mode
+                    optimizer.take_tp_mode(self.tp_mode)
 
         if self.tp_mode_source == "checkpoint":
             agreement.on_all_ranks(take_over)

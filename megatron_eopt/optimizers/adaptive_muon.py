@@ -1,14 +1,14 @@
 """Muon with a second moment in fp32: AdaMuon, NorMuon, NAMO."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any, Literal, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import DecayMethod, warn
+from megatron_eopt.optimizers.modifiers import Modifiers
 from megatron_eopt.optimizers.muon import Chunk
 from megatron_eopt.optimizers.muon_arguments import Execution, spelled_out
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
@@ -108,24 +108,15 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             **execution,
         )
 
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        super()._check_ranges(group)
-        name, method, beta2, eps = type(self).__name__, self.moment2_method, group["beta2"], group["eps"]
-        if not 0 <= beta2 < 1:
-            raise ValueError(f"{name}: beta2 must lie in [0, 1), got {beta2}")
-        if not 0 < eps < inf:
-            raise ValueError(f"{name}: eps must be a finite number above 0, since {method} divides by it, got {eps}")
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
-        for method_name in ("orthogonalize", "scaled_orthogonalize_fn"):
-            if self._of_user(method_name):
+    def _check_functions(self, modifiers: Modifiers) -> None:
+        for key in ("orthogonalize", "scaled_orthogonalize_fn"):
+            if self._of_user(key):
                 raise TypeError(
-                    f"{name} has an {method_name} of its own, which makes scaled updates; the second moment needs the "
-                    f"orthogonal factors of all matrices together, before they are scaled: set orthogonalize_fn, "
-                    f"override program, or take TensorParallelMuon"
+                    f"{type(self).__name__} has an {key} of its own, which makes scaled updates; the second moment "
+                    f"needs the orthogonal factors of all matrices together, before they are scaled: set "
+                    f"orthogonalize_fn, override program, or take TensorParallelMuon"
                 )
-        super()._check_group(group)
+        super()._check_functions(modifiers)
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""

@@ -1,21 +1,19 @@
 """Base of all optimizers: checked groups, described state, prepared steps."""
 
-import inspect
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers import group_settings
-from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16, warned_of_unmarked
+from megatron_eopt.optimizers.first_step import warn_of_fp16, warned_of_unmarked
 from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
 from megatron_eopt.optimizers.parameters import (
@@ -25,7 +23,6 @@ from megatron_eopt.optimizers.parameters import (
     check_parameters,
     check_scalable,
     check_split,
-    checked_split,
     comparable,
     in_order,
     local,
@@ -36,7 +33,6 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.session import (
     ATTRIBUTES,
-    Plans,
     Session,
     attributes_of,
     packed,
@@ -48,7 +44,6 @@ from megatron_eopt.optimizers.state import (
     States,
     StateTensor,
     bytes_of_entry,
-    check_kept_state,
     check_loaded,
     check_writer,
     mark_of,
@@ -56,14 +51,13 @@ from megatron_eopt.optimizers.state import (
     note_forgotten,
     note_loaded,
 )
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, UNSET, Traits
-from megatron_eopt.optimizers.users_functions import refuse_uncalled, warn_of_uncalled
+from megatron_eopt.optimizers.traits import Traits
+from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
-from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters
-from megatron_eopt.parallel.cost import Rates
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan import validate_tp_mode
@@ -71,18 +65,13 @@ from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace
 
-logger = logging.getLogger(__name__)
-
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
 
 
-class _SignatureOfInit:
-    """The signature that a class shows: its constructor's, since ``__new__`` below takes anything."""
-
-    def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
+def fixed(key: str, default: object = None) -> Any:
+    """An attribute that constructors put into ``vars``, and nobody can set."""
+    return property(lambda self: vars(self).get(key, default))
 
 
 class BaseOptimizer(Optimizer):
@@ -97,36 +86,26 @@ class BaseOptimizer(Optimizer):
     # Names of further arguments of a user's, which groups have too, and which may be anything.
     users_settings: frozenset[str] = frozenset()
 
-    # What constructors set; those that have no such argument leave what UNSET says.
-    pg_collection: TensorParallelGroups | None
-    split_qkv: bool
-    is_qkv_fn: Callable[[Tensor], bool] | None
-    qkv_split_shapes: Sequence[int] | None
-    tp_mode: TpMode
-    plan_rates: Rates | Literal["measure"]
-    symmetric_products: str | None
-    workspace: int
-    offload_fraction: float  # of the state that has the shape of its parameter: the share in host memory
+    # What constructors set, where they have such an argument.
+    pg_collection: TensorParallelGroups | None = None
+    split_qkv: bool = fixed("split_qkv", False)
+    is_qkv_fn: Callable[[Tensor], bool] | None = fixed("is_qkv_fn")
+    qkv_split_shapes: Sequence[int] | None = fixed("qkv_split_shapes")
+    tp_mode: TpMode = fixed("tp_mode", "duplicated")
+    plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
+    symmetric_products: str | None = None
+    workspace: int = 2**31
+    offload_fraction: float = 0.0  # of the state that has the shape of its parameter: the share in host memory
 
     _session: Session
 
-    __signature__ = _SignatureOfInit()
-
-    def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Refuse unknown arguments, and flags that are no bools."""
-        check_arguments(cls, named.keys() - group_settings.other_names_of(cls).keys())
-        by_position = dict(zip(inspect.signature(cls).parameters, args, strict=False))
-        group_settings.check_flags(cls, given := by_position | named)
-        group_settings.check_order(cls.__name__, by_position)
-        check_groups(cls.__name__, given.get("pg_collection"))
-        refuse_uncalled(cls)
-        warn_of_uncalled(cls)
-        unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
-        if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
-            group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")
-        made = super().__new__(cls)
-        vars(made).update(UNSET, _session=Session())  # of a copy, too
-        return made
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        group_settings.check_flags(type(self), vars(self))
+        check_groups(type(self).__name__, self.pg_collection)
+        validate_tp_mode(self.tp_mode)
+        warn_of_uncalled(type(self))
+        self._session = Session()
+        super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes and torch's state for a copy, sharing groups."""
@@ -134,40 +113,10 @@ class BaseOptimizer(Optimizer):
         return packed(vars(self), type(self)) | super().__getstate__() | {ATTRIBUTES: attributes_of(self.param_groups)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).setdefault("_session", Session())  # of a copy
         attributes = state.pop(ATTRIBUTES, [])
         super().__setstate__(unpacked(state))
         restore_attributes(self.param_groups, attributes)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the next step is planned by it."""
-        if name == "tp_mode":
-            validate_tp_mode(value)
-        built = bool(vars(self).get("param_groups"))
-        if built:
-            if name in vars(self) and vars(self)[name] is value and not isinstance(value, list):
-                return  # lists may have been written to
-            group_settings.check_attribute(type(self), name, value, self.traits, vars(self), self.defaults)
-        if name not in self.traits.planned_by or not built:
-            super().__setattr__(name, value)
-            return
-        before, groups = dict(vars(self)), self.param_groups
-        try:
-            super().__setattr__(name, value)
-            if name in SPLIT_ATTRIBUTES:
-                split = self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes
-                vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
-            vars(self).pop("_plans", None)
-            self._session = replace(self._session, plans=Plans())
-            self.param_groups = []
-            for group in groups:
-                self.add_param_group(group)  # which checks it
-            check_kept_state(type(self).__name__, name, self.state, self.state_tensors, self.matrix_layouts)
-        except Exception:
-            vars(self).clear()
-            vars(self).update(before)
-            raise
-        # others may hold the list, and skipped steps stay counted
-        self.param_groups, self._session.nonfinite = groups, before["_session"].nonfinite
 
     # What a subclass says.
 
@@ -223,7 +172,7 @@ class BaseOptimizer(Optimizer):
         return None
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        """Refuse settings that no step could use, without waiting."""
+        """Refuse settings of a new, loaded or changed group that no step could use, without waiting."""
         cls: type = type(self)
         known = {key: group[key] for key in self.defaults if key in group and key not in self.users_settings}
         group_settings.check_flags(cls, known)
@@ -233,8 +182,13 @@ class BaseOptimizer(Optimizer):
             group[key] = group_settings.without_dimensions(value)
         self._check_ranges({**group, **{key: group_settings.without_tensors(group[key]) for key in numbers}})
 
+    def _check_all_settings(self, groups: Sequence[dict[str, Any]]) -> None:
+        for number, group in enumerate(groups):
+            with group_settings.named(number, groups):
+                self._check_settings(group)
+
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        """Refuse numbers out of their range and unknown names; also between steps."""
+        """Refuse numbers out of their range and unknown names."""
         group_settings.check_rates(type(self).__name__, group)
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -305,30 +259,34 @@ class BaseOptimizer(Optimizer):
         Raises:
             ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
         """
+        name, traits, session = type(self).__name__, self.traits, self._session
+        if isinstance(param_group, dict):  # else torch says what is wrong
+            group_settings.rename(name, traits, param_group, self.defaults)
         super().add_param_group(param_group)
-        session, group = self._session, self.param_groups[-1]
+        group = self.param_groups[-1]
         session.plans.engine = session.nonfinite = None
         session.scalable = False
         try:
-            check_parameters(type(self).__name__, self.param_groups)
+            check_parameters(name, self.param_groups)
             with group_settings.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
-                self._check_ranges(group)  # of tensors, too
             self._check_group(group)
-            self._note_names(group)
         except Exception:
             self.param_groups.pop()
             raise
+        known = {"params", *self.defaults, *self.settings_of_groups(), *traits.carried_settings} - self.users_settings
+        group_settings.warn_of_misspelt(name, group, known)
         group[STATE_OF] = mark_of(self)
 
-    def _note_names(self, group: dict[str, Any]) -> None:
-        """Warn of a group's misspelt settings, once."""
-        known = {"params", STATE_OF, *self.defaults, *self.settings_of_groups()}
-        keys = ("momentum", self.traits.momentum_key), ("nesterov", self.traits.nesterov_key)
-        known |= self.traits.carried_settings.union(other for other, key in keys if key in self.defaults)
-        of_others, users, noted = group_settings.settings_below(BaseOptimizer), self.users_settings, self._session.noted
-        group_settings.note_names(type(self), group.keys() - noted, known - users, of_others - users)
-        self._session.noted = noted | group.keys()
+    def take_tp_mode(self, tp_mode: TpMode) -> None:
+        """Plan the next step by another ``tp_mode``, that of a checkpoint."""
+        validate_tp_mode(tp_mode)
+        vars(self)["tp_mode"] = tp_mode
+        groups = self.param_groups
+        self.param_groups = []
+        for group in groups:
+            self.add_param_group(group)  # which checks it
+        self.param_groups = groups  # others may hold the list
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""
@@ -370,22 +328,25 @@ class BaseOptimizer(Optimizer):
 
         Nothing is changed then.
         """
+        name, traits = type(self).__name__, self.traits
         check_writer(type(self), state_dict, warn=True)
         state_dict = without_unused(self, state_dict)
-        needed = self.defaults.keys() | self.traits.carried_settings | {STATE_OF, *MODIFIERS}
-        needed |= dict(self.traits.planned_in_groups).keys()
-        known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
+        needed = self.defaults.keys() | traits.carried_settings | {STATE_OF, *MODIFIERS}
+        needed |= dict(traits.planned_in_groups).keys()
         saved = state_dict["param_groups"]
-        pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
-        groups = [self._completed(*pair) | {STATE_OF: mark_of(self)} for pair in pairs]
-        for number, (_, group) in enumerate(zip(self.param_groups, groups, strict=False)):
-            with group_settings.named(number, self.param_groups):
-                self._check_settings(group)
+        if len(saved) != len(self.param_groups):
+            raise ValueError(f"{name}: the state has {len(saved)} groups, the optimizer {len(self.param_groups)}")
+        groups = list[dict[str, Any]]()
+        for of_state, own in zip(saved, self.param_groups, strict=True):
+            group = dict(of_state)
+            group_settings.rename(name, traits, group, self.defaults)
+            groups.append({**{key: own[key] for key in needed & own.keys()}, **group, STATE_OF: mark_of(self)})
+        self._check_all_settings(groups)
         note_forgotten(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
         numbered, states = list(zip(self._parameters(), indices, strict=False)), self._states
         loaded = states.to_load(numbered, state_dict["state"])
-        name, called = type(self).__name__, dict(zip(self._parameters(), self._names(), strict=True))
+        called = dict(zip(self._parameters(), self._names(), strict=True))
         converted = check_loaded(name, loaded, self.state_tensors, self.matrix_layouts, called)
         begun_anew = [called[p] for p in states.lacking(numbered, state_dict["state"])]
         of_device = states.without_host(numbered, state_dict["state"])
@@ -394,9 +355,6 @@ class BaseOptimizer(Optimizer):
         note_begun_anew(name, begun_anew)
         self._session.plans.engine = None
         self._session.changing = False
-
-    def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        return {**known, **saved}
 
     # The step.
 
@@ -511,26 +469,18 @@ class BaseOptimizer(Optimizer):
         counters.step = f"step {session.steps} of {type(self).__name__}"
         if not parameters:
             return loss
-        checked = _seen(self.param_groups)
-        changed = checked != session.checked  # schedulers change settings between steps
-        for number, group in enumerate(self.param_groups if changed else ()):
-            with group_settings.named(number, self.param_groups):
-                self._check_settings(group)
-            if group.keys() - session.noted:
-                self._note_names(group)
+        changed = self._seen() != session.checked  # schedulers change settings between steps
+        if changed:
+            self._check_all_settings(self.param_groups)
         self._check_gradients(parameters)
         if parameters[0].grad is None and session.warns_without_gradients:
             session.warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)
         engine = session.plans.engine
         if changed or engine is None:
             engine = self.prepare()
-            session.checked = _seen(self.param_groups)
-        if session.looks is not False:
-            if session.looks is None:
-                warn_of_fp16(self._names(), parameters)
-            for other in note_others(self, self._names(), parameters):
-                other._session.looks = True
-            session.looks = False
+            session.checked = self._seen()
+        if session.steps == 1:
+            warn_of_fp16(self._names(), parameters)
         engine.watched = session.watched
         assert session.nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
@@ -544,6 +494,13 @@ class BaseOptimizer(Optimizer):
             raise
         session.changing = False
         return loss
+
+    def _seen(self) -> list[object]:
+        """Settings of groups and functions of the user's, to find out whether one changes."""
+        seen: list[object] = [vars(self).get(name) for name in OF_USERS]
+        for group in self.param_groups:
+            seen.append({key: _frozen(value) for key, value in group.items() if key != "params"})
+        return seen
 
     def refuse_half_step(self) -> None:
         """Raise a ``RuntimeError`` if an exception interrupted the last step."""
@@ -564,25 +521,13 @@ class BaseOptimizer(Optimizer):
         return {} if self._session.nonfinite is None else self._session.nonfinite.total
 
 
-def _seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Settings of groups, to find out whether one changes.
+def _frozen(value: object) -> object:
+    """A copy of nested lists, to compare them entry by entry.
 
     Values of other types differ, though they are equal. Objects differ by their ids before anybody compares them, so no
     device is waited for; what is written into a tensor is not seen.
     """
-    simple = (str, int, float, bool, type(None))
-    return [
-        {
-            key: (type(x), x) if type(x) in simple else _frozen(x) if isinstance(x, list | tuple) else (id(x), x)
-            for key, x in group.items()
-            if key != "params"
-        }
-        for group in groups
-    ]
-
-
-def _frozen(value: object) -> object:
-    """A copy of nested lists, to compare them entry by entry."""
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))
-    return (type(value), value) if isinstance(value, int | float) else (id(value), value)
+    simple = (str, int, float, bool, type(None))
+    return (type(value) if type(value) in simple else id(value), value)

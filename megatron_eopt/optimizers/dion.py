@@ -24,7 +24,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.orthogonalize.spectral import start_basis
@@ -168,7 +168,7 @@ class Dion(BaseOptimizer):
     [1] Ahn et al., Dion: Distributed Orthonormalized Updates, arXiv 2504.05295.
     """
 
-    traits = Traits(planned_by=SPLIT_ATTRIBUTES)
+    traits = Traits()
 
     _updated: int = 0
 

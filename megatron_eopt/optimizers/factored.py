@@ -16,7 +16,7 @@ from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.held_norms import begin_norms, followed, radii
 from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.whole_matrices import CLOCK, MatrixStack, ParameterStep, Planned, WholeMatrixOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.kernels import KEPT, KERNELS, Shapes, made
@@ -46,9 +46,7 @@ class FactoredOptimizer(WholeMatrixOptimizer):
     (:attr:`side_keys`) and the moments that lie as the parameter (:attr:`moments`).
     """
 
-    traits = Traits(
-        carried_settings=frozenset({CLOCK, KERNEL}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True, multiplies=True
-    )
+    traits = Traits(carried_settings=frozenset({CLOCK, KERNEL}), pairs_rows=True, multiplies=True)
     side_keys: ClassVar[tuple[tuple[str, str], tuple[str, str]]]  # of the rows and of the columns, as Side
     choices: ClassVar[tuple[tuple[str, object], ...]] = (("weight_decay_method", Decay), ("weight_norm", WeightNorm))
 

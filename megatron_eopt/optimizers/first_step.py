@@ -2,42 +2,16 @@
 
 import logging
 from collections.abc import Sequence
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.parallel.layout import is_sharded, is_unmarked
 from megatron_eopt.parallel.records import Matrix
 
 logger = logging.getLogger(__name__)
-
-# Parameter -> the optimizers that have stepped it, in the order of their first steps; all by weak references.
-_stepped_by = WeakTensorKeyDictionary()
-
-
-def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], parameters: Sequence[Tensor]) -> set[Kind]:
-    """Warn of a second optimizer; returns those seen before."""
-    before, since = set[Kind](), dict[str, Kind]()
-    for name, parameter in zip(names, parameters, strict=True):
-        if parameter.grad is None:
-            continue
-        known = [other for of_one in _stepped_by.get(parameter, ()) if (other := of_one()) is not None]
-        if optimizer not in known:
-            before.update(known)
-            _stepped_by[parameter] = [ref(other) for other in (*known, optimizer)]
-        elif known[-1] is not optimizer:  # after a run, its optimizer may stay alive while another trains on
-            since[name] = known[-1]
-    if since:
-        kinds = " and ".join(dict.fromkeys(type(other).__name__ for other in (optimizer, *since.values())))
-        logger.warning(
-            f"{listed(since)}: stepped in turn by two optimizers ({kinds}); give each parameter to one of them"
-        )
-    return before
 
 
 def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Literal, cast, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, UNSET, Traits
-from megatron_eopt.orthogonalize.choices import check_choice, check_count, did_you_mean
+from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, Traits
+from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 OURS = __name__.partition(".")[0]
 
 Scalar = float | Tensor  # a tensor of one entry, on the device of the parameters
-NUMBER = float | int | Tensor | Real  # those that are there mostly come first
 
 DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
 """What weight decay is: ``p -= lr * weight_decay * p`` [1]; ``g + weight_decay * p`` in place of ``g``;
@@ -37,7 +36,12 @@ no state yet: call ``init_state()`` before it.
 [1] Loshchilov and Hutter, arXiv 1711.05101.  [2] Chowdhery et al., arXiv 2204.02311.
 """
 
-ELSEWHERE = {"learning_rate": ", did you mean 'lr'?", "wd": ", did you mean 'weight_decay'?", "use_muon": ""}
+OTHER_NAMES = {
+    "momentum": "momentum_beta",
+    "momentum_beta": "momentum",
+    "nesterov": "use_nesterov",
+    "use_nesterov": "nesterov",
+}
 MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
 DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
 MOMENTUM_STEPS = "momentum_steps"  # how many steps the momenta of a group have made, where that is counted
@@ -74,34 +78,25 @@ class UpdateSettings:
         return predicted_update_rms(rows, cols, self.scale_mode, self.extra_scale_factor)
 
 
-def renamed(name: str, traits: Traits, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under the names of ``traits``, decay completed by ``known``."""
-    group = dict(given)
-    of_momentum = traits.momentum_key, "momentum", "momentum_beta"
-    of_nesterov = traits.nesterov_key, "nesterov", "use_nesterov"
-    for key, *both in (of_momentum, of_nesterov):
-        other = both[1 - both.index(key)]
-        if other in group:
-            value = group.pop(other)
-            if group.setdefault(key, value) != value:
-                raise ValueError(
-                    f"{name} reads {key!r}, of which {other!r} is another name, but a group has {key}={group[key]!r} "
-                    f"and {other}={value!r}: leave {other!r} out"
-                )
-    method, decoupled = group.get(METHOD, known.get(METHOD)), group.get(DECOUPLED)
-    if group.get(METHOD) is not None and decoupled is None:
-        group[DECOUPLED] = method != "l2"
-    if METHOD not in group and None not in (method, decoupled) and decoupled != (method != "l2"):
-        group[METHOD] = None
-    return group
-
-
 def rename(name: str, traits: Traits, group: dict[str, Any], known: Mapping[str, Any]) -> None:
-    """Change a group to what :func:`renamed` says."""
-    other = renamed(name, traits, group, known)
-    if other != group:
-        group.clear()
-        group.update(other)
+    """Rename a group's settings as ``traits`` have them; complete its decay by ``known``."""
+    for key in (traits.momentum_key, traits.nesterov_key):
+        other = OTHER_NAMES[key]
+        if other not in group or other in known:
+            continue
+        value = group.pop(other)
+        if group.setdefault(key, value) != value:
+            raise ValueError(
+                f"{name}: a group has {key}={group[key]!r} and {other}={value!r}, two names of one setting: leave "
+                f"{other!r} out"
+            )
+    if DECOUPLED not in known:
+        return
+    method = group.get(METHOD, known[METHOD])
+    if method is not None and group.get(METHOD) == method:
+        group.setdefault(DECOUPLED, method != "l2")
+    elif method is not None and group.get(DECOUPLED, method != "l2") != (method != "l2"):
+        group.setdefault(METHOD, None)  # the group's flag says otherwise
 
 
 @contextlib.contextmanager
@@ -140,103 +135,30 @@ def note_short_schedule(settings: NewtonSchulz) -> None:
     )
 
 
+def warn_of_misspelt(name: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Warn of a group's keys that are like a known setting."""
+    for key in given:
+        meant = difflib.get_close_matches(key, known, cutoff=MISSPELT)
+        if meant and key not in known:
+            warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant[0]!r}?")
+
+
 def check_flag(name: str, key: str, value: object) -> None:
     """Refuse, by a ``TypeError``, anything but a bool."""
     if not isinstance(value, bool):
-        by_position = (
-            ": the positional order of emerging-optimizers is (params, lr, momentum, weight_decay), here it is "
-            "another; give all but params by name"
-        )
-        hint = "" if isinstance(value, str) else by_position
-        raise TypeError(f"{name}: {key} must be True or False, got {value!r}{hint}")
-
-
-def check_order(name: str, by_position: Mapping[str, object]) -> None:
-    """Refuse a momentum and weight decay in another package's order.
-
-    torch.optim.Muon and Keller Jordan's Muon have ``(params, lr, weight_decay, momentum)``. By name all values count.
-    """
-    key = next((key for key in ("momentum", "momentum_beta") if key in by_position), "")
-    momentum, decay = by_position.get(key), by_position.get("weight_decay")
-    if not isinstance(momentum, float | int) or momentum >= 0.5:
-        return
-    theirs = "torch.optim.Muon and Keller Jordan's Muon have weight_decay in the place of"
-    if isinstance(decay, float | int) and decay >= 0.5:
-        raise ValueError(
-            f"{name}: {key} is {momentum} and weight_decay {decay}, by position: {theirs} {key}; if you mean it, give "
-            f"both by name"
-        )
-    if list(by_position)[-1] == key:
-        warn(f"{name}: {key} is {momentum}, by position: {theirs} {key}; give it by name")
+        raise TypeError(f"{name}: {key} must be True or False, got {value!r}")
 
 
 @functools.cache
 def arguments_of(cls: type) -> dict[str, Any]:
     """Argument -> annotation, of this package's constructors of a class."""
-    classes = [vars(c) for c in reversed(cls.__mro__) if c.__module__.startswith(f"{OURS}.") and "__init__" in vars(c)]
-    arguments = [
-        p for cls_vars in classes for p in list(inspect.signature(cls_vars["__init__"]).parameters.values())[1:]
-    ]
-    return {p.name: p.annotation for p in arguments if p.kind is not p.VAR_KEYWORD}
-
-
-def check_attribute(
-    cls: type, name: str, value: object, traits: Traits, attributes: Collection[str], defaults: Collection[str]
-) -> None:
-    """Refuse what cannot be set between steps; warn of no effect."""
-    called, taken = cls.__name__, arguments_of(cls)
-    in_groups = f"set it in each group, optimizer.param_groups[i][{name!r}]"
-    if callable(getattr(cls, name, None)) and not callable(value):
-        instead = f": {in_groups}" if name in defaults else f", got {value!r} in its place"
-        raise TypeError(f"{name} is a method of {called}{instead}")
-    if name == "newton_schulz" and name in attributes and not isinstance(value, NewtonSchulz):
-        instead = " orthogonalize_fn to a function of your own, or" if hasattr(cls, "orthogonalize_fn") else ""
-        raise TypeError(
-            f"{called}: newton_schulz is a NewtonSchulz, the settings of the iteration, got {value!r}: set{instead} "
-            f"dataclasses.replace(optimizer.newton_schulz, ...)"
-        )
-    if traits.size_rule and name in (SCALE_MODE, EXTRA_SCALE):
-        raise ValueError(f"{called}: {name} has no effect: the size of an update is {traits.size_rule}; set lr")
-    if name in UNSET and name not in taken:
-        raise ValueError(f"{called} has no {name}, got {value!r}")
-    if name in taken and name in traits.settled:
-        instead = in_groups if name in defaults else f"build it anew with {name}=..., and load its state"
-        raise ValueError(f"{called} takes {name} at construction and not between steps: {instead}")
-    known = name in attributes or name in traits.planned_by or isinstance(getattr(cls, name, None), property)
-    if name in taken and not known:
-        warn(f"{called}: the attribute {name} has no effect: {in_groups}")
-
-
-def settings_below(base: type) -> set[str]:
-    """Arguments of a class and its subclasses, and :data:`ELSEWHERE`'s."""
-    own = {*arguments_of(base), *other_names_of(base), *ELSEWHERE}
-    return own.union(*map(settings_below, base.__subclasses__()))
-
-
-def other_names_of(cls: type) -> Mapping[str, str]:
-    """Further names that a constructor takes -> its arguments."""
-    return getattr(cls.__init__, "other_names", {})  # type: ignore[misc]
-
-
-def note_names(cls: type, given: Iterable[object], known: Collection[str], of_others: Collection[str]) -> None:
-    """Warn of a group's misspelt names; ``use_muon`` is a ``ValueError``."""
-    name, other_names = cls.__name__, other_names_of(cls)
-    if "use_muon" in given and "use_muon" in of_others:
-        raise ValueError(
-            f"{name}: a group has use_muon, which chooses no optimizer here: write Muon(matrices, rest), with the "
-            f"parameters of use_muon=True and with all others"
-        )
-    for key in (key for key in given if isinstance(key, str) and key not in known):
-        meant = ELSEWHERE.get(key) or did_you_mean(other_names.get(key, key), known)
-        misspelt = difflib.get_close_matches(key, known, cutoff=MISSPELT)
-        if misspelt or key in of_others:
-            warn(f"{name}: {key!r} is no setting of its groups, so it has no effect{meant}")
-
-
-@functools.cache
-def flags_of(cls: type) -> dict[str, bool]:
-    """Arguments annotated as flags -> whether each may be None."""
-    return {key: kind is not bool for key, kind in arguments_of(cls).items() if kind in (bool, bool | None)}
+    found = dict[str, Any]()
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith(f"{OURS}.") and "__init__" in vars(base):
+            for argument in inspect.signature(base.__init__).parameters.values():  # type: ignore[misc]
+                if argument.kind is not argument.VAR_KEYWORD:
+                    found[argument.name] = argument.annotation
+    return found
 
 
 @functools.cache
@@ -246,9 +168,9 @@ def numbers_of(cls: type) -> frozenset[str]:
 
 
 def check_flags(cls: type, given: Mapping[str, Any]) -> None:
-    """Refuse values of flags that are no bool."""
-    for key, may_be_none in flags_of(cls).items():
-        if key in given and not (may_be_none and given[key] is None):
+    """Refuse values of arguments annotated as flags that are no bool."""
+    for key, kind in arguments_of(cls).items():
+        if key in given and (kind is bool or (kind == bool | None and given[key] is not None)):
             check_flag(cls.__name__, key, given[key])
 
 
@@ -270,15 +192,14 @@ def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> N
     """Refuse settings that are no numbers or one-entry tensors."""
     for key in keys:
         value = group[key]
-        for number in (value if isinstance(value, list | tuple) else ()) if key == "betas" else (value,):
-            # numbers of numpy's have no dimensions
-            if isinstance(number, bool) or (not isinstance(number, NUMBER) and getattr(number, "ndim", None) != 0):
+        of_pair = key == "betas" and isinstance(value, list | tuple)
+        for number in value if of_pair else [value]:
+            if isinstance(number, Tensor):
+                fits = number.numel() == 1
+            else:  # numbers of numpy's have no dimensions
+                fits = isinstance(number, Real) or getattr(number, "ndim", None) == 0
+            if isinstance(number, bool) or not fits:
                 raise TypeError(f"{name}: {key} must be a number, or a tensor of one entry, got {number!r}")
-            if isinstance(number, Tensor) and number.numel() != 1:
-                raise ValueError(
-                    f"{name}: {key} must be a number, or a tensor of one entry, got a tensor of shape "
-                    f"{tuple(number.shape)}"
-                )
 
 
 def without_dimensions(value: Any) -> Any:
@@ -291,10 +212,10 @@ def without_dimensions(value: Any) -> Any:
 
 
 def without_tensors(value: Any) -> Any:
-    """Replace tensors, unread, by 0.5, which is in every range."""
-    if isinstance(value, list | tuple) and any(isinstance(x, Tensor) for x in value):
+    """Replace tensors of a device, unread, by 0.5, which is in every range."""
+    if isinstance(value, list | tuple):
         return type(value)(map(without_tensors, value))
-    return 0.5 if isinstance(value, Tensor) else value
+    return 0.5 if isinstance(value, Tensor) and value.device.type != "cpu" else value
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,38 +273,29 @@ def check_adam_settings(name: str, group: Mapping[str, Any], *averages: str) -> 
     check_betas(name, group["betas"])
 
 
-def also_called[**P](**spellings: str | tuple[str, dict[Any, Any]]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def also_called[**P](**names: str | tuple[str, dict[Any, Any]]) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Let a constructor take arguments by further names.
 
-    ``spellings`` maps such a name to the argument, or to it and a dict of values there -> values here. The constructor
-    raises a ``ValueError`` for two different values of one argument, and for a value that the other package does not
-    have.
+    ``names`` maps such a name to the argument, or to it and a dict of values there -> values here.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
-        signature = inspect.signature(init)
-
         @functools.wraps(init)
         def accepting(*args: P.args, **kwargs: P.kwargs) -> None:
-            renamed_arguments = {other: kwargs.pop(other) for other in spellings.keys() & kwargs.keys()}
-            given = signature.bind_partial(*args, **kwargs).arguments if renamed_arguments else {}
-            for other, value in renamed_arguments.items():
-                spelling = spellings[other]
-                name, values = (spelling, None) if isinstance(spelling, str) else spelling
-                if values is not None and value not in values:
-                    raise ValueError(f"{other} must be one of {', '.join(map(str, values))}, got {value!r}")
-                here = value if values is None else values[value]
-                if name not in given:
-                    given[name] = kwargs[name] = here
-                elif given[name] != here:
-                    raise ValueError(
-                        f"{other}={value!r} is another name for {name}={here!r}, but {name}={given[name]!r} was given "
-                        f"too: leave one of them away"
-                    )
+            for other, meant in names.items():
+                if other not in kwargs:
+                    continue
+                name, values = (meant, None) if isinstance(meant, str) else meant
+                if name in kwargs:
+                    raise TypeError(f"{other} is another name for {name}: give one of the two")
+                value = kwargs.pop(other)
+                if values is not None:
+                    if value not in values:
+                        raise ValueError(f"{other} must be one of {list(values)}, got {value!r}")
+                    value = values[value]
+                kwargs[name] = value
             init(*args, **kwargs)
 
-        arguments = {other: x if isinstance(x, str) else x[0] for other, x in spellings.items()}
-        accepting.other_names = arguments  # type: ignore[attr-defined]
         return accepting
 
     return decorate

@@ -29,7 +29,8 @@ class HeavyBallMuon(TensorParallelMuon):
         has_modifiers={"moment2_method": ("none",)},
     )
 
-    def _further_settings(self) -> dict[str, Any]:
+    @property
+    def _further(self) -> Mapping[str, Any]:  # type: ignore[override]
         return {NS_STEPS: self.newton_schulz.steps}
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:

@@ -16,10 +16,9 @@ rate, and norms those of whole logical matrices::
 emerging-optimizers 0.5, weight_update_hooks.  [3] Wen et al., Hyperball Optimization (2025).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf
-from numbers import Real
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -77,28 +76,21 @@ class Modifiers:
         check_choice("weight_norm", self.weight_norm, get_args(WeightNorm))
         check_choice("relative_update", self.relative_update, get_args(RelativeUpdate))
         check_choice("moment2_method", self.moment2_method, get_args(Moment2Method))
-        wrong = []
         if not isinstance(self.beta2, Tensor) and not 0 <= self.beta2 < 1:
-            wrong.append(f"beta2 must lie in [0, 1), got {self.beta2}")
-        if not isinstance(self.eps, Tensor) and not 0 < self.eps < inf:
-            divisor = "since the second moment is divided by it"
-            wrong.append(f"eps must be a finite number above 0, {divisor}, got {self.eps}")
-        for key in ("brake_outward", "brake_inward", "update_ratio"):
-            value, most = getattr(self, key), inf if key == "update_ratio" else 1
-            number = isinstance(value, Real) and not isinstance(value, bool)
-            if not number or not 0 <= value <= most or value == inf or (key == "update_ratio" and value == 0):
-                within = "a finite number above 0" if most == inf else "a number in [0, 1]"
-                wrong.append(f"{key} is {within}, got {value!r}")
-        if self.weight_norm == "hold":
-            beside = "no effect with weight_norm 'hold', whose updates have lr times the norm of the weight"
-            if self.relative_update != "none":
-                wrong.append(f"relative_update {self.relative_update!r} has {beside}: take one of the two away")
-            if not self.align_rms:
-                wrong.append(f"align_rms=False has {beside}: take one of the two away")
-            if self.cautious_weight_decay:
-                undecayed = "no effect with weight_norm 'hold', which has no weight decay"
-                wrong.append(f"cautious_weight_decay has {undecayed}: take one of the two away")
-        _refuse(wrong)
+            raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}")
+        for key, value in (("eps", self.eps), ("update_ratio", self.update_ratio)):
+            if not isinstance(value, Tensor) and not 0 < value < inf:
+                raise ValueError(f"{key} must be a finite number above 0, got {value}")
+        for key, part in (("brake_outward", self.brake_outward), ("brake_inward", self.brake_inward)):
+            if not 0 <= part <= 1:
+                raise ValueError(f"{key} must lie in [0, 1], got {part}")
+        if self.weight_norm == "hold" and (self.relative_update != "none" or not self.align_rms):
+            raise ValueError(
+                "relative_update and align_rms have no effect with weight_norm 'hold', whose updates have lr times the "
+                "norm of the weight: take them away"
+            )
+        if self.weight_norm == "hold" and self.cautious_weight_decay:
+            raise ValueError("cautious_weight_decay has no effect with weight_norm 'hold', which has no weight decay")
 
     def of_group(self, group: Mapping[str, Any]) -> "Modifiers":
         """These modifiers, with what a group says itself."""
@@ -107,20 +99,20 @@ class Modifiers:
 
     def check_effect(self, given: Mapping[str, Any]) -> None:
         """Refuse given settings that depend on another one."""
-        wrong = []
         for key, (other, values) in ONLY_WITH.items():
             if key in given and getattr(self, other) not in values:
-                without = f"no effect with {other} {getattr(self, other)!r}, got {given[key]!r}"
-                wrong.append(f"{key} has {without}: it belongs to {' and '.join(map(repr, values))}")
-        _refuse(wrong)
+                raise ValueError(
+                    f"{key} has no effect with {other} {getattr(self, other)!r}, got {given[key]!r}: it belongs to "
+                    f"{' and '.join(map(repr, values))}"
+                )
 
     def checked(self, name: str, has: Mapping[str, tuple[object, ...]]) -> "Modifiers":
         """Refuse what an optimizer lacks; ``has`` are the values that it has."""
-        lacking = {key: values for key, values in has.items() if getattr(self, key) not in values}
-        _refuse(
-            f"{name} has no {key} {getattr(self, key)!r}, only {' or '.join(map(repr, values))}: take the setting away"
-            for key, values in lacking.items()
-        )
+        for key, values in has.items():
+            value = getattr(self, key)
+            if value not in values:
+                wanted = " or ".join(map(repr, values))
+                raise ValueError(f"{name} has no {key} {value!r}, only {wanted}: take the setting away")
         return self
 
     @property
@@ -159,12 +151,6 @@ class Modifiers:
     def described(self, has: Mapping[str, tuple[object, ...]] | None = None) -> dict[str, Any]:
         """What is not the default, for checkpoints."""
         return {key: value for key, value in self.settable(has or {}).items() if value != MODIFIERS[key]}
-
-
-def _refuse(mistakes: Iterable[str]) -> None:
-    """Raise one error with all mistakes, if there are any."""
-    if listed := "; ".join(mistakes):
-        raise ValueError(listed)
 
 
 MODIFIERS: dict[str, Any] = {field.name: field.default for field in fields(Modifiers)}

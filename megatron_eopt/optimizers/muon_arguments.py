@@ -13,7 +13,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import DECOUPLED, METHOD, decay_method
 from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, Modifiers, RelativeUpdate, WeightNorm
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, check_shard
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
@@ -82,18 +82,16 @@ def check_kernel_and_rates(symmetric_products: str | None, plan_rates: object) -
 
 
 def check_memory(
-    name: str, workspace: object, offload_fraction: object, momentum_dtype: torch.dtype | None, momentum_warmup: object
+    name: str, workspace: object, offload_fraction: float, momentum_dtype: torch.dtype | None, momentum_warmup: object
 ) -> None:
     """Refuse arguments of memory and momenta out of their range."""
-    if type(workspace) is not int or workspace <= 0:
-        raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
-    if type(offload_fraction) is bool or not (isinstance(offload_fraction, int | float) and 0 <= offload_fraction <= 1):
-        raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
+    check_count(f"{name}: workspace, in bytes,", workspace)
+    check_count(f"{name}: momentum_warmup, in steps,", momentum_warmup, least=0)
+    if not 0 <= offload_fraction <= 1:
+        raise ValueError(f"{name}: offload_fraction must lie in [0, 1], got {offload_fraction!r}")
     if momentum_dtype not in MOMENTUM_DTYPES.values():
         wanted = "None, for that of each parameter, or torch.bfloat16"
         raise ValueError(f"{name}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
-    if type(momentum_warmup) is not int or momentum_warmup < 0:
-        raise ValueError(f"{name}: momentum_warmup is a number of steps, 0 or more, got {momentum_warmup!r}")
 
 
 def check_graphs(
@@ -169,8 +167,10 @@ def check_decay(optimizer: BaseOptimizer, group: Mapping[str, Any], modifiers: M
         )
     if traits.decays_weights and modifiers.weight_norm != "hold":
         return
-    name += "" if traits.instead_of_decay else " with weight_norm 'hold'"
-    instead_of_decay = traits.instead_of_decay or INSTEAD_OF_DECAY
+    instead_of_decay = traits.instead_of_decay
+    if not instead_of_decay:
+        name += " with weight_norm 'hold'"
+        instead_of_decay = INSTEAD_OF_DECAY
     if method != "decoupled":
         raise ValueError(
             f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
@@ -179,10 +179,9 @@ def check_decay(optimizer: BaseOptimizer, group: Mapping[str, Any], modifiers: M
     # by these Megatron's scheduler sets that of a group that has one
     schedule = ("start_wd", "end_wd") if traits.decays_weights else ()
     set_to = [group[key] for key in schedule if key in group] or [group["weight_decay"]]
-    # a group that is to be loaded is not one of these yet
-    for number, own_group in enumerate(optimizer.param_groups if any(set_to) else ()):
-        if own_group is group:
-            raise ValueError(
-                f"{name} has no weight decay, got {max(set_to)} for group {number}: {instead_of_decay}; set the "
-                f"weight_decay of its matrices to 0"
-            )
+    # a group that is to be loaded is not one of the optimizer's yet
+    if any(set_to) and any(own is group for own in optimizer.param_groups):
+        raise ValueError(
+            f"{name} has no weight decay, got {max(set_to)}: {instead_of_decay}; set the weight_decay of its matrices "
+            f"to 0"
+        )

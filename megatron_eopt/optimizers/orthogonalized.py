@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.group_settings import (
     DECOUPLED,
@@ -20,8 +20,6 @@ from megatron_eopt.optimizers.group_settings import (
     Scalar,
     check_rates,
     decay_method,
-    rename,
-    renamed,
 )
 from megatron_eopt.optimizers.modifiers import NONE, Modifiers
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
@@ -35,10 +33,9 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
-from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
@@ -49,19 +46,13 @@ MOMENTUM_BUFFER = "momentum_buffer"
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 
 
-OTHER_NAMES = {
-    "momentum": "momentum_beta",
-    "nesterov": "use_nesterov",
-    "scaled_orthogonalize_fn": "orthogonalize_fn and scale_factor_fn",
-}
-
-
 def check_given(optimizer: BaseOptimizer, given: Mapping[str, Any]) -> None:
     """Refuse settings of an update that no group could have."""
-    known = optimizer.defaults.keys() | {key for group in optimizer.param_groups for key in group}
-    if not given.keys() <= known:
-        of_groups = known | optimizer.settings_of_groups().keys() | {"momentum", "nesterov"}
-        check_named(f"{type(optimizer).__name__}.orthogonalize", sorted(given), sorted(of_groups - NO_SETTINGS))
+    unknown = given.keys() - optimizer.defaults.keys() - optimizer.settings_of_groups().keys()
+    for group in optimizer.param_groups:
+        unknown -= group.keys()
+    if unknown:
+        raise TypeError(f"{type(optimizer).__name__}.orthogonalize() has no setting {', '.join(sorted(unknown))}")
 
 
 class OrthogonalizedOptimizer(BaseOptimizer):
@@ -115,20 +106,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     """
 
     traits = Traits(
-        planned_by=SPLIT_ATTRIBUTES | {*OF_PARAMETERS, "scale_factor_fn", "fp32_matmul_prec"},
         split_lengths=(3,),
         momentum_key="momentum_beta",
         nesterov_key="use_nesterov",
     )
-    momentum_dtype: torch.dtype | None  # None for that of each parameter
+    fp32_matmul_prec: MatmulPrecision = fixed("fp32_matmul_prec", "medium")
+    momentum_dtype: torch.dtype | None = None  # None for that of each parameter
 
-    def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Also refuse emerging-optimizers' names for missing arguments."""
-        missing = cls.__init__ is OrthogonalizedOptimizer.__init__ and len(args) < 3 and "momentum_beta" not in named
-        renamed = [f"{here} for {there}" for there, here in OTHER_NAMES.items() if there in named]
-        if missing and renamed:
-            raise TypeError(f"{cls.__name__} has other names than emerging-optimizers: {', '.join(renamed)}")
-        return super().__new__(cls, *args, **named)
+    _further: Mapping[str, Any] = {}  # settings of groups that relatives have, set before this constructor
 
     def __init__(
         self,
@@ -148,20 +133,20 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
-        vars(self).setdefault("momentum_dtype", None)
-        split = split_qkv, is_qkv_fn, qkv_split_shapes
-        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
-        self.fp32_matmul_prec = fp32_matmul_prec
-        given = {"orthogonalize_fn": orthogonalize_fn, "scale_factor_fn": scale_factor_fn}
-        for key, function in given.items():
-            if function is not None and not callable(function):
-                raise TypeError(f"{name}: {key} must be a function, got {function!r}")
-        vars(self).update({key: function for key, function in given.items() if function is not None})
+        vars(self).update(
+            checked_split(name, split_qkv, is_qkv_fn, qkv_split_shapes, self.traits.split_lengths),
+            fp32_matmul_prec=fp32_matmul_prec,
+        )
+        validate_matmul_precision(fp32_matmul_prec)
+        if orthogonalize_fn is not None:
+            vars(self)["orthogonalize_fn"] = orthogonalize_fn
+        if scale_factor_fn is not None:
+            vars(self)["scale_factor_fn"] = scale_factor_fn
         for key, done in (("orthogonalize_fn", "orthogonalized"), ("scale_factor_fn", "scaled")):
             users = self._of_user(key, "scaled_orthogonalize_fn")
             if not users and getattr(type(self), key) is getattr(OrthogonalizedOptimizer, key):
                 warnings.warn(f"{name} has no {key}: updates are not {done}", stacklevel=3)
-        self.users_settings = frozenset(kwargs) - self._further_settings().keys()
+        self.users_settings = frozenset(kwargs)
         defaults = {
             "lr": lr,
             self.traits.momentum_key: momentum_beta,
@@ -169,13 +154,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             "weight_decay": weight_decay,
             DECOUPLED: use_decoupled_weight_decay,
             METHOD: weight_decay_method,
+            **self._further,
             **kwargs,
         }
-        decay_method(name, defaults)
-        super().__init__(params, renamed(name, self.traits, defaults, {}))
-
-    def _further_settings(self) -> dict[str, Any]:
-        return {}
+        super().__init__(params, defaults)
 
     @property
     def use_nesterov(self) -> bool:
@@ -189,27 +171,11 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     # Groups.
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices, with flags that are bools."""
-        if isinstance(param_group, dict):  # else torch says what is wrong
-            rename(type(self).__name__, self.traits, param_group, self.defaults)
-        super().add_param_group(param_group)
-
-    def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        group = {**known, **renamed(type(self).__name__, self.traits, saved, known)}
-        self._check_settings(group)
-        return group
-
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        rename(type(self).__name__, self.traits, group, group)
-        super()._check_settings(group)
-        decay_method(type(self).__name__, group)
-
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, self.traits.momentum_key)
+        decay_method(type(self).__name__, group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        validate_matmul_precision(self.fp32_matmul_prec)
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
             self._check_parameter(parameter, called)
 
@@ -307,7 +273,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         session = self._session
         assert session.nonfinite is not None  # a step is made
         of_updates = session.nonfinite.of_updates
-        validate_matmul_precision(self.fp32_matmul_prec)  # which may be another one by now
         before = {p: set(self.state.get(p, ())) for p in self._parameters()}
 
         def accept(updates: Mapping[int, Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.matrices import Split, check_split_shapes, declared_split
-from megatron_eopt.optimizers.group_settings import check_flag
+from megatron_eopt.optimizers.group_settings import check_flag, warn
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import (
     Layout,
@@ -207,6 +207,8 @@ def checked_split(
     check_flag(name, "split_qkv", split_qkv)
     if is_qkv_fn is not None and not callable(is_qkv_fn):
         raise TypeError(f"{name}: is_qkv_fn must be a function of a parameter, got {is_qkv_fn!r}")
+    if is_qkv_fn is not None and not split_qkv:
+        warn(f"{name}: is_qkv_fn and qkv_split_shapes have no effect without split_qkv=True")
     if split_qkv and is_qkv_fn is None:
         raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
     if split_qkv and (qkv_split_shapes is not None or len(lengths) == 1):

@@ -13,7 +13,7 @@ from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.whole_matrices import (
     CLOCK,
     EXP_AVG,
@@ -90,7 +90,7 @@ class PSGDKron(WholeMatrixOptimizer):
     [2] Li, Stochastic Hessian Fittings with Lie Groups, arXiv 2402.11858.
     """
 
-    traits = Traits(carried_settings=frozenset({CLOCK}), planned_by=SPLIT_ATTRIBUTES, pairs_rows=True)
+    traits = Traits(carried_settings=frozenset({CLOCK}), pairs_rows=True)
 
     def __init__(
         self,

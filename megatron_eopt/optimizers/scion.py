@@ -52,7 +52,6 @@ class Scion(TensorParallelMuon):
 
     traits = replace(
         TensorParallelMuon.traits,
-        settled=TensorParallelMuon.traits.settled | {RADIUS},
         planned_in_groups=(*PLANNED_IN_GROUPS, (RADIUS, RADIUS)),
         decays_weights=False,
         size_rule="radius * sqrt(rows / cols)",
@@ -89,7 +88,7 @@ class Scion(TensorParallelMuon):
         of_group, radius = super().update_settings(group), group.get(RADIUS, self.radius)
         check_scalars(type(self).__name__, {RADIUS: radius}, (RADIUS,))
         if not 0 < radius < inf:
-            raise ValueError(f"radius must be a finite number above 0, got {radius}")
+            raise ValueError(f"{type(self).__name__}: radius must be a finite number above 0, got {radius}")
         return UpdateSettings(of_group.newton_schulz, "unit_rms_norm", radius)
 
     def settings(self) -> dict[str, Any]:

@@ -55,13 +55,11 @@ class Session:
     shares_shards: bool = False  # with the data-parallel ranks, by the last plan
     also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
     beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
-    checked: list[dict[str, object]] | None = None  # settings of groups as they were checked last
+    checked: list[object] | None = None  # settings of groups, and functions of the user's, as they were checked last
     modifiers: list[Modifiers] = field(default_factory=list)  # of each group, by these settings
-    noted: frozenset[Any] = frozenset()  # names of settings that were looked at
     scalable: bool = False  # whether a GradScaler has been checked
     told_unmarked: bool = False
     warns_without_gradients: bool = True  # until it has; Megatron's first step says more
-    looks: bool | None = None  # whether the next step looks for other optimizers; None before the first one
     steps: int = 0  # that this object began, for errors
     changing: bool = False  # whether a step changes parameters and state, or an exception ended it while it did
     ended_by: str = ""  # the name of that exception

@@ -30,7 +30,7 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements, check_writer
-from megatron_eopt.optimizers.traits import EXTRA_SCALE, PLANNED_IN_GROUPS, SCALE_MODE, SPLIT_ATTRIBUTES, Traits
+from megatron_eopt.optimizers.traits import EXTRA_SCALE, PLANNED_IN_GROUPS, SCALE_MODE, Traits
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -169,7 +169,7 @@ class Spectron(BaseOptimizer):
     [1] Spectron, arXiv 2602.12429.
     """
 
-    traits = Traits(carried_settings=frozenset({KERNEL}), planned_by=SPLIT_ATTRIBUTES | {"tp_mode"})
+    traits = Traits(carried_settings=frozenset({KERNEL}))
     newton_schulz_calls: int = 0
 
     _factors: Engine  # made by prepare(), as is _factored
@@ -207,7 +207,7 @@ class Spectron(BaseOptimizer):
         split = split_qkv, is_qkv_fn, qkv_split_shapes
         vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
         self.pg_collection, self.symmetric_products = pg_collection, symmetric_products
-        self.tp_mode = tp_mode
+        vars(self)["tp_mode"] = tp_mode
         defaults = {"lr": lr, "rank": rank, "momentum_beta": momentum_beta, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "pairs": False})
 

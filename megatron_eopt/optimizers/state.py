@@ -403,21 +403,6 @@ def note_loaded(name: str, converted: Iterable[str], lacking: Iterable[str]) -> 
         warn(f"{name} loads a state without {' and '.join(lacking)}, which begins anew")
 
 
-def check_kept_state(
-    name: str, attribute: str, kept: Mapping[Tensor, Mapping[str, Tensor]], described: Described, layouts: Layouts
-) -> None:
-    """Refuse an attribute's new value that does not fit the state."""
-    for parameter, state in kept.items():
-        try:
-            for tensor in described(parameter) if state else ():
-                check_shape(parameter, tensor, layouts, state[tensor.key])
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"{name} cannot take another {attribute} now: of a parameter of shape {tuple(parameter.shape)} it "
-                f"keeps {sorted(state)} for the logical matrices as they were; set it before the first step"
-            ) from error
-
-
 def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:
     if tensor.dims is None:
         return _shape_of(parameter)

@@ -16,7 +16,6 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.session import Plans
 from megatron_eopt.optimizers.step_kernels import DTYPES, StepForm, StepKernels
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -31,20 +30,10 @@ _SHAPE = (40, 72)  # of the matrices of a check: no tile fits
 _LIKE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # a few units in the last place
 
 
-def check_form(form: str | None) -> None:
+def check_form(form: object) -> None:
     """Refuse an unknown form."""
     if form is not None:
         check_choice(STEP_KERNELS, form, get_args(StepForm))
-
-
-def check_kept_form(name: str, form: object, plans: Plans | None) -> None:
-    """Refuse a group's unknown form, and another one than that of its steps."""
-    if form is None:
-        return
-    if form not in get_args(StepForm):
-        raise ValueError(f"{name}: {STEP_KERNELS} of a group must be one of {get_args(StepForm)}, got {form!r}")
-    if plans is not None and plans.engine is not None and form != ("torch" if plans.kernels is None else "triton"):
-        raise ValueError(f"{name}: {STEP_KERNELS} cannot change between steps, got {form!r} in a group: build it anew")
 
 
 def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: Callable[[Tensor], Tensor]) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import held_norms, reports, second_moment
-from megatron_eopt.optimizers.base import KERNEL, RATES
+from megatron_eopt.optimizers.base import KERNEL, RATES, fixed
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.group_settings import (
@@ -62,9 +62,9 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry, check_writer
-from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form, check_kept_form
-from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, SETTLED, STEPS, Traits
-from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
+from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form
+from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, Traits
+from megatron_eopt.optimizers.users_functions import OF_USERS, factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
@@ -176,12 +176,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     traits = Traits(
         carried_settings=frozenset({KERNEL, RATES, STEP_KERNELS, MOMENTUM_STEPS}),
-        settled=SETTLED | {"data_parallel_group", "cuda_graphs", "momentum_dtype", "momentum_warmup", STEP_KERNELS},
-        planned_by=OrthogonalizedOptimizer.traits.planned_by | {"tp_mode", "newton_schulz", SCALE_MODE, EXTRA_SCALE},
     )
+    newton_schulz: NewtonSchulz = fixed("newton_schulz")
+    scale_mode: ScaleMode = fixed("scale_mode", "spectral")
+    extra_scale_factor: float = fixed("extra_scale_factor", 1.0)
+    modifiers: Modifiers = NONE
     newton_schulz_calls: int = 0
-
-    _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
     def __init__(
         self,
@@ -226,40 +226,59 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_form(step_kernels)
         check_kernel_and_rates(symmetric_products, plan_rates)
         check_memory(name, workspace, offload_fraction, momentum_dtype, momentum_warmup)
+        iteration = NewtonSchulz(
+            steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
+        )
+        note_short_schedule(iteration)
+        vars(self).update(
+            newton_schulz=iteration, scale_mode=scale_mode, extra_scale_factor=extra_scale_factor, tp_mode=tp_mode
+        )
+        self.pg_collection = pg_collection
+        self.data_parallel_group = data_parallel_group
+        self.cuda_graphs = cuda_graphs
+        self.plan_rates = plan_rates
+        self.symmetric_products = symmetric_products
+        self.step_kernels = step_kernels
+        self.workspace = workspace
         self.offload_fraction = offload_fraction
         self.momentum_dtype = momentum_dtype
         self.momentum_warmup = momentum_warmup
-        self.newton_schulz = NewtonSchulz(
-            steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
-        )
-        self.scale_mode: ScaleMode = scale_mode
-        self.extra_scale_factor = extra_scale_factor
-        self.pg_collection, self.data_parallel_group = pg_collection, data_parallel_group
-        self.tp_mode = tp_mode
-        self.plan_rates, self.symmetric_products = plan_rates, symmetric_products
-        self.workspace = workspace
-        self.step_kernels = step_kernels
-        of_weights = (cautious_weight_decay, weight_norm, brake_outward, brake_inward, relative_update, update_ratio)
-        given = dict(zip(MODIFIERS, (*of_weights, moment2_method, beta2, eps, align_rms), strict=True))
-        self.modifiers = NONE
+        given = {
+            "cautious_weight_decay": cautious_weight_decay,
+            "weight_norm": weight_norm,
+            "brake_outward": brake_outward,
+            "brake_inward": brake_inward,
+            "relative_update": relative_update,
+            "update_ratio": update_ratio,
+            "moment2_method": moment2_method,
+            "beta2": beta2,
+            "eps": eps,
+            "align_rms": align_rms,
+        }
         self.modifiers = self.modifiers_of(given).checked(name, self.traits.has_modifiers)
         self.modifiers.check_effect(self.modifiers.described())
-        sized = (scale_mode, extra_scale_factor) != ("spectral", 1.0)
-        if sized and self.modifiers.sizes and not self.traits.size_rule:
+        rule = self.traits.size_rule or self.modifiers.sizes
+        if rule and (scale_mode, extra_scale_factor) != ("spectral", 1.0):
             raise ValueError(
                 f"{name}: scale_mode {scale_mode!r} and extra_scale_factor {extra_scale_factor} have no effect here: "
-                f"the size of an update is {self.modifiers.sizes}; take them away, and set lr"
+                f"the size of an update is {rule}; take them away, and set lr"
             )
         if moment2_method == "namo":
             self.traits = replace(self.traits, keeps_momenta=True)
-        self.cuda_graphs = cuda_graphs
-        note_short_schedule(self.newton_schulz)
-        # True by default, which does not contradict what is said of the method
-        decoupled = weight_decay_method != "l2" and use_decoupled_weight_decay
-        decay = {"weight_decay": weight_decay, DECOUPLED: decoupled, METHOD: weight_decay_method}
-        split: dict[str, Any] = {"split_qkv": split_qkv, "is_qkv_fn": is_qkv_fn, "qkv_split_shapes": qkv_split_shapes}
-        settings: dict[str, Any] = {"fp32_matmul_prec": fp32_matmul_prec, **decay, **split, **self._further_settings()}
-        super().__init__(params, lr, momentum, nesterov, **settings)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            nesterov,
+            weight_decay,
+            # True by default, which does not contradict what is said of the method
+            weight_decay_method != "l2" and use_decoupled_weight_decay,
+            split_qkv,
+            is_qkv_fn,
+            qkv_split_shapes,
+            fp32_matmul_prec,
+            weight_decay_method=weight_decay_method,
+        )
         if cuda_graphs:
             parameters = self._parameters()
             layouts = list(map(self.layout, parameters))
@@ -307,8 +326,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             run(batches)
         _, scales = self._session.plans.scales
         calls = sum(len(scales[i]) for batch in batches for i in batch.indices)
-        # without __setattr__, which looks whether ranks have to plan anew
-        vars(self)["newton_schulz_calls"] = self.newton_schulz_calls + calls
+        self.newton_schulz_calls += calls
         for group in self.param_groups if self.momentum_dtype is not None or self.momentum_warmup else ():
             group[MOMENTUM_STEPS] += 1
 
@@ -372,10 +390,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         held = [p for p in parameters if self.modifiers_of(self.group_of(p)).weight_norm == "hold"]
         with held_norms.followed(self, held):
             super().scale_rows(parameters, factors)
-
-    def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        warm = {MOMENTUM_STEPS: self.momentum_warmup} if self.momentum_warmup and MOMENTUM_STEPS not in saved else {}
-        return super()._completed(saved, known) | warm
 
     def watch(self, watched: Watched | None) -> None:
         """Report the next steps, or no longer; graphs report nothing."""
@@ -457,15 +471,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """The scale of a matrix; users may replace it."""
         return self.update_settings({}).scale(rows, cols)
 
-    @property
-    def fp32_matmul_prec(self) -> MatmulPrecision:
-        """The precision of products, as in :attr:`newton_schulz`."""
-        return self.newton_schulz.fp32_matmul_prec
-
-    @fp32_matmul_prec.setter
-    def fp32_matmul_prec(self, precision: MatmulPrecision) -> None:
-        self.newton_schulz = replace(self.newton_schulz, fp32_matmul_prec=precision)
-
     def _waited_for(self, index: int) -> bool:
         return self.engine.shares(index)
 
@@ -501,20 +506,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """A group's iteration and scale; a ``ValueError`` for impossible ones."""
-        for key, names in DECIDED_BY.items():
-            user = self._of_user(*names) if key in group else []
-            if user:
-                raise ValueError(
-                    f"{key} has no effect here, got {group[key]!r}: {user[0]} of your own decides; take the setting "
-                    f"away"
-                )
-            scales = key in group and "scale_factor_fn" in names
-            rule = self.traits.size_rule or self.modifiers_of(group).sizes if scales else None
-            if rule is not None:
-                raise ValueError(
-                    f"{key} has no effect here, got {group[key]!r}: the size of an update is {rule}; take the setting "
-                    f"away, and set lr"
-                )
+        for key in DECIDED_BY.keys() & group.keys():
+            users = self._of_user(*DECIDED_BY[key])
+            decides = f"{users[0]} of your own decides" if users else ""
+            if not users and key in (SCALE_MODE, EXTRA_SCALE):
+                rule = self.traits.size_rule or self.modifiers_of(group).sizes
+                decides = f"the size of an update is {rule}; set lr" if rule else ""
+            if decides:
+                raise ValueError(f"{key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
         return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
@@ -586,9 +585,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         known = free | super().settings_of_groups() | iteration | sizes
         return {key: value for key, value in known.items() if key not in without}
 
-    def _further_settings(self) -> dict[str, Any]:
-        return self._further or {}
-
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> ParamSpec:
         settings = self.update_settings(self.group_of(parameter) if group is None else group)
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
@@ -604,12 +600,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return None if measures else self.update_settings(group).scale
 
     def _planned_settings(self) -> object:
-        return (
-            self.newton_schulz,
-            self.scale_mode,
-            self.extra_scale_factor,
-            deepcopy(own_settings(self.param_groups, self.traits.planned_in_groups)),  # lists may be written to
-        )
+        functions = [vars(self).get(name) for name in OF_USERS]
+        # lists may be written to
+        return functions, deepcopy(own_settings(self.param_groups, self.traits.planned_in_groups))
 
     # Checks.
 
@@ -622,8 +615,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with its kernel of symmetric products."""
         check_writer(type(self), state_dict)
-        for number, group in enumerate(state_dict["param_groups"]):
-            self._check_update_settings(group, number)
+        if self.momentum_warmup:  # which a state without it has behind it
+            saved = [{MOMENTUM_STEPS: self.momentum_warmup, **group} for group in state_dict["param_groups"]]
+            state_dict = {**state_dict, "param_groups": saved}
         super().load_state_dict(state_dict)
         self._session.plans.graphed = None  # the momenta that it was captured with are gone
         self._session.plans.normed = None  # the state may lack norms that are to be held
@@ -631,52 +625,51 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
         super()._check_group(group)
-        newton_schulz = self._check_update_settings(group, len(self.param_groups) - 1).newton_schulz
-        if newton_schulz != self.newton_schulz:
-            note_short_schedule(newton_schulz)
+        iteration, modifiers = self.update_settings(group).newton_schulz, self.modifiers_of(group)
+        if iteration != self.newton_schulz:
+            note_short_schedule(iteration)
+        # unlike a loaded group, which may have settings of another optimizer
+        modifiers.check_effect(self._modifiers_in(group))
+        for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
+            check_kept(type(self).__name__, parameter, self.offload_fraction, self.momentum_dtype)
+            check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            if modifiers.moment2_method != "none":
+                second_moment.check_moments(self, parameter, called, modifiers.moment2_method)
+
+    def _check_parameter(self, parameter: Tensor, called: str) -> None:
+        check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
+        self._check_split(parameter)
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        super()._check_settings(group)
+        name, traits = type(self).__name__, self.traits
+        check_form(group.get(STEP_KERNELS))
+        for key in traits.no_settings & self.defaults.keys():
+            if group[key] != self.defaults[key]:
+                raise ValueError(f"{name} has no {key}, got {group[key]!r}: take the setting away")
+        modifiers = self.modifiers_of(group).checked(name, traits.has_modifiers)
+        self.update_settings(group)
+        check_decay(self, group, modifiers)
+        if traits.measures or modifiers.measures:
+            refuse_blockwise(self, "norms")
+        self._check_functions(modifiers)
+
+    def _check_functions(self, modifiers: Modifiers) -> None:
+        """Refuse functions of the user's that do not go with other settings."""
+        name = type(self).__name__
         users = self._of_user(*OF_PARAMETERS)
         if users and (self.offload_fraction or self.cuda_graphs):
             raise ValueError(
                 f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
                 f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
             )
-        modifiers = self.modifiers_of(group)
-        # unlike a loaded one, which may have settings of another optimizer
-        modifiers.check_effect(self._modifiers_in(group))
-        if (rule := self.traits.size_rule or modifiers.sizes) and self._of_user("scale_factor_fn"):
+        rule = self.traits.size_rule or modifiers.sizes
+        if rule and self._of_user("scale_factor_fn"):
             raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
-        if self.traits.measures or modifiers.measures:
-            refuse_blockwise(self, "norms")
-        for parameter in group["params"]:
-            check_kept(name, parameter, self.offload_fraction, self.momentum_dtype)
-            check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
-        if (method := modifiers.moment2_method) != "none":
-            if users and "moment2_method" in self.modifiers.settable(self.traits.has_modifiers):
-                raise ValueError(
-                    f"{name} has an {users[0]} of its own, and moment2_method {method!r} needs the orthogonal factors "
-                    f"of all matrices together: leave the setting away, or take TensorParallelAdaptiveMuon"
-                )
-            for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
-                second_moment.check_moments(self, parameter, called, method)
-
-    def _check_parameter(self, parameter: Tensor, called: str) -> None:
-        check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
-        self._check_split(parameter)
-
-    def _check_update_settings(self, group: Mapping[str, Any], number: int) -> UpdateSettings:
-        try:
-            return self.update_settings(group)
-        except ValueError as error:
-            raise ValueError(f"{type(self).__name__}: group {number}: {error}") from error
-
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        super()._check_settings(group)
-        name, traits = type(self).__name__, self.traits
-        kernels_of = self._session.plans if any(group is own for own in self.param_groups) else None
-        check_kept_form(name, group.get(STEP_KERNELS), kernels_of)
-        for key in traits.no_settings & self.defaults.keys():
-            if group[key] != self.defaults[key]:
-                raise ValueError(f"{name} has no {key}, got {group[key]!r}: take the setting away")
-        check_decay(self, group, self.modifiers_of(group).checked(name, traits.has_modifiers))
+        if users and modifiers.moment2_method != "none" and "moment2_method" not in self.traits.has_modifiers:
+            raise ValueError(
+                f"{name} has an {users[0]} of its own, and moment2_method {modifiers.moment2_method!r} needs the "
+                f"orthogonal factors of all matrices together: leave the setting away, or take "
+                f"TensorParallelAdaptiveMuon"
+            )

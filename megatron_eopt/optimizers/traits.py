@@ -2,29 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_eopt.optimizers.modifiers import MODIFIERS
-from megatron_eopt.parallel.cost import DEFAULT_RATES
-
-SPLIT_ATTRIBUTES = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
-"""Attributes that describe fused projections."""
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
 PLANNED_IN_GROUPS = tuple(
     (key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE, *MODIFIERS) if key not in ("beta2", "eps")
 )
-UNSET: dict[str, Any] = {
-    **dict.fromkeys(("pg_collection", "is_qkv_fn", "qkv_split_shapes", "symmetric_products")),
-    "split_qkv": False,
-    "tp_mode": "duplicated",
-    "plan_rates": DEFAULT_RATES,
-    "workspace": 2**31,
-    "offload_fraction": 0.0,
-}
-"""Settings of an optimizer whose constructor has no such argument."""
-
-SETTLED = frozenset({"pg_collection", "plan_rates", "symmetric_products", "workspace", "offload_fraction"})
 
 
 @dataclass(frozen=True)
@@ -34,8 +18,6 @@ class Traits:
     Attributes:
         carried_settings: settings of a group that the optimizer itself makes, and with which a resumed run has to go
             on.
-        planned_by: attributes that may be set between steps: all ranks plan the next one anew.
-        settled: attributes that are read at construction, or of which other ranks know, and stay as they are.
         planned_in_groups: settings of groups on which the plan depends, with their names in checkpoints.
         split_lengths: how many logical matrices a fused projection may have.
         momentum_key: name of the momentum in a group.
@@ -56,8 +38,6 @@ class Traits:
     """
 
     carried_settings: frozenset[str] = frozenset()
-    planned_by: frozenset[str] = frozenset()
-    settled: frozenset[str] = SETTLED
     planned_in_groups: tuple[tuple[str, str], ...] = PLANNED_IN_GROUPS
     split_lengths: tuple[int, ...] = (3, 4)
     momentum_key: str = "momentum"

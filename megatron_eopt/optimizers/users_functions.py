@@ -1,7 +1,7 @@
 """Functions of the user's that orthogonalize in place of Newton-Schulz."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from numbers import Real
 from typing import Any
@@ -31,33 +31,15 @@ HOOKS_OF_OTHERS = (
 """Methods that emerging-optimizers 0.3.0 and Megatron call in a step, and nothing here does."""
 
 
-def _uncalled(cls: Any, names: Iterable[str]) -> list[str]:
-    """Which of these methods a user's class has and the step of our base of it never calls."""
-    ours = _base_of_ours(cls)
-    if cls._take is not ours._take or cls.step is not ours.step:
-        return []
-    return [name for name in names if hasattr(cls, name) and not hasattr(ours, name)]
-
-
-def _base_of_ours(cls: Any) -> Any:
-    return next(c for c in cls.__mro__ if c.__module__.startswith(f"{OURS}."))
-
-
-def refuse_uncalled(cls: Any) -> None:
-    """Refuse a method of a user's that a step of ours never calls."""
-    for name in _uncalled(cls, OF_USERS):
-        raise TypeError(
-            f"{cls.__name__} has an {name} of its own, which the step of {_base_of_ours(cls).__name__} never calls: "
-            f"derive it from TensorParallelMuon or OrthogonalizedOptimizer, or give the method another name"
-        )
-
-
 def warn_of_uncalled(cls: Any) -> None:
-    """Warn of hooks of other packages that a user's class has, once for all of them."""
-    if names := _uncalled(cls, HOOKS_OF_OTHERS):
+    """Warn, once for all of them, of methods of a user's class that no step of ours calls."""
+    ours = next(base for base in cls.__mro__ if base.__module__.startswith(f"{OURS}."))
+    names = [name for name in (*OF_USERS, *HOOKS_OF_OTHERS) if hasattr(cls, name) and not hasattr(ours, name)]
+    if names and cls._take is ours._take and cls.step is ours.step:
         warn(
             f"{cls.__name__}: no step here calls {', '.join(names)}, hooks of emerging-optimizers and Megatron: do the "
-            f"same in orthogonalize, in a hook of torch (register_step_post_hook), or in a step of your own"
+            f"same in orthogonalize of a TensorParallelMuon, in a hook of torch (register_step_post_hook), or in a "
+            f"step of your own"
         )
 
 

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import check_adam_settings, check_order, plain, warn
+from megatron_eopt.optimizers.group_settings import check_adam_settings, plain, warn
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_parameters, check_scalable
@@ -37,18 +37,6 @@ ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_ke
 INITIAL_LR = "initial_lr"
 
 Group = dict[str, Any]
-
-
-def _in_order[**P](init: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor refuse the positional order of other packages."""
-    names = list(inspect.signature(init).parameters)
-
-    @functools.wraps(init)
-    def checking(*args: P.args, **kwargs: P.kwargs) -> None:
-        check_order(type(args[0]).__name__, dict(zip(names, args, strict=False)))
-        init(*args, **kwargs)
-
-    return checking
 
 
 class Muon(Optimizer):
@@ -115,7 +103,6 @@ class Muon(Optimizer):
     _adam_rates: Sequence[Any] = ()  # of AdamW's groups, as the last step left them
     _warned: bool = False  # whether a change of them was warned of
 
-    @_in_order
     def __init__(
         self,
         muon_params: ParamsT,

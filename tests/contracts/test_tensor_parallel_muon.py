@@ -74,11 +74,7 @@ def test_namo_refuses_decay_in_the_gradient():
 
 @pytest.mark.parametrize("cls", [TensorParallelMuon, TensorParallelAdaptiveMuon])
 def test_the_positional_order_of_emerging_optimizers_is_refused(cls):
-    message = (
-        rf"{cls.__name__}: nesterov must be True or False, got 0.1: the positional order of emerging-optimizers is "
-        r"\(params, lr, momentum, weight_decay\), here it is another; give all but params by name"
-    )
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=f"{cls.__name__}: nesterov must be True or False, got 0.1"):
         cls(parameters(), 0.02, 0.95, 0.1)
 
 

@@ -1,4 +1,4 @@
-"""Subclasses of Muon that set or override what orthogonalizes, and settings that are changed between steps.
+"""Subclasses of Muon that set or override what orthogonalizes, and what of a constructor is fixed.
 
 Scripts as users write them of Megatron's TensorParallelMuon and of emerging-optimizers' Muon; values are compared with
 theirs.
@@ -17,8 +17,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.optimizers import MarsMuon, MuonHyperball, OrthogonalizedOptimizer, PolarGrad, Scion
-from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.optimizers.spectron import Spectron
 from tests.distributed.ranks import run_ranks
 
 SHAPES = [(8, 12), (12, 4), (6, 6)]
@@ -260,20 +258,29 @@ def test_adaptive_muon_scales_by_the_users_factor(method):
     assert opt.predicted_rms(8, 12) is None
 
 
-def test_what_adaptive_muon_cannot_take_is_refused_when_it_is_set():
-    opt = TensorParallelAdaptiveMuon(parameters())
+def refused(opt, error, message):
+    """The next step is refused by a message, and leaves the parameters."""
+    params = opt.param_groups[0]["params"]
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(error, match=message):
+        steps(opt, params, range(1))
+    assert_near(params, before, 0)
+
+
+def test_what_adaptive_muon_cannot_take_is_refused_before_a_step():
     for key in ("scaled_orthogonalize_fn", "orthogonalize"):
-        with pytest.raises(TypeError, match=f"has an {key} of its own, which makes scaled updates; .*orthogonalize_fn"):
-            setattr(opt, key, lambda *args: args[-1])
-        assert key not in vars(opt)
+        opt = TensorParallelAdaptiveMuon(parameters())
+        setattr(opt, key, lambda *args: args[-1])
+        refused(opt, TypeError, f"has an {key} of its own, which makes scaled updates; .*orthogonalize_fn")
     for cls in (PolarGrad, Scion, MuonHyperball):
         opt = cls(parameters())
-        with pytest.raises(ValueError, match="scale_factor_fn has no effect here: the size of an update is"):
-            opt.scale_factor_fn = rms_scale
+        opt.scale_factor_fn = rms_scale
+        refused(opt, ValueError, "scale_factor_fn has no effect here: the size of an update is")
+        del opt.scale_factor_fn
         steps(opt, opt.param_groups[0]["params"], range(1))
     opt = TensorParallelMuon(parameters(), offload_fraction=0.5)
-    with pytest.raises(ValueError, match=r"has an orthogonalize_fn of its own, .* leave offload_fraction at 0"):
-        opt.orthogonalize_fn = polar
+    opt.orthogonalize_fn = polar
+    refused(opt, ValueError, r"has an orthogonalize_fn of its own, .* leave offload_fraction at 0")
 
 
 @pytest.mark.parametrize(
@@ -287,17 +294,16 @@ def test_what_adaptive_muon_cannot_take_is_refused_when_it_is_set():
     ],
 )
 def test_settings_of_a_group_that_a_function_takes_the_place_of_are_refused(function, setting):
-    (key, value), params = *setting.items(), parameters()
-    opt = TensorParallelMuon([{"params": params, **setting}], **SAME)
-    with pytest.raises(ValueError, match=f"group 0: {key} has no effect here, got {value!r}: {function} of your own"):
-        setattr(opt, function, polar)
-    opt = TensorParallelMuon(params, **SAME)
-    setattr(opt, function, rms_scale if function == "scale_factor_fn" else polar)
+    ((key, value),) = setting.items()
+    message = f"{key} has no effect here, got {value!r}: {function} of your own"
+    own = rms_scale if function == "scale_factor_fn" else polar
+    opt = TensorParallelMuon([{"params": parameters(), **setting}], **SAME)
+    setattr(opt, function, own)
+    refused(opt, ValueError, message)
+    opt = TensorParallelMuon(parameters(), **SAME)
+    setattr(opt, function, own)
     opt.param_groups[0].update(setting)
-    before = [p.detach().clone() for p in params]
-    with pytest.raises(ValueError, match=f"{key} has no effect here"):
-        steps(opt, params, range(1))
-    assert_near(params, before, 0)
+    refused(opt, ValueError, message)
 
 
 def test_a_result_of_another_shape_is_refused_before_anything_changes():
@@ -323,123 +329,29 @@ def test_copies_and_pickles_keep_the_functions():
         assert_near(own, expected, 0)
 
 
-# Settings that are changed between two steps.
-
-
-def test_another_precision_counts_from_the_next_step():
-    other = {"fp32_matmul_prec": "medium"}
-    rounded = after(TensorParallelMuon, range(2), lambda opt: setattr(opt, "fp32_matmul_prec", "medium"))
-    half, exact = after(TensorParallelMuon, range(2), **other), after(TensorParallelMuon, range(2))
-    assert all((p - q).norm() > 1e-4 for p, q in zip(rounded, exact, strict=True))
-    assert all((p - q).norm() > 1e-4 for p, q in zip(rounded, half, strict=True))
-
-    def saved(opt):
-        assert (opt.fp32_matmul_prec, opt.settings()["fp32_matmul_prec"]) == ("medium", "medium")
-        opt.fp32_matmul_prec = "highest"
-        assert opt.newton_schulz.fp32_matmul_prec == "highest"
-
-    back = after(TensorParallelMuon, range(2), saved, **other)
-    opt = TensorParallelMuon(parameters(), **SAME)
-    with pytest.raises(ValueError, match="unknown fp32_matmul_prec 'best': expected one of low, medium, high, highest"):
-        opt.fp32_matmul_prec = "best"
-    assert opt.fp32_matmul_prec == "highest"
-    assert all((p - q).norm() > 1e-4 for p, q in zip(back, half, strict=True))
-
-
-def split_first(opt):
-    opt.is_qkv_fn = lambda p: p.shape == (12, 4)
-    opt.qkv_split_shapes = (4, 1, 1)
-    opt.split_qkv = True
-
-
-def test_a_split_that_is_set_later_counts_from_the_next_step():
-    params, split = parameters(), SimpleNamespace()
-    opt = TensorParallelMuon(params, **SAME)
-    steps(opt, params, range(1))
-    split_first(split)
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    expected = TensorParallelMuon(others, **SAME, **vars(split))
-    expected.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert opt.matrices_per_step == 3
-    split_first(opt)
-    assert opt.matrices_per_step == 5
-    steps(opt, params, range(1, 3))
-    steps(expected, others, range(1, 3))
-    assert_near(params, others, 0)
-    unsplit = after(TensorParallelMuon, range(3))
-    assert_near([params[0], params[2]], [unsplit[0], unsplit[2]])
-    assert (params[1] - unsplit[1]).norm() > 1e-2
-    expected = TensorParallelMuon(others, **SAME)
-    expected.load_state_dict(copy.deepcopy(opt.state_dict()))
-    opt.split_qkv = False
-    steps(opt, params, range(3, 4))
-    steps(expected, others, range(3, 4))
-    assert_near(params, others, 0)
+# What a constructor was given.
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "error", "message"),
-    [
-        ("tp_mode", "nonsense", ValueError, "unknown tp_mode 'nonsense': expected one of blockwise, duplicated, dist"),
-        ("split_qkv", 1, TypeError, "split_qkv must be True or False, got 1"),
-        ("split_qkv", True, ValueError, "split_qkv needs is_qkv_fn"),
-        ("scale_mode", "best", ValueError, "best"),
-    ],
+    "key",
+    "tp_mode split_qkv is_qkv_fn qkv_split_shapes newton_schulz scale_mode extra_scale_factor fp32_matmul_prec".split(),
 )
-@pytest.mark.parametrize("before", [0, 1])
-def test_a_value_that_no_step_could_take_is_refused_when_it_is_set(key, value, error, message, before):
-    params = parameters()
-    opt = TensorParallelMuon(params, **SAME)
-    steps(opt, params, range(before))
-    was, groups = getattr(opt, key), opt.param_groups
-    with pytest.raises(error, match=message):
-        setattr(opt, key, value)
-    assert getattr(opt, key) == was
-    assert opt.param_groups is groups
-    steps(opt, params, range(before, 2))
-    assert_near(params, after(TensorParallelMuon, range(2)), 0)
-
-
-def test_a_split_that_does_not_fit_is_refused_when_it_is_set():
+def test_what_the_constructor_was_given_cannot_be_set(key):
     opt = TensorParallelMuon(parameters(), **SAME)
-    opt.is_qkv_fn, opt.qkv_split_shapes = (lambda p: p.shape == (12, 4)), (5, 2, 1)
-    with pytest.raises(ValueError, match="12 rows is not a whole number of query groups"):
-        opt.split_qkv = True
-    assert opt.split_qkv is False
-    assert opt.matrices_per_step == 3
+    before = getattr(opt, key)
+    with pytest.raises(AttributeError, match=f"property '{key}' of 'TensorParallelMuon' object has no setter"):
+        setattr(opt, key, before)
+    assert getattr(copy.deepcopy(opt), key) == before
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda params: SOAP(params, lr=0.01),
-        lambda params: Spectron(params, rank=2),
-        lambda params: MuonHyperball(params),
-        lambda params: TensorParallelAdaptiveMuon(params, moment2_method="normuon"),
-    ],
-)
-def test_state_of_each_logical_matrix_keeps_the_split_as_it_is(made):
-    params, others = parameters(), parameters()
-    opt, expected = made(params), made(others)
-    split_first(expected)  # before there is state
-    steps(expected, others, range(1))
-    assert any(key.endswith("_2") for key in expected.state[others[1]])
-    steps(opt, params, range(1))
-    with pytest.raises(ValueError, match=r"cannot take another split_qkv now: .* \(12, 4\) it keeps .* before the fir"):
-        split_first(opt)
-    steps(opt, params, range(1, 2))
-    plain = parameters()
-    steps(made(plain), plain, range(2))
-    assert_near(params, plain, 0)
-
-
-def test_spectron_has_no_blockwise_later_either():
-    opt = Spectron(parameters(), rank=2)
-    with pytest.raises(ValueError, match="Spectron has no tp_mode blockwise"):
-        opt.tp_mode = "blockwise"
-    with pytest.raises(ValueError, match="unknown tp_mode 'all'"):
-        opt.tp_mode = "all"
-    assert opt.tp_mode == "duplicated"
+def test_a_checkpoints_tp_mode_is_taken_or_refused():
+    opt = TensorParallelMuon(parameters(), **SAME)
+    opt.take_tp_mode("gram")
+    assert opt.tp_mode == opt.settings()["tp_mode"] == "gram"
+    with pytest.raises(ValueError, match="unknown tp_mode 'nonsense': expected one of blockwise, duplicated, dist"):
+        opt.take_tp_mode("nonsense")
+    with pytest.raises(ValueError, match="with tp_mode blockwise the norms would be those of shards"):
+        MuonHyperball(parameters()).take_tp_mode("blockwise")
 
 
 # On two ranks.
@@ -507,7 +419,7 @@ def _own_functions(rank, _):
     params = shards(rank)
     opt = TensorParallelMuon(params, **SAME, pg_collection=groups)
     steps_of_shards(opt, params, rank, range(1))
-    opt.tp_mode = "blockwise"
+    opt.take_tp_mode("blockwise")
     found["changed"] = (
         steps_of_shards(opt, params, rank, range(1, 2)),
         {bucket.scheme for bucket in opt.engine.plan.buckets},

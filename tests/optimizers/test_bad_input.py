@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -115,16 +114,16 @@ def test_a_tensor_of_several_entries_is_refused_where_a_number_is_wanted(name, k
     value = (0.9, two) if key == "betas" else two
     p, q = matrices()
     # the part of the hybrid that has the matrices says so
-    message = rf"\w: {key} must be a number, or a tensor of one entry, got a tensor of shape \(2,\)"
-    with pytest.raises(ValueError, match=message):
+    message = rf"\w: {key} must be a number, or a tensor of one entry, got "
+    with pytest.raises(TypeError, match=message):
         made(name, [p], **{key: value})
     optimizer = made(name, [p, q])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError, match=message):
         optimizer.add_param_group({"params": matrices(1), key: value})
     optimizer.param_groups[0][key] = value
     before = [x.detach().clone() for x in (p, q)]
     p.grad, q.grad = torch.ones(6, 4), torch.ones(6, 4)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError, match=message):
         optimizer.step()
     assert all(torch.equal(x, y) for x, y in zip((p, q), before, strict=True))
     assert not optimizer.state
@@ -258,7 +257,7 @@ def test_blockwise_is_refused_at_every_number_of_ranks_where_whole_matrices_are_
         build(name, matrices(1), tp_mode="blockwise", **settings)
     optimizer = build(name, matrices(1), **settings)
     with pytest.raises(ValueError, match=message):
-        optimizer.tp_mode = "blockwise"
+        optimizer.take_tp_mode("blockwise")
     build("muon", matrices(1), tp_mode="blockwise")
 
 
@@ -350,33 +349,18 @@ def test_soap_says_the_shape_of_what_it_cannot_take_once():
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "hint"),
+    ("name", "key", "meant"),
     [
-        ("muon", "ns_steps", ", did you mean 'num_ns_steps'?"),
-        ("distributed_muon", "num_ns_steps", ", did you mean 'ns_steps'?"),
-        ("muon", "learning_rate", ", did you mean 'lr'?"),
-        ("soap", "wd", ", did you mean 'weight_decay'?"),
-        ("lion", "weigth_decay", ", did you mean 'weight_decay'?"),
-        ("polargrad", "betas", ""),
-        ("with_adamw", "nestrov", ", did you mean 'nesterov'?"),
-        ("spectron", "tp_mode", ""),
-        ("spectron", "momentum", ", did you mean 'momentum_beta'?"),
-        ("soap", "momentum", ""),
-        ("soap", "use_eigh", ", did you mean 'basis_method'?"),
-        ("soap", "max_precond_dim", ", did you mean 'max_dim'?"),
-        ("shampoo", "use_eigh", ""),
-        ("kl_shampoo", "nesterov", ""),
-        ("psgd_kron", "nesterov", ""),
-        ("dion", "nesterov", ""),
-        ("ademamix", "momentum", ""),
-        ("lion", "nesterov", ""),
+        ("lion", "weigth_decay", "weight_decay"),
+        ("with_adamw", "nestrov", "nesterov"),
+        ("muon", "num_ns_step", "num_ns_steps"),
+        ("soap", "basis_methd", "basis_method"),
     ],
 )
-def test_a_setting_of_a_group_that_has_no_effect_is_named_once(name, key, hint, caplog):
-    optimizer = build(name, [{"params": matrices(1), key: 1}])
-    optimizer.add_param_group({"params": matrices(1), key: 2})
+def test_a_misspelt_setting_of_a_group_is_named(name, key, meant, caplog):
+    build(name, [{"params": matrices(1), key: 1}])
     assert [r.getMessage().split(": ", 1)[1] for r in caplog.records] == [
-        f"{key!r} is no setting of its groups, so it has no effect{hint}"
+        f"{key!r} is no setting of its groups, so it has no effect, did you mean {meant!r}?"
     ]
 
 
@@ -397,22 +381,9 @@ def test_a_misspelt_setting_among_users_own_is_named(caplog):
     given = {"lr": 0.1, "momentum_beta": 0.9, "use_nesterov": True, "weight_decay": 0.1, "fp32_matmul_prec": "high"}
     rest = {"use_decoupled_weight_decay": True, "split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": None}
     functions = {"orthogonalize_fn": torch.sign, "scale_factor_fn": lambda rows, cols: 1.0}
-    OrthogonalizedOptimizer(matrices(1), **given, **rest, **functions, momentun=0.3, beta2=1, wd=2.0)
+    OrthogonalizedOptimizer(matrices(1), **given, **rest, **functions, momentum_bta=0.3, beta2=1)
     [record] = caplog.records
-    assert (
-        "'momentun' is no setting of its groups, so it has no effect, did you mean 'momentum'?" in record.getMessage()
-    )
-
-
-def test_names_of_emerging_optimizers_are_an_error_that_has_ours():
-    message = (
-        r"OrthogonalizedOptimizer has other names than emerging-optimizers: momentum_beta for momentum, use_nesterov "
-        r"for nesterov, orthogonalize_fn and scale_factor_fn for scaled_orthogonalize_fn"
-    )
-    with pytest.raises(TypeError, match=message):
-        OrthogonalizedOptimizer(
-            matrices(1), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, scaled_orthogonalize_fn=torch.sign
-        )
+    assert "'momentum_bta' is no setting of its groups, so it has no effect, did you mean 'mom" in record.getMessage()
 
 
 @pytest.mark.parametrize("name", having("is_qkv_fn"))
@@ -421,31 +392,9 @@ def test_shapes_of_fused_projections_that_nothing_splits_are_named(name, caplog)
     build(name, matrices(1, (12, 4)), **fused)
     assert "is_qkv_fn and qkv_split_shapes have no effect without split_qkv=True" in caplog.text
     caplog.clear()
-    build(name, matrices(1, (12, 4)), **fused, split_qkv=False)
     build(name, matrices(1, (12, 4)), **fused, split_qkv=True)
     build(name, matrices(1, (12, 4)), is_qkv_fn=None)
     assert "no effect" not in caplog.text
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_only_the_constructor_takes_is_refused_between_steps(name):
-    optimizer = build(name, [torch.nn.Parameter(torch.randn(8, 4))])
-    cls = type(optimizer)
-    settled = arguments_of(cls).keys() & cls.traits.settled
-    for key in settled:
-        before = vars(optimizer)[key]
-        setattr(optimizer, key, before)  # as a subclass may, which is handed the same
-        with pytest.raises(ValueError, match=f"{cls.__name__} takes {key} at construction and not between steps"):
-            setattr(optimizer, key, object())
-        assert vars(optimizer)[key] is before
-    assert "workspace" in settled or not issubclass(cls, OPTIMIZERS["muon"].cls)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_setting_of_groups_that_is_set_as_an_attribute_is_named(name, caplog):
-    optimizer = build(name, [torch.nn.Parameter(torch.randn(8, 4))])
-    optimizer.lr = 0.5
-    assert "the attribute lr has no effect: set it in each group, optimizer.param_groups[i]['lr']" in caplog.text
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -484,60 +433,16 @@ def test_scion_has_no_look_ahead():
         build("scion", [{"params": matrices(1), "nesterov": True}])
 
 
-@pytest.mark.parametrize("name", ["lion", "signum", "schedule_free_adamw", "distributed_muon", "soap"])
-def test_an_attribute_of_other_optimizers_is_refused(name):
-    optimizer = build(name, matrices(1))
-    with pytest.raises(ValueError, match=f"{type(optimizer).__name__} has no tp_mode, got 'gram'"):
-        optimizer.tp_mode = "gram"
-
-
-def test_a_method_is_not_replaced_by_a_setting():
-    optimizer = build("lion", matrices(1))
-    with pytest.raises(TypeError, match=r"betas is a method of Lion: set it in each group"):
-        optimizer.betas = (0.5, 0.5)
-
-
-@pytest.mark.parametrize("name", ["scion", "polargrad", "muon_hyperball"])
-def test_a_scale_that_no_step_uses_is_refused_as_an_attribute(name):
-    optimizer = build(name, matrices(1))
-    with pytest.raises(ValueError, match="extra_scale_factor has no effect: the size of an update is"):
-        optimizer.extra_scale_factor = 0.2
-
-
-def test_an_argument_that_is_no_attribute_is_named(caplog):
-    build("muon", matrices(1)).num_ns_steps = 3
-    assert "the attribute num_ns_steps has no effect: set it in each group" in caplog.text
-
-
 def test_an_attribute_of_muon_and_adamw_together_is_refused():
     optimizer = Muon(matrices(1), matrices(1, (5,)))
     with pytest.raises(ValueError, match="Muon: the attribute lr has no effect: set it in param_groups"):
         optimizer.lr = 0.5
 
 
-def test_a_key_that_is_misspelt_between_steps_is_named(caplog):
-    params = matrices(1)
-    optimizer = build("muon", params)
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
-    optimizer.param_groups[0]["ns_steps"] = 3
-    for _ in range(2):
-        optimizer.step()
-    assert caplog.text.count("'ns_steps' is no setting of its groups") == 1
-
-
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_a_bool_is_no_number(key):
     with pytest.raises(TypeError, match=f"{key} must be a number"):
         build("muon", matrices(1), **{key: True})
-
-
-@pytest.mark.parametrize("key", ["orthogonalize_fn", "scale_factor_fn"])
-def test_what_is_no_function_is_refused(key):
-    with pytest.raises(TypeError, match=f"{key} must be a function, got 'svd'"):
-        OrthogonalizedOptimizer(matrices(1), 0.1, 0.9, True, 0.0, True, False, None, None, "highest", **{key: "svd"})
-    with pytest.raises(TypeError, match=f"{key} is a method of TensorParallelMuon, got 2.0 in its place"):
-        setattr(build("muon", matrices(1)), key, 2.0)
 
 
 def test_a_program_that_yields_nothing_is_named():
@@ -551,40 +456,10 @@ def test_a_program_that_yields_nothing_is_named():
         Wrong(params).step()
 
 
-def by_position(name, *settings):
-    """As built by those who know another package's order: its settings follow the learning rate."""
-    cls = {"distributed_muon": DistributedMuon, "hybrid": Muon}.get(name) or OPTIMIZERS[name].cls
-    return cls(matrices(1), *([matrices(1, (5,))] if name == "hybrid" else []), 0.02, *settings)
-
-
-@pytest.mark.parametrize("name", ["hybrid", "signum"])
-@pytest.mark.parametrize("decay", [0.0, 0.01, 0.1])
-def test_momentum_and_weight_decay_in_the_order_of_other_packages_are_refused(name, decay):
-    message = f"momentum is {decay} and weight_decay 0.95, by position: torch.optim.Muon and Keller Jordan's Muon have"
-    with pytest.raises(ValueError, match=message):
-        by_position(name, decay, 0.95)
-    swapped = made(name, matrices(1), momentum=decay, weight_decay=0.95)  # who names them means it
-    assert (swapped.param_groups[0]["momentum"], swapped.param_groups[0]["weight_decay"]) == (decay, 0.95)
-
-
-@pytest.mark.parametrize("name", ["hybrid", "signum", "muon", "adaptive_muon", "distributed_muon", "scion"])
-def test_a_small_momentum_by_position_is_warned_of(name, caplog):
-    assert by_position(name, 0.1).param_groups[0]["momentum"] == 0.1  # the order is a contract
-    [record] = [record for record in caplog.records if "by position" in record.getMessage()]
-    assert "momentum is 0.1, by position: torch.optim.Muon" in record.getMessage()
-    caplog.clear()
-    by_position(name, 0.95)
-    build("with_adamw" if name == "hybrid" else name, matrices(1), momentum=0.1)
-    by_position("muon", 0.1, True, 0.01)
-    by_position("hybrid", 0.0, 0.01)
-    assert "by position" not in caplog.text
-
-
-@pytest.mark.parametrize("settings", [(0.1, 0.95), (0.1, 0.95, True)])
-@pytest.mark.parametrize("name", ["muon", "adaptive_muon", "distributed_muon"])
-def test_the_order_of_torch_is_refused_where_a_flag_follows_the_momentum(name, settings):
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon"])
+def test_the_order_of_torch_is_refused_where_a_flag_follows_the_momentum(name):
     with pytest.raises(TypeError, match=r"nesterov must be True or False, got 0\.95"):
-        by_position(name, *settings)
+        OPTIMIZERS[name].cls(matrices(1), 0.02, 0.1, 0.95)
 
 
 @pytest.mark.parametrize("settings", [(), (0.1, 0.95, True)])
@@ -606,22 +481,24 @@ UNCALLED = ["soap", "lion", "signum", "schedule_free_adamw", "spectron", "distri
 
 @pytest.mark.parametrize("method", ["orthogonalize", "orthogonalize_fn", "scaled_orthogonalize_fn", "scale_factor_fn"])
 @pytest.mark.parametrize("name", UNCALLED)
-def test_a_method_that_no_step_would_call_is_refused(name, method):
+def test_a_method_that_no_step_would_call_is_warned_of(name, method, caplog):
     base = type(build(name, matrices(1)))
     own = {method: lambda self, *args, **settings: args[-1]}
-    with pytest.raises(TypeError, match=f"Own has an {method} of its own, which the step of {base.__name__} never"):
-        type("Own", (base,), own)(matrices(1))
+    type("Own", (base,), own)(matrices(1), **SETTINGS.get(name, {}))
+    assert f"Own: no step here calls {method}, " in caplog.text
+    caplog.clear()
     type("Own", (base,), own | {"step": lambda self, closure=None: None})(
         matrices(1), **SETTINGS.get(name, {})
     )  # calls it
     type("Own", (OPTIMIZERS["muon"].cls,), own)(matrices(1))
+    assert "no step here calls" not in caplog.text
 
 
 @pytest.mark.parametrize("name", [*having("num_ns_steps", "momentum"), "users_own"])
 def test_a_setting_of_an_update_that_no_group_has_is_refused(name):
     params = matrices(1)
     optimizer = build(name, params)
-    message = r"\.orthogonalize\(\) got an unexpected keyword argument 'momentun', did you mean 'momentum'\?"
+    message = r"\.orthogonalize\(\) has no setting momentun"
     with pytest.raises(TypeError, match=message):
         optimizer.orthogonalize(params[0], torch.ones(6, 4), momentun=3)
     settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
@@ -633,7 +510,7 @@ def test_the_settings_of_an_update_are_those_of_any_group_and_users_own():
     muon = build("muon", [{"params": [p], "wd_mult": 2.0}, {"params": [q]}])
     three, five = (muon.orthogonalize(q, torch.eye(6, 4), num_ns_steps=steps, wd_mult=1.0) for steps in (3, 5))
     assert not torch.equal(three, five)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_ns_step', did you mean 'num_ns_steps'\?"):
+    with pytest.raises(TypeError, match=r"orthogonalize\(\) has no setting num_ns_step$"):
         muon.orthogonalize(q, torch.eye(6, 4), num_ns_step=3)
 
     seen = []
@@ -650,18 +527,6 @@ def test_the_settings_of_an_update_are_those_of_any_group_and_users_own():
     own.param_groups[0]["added"] = 1  # as a scheduler does
     own.step()
     assert seen == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("name", [*having("num_ns_steps"), "with_adamw"])
-def test_a_function_in_place_of_the_iterations_settings_is_refused(name):
-    optimizer = build(name, matrices(1))
-    optimizer = getattr(optimizer, "matrices", optimizer)
-    before = optimizer.newton_schulz
-    with pytest.raises(TypeError, match=r"newton_schulz is a NewtonSchulz, .*, got <function .*: set .*replace"):
-        optimizer.newton_schulz = lambda x: x
-    assert optimizer.newton_schulz is before
-    optimizer.newton_schulz = replace(before, steps=10)
-    assert optimizer.newton_schulz.steps == 10
 
 
 # Settings of groups that are names, counts or exponents, each with one that there is not.

@@ -1,6 +1,5 @@
-"""What is said of parameters that come twice, that two optimizers step in turn, and of fp16."""
+"""What is said of parameters that come twice, and of fp16."""
 
-import copy
 import gc
 import weakref
 
@@ -26,10 +25,6 @@ def step(*optimizers):
         optimizer.step()
 
 
-def in_turn(caplog):
-    return [record.message for record in caplog.records if "in turn" in record.message]
-
-
 @pytest.mark.parametrize("build", [Lion, TensorParallelMuon, lambda params: Muon(params, [])])
 def test_a_parameter_that_comes_twice_is_refused(build):
     first, second = weights()
@@ -47,38 +42,6 @@ def test_adamw_inside_refuses_one_that_comes_twice():
     (matrix,), bias = weights(1), torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"AdamW in Muon: parameter 0 .* comes twice"):
         Muon([matrix], [bias, bias])
-
-
-def test_two_optimizers_that_step_one_parameter_in_turn_are_said_once(caplog):
-    shared, own = weights()
-    shared.name_in_model = "readout.weight"
-    first, second = TensorParallelMuon([shared]), Lion([shared, own])
-    step(first, second)
-    assert not in_turn(caplog)
-    step(first, second, first, second)
-    (message,) = in_turn(caplog)
-    assert message.startswith("readout.weight: stepped in turn by two optimizers (TensorParallelMuon and Lion)")
-
-
-def test_optimizers_after_one_another_are_no_mistake(caplog):
-    """A second run in a notebook, a rebuilt optimizer, a copy, AdamW inside, and parameters without gradients."""
-    matrices, rest = weights(), weights()
-    first = Muon(matrices, rest)
-    step(first)
-    copied = copy.deepcopy(first)
-    rebuilt = Muon(matrices, rest)
-    step(copied, rebuilt, copied, rebuilt)
-    third = Lion([*matrices, *rest])
-    step(third)
-    del third
-    step(rebuilt, rebuilt)
-    frozen = Lion([*matrices, *weights(1)])
-    frozen.param_groups[0]["params"][-1].grad = torch.ones(4, 6)
-    for matrix in matrices:
-        matrix.grad = None
-    frozen.step()
-    step(rebuilt, rebuilt)
-    assert not in_turn(caplog)
 
 
 def test_optimizers_and_parameters_go_when_nobody_holds_them():

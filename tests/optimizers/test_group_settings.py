@@ -12,7 +12,6 @@ import torch
 from megatron_eopt import (
     SOAP,
     DistributedMuon,
-    Muon,
     Scion,
     Spectron,
     TensorParallelAdaptiveMuon,
@@ -144,7 +143,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("own", "message"), WRONG)
 def test_wrong_settings_of_a_group_are_refused_by_the_number_of_the_group(own, message):
-    with pytest.raises(ValueError, match=f"TensorParallelMuon: group 1: {message}"):
+    with pytest.raises(ValueError, match=f"group 1: {message}"):
         optimizer([{"params": [matrix()]}, {"params": [matrix()], **own}])
     made, untouched = optimizer(grouped()), optimizer(grouped())
     step(made, 0), step(untouched, 0)
@@ -367,35 +366,27 @@ OTHER_NAMES = [
 @pytest.mark.parametrize(("kind", "other", "own"), OTHER_NAMES)
 def test_both_names_make_the_same_steps_and_the_default_others(kind, other, own):
     neither = {key: value for key, value in own.items() if key in other}
-    weights = {"other": other, "own": own, "both": other | own, "neither": neither}
+    weights = {"other": other, "own": own, "neither": neither}
     for way, settings in weights.items():
         weights[way] = matrix()
         run(kind([weights[way]], lr=0.01, **settings), weights[way], range(5))
     assert torch.equal(weights["other"], weights["own"])
-    assert torch.equal(weights["both"], weights["own"])
     is_default = own.get("basis_method") == "qr"
     assert torch.equal(weights["neither"], weights["own"]) == is_default
-
-
-def test_both_names_may_be_given_one_of_them_by_its_position():
-    assert_same(
-        stepped(Spectron([matrix()], 1e-3, 2, 0.9, 0.0, 3, num_power_iter=3)),
-        stepped(Spectron([matrix()], 1e-3, 2, 0.9, 0.0, num_power_iterations=3)),
-    )
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p: Scion(p, radius=50.0, spectral_radius=1.0), ValueError, r"spectral_radius=1\.0 .* radius=50\.0 was"),
-        (lambda p: Spectron(p, 1e-3, 2, 0.9, 0.0, 2, num_power_iter=1), ValueError, "num_power_iterations=2 was given"),
-        (lambda p: SOAP(p, use_eigh=True, basis_method="qr"), ValueError, "use_eigh=True is another name for"),
-        (lambda p: SOAP(p, use_eigh="yes"), ValueError, "use_eigh must be one of False, True, got 'yes'"),
+        (lambda p: Scion(p, radius=50.0, spectral_radius=1.0), TypeError, "spectral_radius is another name for radius"),
+        (lambda p: Spectron(p, 1e-3, 2, 0.9, 0.0, 2, num_power_iter=1), TypeError, "num_power_iterations"),
+        (lambda p: SOAP(p, use_eigh=True, basis_method="qr"), TypeError, "use_eigh is another name for basis_method"),
+        (lambda p: SOAP(p, use_eigh="yes"), ValueError, r"use_eigh must be one of \[False, True\], got 'yes'"),
         (lambda p: SOAP(p, use_eigen=True), TypeError, "use_eigen"),
         (lambda p: TensorParallelMuon(p, spectral_radius=1.0), TypeError, "spectral_radius"),
     ],
 )
-def test_two_names_with_two_values_are_refused(call, error, message):
+def test_two_names_of_one_argument_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call([matrix()])
 
@@ -403,20 +394,9 @@ def test_two_names_with_two_values_are_refused(call, error, message):
 @pytest.mark.parametrize(
     "kind", [*(row.cls for row in OPTIMIZERS.values()), DistributedMuon], ids=lambda kind: kind.__name__
 )
-def test_an_unknown_argument_is_refused_with_the_nearest(kind):
-    message = rf"^{kind.__name__}\(\) got an unexpected keyword argument 'weight_deca', did you mean 'weight_decay'\?$"
-    with pytest.raises(TypeError, match=message):
+def test_an_unknown_argument_is_refused(kind):
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'weight_deca'"):
         kind([matrix()], weight_deca=0.1)
-    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got .* 'xyz': expected params, lr, .* or "):
-        kind([matrix()], xyz=1)
-
-
-def test_groups_of_muon_with_aux_adam_are_an_error_that_says_what_to_write():
-    p, q = matrix(), matrix()
-    groups = [{"params": [p], "use_muon": True, "lr": 0.02}, {"params": [q], "use_muon": False, "betas": (0.9, 0.95)}]
-    for made_of in (TensorParallelMuon, lambda groups: Muon(groups, [])):
-        with pytest.raises(ValueError, match=r"a group has use_muon.*: write Muon\(matrices, rest\)"):
-            made_of(groups)
 
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])

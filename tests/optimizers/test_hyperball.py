@@ -223,9 +223,7 @@ def test_matrices_without_entries_take_part():
 
 
 def test_a_weight_decay_is_refused_at_construction():
-    message = (
-        "MuonHyperball has no weight decay, got 0.1 for group 0: it keeps the norm of every matrix, whatever decays"
-    )
+    message = "MuonHyperball has no weight decay, got 0.1: it keeps the norm of every matrix, whatever decays"
     with pytest.raises(ValueError, match=f"{message}; set the weight_decay of its matrices to 0"):
         MuonHyperball([matrix()], weight_decay=0.1)
 
@@ -236,8 +234,6 @@ def test_a_weight_decay_that_a_scheduler_sets_is_refused_before_anything_changes
     run(opt, p, [0])
     before = p.detach().clone()
     opt.param_groups[0]["weight_decay"] = 0.1
-    with pytest.raises(
-        ValueError, match=r"MuonHyperball has no weight decay, got 0\.1 for group 0: .* of its matrices to 0"
-    ):
+    with pytest.raises(ValueError, match=r"MuonHyperball has no weight decay, got 0\.1: .* of its matrices to 0"):
         run(opt, p, [1])
     assert torch.equal(p, before)

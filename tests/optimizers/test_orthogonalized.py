@@ -190,14 +190,6 @@ def test_further_settings_of_users_may_be_tensors_also_in_a_copy():
         torch.testing.assert_close(q.detach(), before - 0.1 * 0.1 * q.grad * mine)
 
 
-def test_a_precision_that_is_set_later_is_checked():
-    opt = optimizer([matrix()])
-    before = opt.fp32_matmul_prec
-    with pytest.raises(ValueError, match="unknown fp32_matmul_prec 'best'"):
-        opt.fp32_matmul_prec = "best"
-    assert opt.fp32_matmul_prec == before
-
-
 @pytest.mark.parametrize("precision", ["low", "medium", "high", "highest"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_leaves_torchs_precision_as_it_was(precision, fails):
@@ -275,10 +267,6 @@ def test_functions_that_are_set_as_attributes_take_effect_without_a_warning(cls,
         opt.scaled_orthogonalize_fn = times_five  # which decides for both
     assert torch.equal(moved(opt, p), torch.full((2, 2), 5.0))
     assert not caplog.messages
-    with caplog.at_level(logging.WARNING):
-        opt.param_groups[0]["orthogonalize_fn"] = times_five
-        moved(opt, p)
-    assert any("'orthogonalize_fn' is no setting of its groups" in message for message in caplog.messages)
 
 
 @every
@@ -287,13 +275,13 @@ def test_a_function_set_as_an_attribute_has_an_effect_or_there_is_a_word(name, k
     plain, own = matrices(), matrices()
     optimizers = build(name, plain), build(name, own)
     said = ""
+    setattr(optimizers[1], key, function)
+    take(optimizers[0], 3)
     try:
-        setattr(optimizers[1], key, function)
+        take(optimizers[1], 3)
     except (TypeError, ValueError) as error:
         said = str(error)
-    for each in optimizers:
-        take(each, 3)
-    has_effect = not all(map(torch.equal, plain, own))
+    has_effect = not said and not all(map(torch.equal, plain, own))
     told = said or any("no effect" in message for message in caplog.messages)
     known = hasattr(type(optimizers[1]), key)  # of others an attribute is the user's own business
     assert has_effect != bool(told) or (not known and not has_effect)

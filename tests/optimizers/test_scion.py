@@ -111,7 +111,7 @@ def test_groups_have_radii_of_their_own_and_a_changed_one_is_in_force_in_the_nex
     [
         ({"lr": 1.5}, r"Scion: lr must lie in \[0, 1\], since a constrained step .*got 1\.5"),
         ({"lr": -0.1, "constrained": False}, r"Scion: lr must be a finite number of at least 0, got -0\.1"),
-        ({"weight_decay": 0.1}, r"Scion has no weight decay, got 0\.1 for group 0: constrained=True bounds"),
+        ({"weight_decay": 0.1}, r"Scion has no weight decay, got 0\.1: constrained=True bounds"),
     ],
 )
 def test_wrong_settings_are_refused_at_construction(settings, message):
@@ -121,11 +121,11 @@ def test_wrong_settings_are_refused_at_construction(settings, message):
 
 def test_a_groups_wrong_radius_is_refused_with_its_number():
     opt = Scion([matrix()])
-    with pytest.raises(ValueError, match=r"Scion: group 1: radius must be .* got -1"):
+    with pytest.raises(ValueError, match=r"group 1: Scion: radius must be .* got -1"):
         opt.add_param_group({"params": [matrix(seed=1)], "radius": -1})
     state = opt.state_dict()
     state["param_groups"][0]["radius"] = float("nan")
-    with pytest.raises(ValueError, match=r"Scion: group 0: radius must be .* got nan"):
+    with pytest.raises(ValueError, match=r"Scion: radius must be .* got nan"):
         opt.load_state_dict(state)
 
 
@@ -139,7 +139,7 @@ def test_rates_above_one_are_for_unconstrained_steps():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("weight_decay", 0.1, r"Scion has no weight decay, got 0\.1 for group 0: .* of its matrices to 0"),
+        ("weight_decay", 0.1, r"Scion has no weight decay, got 0\.1: .* of its matrices to 0"),
         ("lr", 1.5, r"lr must lie in \[0, 1\], .*got 1\.5"),
     ],
 )

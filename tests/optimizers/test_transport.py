@@ -51,7 +51,7 @@ def test_groups_may_have_an_iteration_of_their_own_but_no_scale_settings(kind):
     assert torch.equal(q, alone)
     assert not torch.equal(p, q)
     for key, value in (("scale_mode", "spectral"), ("extra_scale_factor", 0.2)):
-        message = rf"{kind.__name__}: group 0: {key} has no effect here, got {value!r}: the size of an update is"
+        message = rf"{key} has no effect here, got {value!r}: the size of an update is"
         with pytest.raises(ValueError, match=message):
             kind([{"params": [matrix()], key: value}])
     assert not {"scale_mode", "extra_scale_factor"} & opt.settings().keys()
@@ -75,9 +75,8 @@ def test_the_signature_names_all_arguments_for_help_and_for_configs(kind):
     assert (opt.newton_schulz.steps, opt.tp_mode, opt.param_groups[0]["momentum"]) == (10, "auto", 0.7)
 
 
-@pytest.mark.parametrize(
-    "argument", [{"num_steps": 3}, {"scale_mode": "spectral"}, {"use_decoupled_weight_decay": False}]
-)
-def test_arguments_that_have_no_place_are_refused_though_muon_may_know_them(kind, argument):
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(argument))}'"):
-        kind([matrix()], **argument)
+def test_arguments_that_have_no_place_are_refused_though_muon_may_know_them(kind):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_steps'"):
+        kind([matrix()], num_steps=3)
+    with pytest.raises(ValueError, match=f"{kind.__name__}: scale_mode 'shape_scaling' .* have no effect here"):
+        kind([matrix()], scale_mode="shape_scaling")

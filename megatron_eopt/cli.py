@@ -10,7 +10,7 @@ from megatron_eopt import __version__
 COMMANDS = {  # name -> module, help
     "plan": ("megatron_eopt.plan.command", "how the matrices of a model will be orthogonalized, and what that costs"),
     "verify-checkpoint": (
-        "megatron_eopt.checkpoints.command",
+        "megatron_eopt.tools.verify.command",
         "what is in a torch_dist checkpoint, whether it is whole and finite, and whether a run would load it",
     ),
     "doctor": ("megatron_eopt.doctor", "what is installed, what works with it, and what to do about the rest"),

@@ -21,7 +21,7 @@ FLOORS = [
     {"registry", "overrides", "checkpoints", "manifest"},
     {"metrics"},
     {"megatron", "cpu", "plain"},
-    {"", "run", "cli", "doctor", "plan", "plot"},
+    {"", "run", "cli", "doctor", "plan", "plot", "tools"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

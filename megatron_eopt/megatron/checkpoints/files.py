@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_eopt.checkpoints.bounds import TRACKER_BYTES, printable, read_text
+from megatron_eopt.checkpoints.bounds import printable, read_text
 from megatron_eopt.checkpoints.contents import (
     TRACKER,
     CheckpointError,
@@ -21,8 +21,7 @@ from megatron_eopt.checkpoints.contents import (
     read_contents,
     read_layout,
 )
-from megatron_eopt.checkpoints.counts import check_counts
-from megatron_eopt.checkpoints.problems import check_files, check_pickles
+from megatron_eopt.checkpoints.faults import check_counts, check_files, check_pickles
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
 from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_ours, loading, trusted_by
@@ -61,7 +60,7 @@ def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) ->
     file, iteration = Path(tracker_filename), None
     args = releases.training_args()
     if is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
-        iteration = from_rank_0(lambda: None if read_text(file, TRACKER_BYTES).strip() else _newest_whole(file.parent))
+        iteration = from_rank_0(lambda: None if read_text(file).strip() else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
     killed = f"{file} is empty, as a save leaves it that was killed while it wrote there"
@@ -94,7 +93,7 @@ def resumed(folder: Path, step: int | None) -> Path | None:
     if step:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER
-    return newest(folder) if tracker.exists() and read_text(tracker, TRACKER_BYTES).strip() else None
+    return newest(folder) if tracker.exists() and read_text(tracker).strip() else None
 
 
 def damage_of(contents: Contents) -> str | None:

@@ -1,0 +1,1 @@
+"""Commands and aids beside the core, which imports none of them."""

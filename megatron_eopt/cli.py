@@ -13,7 +13,7 @@ COMMANDS = {  # name -> module, help
         "how the matrices of a model will be orthogonalized, and what that costs",
     ),
     "verify-checkpoint": (
-        "megatron_eopt.checkpoints.command",
+        "megatron_eopt.tools.verify.command",
         "what is in a torch_dist checkpoint, whether it is whole and finite, and whether a run would load it",
     ),
     "doctor": ("megatron_eopt.tools.doctor", "what is installed, what works with it, and what to do about the rest"),

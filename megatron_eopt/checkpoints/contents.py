@@ -14,19 +14,17 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_eopt.checkpoints import bounds
+from megatron_eopt.checkpoints.bounds import FILE_BYTES, open_file, read_text
 from megatron_eopt.checkpoints.gate import Load
-from megatron_eopt.checkpoints.harmless import Unknown
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -35,7 +33,6 @@ COMMON_KEY = "common_state/shard_0_1"
 INTEGRITY = "integrity.json"  # SHA-256 of files (Megatron's --verify-integrity, from 0.19 on)
 TRACKER = "latest_checkpointed_iteration.txt"
 EXTRA_STATE = "_extra_state"  # in the keys of what modules keep beside their tensors
-OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state", "tokenizer"})  # without chunks
 
 
 class CheckpointError(ValueError):
@@ -114,27 +111,27 @@ def newest(folder: Path) -> Path:
                 f"{folder}: no {TRACKER}, so no save has finished and Megatron would start anew; {there}: name one"
             )
         return folder
-    try:
-        said = bounds.read_text(tracker, bounds.TRACKER_BYTES).strip()
-    except OSError as error:
-        raise CheckpointError(f"{error}; {there}: write one's number into it") from error
-    name = f"iter_{int(said):07d}" if said.isdecimal() else said
-    if name != "release" and not said.isdecimal():
-        wrong = f"{said!r} instead of an iteration or 'release'"
-    elif not (folder / name).is_dir():
-        wrong = f"{said}, and {name} is not there"
-    else:
+    word = read_text(tracker).strip()
+    name = f"iter_{int(word):07d}" if word.isdecimal() else word
+    if name in saved:
         return folder / name
-    raise CheckpointError(f"{tracker} says {wrong}; {there}: write one's number into it")
+    raise CheckpointError(
+        f"{tracker} says {word!r}, which is no iteration that is there, nor 'release'; {there}: write one's number "
+        f"into it"
+    )
 
 
 def read_contents(folder: Path) -> Contents:
     """Read a checkpoint's metadata, or raise a :class:`CheckpointError`."""
     if fault := _fault(folder):
         raise CheckpointError(f"{folder} {fault}")
-    contents, key, release = read_layout(folder), COMMON_KEY, "0.19 or later"
-    if (older := folder / COMMON_FILE).exists():
-        key, release = COMMON_FILE, "0.18 or before"
+    contents = read_layout(folder)
+    key = COMMON_KEY
+    release = "0.19 or later"
+    older = folder / COMMON_FILE
+    if older.exists():
+        key = COMMON_FILE
+        release = "0.18 or before"
         contents.blobs[key] = Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
     common, foreign = _common(folder, contents.blobs.get(key))
     return replace(contents, common=common, release=release, foreign=contents.foreign | {key: foreign})
@@ -142,36 +139,28 @@ def read_contents(folder: Path) -> Contents:
 
 def read_layout(folder: Path) -> Contents:
     """What ``.metadata`` says, without the common state."""
-    tensors, blobs, foreign = {}, {}, frozenset[str]()
+    tensors = {}
+    blobs = {}
+    foreign = frozenset[str]()
     try:
         stored, foreign = read_metadata(folder / METADATA)
-        if not isinstance(stored, Metadata) or not isinstance(stored.storage_data, dict):
-            raise TypeError(f"it holds a {type(stored).__name__}")
         for key, entry in stored.state_dict_metadata.items():
-            if not isinstance(key, str):
-                raise TypeError(f"a key is a {type(key).__name__}")
             if isinstance(entry, TensorStorageMetadata):
                 chunks = tuple(_chunk(stored, key, chunk.offsets, chunk.sizes) for chunk in entry.chunks)
-                if not isinstance(entry.properties.dtype, torch.dtype):
-                    raise TypeError(f"{key} has no dtype")
-                tensors[key] = StoredTensor(key, _extents(entry.size), entry.properties.dtype, chunks)
+                tensors[key] = StoredTensor(key, tuple(entry.size), entry.properties.dtype, chunks)
             else:
                 blobs[key] = _chunk(stored, key)
-        contents = Contents(folder, tensors, blobs, {}, "", {METADATA: foreign})
-        _check_apart(contents.chunks())
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}). It is truncated, damaged or of "
             f"another kind{_named(foreign)}, and without it no data can be found: take another checkpoint, or a copy "
-            "of this file"
+            f"of this file"
         ) from error
-    return contents
+    return Contents(folder, tensors, blobs, {}, "", {METADATA: foreign})
 
 
 def read_metadata(path: Path) -> tuple[Any, frozenset[str]]:
     """What the metadata are, and foreign names in them."""
-    with bounds.open_file(path, bounds.METADATA_BYTES):
-        pass
     status = path.stat()
     return _metadata(path, status.st_mtime_ns, status.st_size)
 
@@ -179,7 +168,7 @@ def read_metadata(path: Path) -> tuple[Any, frozenset[str]]:
 @lru_cache(maxsize=1)  # a load needs it several times, and it takes seconds for each hundred thousand chunks
 def _metadata(path: Path, changed: int, size: int) -> tuple[Any, frozenset[str]]:
     load = Load()
-    with bounds.open_file(path, bounds.METADATA_BYTES) as file:
+    with open_file(path) as file:
         stored = load.load_bytes(file.read())
     return stored, frozenset(load.foreign)
 
@@ -195,8 +184,6 @@ def is_legacy(folder: Path) -> bool:
 
 
 def _fault(folder: Path) -> str | None:
-    if not folder.is_dir():
-        return "is no folder"
     names = sorted(path.name for path in folder.iterdir())
     if not names:
         return "is empty: a save that never wrote anything; take another checkpoint"
@@ -208,66 +195,37 @@ def _fault(folder: Path) -> str | None:
             return f"is no checkpoint: it has {', '.join(names[:5])}, and no {FORMAT}"
         return (
             f"has no {FORMAT}, which Megatron writes last: the save did not finish, or another program than Megatron "
-            "wrote it. Megatron will not load it: take the checkpoint before it"
+            f"wrote it. Megatron will not load it: take the checkpoint before it"
         )
     try:
-        backend = json.loads(bounds.read_text(folder / FORMAT, bounds.TEXT_BYTES))["sharded_backend"]
+        backend = json.loads(read_text(folder / FORMAT))["sharded_backend"]
     except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
         return f"is damaged: {FORMAT} cannot be read ({error})"
     if backend != "torch_dist":
         return f"is in the format {backend!r}, and only torch_dist is read here"
-    return None if METADATA in names else f"has no {METADATA}, so no data can be found: copy it from where it is"
+    return None
 
 
-def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Chunk:
-    stored = found.storage_data[MetadataIndex(key, offsets)]
-    if getattr(stored, "transform_descriptors", None):
-        raise ValueError(f"{key} is compressed or otherwise transformed, which Megatron never does")
-    start, length = _extents((stored.offset, stored.length))
-    return Chunk(_extents(offsets or ()), _extents(sizes), bounds.check_name(stored.relative_path), start, length)
-
-
-def _extents(numbers: Sequence[int]) -> tuple[int, ...]:
-    if len(numbers) > 64 or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise ValueError("it has sizes or offsets that no tensor or file can have")
-    return tuple(numbers)
-
-
-def _check_apart(chunks: Iterable[tuple[str, Chunk]]) -> None:
-    """Refuse chunks that share bytes: a small file could name a chunk a million times."""
-    placed = sorted((chunk.file, chunk.start, chunk.length, key) for key, chunk in chunks)
-    for (file, start, length, key), (next_file, next_start, _, next_key) in pairwise(placed):
-        if file == next_file and start + length > next_start:
-            raise ValueError(f"{key} and {next_key} share bytes of {file}")
+def _chunk(stored: Metadata, key: str, offsets: torch.Size | None = None, sizes: Iterable[int] = ()) -> Chunk:
+    at = stored.storage_data[MetadataIndex(key, offsets)]
+    return Chunk(tuple(offsets or ()), tuple(sizes), at.relative_path, at.offset, at.length)
 
 
 def _named(foreign: Iterable[str]) -> str:
     return "".join(f", and it names {name}" for name in sorted(foreign))
 
 
-def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
-    """Number of values inside, shared ones each time."""
-    if depth > bounds.DEPTH:
-        raise ValueError(f"it has values in values, more than {bounds.DEPTH} deep")
-    if id(value) not in sizes:
-        inner = vars(value) if isinstance(value, argparse.Namespace | Unknown) else value
-        inside = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple | set) else ()
-        sizes[id(value)] = 1 + sum(_size(item, sizes, depth + 1) for item in inside)
-    return sizes[id(value)]
-
-
 def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]:
-    path, load = folder / (blob.file if blob else COMMON_FILE), Load()
+    path = folder / (blob.file if blob else COMMON_FILE)
+    load = Load()
     try:
         if blob is None:
             raise FileNotFoundError(f"neither {COMMON_KEY} in {METADATA} nor {COMMON_FILE}")
         common = load.load_saved(read_blob(folder, blob))
-        if isinstance(common, list) and len(common) == 1:
-            common = common[0]
+        if isinstance(common, list):  # by a key of several
+            (common,) = common
         if not isinstance(common, dict):
             raise TypeError(f"it holds a {type(common).__name__}")
-        if _size(common, {}) > bounds.VALUES:
-            raise ValueError(f"it has more than {bounds.VALUES:,} values")
     except Exception as error:  # a damaged archive raises anything
         raise CheckpointError(
             f"{path}: the common state (arguments, iteration, parameter groups) cannot be read "
@@ -279,8 +237,8 @@ def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]
 
 def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
     """The bytes of an object's archive."""
-    if blob.length > bounds.OBJECT_BYTES:
-        raise ValueError(f"it has {blob.length:,} bytes, and at most {bounds.OBJECT_BYTES:,} are read of an object")
-    with bounds.open_file(folder / blob.file) as file:
+    if blob.length > FILE_BYTES:
+        raise ValueError(f"it has {blob.length:,} bytes, and at most {FILE_BYTES:,} are read of an object")
+    with open_file(folder / blob.file, whole=False) as file:
         file.seek(blob.start)
         return io.BytesIO(file.read(blob.length))

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from megatron_eopt.checkpoints import harmless
-from megatron_eopt.checkpoints.bounds import OBJECT_BYTES
+from megatron_eopt.checkpoints.bounds import FILE_BYTES
 from megatron_eopt.checkpoints.harmless import Unknown, refuse
 
 _INNER = {("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")}
@@ -59,7 +59,7 @@ class Load:
             records = torch._C.PyTorchFileReader(file).get_all_records()
             if "constants.pkl" in records:
                 refuse("it is a program of TorchScript")
-        elif file.seek(0, io.SEEK_END) > OBJECT_BYTES:
+        elif file.seek(0, io.SEEK_END) > FILE_BYTES:
             refuse("it is nothing that torch.save writes")
         else:  # as torch writes storages within pickles; and a file with a name torch would take for a tar file
             file.seek(0)

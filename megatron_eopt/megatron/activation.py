@@ -19,7 +19,7 @@ from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, gated, run_mark, sharding, torch_dist
+from megatron_eopt.megatron.checkpoints import fsdp_dtensor, gated, loading, sharding, torch_dist, whole
 from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.megatron.qk_clip import clip
@@ -121,7 +121,7 @@ def _of_core() -> list[Redirection]:
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
-        Redirection(dist_checkpointing, "load", torch_dist.checked_load, refused),
+        Redirection(dist_checkpointing, "load", loading.checked_load, refused),
         Redirection(dist_checkpointing, "save", torch_dist.checked_save, compared),
         Redirection(FileSystemReader, "read_metadata", gated.gated_metadata, harmless),
         Redirection(DefaultLoadPlanner, "load_bytes", gated.gated_object, harmless),
@@ -145,7 +145,7 @@ def _of_training() -> list[Redirection]:
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
 
-    whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
+    refused = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     full = "an error on a disk that is full does not say so, above all where a writer of Megatron's had it"
@@ -166,14 +166,14 @@ def _of_training() -> list[Redirection]:
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
         without_makefile(),
-        Redirection(checkpointing, "_load_base_checkpoint", files.checked_base, whole),
+        Redirection(checkpointing, "_load_base_checkpoint", whole.checked_base, refused),
         Redirection(checkpointing, "_build_sharded_state_dict_metadata", sharding.undecided, apart),
         Redirection(checkpointing, "generate_state_dict", sharding.named_apart, apart),
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
-        Redirection(checkpointing, "load_checkpoint", torch_dist.with_optimizer, in_place),
-        Redirection(checkpointing, "read_metadata", files.checked_tracker, empty),
-        Redirection(checkpointing, "save_checkpoint", lambda x: files.named_disk(run_mark.marked_save(x)), noticed),
-        Redirection(async_utils, "maybe_finalize_async_save", files.named_disk, full),
+        Redirection(checkpointing, "load_checkpoint", loading.with_optimizer, in_place),
+        Redirection(checkpointing, "read_metadata", whole.checked_tracker, empty),
+        Redirection(checkpointing, "save_checkpoint", lambda x: whole.named_disk(whole.marked_save(x)), noticed),
+        Redirection(async_utils, "maybe_finalize_async_save", whole.named_disk, full),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
         Redirection(training, "get_megatron_optimizer_config", arguments.with_flags, flags),

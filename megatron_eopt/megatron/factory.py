@@ -20,13 +20,11 @@ from megatron_eopt.megatron.arguments import (
     without_effect,
 )
 from megatron_eopt.megatron.averaging import average_weights, check_rule
-from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
-from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
-from megatron_eopt.megatron.checkpoints.run_mark import RunMark
+from megatron_eopt.megatron.checkpoints.loading import Decided, decided_before
 from megatron_eopt.megatron.checkpoints.sharding import keep_apart, layers_differ
-from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
+from megatron_eopt.megatron.checkpoints.torch_dist import AdamOfBuffers, SavedState
+from megatron_eopt.megatron.checkpoints.whole import RunMark, check_replicas
 from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradients, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.manifest import build_manifest

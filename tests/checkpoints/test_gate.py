@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from megatron_eopt.checkpoints import harmless
 from megatron_eopt.checkpoints.contents import CheckpointError, forget_metadata, read_contents
+from megatron_eopt.checkpoints.faults import check_pickles
 from megatron_eopt.checkpoints.gate import ForeignNameError, Load
-from megatron_eopt.checkpoints.problems import check_pickles
 from megatron_eopt.cli import main
 from megatron_eopt.megatron.checkpoints import gated
 from tests.checkpoints import limits
@@ -348,18 +348,6 @@ def test_one_problem_for_what_is_in_many_places(tmp_path):
     assert "and 7 more names posix.mkdir" in problem.what
     assert "--trust-checkpoint-globals" in problem.advice
     assert list(check_pickles(contents, {"all"})) == []
-
-
-def test_a_chunk_that_is_named_again_and_again(tmp_path):
-    folder = save(tmp_path / "checkpoint", tensors())
-    with (folder / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    stored = metadata.state_dict_metadata["norm"]
-    stored.chunks = stored.chunks * 50_000
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    status, said = limits.run(lambda: main(["verify-checkpoint", str(folder)]))
-    assert status == 2
-    assert "norm and norm share bytes of __0_0.distcp" in said
 
 
 # A run of ours, in this process.

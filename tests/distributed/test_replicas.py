@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_eopt.megatron import agreement
 from megatron_eopt.megatron.agreement import from_rank_0, on_all_ranks
-from megatron_eopt.megatron.checkpoints import checksums
-from megatron_eopt.megatron.checkpoints.checksums import check_replicas
+from megatron_eopt.megatron.checkpoints import whole
+from megatron_eopt.megatron.checkpoints.whole import check_replicas
 from megatron_eopt.megatron.first_step import check_steps
 from megatron_eopt.megatron.releases import mark_sinks
 from megatron_eopt.overrides import OverrideError
@@ -89,7 +89,7 @@ def first_step(rank, different, experts):
 
 def drift(rank):
     """One entry moves by one bit on one rank in the seventh step; the steps that were made until that is an error."""
-    before, checksums.EVERY = checksums.EVERY, 4
+    before, whole.EVERY = whole.EVERY, 4
     optimizer, layers = Optimizer(), model(rank, None)
     check_steps(optimizer, 0, check_replicas([layers], dist.group.WORLD, dist.group.WORLD))
     real = dist.all_reduce
@@ -102,7 +102,7 @@ def drift(rank):
     except RuntimeError as error:
         return str(error), optimizer.steps, counted.call_count
     finally:
-        dist.all_reduce, checksums.EVERY = real, before
+        dist.all_reduce, whole.EVERY = real, before
 
 
 def decided(rank, wrong):

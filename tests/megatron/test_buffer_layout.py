@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt.megatron.checkpoints.buffers import AdamOfBuffers
+from megatron_eopt.megatron.checkpoints.torch_dist import AdamOfBuffers
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.tools.support_matrix import support_matrix
 from tests.megatron.runs import ADAPTIVE, EXPERTS, MUON, SMALL_GPT, refused, resumed, train

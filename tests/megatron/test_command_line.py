@@ -150,16 +150,6 @@ def test_settings_of_a_later_megatron_that_nothing_reads_are_named(monkeypatch):
     assert all(line.endswith("leave it out") for line in said)
 
 
-def test_no_flag_of_megatrons_counts_as_misspelt(activated):
-    from megatron.training import arguments
-
-    from megatron_eopt.checkpoints.would_load import _FLAGS, _OF_OPTIMIZERS, _flag, parse_flags
-
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    known = {*map(_flag, _FLAGS), *(flag.name for flag in _OF_OPTIMIZERS)}
-    parse_flags([name for name in parser._option_string_actions if name.startswith("--") and name not in known])
-
-
 def report_of_torchrun(file):
     """What torchrun prints last where a rank ends with this error file."""
     return ChildFailedError("run", {0: ProcessFailure(0, 4242, 2, str(file))}).format_msg()

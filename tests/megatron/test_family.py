@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_eopt.checkpoints.contents import newest, read_contents
-from megatron_eopt.checkpoints.states import check_states
 from megatron_eopt.cli import main
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.tools.verify.optimizers import check_states
 from tests.megatron.runs import MUON, TP2, refused, resumed, summary, train, whole
 from tests.tools.test_described import planned
 

@@ -113,7 +113,7 @@ def test_killed_while_the_tracker_is_written(tmp_path, straight, capsys):
     assert (folder / TRACKER).read_text() == ""
     status, report = verify(capsys, folder)
     assert status == 2
-    assert "says '' instead of an iteration or 'release'; there are iter_0000002, iter_0000004" in report
+    assert "says '', which is no iteration that is there, nor 'release'; there are iter_0000002, iter_0000004" in report
     resumed, _ = completed(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
     assert len(resumed["grad_norms"]) in (2, 4)
     assert_ends_as(resumed, straight[1])
@@ -319,7 +319,10 @@ DAMAGES = [
     (schedule_at_nan, ["num_steps of opt_param_scheduler is nan", "take another checkpoint"]),
     (of_another_iteration, ["it is of iteration 3, and its folder is named iter_0000004", "rename it"]),
     (without_format, ["has no metadata.json, which Megatron writes last", "take the checkpoint before it"]),
-    (tracker_of_another, [TRACKER, "says 9, and iter_0000009 is not there; there are iter_0000002, iter_0000004"]),
+    (
+        tracker_of_another,
+        [TRACKER, "says '9', which is no iteration that is there, nor 'release'; there are iter_0000002, iter_0000004"],
+    ),
     (code_in_the_layout, [".metadata names builtins.exec, which a load would call", "--trust-checkpoint-globals"]),
     (code_for_another_key, [".metadata names builtins.str, which a load would call"]),
     (hidden_code, ["rng_state/shard_0.0_1.1 in __0_0.distcp names "]),

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt.megatron.checkpoints.differences import read_stored
-from megatron_eopt.megatron.checkpoints.files import _damage_of_resumed, contents_of
-from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
-from megatron_eopt.megatron.checkpoints.torch_dist import checked_load
+from megatron_eopt.megatron.checkpoints.loading import Decided, checked_load, decided_before, read_stored
+from megatron_eopt.megatron.checkpoints.whole import contents_of, damage_of_resumed
 from tests.checkpoints.made import block, common, save
 
 RATES = {"flops": 1e15, "bytes": 1e11, "latency": 1e-5}
@@ -42,7 +40,7 @@ def test_the_metadata_are_read_once_for_a_run_and_then_forgotten(tmp_path, monke
     contents_of.cache_clear()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert decided(tmp_path).tp_mode == "distributed"
-    assert _damage_of_resumed(tmp_path, None) is None
+    assert damage_of_resumed(tmp_path, None) is None
     assert read_stored(checkpoint).damage is None
     assert contents_of.cache_info()[:2] == (2, 1)  # hits, misses
     checked_load(lambda state, folder: None)({}, str(checkpoint))

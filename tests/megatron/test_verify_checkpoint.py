@@ -17,10 +17,10 @@ from megatron.core import safe_globals
 from megatron_eopt.checkpoints import harmless
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.gate import Load
-from megatron_eopt.checkpoints.would_load import _SCHEDULER, parse_flags, would_load
 from megatron_eopt.cli import main
 from megatron_eopt.manifest import from_json
 from megatron_eopt.tools.plan.described.model import described_run
+from megatron_eopt.tools.verify.would_load import SCHEDULER, parse_flags, would_load
 from tests.checkpoints import made
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, refused, train
 
@@ -79,9 +79,8 @@ def test_a_whole_one(saved, capsys):
     assert "optimizer   TensorParallelMuon" in out
     assert "momentum_buffer     4 tensors, 61,440 entries float32" in out
     assert "exp_avg_sq          5 tensors, 16,704 entries float32" in out
-    assert ("fp32_param          9 tensors" in out) == bool(flags)
+    assert ("fp32_param          4 tensors" in out) == bool(flags)
     assert ("TP 2" in out) == bool(flags)
-    assert "all finite" in out
     assert out.splitlines()[-1] == "OK"
 
 
@@ -100,7 +99,7 @@ def test_the_flags_of_a_page_would_load_what_they_saved(page, tmp_path):
     with described_run(of_page(page), 0) as run:
         args = vars(run.args)
     contents = read_contents(made.save(tmp_path, made.tensors(["momentum_buffer"]), made.common(**args)))
-    schedule = {key: args[flag] for flag, key in _SCHEDULER.items()}
+    schedule = {key: args[flag] for flag, key in SCHEDULER.items()}
     contents.common["opt_param_scheduler"].update(
         schedule, lr_decay_steps=args["train_iters"] * args["global_batch_size"]
     )

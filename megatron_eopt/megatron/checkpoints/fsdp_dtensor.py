@@ -24,9 +24,9 @@ from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.manifest import to_json
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import from_rank_0, union
-from megatron_eopt.megatron.checkpoints.differences import FORMAT, FRESH, report_changes, report_converted, too_new
-from megatron_eopt.megatron.checkpoints.files import resumed
+from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes, report_converted, too_new
 from megatron_eopt.megatron.checkpoints.matching import settings_of_group
+from megatron_eopt.megatron.checkpoints.whole import resumed
 from megatron_eopt.megatron.fused import fused
 from megatron_eopt.megatron.parameters import ModelParameter, torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer

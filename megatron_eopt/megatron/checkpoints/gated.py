@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from megatron_eopt.checkpoints.bounds import OBJECT_BYTES, open_file, printable
+from megatron_eopt.checkpoints.bounds import open_file, printable
 from megatron_eopt.checkpoints.contents import COMMON_FILE, EXTRA_STATE, METADATA, CheckpointError, read_metadata
 from megatron_eopt.checkpoints.gate import ForeignNameError, Load
 from megatron_eopt.megatron import releases
@@ -122,7 +122,7 @@ def gated_common(load_common: Callable[..., Any], folder: Any) -> Any:
     load, path = _load(), Path(folder, COMMON_FILE)
     if load is None or not path.is_file():
         return load_common(folder)
-    with _refusing(str(path), load), open_file(path, OBJECT_BYTES) as file:
+    with _refusing(str(path), load), open_file(path) as file:
         return load.load_saved(file)
 
 

@@ -3,38 +3,35 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.checkpoints.contents import CheckpointError, forget_metadata
-from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
-from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
+from megatron_eopt.checkpoints.contents import CheckpointError
+from megatron_eopt.checkpoints.states import BLOCK, base, holding
+from megatron_eopt.checkpoints.sums import CHECKSUMS
 from megatron_eopt.manifest import to_json
-from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import distinct, from_rank_0, say, union
+from megatron_eopt.megatron.agreement import distinct, say, union
 from megatron_eopt.megatron.averaging import export, exports, go_on_from, trained
-from megatron_eopt.megatron.checkpoints import differences, matching, sharding
-from megatron_eopt.megatron.checkpoints.checksums import checksums, loaded_tensors
-from megatron_eopt.megatron.checkpoints.files import contents_of
+from megatron_eopt.megatron.checkpoints import loading, matching, sharding
+from megatron_eopt.megatron.checkpoints.whole import checksums
 from megatron_eopt.megatron.dealing import share_dealt
 from megatron_eopt.megatron.parameters import model_parameters
-from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
 from megatron_eopt.parallel.layout import is_cut_again
 from megatron_eopt.redirect import around
+
+STEP = "step"
 
 
 class SavedState:
@@ -117,7 +114,7 @@ class SavedState:
         if self._run is not None and "tp_mode" in block:
             self._run.adopt_tp_mode(block["tp_mode"])
         if self._run is not None:
-            differences.report_changes(block.get("manifest"), self._run.families)
+            loading.report_changes(block.get("manifest"), self._run.families)
         for index, parameter, tensor in self._described():
             if not tensor.like_parameter:
                 saved = block.get("state", {}).get(index, {}).get(tensor.key, [])
@@ -204,7 +201,7 @@ class SavedState:
         states = sorted({state for *_, kept in everywhere for state in kept})
         kept = {state: matching.merged([of_rank.get(state, {}) for *_, of_rank in everywhere]) for state in states}
         return {
-            "format": differences.FORMAT,
+            "format": loading.FORMAT,
             "settings": self._torch.settings() if isinstance(self._torch, BaseOptimizer) else {},
             "groups": groups,
             "common_step": next((each for each, *_ in everywhere if each is not None), None),
@@ -238,7 +235,7 @@ class SavedState:
         if bad := union(bad):
             raise CheckpointError(
                 f"the checkpoint holds values that are not finite, in {len(bad)} tensors, such as {bad[0]}: a run "
-                f"would not get rid of them. Load an earlier checkpoint, or {differences.FRESH}"
+                f"would not get rid of them. Load an earlier checkpoint, or {loading.FRESH}"
             )
 
     def _parameters(self) -> list[Tensor]:
@@ -258,46 +255,6 @@ def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
 
 
 @around
-def checked_load(
-    load: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
-) -> Any:
-    """Replaces ``dist_checkpointing.load``: checks that requested optimizer state is there."""
-    optimizers = list(holding(sharded_state_dict, BLOCK))
-    with_state = optimizers or "optimizer" in sharded_state_dict
-    stored = from_rank_0(lambda: differences.read_stored(Path(checkpoint_dir))) if with_state else None
-    contents_of.cache_clear()  # nobody asks again
-    if stored is None:
-        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    if not optimizers:  # of ours; Megatron checks the rest itself
-        wanted = union(differences.requested_of({"optimizer": sharded_state_dict["optimizer"]}))
-        if problem := differences.of_another(None, wanted, blocks_of(stored.optimizer)):
-            raise CheckpointError(f"{checkpoint_dir}: {problem}")
-        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    differences.renumber(optimizers, stored.shapes)
-    differences.leave_averages(optimizers, stored.shapes)
-    if stored.damage is None:
-        differences.leave_out_missing(optimizers, stored)
-    problem = stored.damage or differences.problem_of(optimizers, stored)
-    tensors = list(sharding.sharded_tensors(sharded_state_dict))
-    if problem := problem or differences.of_buffers((tensor.key for tensor in tensors), stored.shapes):
-        raise CheckpointError(f"{checkpoint_dir}: {problem}")
-    compares = any(each[BLOCK]["checksums"] for each in optimizers)
-    saved = _sums_of(stored, checkpoint_dir) if compares else {}
-    if dist.get_rank() == 0 and (warning := differences.other_padding(tensors, stored.shapes)):
-        say(f"warning: {warning}")
-    request = matching.taken_out(sharded_state_dict)
-    of_state = [(split_key(t.key)[0], t) for t in sharding.sharded_tensors(request)]
-    differences.report_converted((name, stored.dtypes.get(t.key, t.dtype), t.dtype) for name, t in of_state if name)
-    result = load(request, checkpoint_dir, *args, **kwargs)
-    loaded = result[0] if isinstance(result, tuple) else result
-    if saved:
-        _compare(saved, stored, request, loaded, checkpoint_dir)
-    loaded.pop(CHECKSUMS, None)
-    matching.put_back(sharded_state_dict, loaded, stored.optimizer)
-    return result
-
-
-@around
 def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``dist_checkpointing.save``: our checkpoints get checksums."""
     if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
@@ -305,57 +262,46 @@ def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, 
     return save(sharded_state_dict, *args, **kwargs)
 
 
-@around
-def with_optimizer(
-    load: Callable[..., Any], model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Replaces ``load_checkpoint``: optimizers see what was loaded, and keep rates.
+class AdamOfBuffers:
+    """Lets Megatron's distributed optimizer save and load the state of torch's Adam.
 
-    For ``--override-opt-param-scheduler`` Megatron 0.20 gives every group ``--lr`` and ``--min-lr`` after the load.
+    Transformer Engine's and Apex's Adam count steps in their groups; torch's counts them beside each parameter, from
+    its first step on, and nowhere on a rank whose shards of buffers are padding alone. Megatron asserts that there is
+    such a count when it saves and before it loads. It loads one tensor for all parameters, which each would raise, and
+    writes the count from before the load over it.
     """
-    try:
-        return _with_optimizer(load, model, optimizer, opt_param_scheduler, *args, **kwargs)
-    finally:
-        forget_metadata()  # nobody asks again
 
-
-def _with_optimizer(
-    load: Callable[..., Any], model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if not hasattr(optimizer, "megatron_eopt"):
-        return load(model, optimizer, opt_param_scheduler, *args, **kwargs)
-    if kwargs.get("skip_load_to_model_and_opt"):
-        kwargs["skip_load_to_model_and_opt"] = False
-    of_run = matching.schedules(optimizer)
-    result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
-    if on(releases.training_args(), "override_opt_param_scheduler") and opt_param_scheduler is not None:
-        matching.restore_schedules(optimizer, of_run)
-        opt_param_scheduler.step(0)
-    return result
-
-
-def _sums_of(stored: differences.Stored, folder: str) -> Sums:
-    entries = {key: prod(shape) for key, shape in stored.shapes.items()}
-    try:
-        return saved_sums(stored.checksums, stored.optimizer, entries)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{folder}: {error}. Load another checkpoint, or pass --no-checksums to load this one without comparing"
-        ) from None
-
-
-def _compare(saved: Sums, stored: differences.Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
-    tensors = (t for t in loaded_tensors(requested, loaded) if stored.shapes.get(t.key) == tuple(t.global_shape))
-    sums = checksums(t for t in tensors if stored.dtypes[t.key] == t.dtype)
-    if without := sorted(sums.keys() - saved.keys()):
-        say(
-            f"warning: {len(without)} tensors have no checksum in the checkpoint, such as {without[0]}: nothing says "
-            f"whether they are what was saved, which is right for quantized parameters alone"
+    def __init__(self, optimizer: Any) -> None:
+        self._adam = optimizer.optimizer
+        if not isinstance(self._adam, Adam | AdamW):
+            return
+        for parameter in (p for group in self._adam.param_groups for p in group["params"]):
+            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            self._adam.state[parameter] = {STEP: torch.zeros(()), **moments}
+        self._adam.register_state_dict_post_hook(_with_a_count)
+        self._adam.register_load_state_dict_post_hook(_with_counts_apart)
+        self._get, self._set = (
+            getattr(optimizer, f"_{verb}_main_param_and_optimizer_states") for verb in ("get", "set")
         )
-    pairs = ((key, saved[key], now) for key, now in sums.items() if key in saved)
-    # of a vocabulary with another padding, another number of entries was loaded
-    if changed := sorted(key for key, was, now in pairs if now[1] == was[1] and now[0] != was[0]):
-        raise CheckpointError(
-            f"{folder}: {len(changed)} tensors are not what was saved, such as {changed[0]}: their bytes have changed "
-            f"since. megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
-        )
+        optimizer._get_main_param_and_optimizer_states = self.get
+        optimizer._set_main_param_and_optimizer_states = self.set
+
+    def get(self, parameter: Any) -> dict[str, Any]:
+        """Megatron's: the state of a parameter, without its count."""
+        return {key: value for key, value in self._get(parameter).items() if key != STEP}
+
+    @torch.no_grad()
+    def set(self, parameter: Any, tensors: dict[str, Any]) -> None:
+        """Megatron's: takes over loaded state; the count stays."""
+        self._set(parameter, tensors | {STEP: self._get(parameter)[STEP]})
+
+
+def _with_a_count(adam: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return state_dict | {"state": state_dict["state"] or {"nothing": {STEP: torch.zeros(())}}}
+
+
+def _with_counts_apart(adam: Any) -> None:
+    for state in adam.state.values():
+        state[STEP] = state[STEP].clone()
+    for group in adam.param_groups:
+        group.pop(STEP, None)

@@ -29,13 +29,13 @@ def test_ok(capsys, folder):
     assert lines[:3] == [
         f"checkpoint  {folder / 'iter_0000005'}",
         "iteration   5",
-        "saved by    Megatron-Core 0.19 or later; TP 1, PP 1; fp32",
+        "saved by    Megatron-Core 0.19 or later; TP 1, PP 1",
     ]
     assert "optimizer   TensorParallelMuon (written down by megatron_eopt)" in lines
-    assert "  momentum_buffer     2 tensors, 192 entries float32, 768 bytes" in lines
+    assert "  momentum_buffer     2 tensors, 192 entries float32" in lines
     assert "  lr 0.01, c of 1 steps" in lines
     assert "group 0.0   lr 0.01, momentum 0.95" in lines
-    assert any(line.startswith("data        9 archives read") and "all finite" in line for line in lines)
+    assert any(line.startswith("data        9 archives read") for line in lines)
     assert lines[-1] == "OK"
 
 
@@ -54,7 +54,7 @@ def test_json_says_the_same(capsys, folder):
     said = json.loads(out)
     assert (status, said["ok"], said["errors"], said["iteration"]) == (0, True, 0, 5)
     muon = said["optimizers"][0]
-    assert muon["states"]["momentum_buffer"] == {"tensors": 2, "entries": 192, "bytes": 768, "dtypes": ["float32"]}
+    assert muon["states"]["momentum_buffer"] == "2 tensors, 192 entries float32"
     assert said["args"]["params_dtype"] == "torch.float32"
 
 
@@ -69,12 +69,12 @@ def test_problems(capsys, folder):
     assert out.splitlines()[-1] == "1 error"
     assert json.loads(verify(capsys, folder, "--json")[1])["problems"][0]["severity"] == "error"
     status, out, _ = verify(capsys, folder, "--no-data")
-    assert (status, "not read (--no-data)" in out) == (0, True)
+    assert (status, "data        not read" in out) == (0, True)
 
 
 def test_warnings_are_no_errors(capsys, folder):
-    (folder / "iter_0000005" / "left.tmp").touch()
-    status, out, _ = verify(capsys, folder)
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    status, out, _ = verify(capsys, folder / "iter_0000005")
     assert (status, out.splitlines()[-1]) == (0, "OK, 1 warning")
 
 

@@ -1,0 +1,194 @@
+"""The command ``megatron-eopt verify-checkpoint``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_eopt.checkpoints.bounds import printable
+from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, StoredTensor, newest, read_contents
+from megatron_eopt.checkpoints.faults import Problem, check_counts, check_files, check_pickles
+from megatron_eopt.checkpoints.states import blocks_of
+from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
+from megatron_eopt.manifest import from_json, table
+from megatron_eopt.tools.verify import optimizers
+from megatron_eopt.tools.verify.data import Data, check_data, check_integrity, check_sums, check_tiling
+from megatron_eopt.tools.verify.would_load import SIZES, Flags, parse_flags, would_load
+
+_SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.description = "Exit status: 0 without errors, 1 with errors, 2 if it cannot be read."
+    parser.usage = "%(prog)s [-h] [--json] [--manifest] [--no-data] [--trust-globals NAMES] DIR [-- FLAGS OF A RUN]"
+    parser.epilog = "Flags of a Megatron run after -- are compared with the checkpoint: would that run load it?"
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
+    parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
+    parser.add_argument(
+        "--trust-globals",
+        metavar="NAMES",
+        default="",
+        help="classes and functions that pickles may name besides Megatron's and torch's, with commas between",
+    )
+    parser.set_defaults(run=verify)
+
+
+def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
+    """Print the report of a checkpoint; returns the exit status."""
+    run = None if flags is None else parse_flags(flags)
+    try:
+        report = _report(options, run)
+        text = json.dumps(report, indent=1) if options.json else "\n".join(map(printable, _lines(report)))
+    except Exception as error:  # what is damaged or hostile raises anything
+        what = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        if options.json:
+            print(json.dumps({"ok": False, "unreadable": what}))
+        print(printable(f"megatron-eopt verify-checkpoint: {what}"), file=sys.stderr)
+        return 2
+    print(text)
+    return 0 if report["ok"] else 1
+
+
+def _report(options: argparse.Namespace, run: Flags | None) -> dict[str, Any]:
+    contents = read_contents(newest(options.folder))
+    data, problems = _checked(contents, options)
+    notes: list[str] = []
+    if run is not None:
+        of_run, notes = would_load(contents, *run)
+        problems += of_run
+    report = _about(contents)
+    report["data"] = data and {"archives": data.archives, "bytes": data.bytes, "compared": data.compared}
+    report["notes"] = notes
+    report["problems"] = [problem._asdict() for problem in problems]
+    report["errors"] = sum(problem.severity == "error" for problem in problems)
+    report["warnings"] = len(problems) - report["errors"]
+    report["ok"] = not report["errors"]
+    if options.manifest:
+        blocks = blocks_of(contents.common.get("optimizer"))
+        report["manifest"] = next((block["manifest"] for block in blocks if "manifest" in block), None)
+    return report
+
+
+def _checked(contents: Contents, options: argparse.Namespace) -> tuple[Data | None, list[Problem]]:
+    files = list(check_files(contents))
+    problems = [*files, *check_tiling(contents), *_check_tracker(contents.folder)]
+    problems += check_pickles(contents, {*options.trust_globals.split(",")})
+    problems += check_counts(contents)
+    entries = {key: tensor.entries for key, tensor in contents.tensors.items()}
+    sums: Sums = {}
+    try:
+        sums = saved_sums(contents.common.get(CHECKSUMS), contents.common.get("optimizer"), entries)
+    except CheckpointError as error:
+        problems.append(Problem("error", str(error), "a run loads it with --no-checksums alone"))
+    problems += check_sums(contents, sums)
+    data = None
+    if not options.no_data and not files:
+        data = check_data(contents, sums)
+        problems += [*data.problems, *check_integrity(contents)]
+    problems += optimizers.check_states(contents)
+    return data, problems
+
+
+def _check_tracker(folder: Path) -> Iterator[Problem]:
+    if folder.name.startswith("iter_") and not (folder.resolve().parent / TRACKER).exists():
+        advice = "Megatron would start anew from the folder above: write the iteration into that file"
+        yield Problem("warning", f"there is no {TRACKER} beside {folder.name}", advice)
+
+
+def _about(contents: Contents) -> dict[str, Any]:
+    sizes = {}
+    for name, short in {**SIZES, "world_size": "world size"}.items():
+        if name in contents.args:
+            sizes[short] = contents.args[name]
+    found = []
+    for optimizer in optimizers.optimizer_states(contents):
+        states = {state: _totals(tensors) for state, tensors in optimizer.states.items()}
+        settings = _plain(optimizer.block.get("settings") or {})
+        found.append({"name": optimizer.name, "source": optimizer.source, "settings": settings, "states": states})
+    return {
+        "folder": str(contents.folder),
+        "iteration": contents.iteration,
+        "megatron": contents.release,
+        "sizes": _plain(sizes),
+        "model": _totals(optimizers.parameters(contents).values()),
+        "distributed_optimizer": optimizers.distributed_format(contents),
+        "optimizers": found,
+        "groups": {label: _plain(group) for label, group in optimizers.groups(contents)},
+        "args": _plain(contents.args),
+    }
+
+
+def _totals(tensors: Iterable[StoredTensor]) -> str:
+    listed = list(tensors)
+    entries = sum(tensor.entries for tensor in listed)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in listed})
+    return f"{_count(len(listed), 'tensor')}, {entries:,} entries {' and '.join(dtypes)}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    if "manifest" in report:
+        if report["manifest"] is None:
+            yield "no manifest: another package, or an earlier release of this one, has saved it"
+        else:
+            yield from table(from_json(report["manifest"])).splitlines()
+        yield ""
+    sizes = ", ".join(f"{short} {value}" for short, value in report["sizes"].items()) or "sizes not saved"
+    yield f"checkpoint  {report['folder']}"
+    yield f"iteration   {report['iteration']}"
+    yield f"saved by    Megatron-Core {report['megatron']}; {sizes}"
+    yield f"model       {report['model']}"
+    if report["distributed_optimizer"]:
+        yield f"optimizer   Megatron's DistributedOptimizer, format {report['distributed_optimizer']}"
+    for optimizer in report["optimizers"]:
+        yield f"optimizer   {optimizer['name']} ({optimizer['source']})"
+        if optimizer["settings"]:
+            yield f"  {_settings(optimizer['settings'])}"
+        for state, totals in optimizer["states"].items():
+            yield f"  {state:<19} {totals}"
+    for label, group in report["groups"].items():
+        shown = {name: group[name] for name in _SHOWN if group.get(name) is not None}
+        yield f"group {label:<5} {_settings(shown)}"
+    if data := report["data"]:
+        compared = f"{_count(data['compared'], 'tensor')} compared with what was saved"
+        if not data["compared"]:
+            compared = "no checksums of tensors, so exchanged data would not show"
+        yield f"data        {data['archives']:,} archives read, {data['bytes']:,} bytes; {compared}"
+    else:
+        yield "data        not read"
+    for note in report["notes"]:
+        yield f"note        {note}"
+    for problem in report["problems"]:
+        yield f"{problem['severity'] + ':':<11} {problem['what']}"
+        yield f"{'':<11} -> {problem['advice']}"
+    ends = [] if report["errors"] else ["OK"]
+    for kind in ("error", "warning"):
+        if number := report[f"{kind}s"]:
+            ends.append(_count(number, kind))
+    yield ", ".join(ends)
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in settings.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return f"of {len(value)} steps"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,6 +1,9 @@
+import importlib
 import inspect
 import pydoc
 import re
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -351,7 +354,20 @@ def test_megatrons_names_are_aliases():
         assert getattr(registry, f"_{name}") is getattr(registry, name)
 
 
+def test_the_default_routing_needs_megatron():
+    code = (
+        "import sys, megatron_eopt\n"
+        "try:\n"
+        "    megatron_eopt.get_optimizer_entry('muon').default_param_overrides\n"
+        "except RuntimeError as error:\n"
+        "    print(error, 'megatron' in sys.modules)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "call megatron_eopt.activate() first False" in said
+
+
 def test_the_default_routing_speaks_megatrons_language():
+    importlib.import_module("megatron_eopt.megatron.entries")  # as activate() does
     routing = registry.default_param_overrides_factory
     weight, input_of_mamba = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     input_of_mamba.use_muon = False

@@ -43,9 +43,11 @@ def all_entries(config: Any, config_overrides: Overrides | None) -> list[Entry]:
     ]
 
 
-def to_adam(name: str, takes: Callable[[Any], bool]) -> dict[ParamKey, dict[str, Any]]:
-    """Overrides that give parameters to Adam by a named predicate."""
-    return {ParamKey(predicate=ParamPredicate(name=name, fn=takes)): {"optimizer": "adam"}}
+def _make_param_key(name: str, takes: Callable[[Any], bool]) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(name=name, fn=takes))
+
+
+registry.EMERGING_OPTIMIZERS.make_param_key = _make_param_key
 
 
 def _defaults(overrides: Overrides, whose: str, known: Known) -> list[Entry]:

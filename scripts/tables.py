@@ -24,8 +24,8 @@ from megatron_eopt.megatron.releases import MAIN
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.optimizers.modifiers import OF_MOMENT
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.overrides import Known
-from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
+from megatron_eopt.routing import Known
+from megatron_eopt.routing.settings import OF_ALL, SETTINGS, check_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

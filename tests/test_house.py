@@ -18,7 +18,7 @@ FLOORS = [
     {"optimizers"},
     {"from_config"},
     {"family"},
-    {"registry", "overrides", "checkpoints", "manifest"},
+    {"registry", "routing", "checkpoints", "manifest"},
     {"metrics"},
     {"megatron", "cpu", "plain"},
     {"", "run", "cli", "doctor", "plan", "plot"},

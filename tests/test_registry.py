@@ -15,7 +15,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.metrics import name_of
 from megatron_eopt.optimizers import TensorParallelMuon
 from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.overrides.known import Known
+from megatron_eopt.routing.known import Known
 
 
 @pytest.fixture(autouse=True)

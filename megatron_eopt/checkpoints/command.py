@@ -14,7 +14,7 @@ from megatron_eopt.checkpoints.counts import check_counts
 from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_pickles, check_structure
 from megatron_eopt.checkpoints.sums import compare, read_sums
 from megatron_eopt.checkpoints.would_load import SIZES, Flags, parse_flags, would_load
-from megatron_eopt.manifest import from_json, table
+from megatron_eopt.routing import from_json, table
 
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
 

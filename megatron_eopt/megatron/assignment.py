@@ -11,10 +11,10 @@ from megatron_eopt.megatron.agreement import distinct, from_rank_0, of_entries, 
 from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
-from megatron_eopt.overrides.known import settings_of_groups
-from megatron_eopt.overrides.settings import ENDS, OF_ALL, inconsistent
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices, traits_of
+from megatron_eopt.routing import Entry, OverrideError, Resolved, match_counts, resolve
+from megatron_eopt.routing.known import settings_of_groups
+from megatron_eopt.routing.settings import ENDS, OF_ALL, inconsistent
 
 _OF_RUN = OF_ALL | {"split"}  # settings that are no optimizer's
 _RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}  # setting -> its name in Megatron's groups

@@ -9,9 +9,9 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt import registry
-from megatron_eopt.overrides import Entry, Known, Layer, OverrideError, ParameterInfo
-from megatron_eopt.overrides.entries import entries_from_dict, make_entry, read_overrides
 from megatron_eopt.registry import takes_matrices
+from megatron_eopt.routing import Entry, Known, Layer, OverrideError, ParameterInfo
+from megatron_eopt.routing.entries import entries_from_dict, make_entry, read_overrides
 
 Overrides = Mapping[Any, Mapping[str, Any]]  # selector, or Megatron's ``ParamKey`` -> settings
 DEFAULT = "default of"  # start of the source of a setting that nobody has requested

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_eopt import manifest
+from megatron_eopt import routing as manifest
 from megatron_eopt.family import ADAMW_RMS, OPTIMIZERS
-from megatron_eopt.manifest import LogicalMatrix, ManifestRow, ParamPattern, families, merged, rows
 from megatron_eopt.matrices import warn_of_unmatched
 from megatron_eopt.megatron.agreement import by_first_rank, distinct
 from megatron_eopt.megatron.assignment import Assignment
@@ -23,10 +22,10 @@ from megatron_eopt.optimizers.group_settings import plain
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.optimizers.presets import preset_line
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
+from megatron_eopt.routing import LogicalMatrix, ManifestRow, ParameterInfo, ParamPattern, families, merged, rows
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
 _RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in OPTIMIZERS.values()}

@@ -18,9 +18,7 @@ from typing import get_args
 
 from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import workspace_from
-from megatron_eopt.manifest import table, write_json
 from megatron_eopt.manifest.sizes import check_sizes
-from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
@@ -31,6 +29,8 @@ from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.plan.sweep import Point, draw, numbers_of, point_of, swept, where_it_stops
 from megatron_eopt.plan.sweep import table as swept_table
+from megatron_eopt.routing import table, write_json
+from megatron_eopt.routing.text import aligned, megabytes
 
 _OF_RUN = {"--world-size", "--full", "--json"}
 _NEEDS = {  # of the model -> what has an effect on no other

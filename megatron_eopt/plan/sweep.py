@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.parallel.cost import Rates, Work, plan_cost, step_bytes, whole_flops
 from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.plan.models import Model, Parallel, Stage, dealt_matrices
+from megatron_eopt.routing.text import aligned, megabytes
 
 HELPS = 0.95  # of the time of half as many GPUs: more of it is no help
 

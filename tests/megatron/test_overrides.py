@@ -9,8 +9,8 @@ import torch
 
 from megatron_eopt import EmergingOptimizerEntry
 from megatron_eopt.megatron.assignment import Assignment, refuse_bad_values
-from megatron_eopt.overrides import OverrideError, Resolved
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
+from megatron_eopt.routing import OverrideError, Resolved
 from tests.megatron.runs import (
     MUON,
     SMALL_GPT,

@@ -19,8 +19,8 @@ from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.checkpoints.would_load import _SCHEDULER, parse_flags, would_load
 from megatron_eopt.cli import main
-from megatron_eopt.manifest import from_json
 from megatron_eopt.megatron.described.model import described_run
+from megatron_eopt.routing import from_json
 from tests.checkpoints import made
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, refused, train
 

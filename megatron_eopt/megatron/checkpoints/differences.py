@@ -13,7 +13,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, blocks_of, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS
-from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
 from megatron_eopt.megatron.agreement import distinct, say, union
 from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
 from megatron_eopt.megatron.checkpoints.matching import torch_state
@@ -22,6 +21,7 @@ from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 from megatron_eopt.registry import list_optimizers, optimizer_class
+from megatron_eopt.routing import ParamPattern, compare, from_json, to_json
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
 _FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"

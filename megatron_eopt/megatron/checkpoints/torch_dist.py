@@ -19,7 +19,6 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.contents import CheckpointError, forget_metadata
 from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
-from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, say, union
 from megatron_eopt.megatron.averaging import export, exports, go_on_from, trained
@@ -35,6 +34,7 @@ from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
 from megatron_eopt.parallel.layout import is_cut_again
 from megatron_eopt.redirect import around
+from megatron_eopt.routing import to_json
 
 
 class SavedState:

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_eopt import cpu
 from megatron_eopt.from_config import with_fields
-from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.described.arguments import parsed, refused
 from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.routing import ManifestRow
 
 # Settings that torch's norms refuse; none is of consequence for their parameters.
 _NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")

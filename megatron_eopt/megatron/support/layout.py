@@ -9,9 +9,9 @@ from megatron_eopt import registry
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.rules import unsupported
 from megatron_eopt.megatron.support.run import Run
-from megatron_eopt.overrides import OverrideError
-from megatron_eopt.overrides.entries import read_overrides
-from megatron_eopt.overrides.known import Known
+from megatron_eopt.routing import OverrideError
+from megatron_eopt.routing.entries import read_overrides
+from megatron_eopt.routing.known import Known
 
 
 def without_layout(run: Run) -> Run:

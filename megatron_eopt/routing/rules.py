@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_eopt.orthogonalize.choices import close, did_you_mean, near_or_all
-from megatron_eopt.overrides.entries import UNREADABLE, Entry, Layer, Order
-from megatron_eopt.overrides.known import Known, OverrideError, SettingError, shown
-from megatron_eopt.overrides.limits import MAX_MISTAKES
-from megatron_eopt.overrides.selectors import Condition, Kind, ParameterInfo, Selector
-from megatron_eopt.overrides.settings import ENDS, OF_ALL, REPLACED, check_setting, foreign, inconsistent, refusal
+from megatron_eopt.routing.entries import UNREADABLE, Entry, Layer, Order
+from megatron_eopt.routing.known import Known, OverrideError, SettingError, shown
+from megatron_eopt.routing.limits import MAX_MISTAKES
+from megatron_eopt.routing.selectors import Condition, Kind, ParameterInfo, Selector
+from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, foreign, inconsistent, refusal
 
 
 class Overruled(NamedTuple):

@@ -9,7 +9,7 @@ from reprlib import repr as short
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron_eopt.manifest.families import (
+from megatron_eopt.routing.patterns import (
     LogicalMatrix,
     ManifestRow,
     Members,

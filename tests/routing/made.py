@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megatron_eopt.overrides import Known, ParameterInfo
+from megatron_eopt.routing import Known, ParameterInfo
 
 KNOWN = Known.registered()
 

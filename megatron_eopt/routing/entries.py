@@ -2,7 +2,7 @@
 
 A file is a list of entries, each a mapping of ``select`` and settings; or a mapping of selectors to settings. YAML is
 read as version 1.2, which contains JSON: ``1e-3`` is a number and ``no`` is text, unlike in version 1.1. Nothing is
-built from tags, and :mod:`~megatron_eopt.overrides.limits` bounds what is read.
+built from tags, and :mod:`~megatron_eopt.routing.limits` bounds what is read.
 """
 
 import json
@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megatron_eopt.orthogonalize.choices import did_you_mean
-from megatron_eopt.overrides.known import Known, OverrideError, shown, unfit
-from megatron_eopt.overrides.limits import MAX_DEPTH, MAX_FILE_BYTES, MAX_MISTAKES, MAX_SETTINGS, MAX_VALUES
-from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Predicate, Selector, Specificity
-from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
+from megatron_eopt.routing.known import Known, OverrideError, shown, unfit
+from megatron_eopt.routing.limits import MAX_DEPTH, MAX_FILE_BYTES, MAX_MISTAKES, MAX_SETTINGS, MAX_VALUES
+from megatron_eopt.routing.selectors import Kind, ParameterInfo, Predicate, Selector, Specificity
+from megatron_eopt.routing.settings import NO_SETTINGS, SETTINGS, checked
 
 # Where entries come from; of two that are equally specific the later one wins.
 Layer = IntEnum("Layer", ["DEFAULTS", "PYTHON", "FILE", "FLAGS"], start=0)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from math import prod
 
 from megatron_eopt.family import ADAMW_RMS
-from megatron_eopt.manifest.families import ManifestRow, ParamPattern, rows
+from megatron_eopt.routing.patterns import ManifestRow, ParamPattern, rows
 
 _HEADER = "parameter, n, shape, optimizer, reason, matrices, layout, update RMS, lr, decay, state MB".split(", ")
 _LEGEND = (

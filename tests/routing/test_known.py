@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from megatron_eopt import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.overrides import Known, Layer, OverrideError, SettingError, check_setting, make_entry, resolve
-from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
+from megatron_eopt.routing import Known, Layer, OverrideError, SettingError, check_setting, make_entry, resolve
+from megatron_eopt.routing.settings import OF_ALL, SETTINGS, check_of
 from tests.optimizers.family import OPTIMIZERS, build, decays, every
-from tests.overrides.made import KNOWN, having, model
+from tests.routing.made import KNOWN, having, model
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "overrides.md"
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"

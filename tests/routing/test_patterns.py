@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest import FORMAT, ParamPattern, families, from_json, merged, rows, to_json, write_json
-from megatron_eopt.manifest.families import compressed, expanded, join_name, split_name
-from tests.manifest.made import BIAS, QKV, any_rows, changed, model, muons, one_of_each_name, row
+from megatron_eopt.routing import FORMAT, ParamPattern, families, from_json, merged, rows, to_json, write_json
+from megatron_eopt.routing.patterns import compressed, expanded, join_name, split_name
+from tests.routing.manifests import BIAS, QKV, any_rows, changed, model, muons, one_of_each_name, row
 
 INDICES = st.integers(0, 3).flatmap(lambda stars: st.sets(st.tuples(*[st.integers(0, 4)] * stars)))
 EXPERT = "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"

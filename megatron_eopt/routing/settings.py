@@ -11,7 +11,7 @@ from typing import Any, get_args
 from megatron_eopt.orthogonalize.choices import close, listing, near_or_all
 from megatron_eopt.orthogonalize.coefficients import MAX_STEPS, get_coefficients, get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.overrides.known import SPLITS, Known, SettingError, shown
+from megatron_eopt.routing.known import SPLITS, Known, SettingError, shown
 
 
 @dataclass(frozen=True)

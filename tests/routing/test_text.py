@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest.families import LogicalMatrix, families
-from megatron_eopt.manifest.text import aligned, table
-from tests.manifest.made import BIAS, EMBEDDING, QKV, changed, model, muons, row
+from megatron_eopt.routing.patterns import LogicalMatrix, families
+from megatron_eopt.routing.text import aligned, table
+from tests.routing.manifests import BIAS, EMBEDDING, QKV, changed, model, muons, row
 
 EXPERT = "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.from_config import constructor_arguments
-from megatron_eopt.overrides.limits import MAX_TEXT
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
+from megatron_eopt.routing.limits import MAX_TEXT
 
 SPLITS = ("none", "default", "all")
 

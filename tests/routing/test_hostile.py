@@ -16,14 +16,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_eopt.overrides import OverrideError, entries_from_dict, limits, read_overrides, resolve
-from tests.overrides.made import KNOWN, model
+from megatron_eopt.routing import OverrideError, entries_from_dict, limits, read_overrides, resolve
+from tests.routing.made import KNOWN, model
 
 # Each file in a child of its own, which has imported everything and has two seconds for what it does itself.
 READ = """
 import os, resource, sys, traceback
-from megatron_eopt.overrides import OverrideError, ParameterInfo, read_overrides, resolve
-from tests.overrides.made import KNOWN, model
+from megatron_eopt.routing import OverrideError, ParameterInfo, read_overrides, resolve
+from tests.routing.made import KNOWN, model
 
 for key in KNOWN.optimizers:
     KNOWN.optimizers[key]  # read once, by whoever asks first

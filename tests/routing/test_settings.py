@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
-from megatron_eopt.overrides import (
+from megatron_eopt.routing import (
     SETTINGS,
     Known,
     Layer,
@@ -16,8 +16,8 @@ from megatron_eopt.overrides import (
     make_entry,
     resolve,
 )
-from megatron_eopt.overrides.settings import OF_ALL
-from tests.overrides.made import KNOWN, having, model
+from megatron_eopt.routing.settings import OF_ALL
+from tests.routing.made import KNOWN, having, model
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "overrides.md"
 

@@ -8,9 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.overrides import Layer, OverrideError, Selector, read_overrides, resolve
-from megatron_eopt.overrides.settings import SETTINGS
-from tests.overrides.made import KNOWN, having, model
+from megatron_eopt.routing import Layer, OverrideError, Selector, read_overrides, resolve
+from megatron_eopt.routing.settings import SETTINGS
+from tests.routing.made import KNOWN, having, model
 
 RIGHT = """\
 # Matrices of attention learn more slowly.

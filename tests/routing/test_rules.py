@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.overrides import Layer, OverrideError, Overruled, ParameterInfo, make_entry, match_counts, resolve
-from tests.overrides.made import KNOWN, having, model
+from megatron_eopt.routing import Layer, OverrideError, Overruled, ParameterInfo, make_entry, match_counts, resolve
+from tests.routing.made import KNOWN, having, model
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
-from megatron_eopt.manifest.families import (
+from megatron_eopt.routing.patterns import (
     Index,
     Likes,
     ManifestRow,

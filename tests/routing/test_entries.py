@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from megatron_eopt.overrides import (
+from megatron_eopt.routing import (
     Layer,
     OverrideError,
     ParameterInfo,
@@ -15,7 +15,7 @@ from megatron_eopt.overrides import (
     resolve,
     unwrapped,
 )
-from tests.overrides.made import KNOWN, FromMegatron, ParamKey, model, named
+from tests.routing.made import KNOWN, FromMegatron, ParamKey, model, named
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 

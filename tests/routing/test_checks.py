@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_eopt.manifest.checks import compare, problems, warnings
-from megatron_eopt.manifest.families import LogicalMatrix, families, merged
-from tests.manifest.made import BIAS, EMBEDDING, QKV, changed, model, row
+from megatron_eopt.routing.checks import compare, problems, warnings
+from megatron_eopt.routing.patterns import LogicalMatrix, families, merged
+from tests.routing.manifests import BIAS, EMBEDDING, QKV, changed, model, row
 
 FC2 = "decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters)"
 

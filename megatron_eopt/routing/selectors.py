@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from megatron_eopt.orthogonalize.choices import listing, near_or_all
-from megatron_eopt.overrides.known import OverrideError, shown, unfit
+from megatron_eopt.routing.known import OverrideError, shown, unfit
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""Who has which parameter, with which settings, and why; without a model or Megatron."""
+
+from megatron_eopt.routing.checks import compare as compare
+from megatron_eopt.routing.checks import problems as problems
+from megatron_eopt.routing.checks import warnings as warnings
+from megatron_eopt.routing.entries import Entry as Entry
+from megatron_eopt.routing.entries import Layer as Layer
+from megatron_eopt.routing.entries import entries_from_dict as entries_from_dict
+from megatron_eopt.routing.entries import make_entry as make_entry
+from megatron_eopt.routing.entries import read_overrides as read_overrides
+from megatron_eopt.routing.known import Known as Known
+from megatron_eopt.routing.known import OverrideError as OverrideError
+from megatron_eopt.routing.known import SettingError as SettingError
+from megatron_eopt.routing.patterns import LogicalMatrix as LogicalMatrix
+from megatron_eopt.routing.patterns import ManifestRow as ManifestRow
+from megatron_eopt.routing.patterns import ParamPattern as ParamPattern
+from megatron_eopt.routing.patterns import families as families
+from megatron_eopt.routing.patterns import merged as merged
+from megatron_eopt.routing.patterns import rows as rows
+from megatron_eopt.routing.rules import Overruled as Overruled
+from megatron_eopt.routing.rules import Resolved as Resolved
+from megatron_eopt.routing.rules import match_counts as match_counts
+from megatron_eopt.routing.rules import resolve as resolve
+from megatron_eopt.routing.saved import FORMAT as FORMAT
+from megatron_eopt.routing.saved import from_json as from_json
+from megatron_eopt.routing.saved import to_json as to_json
+from megatron_eopt.routing.saved import write_json as write_json
+from megatron_eopt.routing.selectors import ParameterInfo as ParameterInfo
+from megatron_eopt.routing.selectors import Predicate as Predicate
+from megatron_eopt.routing.selectors import Selector as Selector
+from megatron_eopt.routing.selectors import unwrapped as unwrapped
+from megatron_eopt.routing.settings import SETTINGS as SETTINGS
+from megatron_eopt.routing.settings import check_setting as check_setting
+from megatron_eopt.routing.text import table as table

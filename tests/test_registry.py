@@ -15,7 +15,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.metrics import name_of
 from megatron_eopt.optimizers import TensorParallelMuon
 from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.routing.known import Known
+from megatron_eopt.routing.settings import settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +278,7 @@ def test_an_optimizer_with_a_new_of_its_own_is_built_with_the_settings_of_the_ru
     optimizer, _ = registry.create_emerging_optimizer(made, [{"params": [p]}], "traced", model(), None)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.5, 0.7, 0.25)
-    assert "momentum" in Known.registered().optimizers["traced"]
+    assert "momentum" in settings_of("traced")
 
 
 @pytest.mark.parametrize("cls", [row.cls for row in OPTIMIZERS.values()] + [WithoutConstructor, MuonWithoutConstructor])

@@ -207,7 +207,7 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     print(f"{run.layout}\n\n{table(run.families, full=options.full)}")
     named = ("pipeline stage", "matrices", *(f"{kind} MB" for kind in run.stages[0][1]._fields), "all MB")
     lines = [[str(i), f"{n:,}", *map(megabytes, (*held, sum(held)))] for i, (n, held) in enumerate(run.stages)]
-    print("\nmemory of each GPU:", *aligned(named, lines, 170, named), sep="\n")
+    print("\nmemory of each GPU:", *aligned(named, lines, named), sep="\n")
     print(
         "state: with fp32 copies of bf16 parameters; of whole parameters that are dealt to data-parallel ranks, what "
         "the fullest\nrank holds at most. Activations are not counted. Matrices are those of all ranks of a stage.\n"

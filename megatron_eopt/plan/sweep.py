@@ -100,7 +100,7 @@ def last_that_helps(points: Sequence[Point]) -> Point | None:
 
 def table(points: Sequence[Point]) -> str:
     """The points as lines of text."""
-    return "\n".join(aligned(_HEAD, [point.cells for point in points], 170, _HEAD))
+    return "\n".join(aligned(_HEAD, [point.cells for point in points], _HEAD))
 
 
 def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rates) -> str:

@@ -6,10 +6,10 @@ indices.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count, pairwise, product
+from itertools import product
 from typing import Any
 
 Index = tuple[int, ...]  # numbers of a name from left to right: layer, expert
@@ -35,11 +35,7 @@ class LogicalMatrix:
 
 @dataclass(frozen=True)
 class ManifestRow:
-    """One parameter.
-
-    Lists become tuples, and dicts are sorted by key. A ``TypeError`` is for a setting that is no text, number, bool,
-    None or tuple of these, and a rate that is no number.
-    """
+    """One parameter. Lists become tuples, and dicts are sorted by key."""
 
     name: str  # global and unwrapped, as in ``decoder.layers.3.mlp.linear_fc1.weight``
     shape: tuple[int, ...]  # of the global parameter
@@ -60,34 +56,25 @@ class ManifestRow:
     excluded: bool  # left without an optimizer on purpose
 
     def __post_init__(self) -> None:
-        for key in ("lr", "min_lr", "weight_decay", "state_bytes"):
-            value = getattr(self, key)
-            if not isinstance(value, int | float):
-                raise TypeError(f"{key} of {self.name} is {value!r} ({type(value).__name__}): expected a number")
         for key in ("shape", "matrices", "overruled"):
-            object.__setattr__(self, key, tuple(getattr(self, key)))
-        settings = {key: as_tuples(value, f"setting {key!r} of {self.name}") for key, value in self.settings.items()}
-        object.__setattr__(self, "settings", dict(sorted(settings.items())))
+            object.__setattr__(self, key, as_tuples(getattr(self, key)))
+        settings = {key: as_tuples(value) for key, value in sorted(self.settings.items())}
+        object.__setattr__(self, "settings", settings)
         object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
 
     @property
     def sizes(self) -> str:
         """Logical matrices: ``q 64x64, k 32x64``, or ``8 q 16x64``."""
-        unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", matrix.name).strip(), matrix) for matrix in self.matrices)
-        named = (f"{name} {matrix.rows}x{matrix.cols}".strip() for name, matrix in unnumbered)
-        return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
+        counts = Counter[str]()
+        for matrix in self.matrices:
+            name = re.sub(r"\s*\b[0-9]+\b", "", matrix.name).strip()
+            counts[f"{name} {matrix.rows}x{matrix.cols}".strip()] += 1
+        return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in counts.items())
 
 
-def as_tuples(value: Any, what: str) -> Any:
-    """Lists as nested tuples; ``TypeError`` for what JSON has not."""
-    if isinstance(value, list | tuple):
-        return tuple(as_tuples(item, what) for item in value)
-    if isinstance(value, str | bool | int | float | None):
-        return value
-    raise TypeError(
-        f"{what} holds {value!r} ({type(value).__name__}): expected text, a number, a bool, None or a tuple of these; "
-        f"give its name instead"
-    )
+def as_tuples(value: Any) -> Any:
+    """Lists, also nested ones, as tuples."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -115,22 +102,9 @@ class ParamPattern:
         return " and ".join([*shown, f"{more} more such blocks"] if more > 0 else shown)
 
     @property
-    def is_sound(self) -> bool:
-        """Whether the members fit the pattern and are :func:`compressed`."""
-        try:
-            indices = expanded(self.members)
-            name = join_name(self.pattern, indices[0])
-            return split_name(name) == (self.pattern, indices[0]) and compressed(indices) == self.members
-        except (TypeError, ValueError, IndexError):
-            return False
-
-    @property
     def named(self) -> str:
         """The label and the number of parameters."""
         return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"
-
-
-Likes = frozenset[ManifestRow]  # of one parameter: two where two optimizers have it
 
 
 def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
@@ -142,45 +116,34 @@ def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
     indices_of: dict[ManifestRow, set[Index]] = defaultdict(set)
     for row in rows:
         pattern, index = split_name(row.name)
-        like = replace(row, name=pattern)
-        if index in indices_of[like]:
-            raise _listed_twice(like, index)
-        indices_of[like].add(index)
-    return in_order(ParamPattern(like, compressed(indices)) for like, indices in indices_of.items())
+        indices = indices_of[replace(row, name=pattern)]
+        if index in indices:
+            raise ValueError(
+                f"{row.name} is listed twice, both times for the optimizer {row.optimizer or 'none'}: a parameter "
+                f"stands in one group"
+            )
+        indices.add(index)
+    return _in_order(indices_of)
 
 
 def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
     """A row for each parameter, layer 2 before layer 10."""
-    indices = ((family, index) for family in families for index in expanded(family.members))
-    found = [replace(family.like, name=join_name(family.pattern, index)) for family, index in indices]
+    found = []
+    for family in families:
+        for index in expanded(family.members):
+            found.append(replace(family.like, name=join_name(family.pattern, index)))
     return sorted(found, key=lambda row: _by_numbers(row.name))
 
 
-def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None = None) -> list[ParamPattern]:
+def merged(lists: Iterable[Iterable[ParamPattern]]) -> list[ParamPattern]:
     """The patterns of all ranks together, whatever their order.
 
-    Families that several ranks have alike cost nothing more. Ranks (``ranks``, by default the positions of lists) that
-    disagree about a parameter are a ``ValueError`` with both rows.
+    A parameter of which ranks say different things is then there twice, which :func:`listed_twice` finds.
     """
-    known: dict[ManifestRow, ManifestRow] = {}
-    seen: set[frozenset[ParamPattern]] = set()
-    together: dict[tuple[str, Index], tuple[int, Likes]] = {}
-    for rank, families in zip(count() if ranks is None else ranks, lists, strict=False):
-        for pattern, group in by_pattern(families).items():
-            if (alike := frozenset(group)) in seen:
-                continue
-            seen.add(alike)
-            # one object for equal rows, so that comparing them is cheap
-            group = [ParamPattern(known.setdefault(family.like, family.like), family.members) for family in group]
-            for index, likes in by_index(group).items():
-                first, before = together.setdefault((pattern, index), (rank, likes))
-                if before != likes:
-                    raise _disagreement(join_name(pattern, index), first, before, rank, likes)
-    indices_of: dict[ManifestRow, list[Index]] = defaultdict(list)
-    for (_, index), (_, likes) in together.items():
-        for like in likes:
-            indices_of[like].append(index)
-    return in_order(ParamPattern(like, compressed(indices)) for like, indices in indices_of.items())
+    indices_of: dict[ManifestRow, set[Index]] = defaultdict(set)
+    for family in {family for families in lists for family in families}:
+        indices_of[family.like].update(expanded(family.members))
+    return _in_order(indices_of)
 
 
 def by_pattern(families: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]]:
@@ -191,22 +154,8 @@ def by_pattern(families: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]
     return groups
 
 
-def by_index(group: Iterable[ParamPattern]) -> dict[Index, Likes]:
-    """Rows of each parameter: two where two optimizers have it."""
-    rows: dict[Index, Likes] = {}
-    for family in group:
-        alone = frozenset([family.like])
-        for index in expanded(family.members):
-            before = rows.setdefault(index, alone)
-            if before is not alone:
-                if family.like in before:
-                    raise _listed_twice(family.like, index)
-                rows[index] = before | alone
-    return rows
-
-
-def in_order(families: Iterable[ParamPattern]) -> list[ParamPattern]:
-    """Families in the order in which they are listed."""
+def _in_order(indices_of: dict[ManifestRow, set[Index]]) -> list[ParamPattern]:
+    families = [ParamPattern(like, compressed(indices)) for like, indices in indices_of.items()]
     return sorted(families, key=lambda family: (_by_numbers(family.pattern), family.members, repr(family.like)))
 
 
@@ -231,21 +180,26 @@ def compressed(indices: Iterable[Index]) -> Members:
     behind: dict[int, set[Index]] = defaultdict(set)
     for first, *rest in sorted(indices):
         behind[first].add(tuple(rest))
-    alike: dict[Members, list[int]] = defaultdict(list)
+    alike: dict[Members, list[list[int]]] = defaultdict(list)  # what stands behind -> runs of first numbers
     for first, rests in behind.items():
-        alike[compressed(rests)].append(first)
-    found: list[tuple[Runs, ...]] = []
-    for boxes, firsts in alike.items():
-        ends = [0, *(i for i, (a, b) in enumerate(pairwise(firsts), 1) if b != a + 1), len(firsts)]
-        runs = tuple((firsts[start], firsts[stop - 1] + 1) for start, stop in pairwise(ends))
-        found += [(runs, *box) for box in boxes]
+        runs = alike[compressed(rests)]
+        if runs and runs[-1][1] == first:
+            runs[-1][1] += 1
+        else:
+            runs.append([first, first + 1])
+    found = []
+    for boxes, runs in alike.items():
+        for box in boxes:
+            found.append((as_tuples(runs), *box))
     return tuple(found)
 
 
 def expanded(members: Members) -> list[Index]:
     """All indices, in ascending order."""
-    combined = (product(*([n for run in runs for n in range(*run)] for runs in box)) for box in members)
-    return sorted(index for box in combined for index in box)
+    found: list[Index] = []
+    for box in members:
+        found += product(*([number for run in runs for number in range(*run)] for runs in box))
+    return sorted(found)
 
 
 def _ranges(runs: Runs) -> str:
@@ -255,24 +209,3 @@ def _ranges(runs: Runs) -> str:
 
 def _by_numbers(name: str) -> tuple[str | int, ...]:
     return tuple(int(text) if index % 2 else text for index, text in enumerate(re.split(r"([0-9]+)", name)))
-
-
-def _listed_twice(like: ManifestRow, index: Index) -> ValueError:
-    return ValueError(
-        f"{join_name(like.name, index)} is listed twice, both times for the optimizer {like.optimizer or 'none'}: "
-        f"expected every parameter in one group of one optimizer; give each optimizer its own parameters"
-    )
-
-
-def _disagreement(name: str, rank: int, likes: Likes, other: int, others: Likes) -> ValueError:
-    if len(likes) == len(others) == 1:
-        (one,), (another,) = likes, others
-        pair = [vars(row) | {f"the setting {key}": x for key, x in row.settings.items()} for row in (one, another)]
-        names = [key for key in pair[0] | pair[1] if key != "settings" and pair[0].get(key) != pair[1].get(key)]
-        first, second = (", ".join(f"{key} {said.get(key)!r}" for key in names) for said in pair)
-    else:
-        first, second = (f"optimizers {sorted(row.optimizer or 'none' for row in rows)}" for rows in (likes, others))
-    return ValueError(
-        f"ranks disagree about {name}: rank {rank} says {first}, and rank {other} says {second}; expected the same "
-        f"on all ranks: start them with the same flags, overrides and release"
-    )

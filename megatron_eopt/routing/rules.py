@@ -7,16 +7,15 @@ their predicates would otherwise win over what a user says of an attribute.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_eopt.orthogonalize.choices import close, did_you_mean, near_or_all
-from megatron_eopt.routing.entries import UNREADABLE, Entry, Layer, Order
-from megatron_eopt.routing.known import Known, OverrideError, SettingError, shown
-from megatron_eopt.routing.limits import MAX_MISTAKES
-from megatron_eopt.routing.selectors import Condition, Kind, ParameterInfo, Selector
-from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, foreign, inconsistent, refusal
+from megatron_eopt.optimizers.nonfinite import listed
+from megatron_eopt.orthogonalize.choices import did_you_mean
+from megatron_eopt.routing.entries import Entry, Layer, Order
+from megatron_eopt.routing.selectors import Kind, OverrideError, ParameterInfo, Selector
+from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, settings_of
 
 
 class Overruled(NamedTuple):
@@ -41,11 +40,13 @@ class Resolved:
         None is for one that neither the optimizer nor an override sets: a loop without a schedule needs none. A
         smallest above the largest is an :class:`OverrideError`.
         """
-        factor, high = self.settings.get("lr_mult", 1.0), self.settings.get("lr", lr)
-        high = None if high is None else high * factor
+        factor = self.settings.get("lr_mult", 1.0)
+        high = self.settings.get("lr", lr)
+        if high is not None:
+            high *= factor
         low = self.settings.get("min_lr", None if min_lr is None else min_lr * factor)
         if low is not None and high is not None and low > high:
-            sources = ", ".join(f"{key} by {self.sources[key]}" for key in self.sources if "lr" in key)
+            sources = ", ".join(f"{key} by {source}" for key, source in self.sources.items() if "lr" in key)
             raise OverrideError(f"min_lr {low:g} is above lr {high:g} ({sources or 'no override'}): set both")
         return high, low
 
@@ -56,8 +57,7 @@ class _Claim(NamedTuple):
     source: str
 
 
-_ROUTING = {"optimizer", "exclude"}  # settings that choose the optimizer
-_Mistakes = defaultdict[str, set[str]]  # mistake -> names of its parameters, so that it is printed once
+_Claims = dict[str, list[_Claim]]  # by setting
 
 
 def resolve(
@@ -65,7 +65,6 @@ def resolve(
     parameters: Iterable[ParameterInfo],
     optimizer: str | None = None,
     matches: Sequence[int] | None = None,
-    known: Known | None = None,
 ) -> dict[str, Resolved]:
     """Settings of each parameter, by its name.
 
@@ -75,62 +74,57 @@ def resolve(
         matches: number of parameters that each entry selects, on all ranks together; counted here if None.
 
     Raises:
-        OverrideError: with a line for each mistake: those that entries keep; a selector that matches nothing, with the
-            nearest name; ties; settings without effect. What depends on a parameter's optimizer is left out beside
-            mistakes of entries, which may have set another one.
+        OverrideError: with a line for each mistake: a selector that matches nothing, with the nearest name; ties;
+            settings without effect, or of another type than those of the parameter's optimizer.
     """
-    entries, known = list(entries), known or Known.registered()
-    mistakes: _Mistakes = defaultdict(set)
-    infos = _with_optimizers(entries, parameters, optimizer, mistakes)
-    kept = [line for entry in entries for line in (*entry.mistakes, *_misrouted(entry))]
+    entries = list(entries)
+    infos = _with_optimizers(entries, parameters, optimizer)
     resolved: dict[str, Resolved] = {}
+    mistakes = defaultdict[str, list[str]](list)  # mistake -> names of its parameters, so that it is printed once
     for info in infos:
         if info.name in resolved:
             raise OverrideError(f"two parameters are named {info.name!r}: settings are by name, so names must differ")
-        resolved[info.name] = _resolve_one(entries, info, optimizer, known, mistakes, whole=not kept)
-    counts = match_counts(entries, infos, optimizer) if matches is None else matches
-    unmatched = [entry for entry, count in zip(entries, counts, strict=True) if not count]
-    wrong = kept + [
-        f"{entry.source}: select: {_no_match(entry.selector, infos if number < MAX_MISTAKES else [])}"
-        for number, entry in enumerate(unmatched)
-        if entry.layer != Layer.DEFAULTS
-        and entry.selector is not UNREADABLE
-        and not (kept and entry.selector.optimizer in known.optimizers)
-    ]
-    for what, names in sorted(mistakes.items()):
-        wrong.append(f"{what}, for {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
-    if wrong:
-        raise OverrideError("\n".join(wrong))
+        resolved[info.name], wrong = _resolve_one(entries, info)
+        for mistake in wrong:
+            mistakes[mistake].append(info.name)
+    if matches is None:
+        matches = match_counts(entries, infos, optimizer)
+    lines = []
+    for entry, count in zip(entries, matches, strict=True):
+        if not count and entry.layer != Layer.DEFAULTS:
+            lines.append(f"{entry.source}: select: {_no_match(entry.selector, infos)}")
+    for mistake in sorted(mistakes):
+        lines.append(f"{mistake}, for {listed(sorted(mistakes[mistake]), most=1)}")
+    if lines:
+        raise OverrideError("\n".join(lines))
     return resolved
 
 
 def match_counts(entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None) -> list[int]:
     """Parameters that each entry selects; summed over ranks for :func:`resolve`."""
     entries = list(entries)
-    infos = _with_optimizers(entries, parameters, optimizer, defaultdict(set))
+    infos = _with_optimizers(entries, parameters, optimizer)
     return [sum(entry.selector.matches(info) for info in infos) for entry in entries]
 
 
 def _with_optimizers(
-    entries: Sequence[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None, mistakes: _Mistakes
+    entries: Sequence[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None
 ) -> list[ParameterInfo]:
-    routing = [entry for entry in entries if _ROUTING & entry.settings.keys() and not _misrouted(entry)]
+    routing = [entry for entry in entries if entry.settings.keys() & {"optimizer", "exclude"}]
     infos = []
     for info in parameters:
-        won = {key: _winner(key, claims, info, mistakes) for key, claims in _claims(routing, info).items()}
-        own = won["optimizer"].value if "optimizer" in won else optimizer
-        infos.append(replace(info, optimizer=None if "exclude" in won and won["exclude"].value else own))
+        own = optimizer
+        claims = _claims(routing, info)
+        if "optimizer" in claims:
+            own = _winner(claims["optimizer"]).value
+        if "exclude" in claims and _winner(claims["exclude"]).value:
+            own = None
+        infos.append(replace(info, optimizer=own))
     return infos
 
 
-def _misrouted(entry: Entry) -> list[str]:
-    keys = sorted(_ROUTING & entry.settings.keys()) if entry.selector.optimizer is not None else []
-    of_optimizer = f"cannot be set for the parameters of an optimizer, by '{entry.selector}'"
-    return [f"{entry.source}: {key}: {of_optimizer}" for key in keys]
-
-
-def _claims(entries: Iterable[Entry], info: ParameterInfo) -> dict[str, list[_Claim]]:
-    claims: dict[str, list[_Claim]] = defaultdict(list)
+def _claims(entries: Iterable[Entry], info: ParameterInfo) -> _Claims:
+    claims: _Claims = defaultdict(list)
     for entry in entries:
         if entry.selector.matches(info):
             order = entry.order(info)
@@ -139,109 +133,95 @@ def _claims(entries: Iterable[Entry], info: ParameterInfo) -> dict[str, list[_Cl
     return claims
 
 
-def _winner(key: str, claims: Sequence[_Claim], info: ParameterInfo, mistakes: _Mistakes) -> _Claim:
+def _highest(claims: Sequence[_Claim]) -> list[_Claim]:
     top = max(claim.order for claim in claims)
-    first = sorted({(claim.source, claim.value) for claim in claims if claim.order == top})
-    if len({value for _, value in first}) > 1:
-        said = " and ".join(f"{shown(value)} by {source}" for source, value in first)
-        what = f"{key}: set to {said}, which are equally specific: remove one, or narrow its selector"
-        mistakes[what].add(info.name)
-    return _Claim(top, first[0][1], " and ".join(sorted({source for source, _ in first})))
+    return sorted((claim for claim in claims if claim.order == top), key=lambda claim: claim.source)
 
 
-def _resolve_one(
-    entries: Sequence[Entry], info: ParameterInfo, optimizer: str | None, known: Known, mistakes: _Mistakes, whole: bool
-) -> Resolved:
-    """Settings of one parameter; ``whole``: refuse those without effect."""
+def _winner(claims: Sequence[_Claim]) -> _Claim:
+    first = _highest(claims)
+    return first[0]._replace(source=" and ".join(dict.fromkeys(claim.source for claim in first)))
+
+
+def _resolve_one(entries: Sequence[Entry], info: ParameterInfo) -> tuple[Resolved, list[str]]:
+    """Settings of one parameter, and what is wrong with them."""
     claims = _claims(entries, info)
-    won = {key: _winner(key, claims[key], info, mistakes) for key in sorted(claims)}
-    wrong, without_effect = list(_drop_replaced(won)), list(_drop_without_effect(won, optimizer, known))
-    for key in won.keys() - OF_ALL:  # each optimizer may have values of its own type
-        try:
-            won[key] = won[key]._replace(value=check_setting(key, won[key].value, known, info.optimizer))
-        except SettingError as error:
-            without_effect.append(f"{won[key].source}: {error} for {info.optimizer}")
-    wrong += without_effect if whole else []
+    won = {}
+    wrong = []
+    for key in sorted(claims):
+        won[key] = _winner(claims[key])
+        first = _highest(claims[key])
+        if any(claim.value != first[0].value for claim in first):
+            values = " and ".join(dict.fromkeys(f"{claim.value!r} by {claim.source}" for claim in first))
+            wrong.append(f"{key}: set to {values}, which are equally specific: remove one, or narrow its selector")
+    wrong += _drop_replaced(won)
+    wrong += _drop_without_effect(won, info.optimizer)
+    overruled = set()
+    for key, of_key in claims.items():
+        for claim in of_key:
+            if key not in won or claim.order < won[key].order:
+                overruled.add(Overruled(key, claim.value, claim.source))
     settings = {key: claim.value for key, claim in won.items()}
-    for each in inconsistent(settings):
-        involved = ("lr", "min_lr") if each.key == "min_lr" else ("coefficient_type", "num_ns_steps")
-        wrong.append(f"{' and '.join(sorted({won[key].source for key in involved}))}: {each}")
-    for what in wrong:
-        mistakes[what].add(info.name)
     sources = {key: claim.source for key, claim in won.items()}
-    overruled = {
-        Overruled(key, claim.value, claim.source)
-        for key, each in claims.items()
-        for claim in each
-        if claim.source not in sources.get(key, "").split(" and ")
-    }
-    return Resolved(settings, sources, tuple(sorted(overruled, key=lambda each: (each.key, each.source))))
+    return Resolved(settings, sources, tuple(sorted(overruled, key=lambda each: (each.key, each.source)))), wrong
 
 
-def _drop_replaced(won: dict[str, _Claim]) -> Iterator[str]:
+def _drop_replaced(won: dict[str, _Claim]) -> list[str]:
+    wrong = []
     for absolute, other in REPLACED:
         if absolute in won and other in won:
-            first, second = won[absolute], won[other]
+            first = won[absolute]
+            second = won[other]
             if first.order == second.order:
-                said = f"{absolute} by {first.source} and {other} by {second.source}"
-                yield f"{other}: set are {said}, which are equally specific: keep one"
+                both = f"{absolute} by {first.source} and {other} by {second.source}"
+                wrong.append(f"{other}: set are {both}, which are equally specific: keep one")
             elif first.order > second.order:
                 del won[other]
-    if {"weight_decay", *ENDS} <= won.keys():
-        del won["weight_decay"]
+    if all(end in won for end in ENDS):
+        won.pop("weight_decay", None)
+    return wrong
 
 
-def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: Known) -> Iterator[str]:
-    """Drop settings of excluded parameters, and those the optimizer lacks."""
-    exclude, given = won.get("exclude"), won.get("optimizer")
+def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None) -> list[str]:
+    """Drop settings of excluded parameters, and those the optimizer lacks.
+
+    What is ranked below the entry that excludes the parameter, or gives it the optimizer, is dropped without an error.
+    """
+    wrong = []
+    exclude = won.get("exclude")
     if exclude is not None and exclude.value:
         for key in won.keys() - {"exclude"}:
             claim = won.pop(key)
             if claim.order >= exclude.order:
-                yield f"{claim.source}: {key}: {exclude.source} excludes the parameter"
-        return
-    name = optimizer if given is None else given.value
-    for key in foreign(won, name, known):
-        claim = won.pop(key)
-        if given is None or claim.order >= given.order:
-            where = "" if given is None else f" ({given.source} gives it the parameter)"
-            yield f"{claim.source}: {refusal(key, name, known)}{where}"
+                wrong.append(f"{claim.source}: {key}: {exclude.source} excludes the parameter")
+        return wrong
+    given = won.get("optimizer")
+    for key in won.keys() - OF_ALL:
+        claim = won[key]
+        try:
+            won[key] = claim._replace(value=check_setting(key, claim.value, optimizer))
+        except ValueError as error:
+            del won[key]
+            if given is None or claim.order >= given.order or key in settings_of(given.value):
+                wrong.append(f"{claim.source}: {key}: {error}")
+    return wrong
 
 
 def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
-    if selector.any_of or not infos:
-        return f"'{selector}' matches no parameter{_near(selector.conditions[0], infos)}"
     for condition in selector.conditions:
-        if not any(condition.matches(info) for info in infos):
-            return f"'{condition}' matches no parameter{_near(condition, infos)}"
+        if any(condition.matches(info) for info in infos):
+            continue
+        known = set()
+        for info in infos:
+            if condition.kind == Kind.ATTR:
+                known |= {name for name, value in info.attributes.items() if value}
+            elif condition.kind == Kind.OPTIMIZER:
+                known.add(info.optimizer or "none")
+            else:
+                words = re.sub(r"(?<=\.)\d+(?=\.)", "*", info.name).split(".")  # layers differ in their number only
+                known |= {".".join(words[start:]) for start in range(len(words))}
+        hint = did_you_mean(condition.text, sorted(known))
+        if not hint and condition.kind in (Kind.ATTR, Kind.OPTIMIZER):
+            hint = f": there are {', '.join(sorted(known))}"
+        return f"'{condition}' matches no parameter{hint}"
     return f"no parameter is matched by all of '{selector}', though some are by each"
-
-
-def _near(condition: Condition, infos: Sequence[ParameterInfo]) -> str:
-    """A hint at near names, true attributes, or optimizers."""
-    match condition.kind:
-        case Kind.ATTR:
-            having = {name for info in infos for name, value in info.attributes.items() if value}
-            return near_or_all(condition.text, sorted(having)) if having else ""
-        case Kind.OPTIMIZER:
-            optimizers = sorted({info.optimizer for info in infos if info.optimizer})
-            return f": their optimizers are {', '.join(optimizers)}" if optimizers else ""
-        case Kind.NAME:
-            wanted = condition.text.removeprefix("*.")
-            # with wildcards, word by word
-            known = {word for info in infos for word in info.name.split(".")}
-            near = ((word, close(word, known)) for word in wanted.split("."))
-            mended = ".".join(word if word in known or "*" in word or not like else like[0] for word, like in near)
-            if "*" in wanted and mended != wanted:
-                return f", did you mean {condition.text.replace(wanted, mended)!r}?"
-        case Kind.REGEX:
-            wanted = re.sub(r"[\\^$*+?()\[\]{}|]", "", condition.text).replace("..", ".").strip(".")
-        case _:
-            return ""
-    numbered = re.search(r"\d+(\.|$)", wanted) is not None
-    ends: dict[str, None] = {}
-    for info in infos:
-        # layers differ in their number only
-        words = (info.name if numbered else re.sub(r"(?<=\.)\d+(?=\.)", "*", info.name)).split(".")
-        ends |= dict.fromkeys(".".join(words[start:]) for start in range(len(words)))
-    return did_you_mean(wanted, ends)

@@ -1,15 +1,12 @@
 """The manifest as a table, for rank 0's log."""
 
-import re
-import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import prod
 
 from megatron_eopt.family import ADAMW_RMS
-from megatron_eopt.routing.patterns import ManifestRow, ParamPattern, rows
+from megatron_eopt.routing.patterns import ManifestRow, ParamPattern, by_pattern, rows
 
 _HEADER = "parameter, n, shape, optimizer, reason, matrices, layout, update RMS, lr, decay, state MB".split(", ")
 _LEGEND = (
@@ -17,39 +14,39 @@ _LEGEND = (
     f"state: over all tensor-parallel ranks of one replica."
 )
 _TOTALS = ("optimizer", "parameters", "elements", "matrices", "state MB")
-_GAP = "  "
+_WIDEST = 24  # of a column but the first
 
 
-class _Wrapper(textwrap.TextWrapper):
-    wordsep_simple_re = re.compile(r"( +)|(?<=\.)(?=[^0-9 ])")  # at blanks, and behind dots outside of numbers
-
-
-def table(families: Sequence[ParamPattern], full: bool = False, width: int | None = None) -> str:
+def table(families: Sequence[ParamPattern], full: bool = False) -> str:
     """Optimizers of parameters, totals, and sources of settings.
 
-    A line is a family, or a parameter with ``full``. Lines longer than ``width`` are wrapped; it is 170 by default, and
-    unlimited with ``full``.
+    A line is a family, or a parameter with ``full``, where no cell is wrapped.
     """
-    bound = width or (sys.maxsize if full else 170)
+    lines = []
     if full:
-        lines = [_cells(row.name, 1, row) for row in rows(families)]
+        for row in rows(families):
+            lines.append(_cells(row.name, 1, row))
     else:
-        times = Counter(family.pattern for family in families)
-        # a pattern can be copied as a selector, so ranges stand only where it would select too much
-        names = [family.pattern if times[family.pattern] == 1 else family.label for family in families]
-        lines = [_cells(name, family.count, family.like) for name, family in zip(names, families, strict=True)]
-    chosen = [f"{family.label}: {', '.join(said)}" for family in families if (said := list(_set(family.like)))]
-    overruled = [f"{family.label}: {'; '.join(family.like.overruled)}" for family in families if family.like.overruled]
-    return "\n".join(
-        [
-            *aligned(_HEADER, lines, bound, ("n", "update RMS", "decay", "state MB")),
-            *textwrap.wrap(_LEGEND, bound),
-            "",
-            *aligned(_TOTALS, list(_totals(families)), bound, _TOTALS[1:]),
-            *(["", "settings that were set, and where:", *_wrapped(chosen, bound)] if chosen else []),
-            *(["", "overruled:", *_wrapped(overruled, bound)] if overruled else []),
-        ]
-    )
+        patterns = by_pattern(families)
+        for family in families:
+            # a pattern can be copied as a selector, so ranges stand only where it would select too much
+            name = family.pattern if len(patterns[family.pattern]) == 1 else family.label
+            lines.append(_cells(name, family.count, family.like))
+    text = aligned(_HEADER, lines, ("n", "update RMS", "decay", "state MB"), not full)
+    text += [_LEGEND, "", *aligned(_TOTALS, list(_totals(families)), _TOTALS[1:])]
+    chosen = []
+    overruled = []
+    for family in families:
+        settings = list(_set(family.like))
+        if settings:
+            chosen.append(f"  {family.label}: {', '.join(settings)}")
+        if family.like.overruled:
+            overruled.append(f"  {family.label}: {'; '.join(family.like.overruled)}")
+    if chosen:
+        text += ["", "settings that were set, and where:", *chosen]
+    if overruled:
+        text += ["", "overruled:", *overruled]
+    return "\n".join(text)
 
 
 def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
@@ -71,9 +68,12 @@ def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
 
 
 def _totals(families: Sequence[ParamPattern]) -> Iterator[list[str]]:
-    optimizers = sorted({family.like.optimizer for family in families}, key=lambda name: (name is None, name or ""))
-    totals = {name or "none": [family for family in families if family.like.optimizer == name] for name in optimizers}
-    for name, those in (totals if len(totals) == 1 else totals | {"all": families}).items():
+    of_each: dict[str, list[ParamPattern]] = {}
+    for family in sorted(families, key=lambda family: (family.like.optimizer is None, family.like.optimizer)):
+        of_each.setdefault(family.like.optimizer or "none", []).append(family)
+    if len(of_each) > 1:
+        of_each["all"] = list(families)
+    for name, those in of_each.items():
         yield [
             name,
             f"{sum(family.count for family in those):,}",
@@ -90,49 +90,39 @@ def megabytes(count: int) -> str:
 
 
 def _set(row: ManifestRow) -> Iterator[str]:
-    of_the_row = {key: getattr(row, key) for key in ("lr", "min_lr", "weight_decay")}
+    values = row.settings | {"lr": row.lr, "min_lr": row.min_lr, "weight_decay": row.weight_decay}
     for key in sorted((row.settings.keys() | row.sources.keys()) - {"optimizer", "exclude"}):  # which the reason says
-        value = (row.settings | of_the_row).get(key)
-        shown = key if value is None else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+        value = values.get(key, "")
+        shown = f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}".strip()
         yield f"{shown} ({row.sources[key]})" if key in row.sources else shown
 
 
-def _wrapped(lines: Sequence[str], width: int) -> list[str]:
-    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False).wrap
-    return [text for line in lines for text in wrap(line)]
+def aligned(
+    header: Sequence[str], lines: Sequence[Sequence[str]], numbers: Sequence[str], wrap: bool = True
+) -> list[str]:
+    """A table as lines of text.
 
-
-def aligned(header: Sequence[str], lines: Sequence[Sequence[str]], width: int, numbers: Sequence[str]) -> list[str]:
-    """A table as lines of text of at most ``width``.
-
-    The first column is made narrower last. In columns of more than 24 characters words may be cut to fit. ``numbers``
-    are titles of columns that are aligned to the right.
+    Titles are wrapped, and so are wide columns but the first if ``wrap``. ``numbers`` are titles of columns that are
+    aligned to the right.
     """
-    widths = _widths(list(zip(header, *lines, strict=True)), width)
-    wraps = [_Wrapper(size, break_on_hyphens=False).wrap for size in widths]
-    justify = [str.rjust if title in numbers else str.ljust for title in header]
-
-    def printed(cells: Sequence[str]) -> Iterator[str]:
-        wrapped = [wrap(cell) for wrap, cell in zip(wraps, cells, strict=True)]
-        for texts in zip_longest(*wrapped, fillvalue=""):
-            yield _GAP.join(put(text, size) for put, text, size in zip(justify, texts, widths, strict=True)).rstrip()
-
-    rule = "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))
-    return [*printed(header), rule, *(text for cells in lines for text in printed(cells))]
-
-
-def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    # of a title only the longest word widens its column
-    widths = [max(_longest_word(title), *map(len, cells), 0) for title, *cells in columns]
-    least = [min(size, 24, max(map(_longest_word, cells))) for size, cells in zip(widths, columns, strict=True)]
-    weights = [3, *[1] * (len(columns) - 1)]
-    while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
-        wide = [column for column, size in enumerate(widths) if size > least[column]]
-        if not wide:
-            break
-        widths[max(wide, key=lambda column: widths[column] / weights[column])] -= 1
-    return widths
-
-
-def _longest_word(text: str) -> int:
-    return max(len((word or "").strip()) for word in _Wrapper.wordsep_simple_re.split(text))
+    columns: list[list[list[str]]] = []
+    widths = []
+    for title, *cells in zip(header, *lines, strict=True):
+        width = max(map(len, [*title.split(), *cells]))
+        if wrap and columns:
+            width = min(width, _WIDEST)
+        wrapped = []
+        for cell in (title, *cells):
+            wrapped.append(textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False))
+        columns.append(wrapped)
+        widths.append(max(len(line) for cell in wrapped for line in cell))
+    text = []
+    for number, row in enumerate(zip(*columns, strict=True)):
+        if number == 1:
+            text.append("-" * (sum(widths) + 2 * len(widths) - 2))
+        for parts in zip_longest(*row, fillvalue=""):
+            line = []
+            for title, part, width in zip(header, parts, widths, strict=True):
+                line.append(part.rjust(width) if title in numbers else part.ljust(width))
+            text.append("  ".join(line).rstrip())
+    return text

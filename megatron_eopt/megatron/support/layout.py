@@ -1,7 +1,6 @@
 """Whether Megatron is to lay gradient buffers out for whole matrices."""
 
 from argparse import Namespace
-from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,9 +8,7 @@ from megatron_eopt import registry
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.rules import unsupported
 from megatron_eopt.megatron.support.run import Run
-from megatron_eopt.routing import OverrideError
-from megatron_eopt.routing.entries import read_overrides
-from megatron_eopt.routing.known import Known
+from megatron_eopt.routing import OverrideError, read_overrides
 
 
 def without_layout(run: Run) -> Run:
@@ -68,7 +65,10 @@ def _of(args: Namespace) -> Run:
 
 def _routes(args: Namespace) -> bool:
     file = getattr(args, "optimizer_overrides", None)
-    entries = []
-    with suppress(OverrideError):  # which the builder raises
-        entries = read_overrides(file, Known.registered(), keep_mistakes=True) if file is not None else []
+    if file is None:
+        return False
+    try:
+        entries = read_overrides(file)
+    except OverrideError:  # which the builder raises
+        return False
     return any(entry.settings.keys() & {"optimizer", "exclude"} for entry in entries)

@@ -22,7 +22,7 @@ from compare_figures import Summary
 from pages import DOCS, markdown, put
 from training import ROOT, machine, read_times
 
-from megatron_eopt.manifest import from_json
+from megatron_eopt.routing import from_json
 
 OUT = ROOT / "bench-out" / "compare"
 TIMED = 40  # steps

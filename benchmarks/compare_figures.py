@@ -12,7 +12,7 @@ from pages import markdown
 from protocol import Run
 from trials import Result, losses, path_of, read
 
-from megatron_eopt.manifest import ParamPattern
+from megatron_eopt.routing import ParamPattern
 
 # Student's t: 95 % of means lie within so many standard errors, by degrees of freedom.
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}

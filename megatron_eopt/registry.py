@@ -10,7 +10,6 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from importlib import import_module
 from typing import Any, overload
 from weakref import WeakKeyDictionary
 
@@ -55,9 +54,10 @@ def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
 
 
 def _to_adam(name: str, takes: Callable[[Any], bool]) -> dict[Any, dict[str, Any]]:
-    # imported when called: the room of Megatron is above
-    overrides: dict[Any, dict[str, Any]] = import_module("megatron_eopt.megatron.entries").to_adam(name, takes)
-    return overrides
+    make_key = EMERGING_OPTIMIZERS.make_param_key
+    if make_key is None:
+        raise RuntimeError("the default routing is written in Megatron's ParamKey: call megatron_eopt.activate() first")
+    return {make_key(name, takes): {"optimizer": "adam"}}
 
 
 class _DefaultOverrides:
@@ -133,6 +133,9 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
     Between :meth:`forward` and :meth:`forward_no_more` it is Megatron's dict. An entry put in through this mapping
     leaves it with :meth:`forward_no_more`; one put into Megatron's dict stays there, and is seen here only in between.
     """
+
+    # (name, predicate) -> Megatron's ``ParamKey``, which the room of Megatron puts here when it is imported
+    make_param_key: Callable[[str, Callable[[Any], bool]], Any] | None = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
+from typing import get_args
 
 import llms
 import torch
@@ -23,14 +24,16 @@ from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.releases import MAIN
 from megatron_eopt.optimizers.modifiers import OF_MOMENT
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.overrides import Known
-from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
+from megatron_eopt.orthogonalize.choices import listing
+from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
+from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, optimizers_with, settings_of
 from megatron_eopt.tools.support_matrix import RELEASES, support_matrix
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 MEANINGS = {
-    "optimizer": "what updates the parameter",
+    "optimizer": "what updates the parameter: adam, sgd or a registered name",
     "lr": "the largest learning rate of the schedule",
     "min_lr": "the smallest learning rate of the schedule",
     "lr_mult": "multiplies lr, and min_lr where no entry sets it",
@@ -38,15 +41,15 @@ MEANINGS = {
     "start_wd": "weight decay at the start of Megatron's schedule of it",
     "end_wd": "weight decay at the end of that schedule",
     "wd_mult": "multiplies the weight decay",
-    "betas": "decay rates of the moments",
+    "betas": "decay rates of the moments, as [0.9, 0.95]",
     "eps": "added to the root of the second moment",
     "momentum": "decay rate of the momentum",
     "num_ns_steps": "Newton-Schulz steps",
-    "coefficient_type": "the Newton-Schulz coefficients",
-    "scale_mode": "how the size of an update follows from the shape",
+    "coefficient_type": f"the Newton-Schulz coefficients: {listing(get_supported_coefficient_types())}",
+    "scale_mode": f"how the size of an update follows from the shape: {listing(get_args(ScaleMode))}",
     "extra_scale_factor": "multiplies the update",
     "rank": "of the factors that a weight becomes",
-    "split": "the logical matrices; false is none, true is default",
+    "split": "the logical matrices: none, default, all or per_head; false is none, true is default",
     "exclude": "no optimizer updates the parameter, and it keeps its value",
 }
 """What settings of overrides mean, for the table of them."""
@@ -184,21 +187,22 @@ def shares() -> str:
 
 
 def override_settings() -> str:
-    """Settings that overrides may have, whose values have a range that is known."""
-    known = Known.registered()
-    rows = [
-        (code([key]), check.expected, "all" if key in OF_ALL else ", ".join(known.having(key)), MEANINGS[key])
-        for key, check in SETTINGS.items()
-    ]
+    """Settings that several optimizers share."""
+    rows = []
+    for key, meaning in MEANINGS.items():
+        having = optimizers_with(key)
+        default = OF_ALL[key] if key in OF_ALL else settings_of(having[0])[key]
+        rows.append((code([key]), kind_of(default), "all" if key in OF_ALL else ", ".join(having), meaning))
     return table(("key", "value", "optimizers", "meaning"), rows)
 
 
 def override_settings_of_one() -> str:
     """Settings that single optimizers have beside those."""
-    known, found = Known.registered(), dict[tuple[str, str], list[str]]()
-    for name in sorted(known.optimizers):
-        for key in known.optimizers[name].keys() - SETTINGS:
-            found.setdefault((key, check_of(key, name, known).expected), []).append(name)
+    found = dict[tuple[str, str], list[str]]()
+    for name in optimizer_names():
+        for key, default in settings_of(name).items():
+            if key not in MEANINGS:
+                found.setdefault((key, kind_of(default)), []).append(name)
     rows = [(code([key]), expected, ", ".join(names)) for (key, expected), names in sorted(found.items())]
     return table(("key", "value", "optimizers"), rows)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_eopt.manifest import ManifestRow, families
 from megatron_eopt.megatron.arguments import amend
 from megatron_eopt.registry import list_optimizers, takes_matrices
+from megatron_eopt.routing import ManifestRow, families
 
 ROOT = Path(__file__).resolve().parent.parent
 

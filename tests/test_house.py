@@ -18,7 +18,7 @@ FLOORS = [
     {"optimizers"},
     {"from_config"},
     {"family"},
-    {"registry", "overrides", "checkpoints", "manifest"},
+    {"registry", "routing", "checkpoints", "manifest"},
     {"metrics"},
     {"megatron", "plain"},
     {"tools"},
@@ -38,13 +38,30 @@ def floor(name):
 
 
 def imports(path):
-    """Modules that a file imports, also inside of functions."""
+    """Modules that a file imports, also inside of functions and by ``import_module``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from literal_beginning(node.args[0])
+
+
+def literal_beginning(argument):
+    """The text of a literal, or the text that an f-string begins with."""
+    if isinstance(argument, ast.JoinedStr) and argument.values:
+        argument = argument.values[0]
+    if isinstance(argument, ast.Constant):
+        yield argument.value.rstrip(".")
+
+
+def test_imports_by_a_call_are_seen(tmp_path):
+    file = tmp_path / "any.py"
+    calls = ['importlib.import_module("a.b")', 'import_module(f"c.{x}")', 'import_module(f"{x}.d")', "import_module(x)"]
+    file.write_text("\n".join(calls))
+    assert list(imports(file)) == ["a.b", "c"]
 
 
 def own_room(path):

@@ -1,6 +1,9 @@
+import importlib
 import inspect
 import pydoc
 import re
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +15,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.metrics import name_of
 from megatron_eopt.optimizers import TensorParallelMuon
 from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.overrides.known import Known
+from megatron_eopt.routing.settings import settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -275,7 +278,7 @@ def test_an_optimizer_with_a_new_of_its_own_is_built_with_the_settings_of_the_ru
     optimizer, _ = registry.create_emerging_optimizer(made, [{"params": [p]}], "traced", model(), None)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.5, 0.7, 0.25)
-    assert "momentum" in Known.registered().optimizers["traced"]
+    assert "momentum" in settings_of("traced")
 
 
 @pytest.mark.parametrize("cls", [row.cls for row in OPTIMIZERS.values()] + [WithoutConstructor, MuonWithoutConstructor])
@@ -351,7 +354,20 @@ def test_megatrons_names_are_aliases():
         assert getattr(registry, f"_{name}") is getattr(registry, name)
 
 
+def test_the_default_routing_needs_megatron():
+    code = (
+        "import sys, megatron_eopt\n"
+        "try:\n"
+        "    megatron_eopt.get_optimizer_entry('muon').default_param_overrides\n"
+        "except RuntimeError as error:\n"
+        "    print(error, 'megatron' in sys.modules)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "call megatron_eopt.activate() first False" in said
+
+
 def test_the_default_routing_speaks_megatrons_language():
+    importlib.import_module("megatron_eopt.megatron.entries")  # as activate() does
     routing = registry.default_param_overrides_factory
     weight, input_of_mamba = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     input_of_mamba.use_muon = False

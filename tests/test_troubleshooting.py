@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_eopt import OptimizerConfig, TensorParallelMuon
 from megatron_eopt.checkpoints.contents import read_contents
-from megatron_eopt.manifest import families, problems, warnings
 from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.arguments import with_flags
 from megatron_eopt.megatron.assignment import Assignment
@@ -29,9 +28,9 @@ from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run
-from megatron_eopt.overrides import ParameterInfo, Resolved, entries_from_dict, resolve
+from megatron_eopt.routing import ParameterInfo, Resolved, entries_from_dict, families, problems, resolve, warnings
 from megatron_eopt.tools import cpu
-from tests.manifest.made import muons, row
+from tests.routing.manifests import muons, row
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUOTED = re.compile(r"<!-- message: (.+?) -->\n\n```\n(.*?)```", flags=re.DOTALL)

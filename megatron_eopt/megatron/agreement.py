@@ -20,10 +20,11 @@ from megatron_eopt.optimizers.group_settings import is_plain, plain
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
-from megatron_eopt.overrides import Entry, OverrideError
 from megatron_eopt.parallel.agreement import hashed, in_turns, lowest_of_all, versions
 from megatron_eopt.parallel.collectives import lowest, told, values_of
 from megatron_eopt.parallel.layout import is_expert
+from megatron_eopt.routing import OverrideError
+from megatron_eopt.routing.entries import Entry
 
 # Texts that are no choice are names and paths, which a node may have of its own, but for those of the data's order.
 _DATA = ("split", "step_batch_size_schedule", "data_path", "train_data_path", "valid_data_path", "test_data_path")

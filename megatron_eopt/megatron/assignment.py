@@ -5,18 +5,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, of_entries, on_all_ranks, refuse_different
-from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries, known_names
+from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
-from megatron_eopt.overrides.known import settings_of_groups
-from megatron_eopt.overrides.settings import ENDS, OF_ALL, inconsistent
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices, traits_of
+from megatron_eopt.routing import OverrideError, Resolved, resolve
+from megatron_eopt.routing.entries import Entry
+from megatron_eopt.routing.rules import match_counts
+from megatron_eopt.routing.settings import ENDS, OF_ALL, settings_of_groups
 
-_OF_RUN = OF_ALL | {"split"}  # settings that are no optimizer's
+_OF_RUN = {*OF_ALL, "split"}  # settings that are no optimizer's
+_NOT_REGISTERED: dict[str, Any] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}  # Megatron builds such
 _RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}  # setting -> its name in Megatron's groups
 
 
@@ -69,25 +72,13 @@ def assignments(
 ) -> list[Assignment]:
     """:func:`assign` on one rank; ``counts`` are matches on all ranks."""
     primary = config.optimizer.removeprefix("dist_")
-    resolved = resolve(entries, [parameter.info for parameter in parameters], primary, counts, known_names())
-    assigned, wrong = [], dict[str, str]()
+    resolved = resolve(entries, [parameter.info for parameter in parameters], primary, counts)
+    assigned = []
     for parameter in parameters:
         own = resolved[parameter.name]
-        if (mistake := _wrong_iteration(own, config)) is not None:
-            wrong.setdefault(mistake, parameter.name)
         optimizer = None if own.settings.get("exclude") else own.settings.get("optimizer", primary)
         assigned.append(Assignment(parameter, optimizer, own))
-    if wrong:
-        raise OverrideError("\n".join(f"{name}: {mistake}" for mistake, name in wrong.items()))
     return assigned
-
-
-def _wrong_iteration(resolved: Resolved, config: Any) -> str | None:
-    own = {key: resolved.settings[key] for key in ("num_ns_steps", "coefficient_type") if key in resolved.settings}
-    of_run = {"num_ns_steps": config.muon_num_ns_steps, "coefficient_type": config.muon_coefficient_type}
-    if not own or not (wrong := inconsistent(of_run | own)):
-        return None
-    return f"{' and '.join(sorted({resolved.sources[key] for key in own}))}: {wrong[0].what}"
 
 
 class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
@@ -164,36 +155,39 @@ def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
 
 
 def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Refuse values that optimizers refuse, and impossible weight decays."""
+    """Refuse values that optimizers refuse, and impossible weight decays.
+
+    An optimizer checks its settings when it is built, so each is built here without parameters.
+    """
 
     def error(name: str, settings: Mapping[str, Any]) -> str | None:
         try:
-            create_emerging_optimizer(config, [{"params": [], **settings}], name, chunks, pg_collection)
+            if name in EMERGING_OPTIMIZERS:
+                create_emerging_optimizer(config, [{"params": [], **settings}], name, chunks, pg_collection)
+            else:
+                _NOT_REGISTERED[name]([torch.zeros(1)], **settings)
         except Exception as failure:  # of whatever kind a user's optimizer raises
             return str(failure)
         return None
 
-    tried, mistakes = [], []
+    tried = []
+    mistakes = []
     for each in assigned:
-        if each.optimizer is None:
+        name = each.optimizer
+        if name is None:
             continue
-        _refuse_decay(each, each.optimizer, config)
-        decay = {"weight_decay": each.settings["weight_decay"]} if "weight_decay" in each.settings else {}
-        name, settings, _ = trial = each.optimizer, _of_optimizer(each), decay
-        if name not in EMERGING_OPTIMIZERS or not settings or trial in tried:
+        _refuse_decay(each, name, config)
+        settings = _of_optimizer(each)
+        decay = {key: value for key, value in each.settings.items() if key == "weight_decay"}
+        if not settings or (name, settings, decay) in tried:
             continue
-        tried.append(trial)
-        if error(name, decay) is not None:
-            continue  # whatever the overrides say: the run will meet it, or it has parameters to show
-        if (together := error(name, decay | settings)) is not None:
-            # the blame is on those without which the others are right, as both of two that do not go together
-            others = {key: {k: value for k, value in settings.items() if k != key} for key in settings}
-            cures = tuple(key for key in settings if error(name, decay | others[key]) is None)
-            alone = {(key,): error(name, decay | {key: value}) for key, value in settings.items()}
-            wrong = {keys: what for keys, what in alone.items() if what} if not cures else {cures: together}
-            for keys, what in (wrong or {tuple(settings): together}).items():
-                sources = " and ".join(dict.fromkeys(each.resolved.sources[key] for key in keys))
-                mistakes.append(f"{sources}: {', '.join(keys)}: {what}, for {each.name}")
+        tried.append((name, settings, decay))
+        wrong = error(name, decay | settings)
+        if wrong is None or error(name, decay) is not None:  # that of the run alone is raised where the run builds it
+            continue
+        keys = [key for key, value in settings.items() if error(name, decay | {key: value})] or list(settings)
+        sources = " and ".join(dict.fromkeys(each.resolved.sources[key] for key in keys))
+        mistakes.append(f"{sources}: {', '.join(keys)}: {wrong}, for {each.name}")
     if mistakes:
         raise OverrideError("\n".join(mistakes))
 

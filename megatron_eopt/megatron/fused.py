@@ -12,9 +12,9 @@ from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter, attention_config, is_qkv_projection
 from megatron_eopt.optimizers.parameters import ROWS
-from megatron_eopt.overrides import OverrideError
 from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.registry import get_qkv_split_shapes, traits_of
+from megatron_eopt.routing import OverrideError
 
 _BY_SETTING = "logical_matrices_by_setting"
 

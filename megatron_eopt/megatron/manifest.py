@@ -2,19 +2,17 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import Optimizer
 
-from megatron_eopt import manifest
 from megatron_eopt.family import ADAMW_RMS, OPTIMIZERS
-from megatron_eopt.manifest import LogicalMatrix, ManifestRow, ParamPattern, families, merged, rows
 from megatron_eopt.matrices import warn_of_unmatched
-from megatron_eopt.megatron.agreement import by_first_rank, distinct
+from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
@@ -22,11 +20,23 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import plain
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.optimizers.presets import preset_line
-from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
+from megatron_eopt.routing import (
+    ManifestRow,
+    ParameterInfo,
+    ParamPattern,
+    families,
+    merged,
+    problems,
+    rows,
+    table,
+    warnings,
+    write_json,
+)
+from megatron_eopt.routing.checks import listed_twice
+from megatron_eopt.routing.patterns import LogicalMatrix
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
 _RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in OPTIMIZERS.values()}
@@ -41,42 +51,49 @@ def build_manifest(
 
     Returned are the patterns of all ranks, and this rank's number of logical matrices. A ValueError is on all ranks.
     """
-    here = rows_here(optimizer_parameters(optimizer), assigned, config, groups, settled=True)
+    updated = list(optimizer_parameters(optimizer))
+    here = rows_here(updated, assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]
-    wanted = {each.name: each.optimizer for each in assigned}
-    moved = [(row, wanted[row.name] or "nobody") for row in found if row.optimizer != wanted[row.name]]
-    misplaced = [f"{row.name} was given to {to} ({row.reason}), and {row.optimizer} has it" for row, to in moved]
-    groups_by_id = {id(one.model): plain(one.group) for one in optimizer_parameters(optimizer)}
-    group_of = {each.name: groups_by_id.get(id(each.parameter.tensor), {}) for each in assigned}
-    compared = families(replace(row, settings=group_of[row.name]) for row in found)
-    of_ranks = by_first_rank((families(found), misplaced, compared))
-    updated, lines, with_groups = (list(each) for each in zip(*of_ranks.values(), strict=True))
-    merged(with_groups, list(of_ranks))  # which refuses groups that differ, also in what is no setting of a user's
-    everywhere = merged(updated, list(of_ranks))
+    wanted = {each.name: each.optimizer or "nobody" for each in assigned}
+    misplaced = [
+        f"{row.name} was given to {wanted[row.name]} ({row.reason}), and {row.optimizer} has it"
+        for row in found
+        if row.optimizer != wanted[row.name]
+    ]
+    group_of_model = {id(one.model): plain(one.group) for one in updated}
+    group_of = {each.name: group_of_model.get(id(each.parameter.tensor), {}) for each in assigned}
+    with_groups = families(replace(row, settings=group_of[row.name]) for row in found)
+    of_ranks = distinct((families(found), misplaced, with_groups))
+    everywhere = merged(of_rank[0] for of_rank in of_ranks)
     names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may; with a distributed optimizer that is nearly all of what it has
     everywhere += merged(distinct(families(row for row in here[len(found) :] if row.name not in names)))
     name = config.optimizer.removeprefix("dist_")
-    wrong = [*manifest.problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
+    wrong = problems(everywhere, name, takes_matrices(name))
+    wrong += sorted({line for of_rank in of_ranks for line in of_rank[1]})
+    if not wrong:  # groups may also differ in what is no setting of a user's
+        wrong += listed_twice(merged(of_rank[2] for of_rank in of_ranks))
     if wrong:
         raise ValueError("\n".join(["parameters are with the wrong optimizer:", *wrong]))
     warn_of_unmatched(sorted(names))
     if dist.get_rank() == 0:
         _report(everywhere, config)
-    return everywhere, sum(len(each.matrices) for each in found)
+    return everywhere, sum(len(row.matrices) for row in found)
 
 
 def _report(families: list[ParamPattern], config: Any) -> None:
-    form, file = getattr(config, "optimizer_manifest", "short"), getattr(config, "optimizer_manifest_file", None)
-    if (name := getattr(config, "muon_preset", None)) is not None:
-        print(f"megatron_eopt: {preset_line(name)}", flush=True)
+    preset = getattr(config, "muon_preset", None)
+    if preset is not None:
+        print(f"megatron_eopt: {preset_line(preset)}", flush=True)
+    form = getattr(config, "optimizer_manifest", "short")
     if form != "none":
-        listed = manifest.table(families, full=form == "full")
+        listed = table(families, full=form == "full")
         print(f"megatron_eopt: the optimizer of every trainable parameter\n{listed}", flush=True)
-    for warning in manifest.warnings(families, config.muon_scale_mode):
+    for warning in warnings(families, config.muon_scale_mode):
         print(f"megatron_eopt: warning: {warning}", flush=True)
+    file = getattr(config, "optimizer_manifest_file", None)
     if file is not None:
-        manifest.write_json(families, file)
+        write_json(families, file)
 
 
 def rows_here(
@@ -84,33 +101,46 @@ def rows_here(
 ) -> list[ManifestRow]:
     """Parameters that this rank updates, then those it does not."""
     updates: dict[int, list[OptimizerParameter]] = {}
+    described: dict[Optimizer, dict[Tensor, list[DescribedMatrix]]] = {}
     for one in updated:
         updates.setdefault(id(one.model), []).append(one)
-    described = {
-        id(parameter): matrices
-        for optimizer in dict.fromkeys(one.optimizer for same in updates.values() for one in same)
-        if isinstance(optimizer, BaseOptimizer)
-        for parameter, matrices in optimizer.described_matrices(settled).items()
-    }
-    sizes = {name: group.size() for name in (*GROUPS, "dp_cp") if (group := getattr(groups, name, None)) is not None}
-    found = [
-        _row(each, one, described.get(id(one.main), []) if one else [], config, _layout(each.parameter.tensor, sizes))
-        for each in assigned
-        for one in updates.get(id(each.parameter.tensor), [None])
-    ]
+        if isinstance(one.optimizer, BaseOptimizer) and one.optimizer not in described:
+            described[one.optimizer] = one.optimizer.described_matrices(settled)
+    sizes = {}
+    for name in (*GROUPS, "dp_cp"):
+        group = getattr(groups, name, None)
+        if group is not None:
+            sizes[name] = group.size()
+    found = []
+    for each in assigned:
+        layout = _layout(each.parameter.tensor, sizes)
+        for own in updates.get(id(each.parameter.tensor), [None]):
+            matrices = []
+            if own is not None and own.main is not None:
+                matrices = described.get(own.optimizer, {}).get(own.main, [])
+            found.append(_row(each, own, matrices, config, layout))
     return sorted(found, key=lambda row: row.optimizer is None)
 
 
 def _row(
     assigned: Assignment, updated: OptimizerParameter | None, matrices: list[DescribedMatrix], config: Any, layout: str
 ) -> ManifestRow:
-    parameter, info, resolved = assigned.parameter.tensor, assigned.parameter.info, assigned.resolved
-    sources = {key: source for key, source in resolved.sources.items() if assigned.user_source(key)}
-    group = {} if updated is None else updated.group
-    name = None if updated is None else optimizer_name(updated.optimizer)
+    parameter = assigned.parameter.tensor
+    info = assigned.parameter.info
+    sources = {key: source for key, source in assigned.resolved.sources.items() if assigned.user_source(key)}
+    overruled = [f"{each.key} {each.value} by {each.source}" for each in assigned.resolved.overruled]
+    group = {}
+    name = None
+    state_bytes = 0
+    if updated is not None:
+        group = updated.group
+        name = optimizer_name(updated.optimizer)
+        state_bytes = _state_bytes(info, updated, name)
+        if getattr(config, "optimizer_weight_average", None) is not None:
+            state_bytes += prod(info.shape) * 4
     sizes = [each.rms for each in matrices if each.rms is not None]
-    overruled = [f"{each.key} {each.value} by {each.source}" for each in resolved.overruled]
-    rate, lowest = group.get("max_lr", config.lr) or 0.0, group.get("min_lr", config.min_lr) or 0.0
+    rate = group.get("max_lr", config.lr) or 0.0
+    lowest = group.get("min_lr", config.min_lr) or 0.0
     if getattr(config, "lr_decay_style", None) == "constant":  # Megatron's other schedules end at min_lr
         if (source := sources.pop("min_lr", None)) is not None:
             overruled.append(f"min_lr {lowest:g} by {source}, as the schedule is constant")
@@ -130,7 +160,7 @@ def _row(
         settings={key: value for key, value in assigned.settings.items() if key in sources.keys() - _SHOWN_ELSEWHERE},
         sources=sources,
         overruled=tuple(overruled),
-        state_bytes=0 if updated is None else _state_bytes(info, updated, name) + _of_average(info, config),
+        state_bytes=state_bytes,
         tied_to=_TIED.get(info.name) if getattr(parameter, "shared_embedding", False) else None,
         excluded=assigned.optimizer is None,
     )
@@ -168,20 +198,16 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
     return ", ".join(listed) or "whole"
 
 
-def _of_average(info: ParameterInfo, config: Any) -> int:
-    return 0 if getattr(config, "optimizer_weight_average", None) is None else prod(info.shape) * 4
-
-
-def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str | None) -> int:
+def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str) -> int:
     elements = prod(info.shape)
-    optimizer, main = updated.optimizer, updated.main
+    optimizer = updated.optimizer
+    main = updated.main
     if not isinstance(optimizer, BaseOptimizer):
-        return _FULL_TENSORS.get(name or "", 0) * elements * 4
+        return _FULL_TENSORS.get(name, 0) * elements * 4
     if main is None:  # shards of Lion's momentum, which is in fp32 there
         return elements * 4
-
-    def entries(tensor: StateTensor) -> int:
-        return elements if tensor.dims is None else prod(tensor.global_shape(optimizer.matrix_layouts(main)))
-
-    tensors = optimizer.state_tensors(main)
-    return sum(entries(tensor) * (tensor.dtype or main.dtype).itemsize for tensor in tensors)
+    total = 0
+    for tensor in optimizer.state_tensors(main):
+        entries = elements if tensor.dims is None else prod(tensor.global_shape(optimizer.matrix_layouts(main)))
+        total += entries * (tensor.dtype or main.dtype).itemsize
+    return total

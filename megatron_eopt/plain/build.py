@@ -27,10 +27,10 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.choices import check_arguments
-from megatron_eopt.plain import routing
 from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields, nearest_field
-from megatron_eopt.plain.routing import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
+from megatron_eopt.routing import kinds
+from megatron_eopt.routing.kinds import Group, Rule, decays
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     Optimizers of matrices leave embeddings and output layers to AdamW. They have the attribute
     ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding``, ``nn.EmbeddingBag``
     (also where they are tied), and of a ``nn.Linear`` with one of the names in
-    :data:`~megatron_eopt.plain.routing.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
+    :data:`~megatron_eopt.routing.kinds.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
 
     Args:
         model: as it lies for training.
@@ -99,9 +99,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
             f"{type(model).__name__} has no trainable parameter, of {len(named)} in all: give a model with parameters "
             f"whose requires_grad is set"
         )
-    routing.mark_embeddings_and_outputs(model)
+    kinds.mark_embeddings_and_outputs(model)
     tag_declared(trained)
-    if conv1d := routing.declare_conv1d(model):
+    if conv1d := kinds.declare_conv1d(model):
         _log(f"{len(conv1d)} weights of Conv1D are (in, out), and read as transposed: {listed(conv1d)}")
     warn_of_unmatched([name for name, _ in named])
     for name, parameter in trained:
@@ -183,17 +183,17 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     """One optimizer, or one of matrices beside an AdamW."""
     if row.vectors:
         return row.cls(groups, **_settings(config, row.cls))
-    why_adamw: Rule = routing.for_matrices
+    why_adamw: Rule = kinds.for_matrices
     factors: list[Group] = []
     if row.cls is TensorParallelMuon:
-        why_adamw = routing.for_muon_of_all if config.muon_embeddings else routing.for_muon
+        why_adamw = kinds.for_muon_of_all if config.muon_embeddings else kinds.for_muon
     elif row.cls is Spectron:
-        factors, groups = routing.without_factors(groups, config.spectron_factor_pairs)
-    matrices, rest = routing.divided(groups, why_adamw)
-    if adapters := routing.adapters(matrices):
+        factors, groups = kinds.without_factors(groups, config.spectron_factor_pairs)
+    matrices, rest = kinds.divided(groups, why_adamw)
+    if adapters := kinds.adapters(matrices):
         _log(
             f"{listed(adapters)}: adapters of small rank, which {config.name} takes for matrices of the model; leave "
-            f"them to AdamW (set {routing.MARK} = True on them), or pair them for spectron by spectron_factor_pairs",
+            f"them to AdamW (set {kinds.MARK} = True on them), or pair them for spectron by spectron_factor_pairs",
             logging.WARNING,
         )
     matrices = factors + matrices

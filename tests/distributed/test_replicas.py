@@ -15,7 +15,7 @@ from megatron_eopt.megatron.checkpoints import whole
 from megatron_eopt.megatron.checkpoints.whole import check_replicas
 from megatron_eopt.megatron.first_step import check_steps
 from megatron_eopt.megatron.releases import mark_sinks
-from megatron_eopt.overrides import OverrideError
+from megatron_eopt.routing import OverrideError
 from tests.distributed.ranks import run_ranks
 
 

@@ -14,8 +14,8 @@ import torch
 
 import megatron_eopt
 from megatron_eopt import TensorParallelMuon, registry
-from megatron_eopt.overrides import unwrapped
 from megatron_eopt.parallel.agreement import versions
+from megatron_eopt.routing.selectors import unwrapped
 from tests.megatron import small_gpt
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron_eopt.megatron import agreement
 from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.parameters import ModelParameter
-from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.parallel import collectives
+from megatron_eopt.routing import ParameterInfo
 
 HASH = 4 * 8 + 8  # bytes of a hash and of a size
 

@@ -14,7 +14,7 @@ from megatron_eopt.megatron.checkpoints.loading import Decided
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.parameters import remember, trainable
-from megatron_eopt.overrides import Resolved
+from megatron_eopt.routing import Resolved
 from tests.parallel.test_layout import Group
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from megatron_eopt.manifest import from_json
+from megatron_eopt.routing import from_json
 from tests.megatron.runs import CLIP, MUON, TP2, WARMUP, refused, resumed, train, whole
 
 RUN = ["--num-layers", 2, *MUON, "--train-iters", 4, "--ckpt-format", "torch_dist"]

@@ -9,8 +9,8 @@ import torch
 
 from megatron_eopt import EmergingOptimizerEntry
 from megatron_eopt.megatron.assignment import Assignment, refuse_bad_values
-from megatron_eopt.overrides import OverrideError, Resolved
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
+from megatron_eopt.routing import OverrideError, Resolved
 from tests.megatron.runs import (
     MUON,
     SMALL_GPT,
@@ -249,7 +249,7 @@ def test_a_setting_of_a_users_own_optimizer(tmp_path, overrides):
     assert sorted(decays) == [0.5, *[0.9] * (len(decays) - 1)]
     assert f"linear_fc1.weight: decay 0.5 ({tmp_path}/overrides.json:1)" in " ".join(said.split())
     said = refused(*run, *overrides({"select": "*", "dcay": 0.5}), program=program)
-    assert "overrides.json:1: dcay: unknown setting, did you mean 'decay' of shy and sign_momentum" in said
+    assert "overrides.json:1: dcay: unknown setting, did you mean 'decay'?" in said
 
 
 def test_what_an_optimizer_takes_at_construction_alone_is_no_setting_of_a_parameter(tmp_path, overrides):
@@ -285,11 +285,17 @@ def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
             [
                 {"select": "*", "optimizer": "mun"},
                 {"select": "*", "wieght_decay": 1},
-                {"select": "linear_fcl.weight", "lr": 1},
             ],
             r"unknown optimizer 'mun', did you mean 'muon'\?\n"
-            r".*overrides.json:1: wieght_decay: unknown setting, did you mean 'weight_decay'\?\n"
-            r".*overrides.json:1: select: .* matches no parameter, did you mean",
+            r".*overrides.json:1: wieght_decay: unknown setting, did you mean 'weight_decay'\?",
+        ),
+        (
+            [{"select": "linear_fcl.weight", "lr": 1}],
+            r"overrides.json:1: select: 'linear_fcl.weight' matches no parameter, did you mean 'linear_fc1.weight'\?",
+        ),
+        (
+            [{"select": "linear_fc1.weight", "optimizer": "adam", "betas": [0.9, 1.5]}],
+            r"overrides.json:1: betas: Invalid beta parameter at index 1: 1.5, for decod",
         ),
         (
             [{"select": "linear_fc1.weight", "optimizer": "adaptive_muon", "beta2": 1.5}],
@@ -317,8 +323,10 @@ def test_mistakes_of_one_stage_end_all(overrides):
         {"select": "layers.1.*.linear_proj.weight", "lr": 1e-3},
     )
     said = refused(*RUN, "--pipeline-model-parallel-size", 2, *flags, ranks=2)
-    assert said.count("OverrideError: decoder.layers.1.mlp.linear_fc1.weight: ") == 2
-    assert "overrides.json:1: quintic has 5 polynomials" in said
+    assert said.count("OverrideError: ") == 2
+    assert "overrides.json:1: num_ns_steps: " in said
+    assert "quintic has 5 polynomials" in said
+    assert ", for decoder.layers.1.mlp.linear_fc1.weight" in said
     said = refused(*RUN, *overrides({"select": "layers.1.*.linear_proj.weight", "lr": 1e-3}))
     assert "linear_proj.weight: min_lr 0.01 is above lr 0.001" in said
     assert "what no override sets is --lr 0.01 and --min-lr 0.01" in said

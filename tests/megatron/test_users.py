@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from megatron_eopt.manifest import from_json, rows
+from megatron_eopt.routing import from_json, rows
 from tests.megatron.runs import CASES, MLA, MUON, SMALL_GPT, TIED, WITHOUT_GQA, refused, resumed, start, train
 from tests.megatron.test_megatron_fsdp import fsdp
 

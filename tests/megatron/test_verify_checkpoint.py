@@ -18,7 +18,7 @@ from megatron_eopt.checkpoints import harmless
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.cli import main
-from megatron_eopt.manifest import from_json
+from megatron_eopt.routing import from_json
 from megatron_eopt.tools.plan.described.model import described_run
 from megatron_eopt.tools.verify.would_load import SCHEDULER, parse_flags, would_load
 from tests.checkpoints import made

@@ -26,7 +26,7 @@ from torch import nn
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.megatron.qk_clip import attentions
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.overrides import unwrapped
+from megatron_eopt.routing.selectors import unwrapped
 from tests.megatron.faulty import replaced
 
 _WATCHED = ("lr", "max_lr", "min_lr", "weight_decay", "wd_mult", "optimizer")

@@ -21,7 +21,6 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
-from megatron_eopt.manifest import to_json
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import from_rank_0, union
 from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes, report_converted, too_new
@@ -36,6 +35,7 @@ from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import split_layout
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import list_optimizers
+from megatron_eopt.routing import to_json
 
 _TO_LOAD = ""  # what a checkpoint fills in
 

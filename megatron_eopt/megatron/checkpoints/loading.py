@@ -20,7 +20,6 @@ from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, blocks_of, holding, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.family import CLASSES
-from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, say, union
 from megatron_eopt.megatron.checkpoints import matching
@@ -36,6 +35,7 @@ from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import list_optimizers, optimizer_class
+from megatron_eopt.routing import ParamPattern, compare, from_json, to_json
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"

@@ -15,7 +15,6 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
-from megatron_eopt.manifest.families import compressed as boxes_of
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.parameters import torch_optimizers
@@ -23,6 +22,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.optimizers.state import NO_SETTINGS
 from megatron_eopt.registry import list_optimizers, optimizer_class
+from megatron_eopt.routing.patterns import compressed as boxes_of
 
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"

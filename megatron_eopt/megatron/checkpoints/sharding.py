@@ -16,13 +16,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_eopt.manifest import ParamPattern, rows
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import union
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import copies
 from megatron_eopt.redirect import around
+from megatron_eopt.routing import ParamPattern, rows
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")

@@ -17,7 +17,6 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base, holding
 from megatron_eopt.checkpoints.sums import CHECKSUMS
-from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron.agreement import distinct, say, union
 from megatron_eopt.megatron.averaging import export, exports, go_on_from, trained
 from megatron_eopt.megatron.checkpoints import loading, matching, sharding
@@ -30,6 +29,7 @@ from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
 from megatron_eopt.parallel.layout import is_cut_again
 from megatron_eopt.redirect import around
+from megatron_eopt.routing import to_json
 
 STEP = "step"
 

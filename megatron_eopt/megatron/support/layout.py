@@ -8,8 +8,7 @@ from megatron_eopt import registry
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.rules import unsupported
 from megatron_eopt.megatron.support.run import Run, on
-from megatron_eopt.overrides import OverrideError
-from megatron_eopt.overrides.entries import read_overrides
+from megatron_eopt.routing import OverrideError, read_overrides
 
 
 def without_layout(run: Run) -> Run:
@@ -69,7 +68,7 @@ def _routes(args: Namespace) -> bool:
     if file is None:
         return False
     try:
-        entries = read_overrides(file, keep_mistakes=True)
+        entries = read_overrides(file)
     except OverrideError:  # which the builder raises
         return False
     return any(entry.settings.keys() & {"optimizer", "exclude"} for entry in entries)

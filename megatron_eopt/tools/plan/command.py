@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, get_args
 
 from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import workspace_from
-from megatron_eopt.manifest import table, write_json
-from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain, figure
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
+from megatron_eopt.routing import table, write_json
+from megatron_eopt.routing.text import aligned, megabytes
 from megatron_eopt.tools.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.tools.plan.sweep import Point, numbers_of, point_of, swept, where_it_stops
 from megatron_eopt.tools.plan.sweep import table as swept_table
@@ -256,7 +256,7 @@ def _print_run(run: "PlannedRun", full: bool) -> None:
     lines = []
     for number, (matrices, memory) in enumerate(run.stages):
         lines.append([str(number), f"{matrices:,}", *map(megabytes, memory), megabytes(sum(memory))])
-    print("\nmemory of each GPU:", *aligned(head, lines, 170, head), sep="\n")
+    print("\nmemory of each GPU:", *aligned(head, lines, head), sep="\n")
     print(
         "state: with fp32 copies of bf16 parameters; of whole parameters that are dealt to data-parallel ranks, what "
         "the fullest\nrank holds at most. Activations are not counted. Matrices are those of all ranks of a stage.\n"

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.parallel.cost import Rates, Work, plan_cost, step_bytes, whole_flops
 from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.parallel.workspace import Workspace
+from megatron_eopt.routing.text import aligned, megabytes
 from megatron_eopt.tools.plan.models import Model, Parallel, Stage, dealt_matrices
 
 HELPS = 0.95  # of the time of half as many GPUs: more of it is no help
@@ -125,7 +125,7 @@ def last_that_helps(points: Sequence[Point]) -> Point | None:
 
 def table(points: Sequence[Point]) -> str:
     """The points as lines of text."""
-    return "\n".join(aligned(_HEAD, [point.cells for point in points], 170, _HEAD))
+    return "\n".join(aligned(_HEAD, [point.cells for point in points], _HEAD))
 
 
 def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rates) -> str:

@@ -12,7 +12,7 @@ from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Content
 from megatron_eopt.checkpoints.faults import Problem, check_counts, check_files, check_pickles
 from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
-from megatron_eopt.manifest import from_json, table
+from megatron_eopt.routing import from_json, table
 from megatron_eopt.tools.verify import optimizers
 from megatron_eopt.tools.verify.data import Data, check_data, check_integrity, check_sums, check_tiling
 from megatron_eopt.tools.verify.would_load import SIZES, Flags, parse_flags, would_load

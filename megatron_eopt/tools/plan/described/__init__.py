@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_eopt.manifest import ParamPattern, families, merged, problems, warnings
-from megatron_eopt.overrides import OverrideError
 from megatron_eopt.registry import takes_matrices
+from megatron_eopt.routing import OverrideError, ParamPattern, families, merged, problems, warnings
 from megatron_eopt.tools.plan.described.model import Memory, PlannedStage, described_run, ranks_to_describe
 
 

@@ -19,9 +19,9 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from megatron_eopt.from_config import with_fields
-from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.routing import ManifestRow
 from megatron_eopt.tools import cpu
 from megatron_eopt.tools.plan.described.arguments import parsed, refused
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
 from megatron_eopt.megatron.dealing import balances, items_of
@@ -23,10 +22,11 @@ from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.overrides.entries import Entry, Layer
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.deal import OF_ENTRY, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
+from megatron_eopt.routing import ManifestRow
+from megatron_eopt.routing.entries import Entry, Layer
 from megatron_eopt.tools.plan.described.model import DescribedRun, Memory, PlannedStage
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}

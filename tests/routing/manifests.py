@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest.families import LogicalMatrix, ManifestRow
+from megatron_eopt.routing.patterns import LogicalMatrix, ManifestRow
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"

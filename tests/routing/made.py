@@ -1,19 +1,11 @@
-"""A small model's parameters, as selectors see them, and the names that settings may have."""
+"""A small model's parameters, as selectors see them."""
 
 from dataclasses import dataclass, field
 
-from megatron_eopt.overrides import Known, ParameterInfo
-
-KNOWN = Known.registered()
+from megatron_eopt.routing import ParameterInfo
 
 EMBEDDING = {"is_embedding_or_output_parameter": True}
 EXPERT = {"expert_tp": True, "allreduce": False}
-
-
-def having(key):
-    """The optimizers that have a setting, as messages list them."""
-    *names, last = sorted(name for name, settings in KNOWN.optimizers.items() if key in settings)
-    return f"{', '.join(names)} and {last}"
 
 
 def model(layers=2):

@@ -9,11 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
-from megatron_eopt.orthogonalize.choices import listing, near_or_all
-from megatron_eopt.overrides.known import OverrideError, shown, unfit
+from megatron_eopt.orthogonalize.choices import near_or_all
+
+
+class OverrideError(ValueError):
+    """Mistakes in overrides, a line each, with the source."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,16 @@ SHAPES: dict[str, Callable[[ParameterInfo], bool]] = {
 
 # What a condition asks for, from the least specific up.
 Kind = IntEnum("Kind", ["EVERYTHING", "OPTIMIZER", "SHAPE", "ATTR", "PREDICATE", "REGEX", "NAME", "WHOLE_NAME"])
-_WRITTEN = {each.name.lower(): each for each in (Kind.NAME, Kind.REGEX, Kind.ATTR, Kind.SHAPE, Kind.OPTIMIZER)}
-_KINDS = {"re": Kind.REGEX, **_WRITTEN}
+_KINDS = {
+    "name": Kind.NAME,
+    "re": Kind.REGEX,
+    "regex": Kind.REGEX,
+    "attr": Kind.ATTR,
+    "shape": Kind.SHAPE,
+    "optimizer": Kind.OPTIMIZER,
+}
 _PREFIXES = {Kind.NAME: "", Kind.REGEX: "re:", Kind.PREDICATE: "predicate "}
-_PYTHON_ONLY = "predicate"
+_MOST_CHARACTERS = 500  # of a regular expression
 
 Specificity = tuple[tuple[int, int], ...]
 
@@ -78,35 +87,26 @@ class Condition:
     holds: Callable[[ParameterInfo], bool] | None = field(default=None, compare=False)  # of a predicate
 
     def __post_init__(self) -> None:
-        if self.kind != Kind.PREDICATE and (what := unfit(self.text)):
-            raise OverrideError(what)
-        match self.kind:
-            case Kind.NAME if not self.text:
-                raise OverrideError("an empty name selects nothing: write '*' for every parameter")
-            case Kind.REGEX if not self.text:
-                raise OverrideError("an empty regular expression selects everything: write '*' for every parameter")
-            case Kind.ATTR if not self.text.isidentifier():
-                raise OverrideError(f"{self.text!r} cannot be the name of an attribute")
-            case Kind.SHAPE if self.text not in SHAPES:
-                raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
-            case Kind.REGEX:
-                try:
-                    re.compile(self.text)
-                except (re.error, OverflowError, RecursionError) as error:
-                    raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
+        if not self.text:
+            raise OverrideError("an empty text selects nothing: write '*' for every parameter")
+        if self.kind == Kind.SHAPE and self.text not in SHAPES:
+            raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
+        if self.kind == Kind.REGEX:
+            if len(self.text) > _MOST_CHARACTERS:
+                raise OverrideError(f"a regular expression has {len(self.text):,} characters, at most 500 are read")
+            try:
+                re.compile(self.text)
+            except re.error as error:
+                raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
 
     def __str__(self) -> str:
         return _PREFIXES.get(self.kind, f"{self.kind.name.lower()}:") + self.text
-
-    @cached_property
-    def _glob(self) -> re.Pattern[str]:
-        return re.compile(rf"(?:^|\.){fnmatch.translate(unwrapped(self.text))}")
 
     def matches(self, info: ParameterInfo) -> bool:
         """Whether it holds for a parameter."""
         match self.kind:
             case Kind.NAME:
-                return self._glob.search(info.name) is not None
+                return _of_glob(self.text).search(info.name) is not None
             case Kind.REGEX:
                 return re.search(self.text, info.name) is not None
             case Kind.ATTR:
@@ -129,6 +129,11 @@ class Condition:
         return (Kind.NAME, literal) if literal else (Kind.EVERYTHING, 0)
 
 
+@cache
+def _of_glob(glob: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:^|\.){fnmatch.translate(unwrapped(glob))}")
+
+
 Predicate = partial(Condition, Kind.PREDICATE)
 """``Predicate(NAME, FUNCTION)``: compared by the name; it pickles if the function does."""
 
@@ -140,16 +145,12 @@ class Selector:
     conditions: tuple[Condition, ...]
     any_of: bool = False  # any is enough, as in Megatron's ``ParamKey``
 
-    def __post_init__(self) -> None:
-        if not self.conditions:
-            raise OverrideError("a selector without conditions: write '*' for every parameter")
-
     def __str__(self) -> str:
         return (" or " if self.any_of else " and ").join(map(str, self.conditions))
 
     @property
     def optimizer(self) -> str | None:
-        """The optimizer whose parameters it takes; None: any."""
+        """The optimizer of whose parameters it takes some."""
         return next((condition.text for condition in self.conditions if condition.kind == Kind.OPTIMIZER), None)
 
     def matches(self, info: ParameterInfo) -> bool:
@@ -162,11 +163,9 @@ class Selector:
         The ranks of its conditions, the highest first, to compare with ``<``; with ``any_of`` only the highest that
         holds.
         """
-        if self.any_of:
-            ranks = [max(condition.rank(info) for condition in self.conditions if condition.matches(info))]
-        else:
-            ranks = [condition.rank(info) for condition in self.conditions]
-        return tuple(sorted((rank for rank in ranks if rank[0] != Kind.EVERYTHING), reverse=True))
+        ranks = [condition.rank(info) for condition in self.conditions if condition.matches(info)]
+        ranks = sorted((rank for rank in ranks if rank[0] != Kind.EVERYTHING), reverse=True)
+        return tuple(ranks[:1] if self.any_of else ranks)
 
     @classmethod
     def parse(cls, written: object) -> "Selector":
@@ -178,58 +177,54 @@ class Selector:
         """
         if isinstance(written, Selector):
             return written
-        return cls(tuple(_conditions(written)), any_of=hasattr(written, "with_name_predicate"))
+        conditions = tuple(_conditions(written))
+        if not conditions:
+            raise OverrideError(f"{written!r} selects nothing: write '*' for every parameter")
+        return cls(conditions, any_of=hasattr(written, "with_name_predicate"))
 
 
 def _conditions(written: Any) -> Iterator[Condition]:
-    if isinstance(written, str):
-        match = re.match(r"\s*(\w+)\s*:\s*(.*?)\s*$", written, re.DOTALL)
-        name, text = match.groups() if match else ("name", written.strip())
-        yield Condition(_kind(name, f" in {written!r}"), text)
+    if isinstance(written, Condition):
+        yield written
+    elif isinstance(written, str):
+        match = re.fullmatch(r"\s*(\w+)\s*:(.*)", written, re.DOTALL)
+        name, text = match.groups() if match else ("name", written)
+        yield _condition(name, text)
     elif isinstance(written, Mapping):
         for name, value in written.items():
-            several = _several(value)
-            if name == _PYTHON_ONLY and not any(isinstance(each, str | Mapping) for each in several):
-                yield from (condition for function in several for condition in _conditions(function))
-                continue
-            kind = _kind(str(name))
-            if value is None or not several:
-                raise OverrideError(f"{name} has no value")
-            for each in several:
-                if not isinstance(each, str):
-                    raise OverrideError(f"expected text for {name}, got {shown(each)}")
-                yield Condition(kind, each)
+            for each in _several(value):
+                yield _condition(name, each)
     elif hasattr(written, "with_name_predicate"):
-        if not (written.name or written.attr or written.predicate or written.with_name_predicate):
-            raise OverrideError(f"{written!r} selects nothing: set its name, attr, predicate or with_name_predicate")
-        yield from (Condition(Kind.NAME, each) for each in _several(written.name))
-        yield from (Condition(Kind.ATTR, each) for each in _several(written.attr))
-        yield from (Predicate(each.name, partial(_says, each, False)) for each in _several(written.predicate))
-        yield from (Predicate(each.name, partial(_says, each, True)) for each in _several(written.with_name_predicate))
-    elif isinstance(written, Condition):
-        yield written
-    elif not callable(written):
-        raise OverrideError(f"expected a glob, or a mapping of {listing(_WRITTEN)}, got {shown(written)}")
-    elif (name := getattr(written, "__name__", "<lambda>")) == "<lambda>":
-        raise OverrideError(
-            "a predicate needs a name, by which errors call it: use def, or Predicate('NAME', function)"
-        )
+        for each in _several(written.name):
+            yield Condition(Kind.NAME, each)
+        for each in _several(written.attr):
+            yield Condition(Kind.ATTR, each)
+        for each in _several(written.predicate):
+            yield Predicate(each.name, partial(_says, each))
+        for each in _several(written.with_name_predicate):
+            yield Predicate(each.name, partial(_says_of_name, each))
+    elif callable(written):
+        yield Predicate(getattr(written, "__name__", repr(written)), written)
     else:
-        yield Predicate(name, written)
+        raise OverrideError(f"expected a glob, or a mapping of name, regex, attr, shape or optimizer, got {written!r}")
 
 
-def _kind(name: str, where: str = "") -> Kind:
-    if name == _PYTHON_ONLY:
-        raise OverrideError("a predicate is a Python function: it cannot be written as text")
+def _condition(name: str, value: Any) -> Condition:
+    if name == "predicate" and callable(value):
+        return next(_conditions(value))
     if name not in _KINDS:
-        raise OverrideError(f"unknown kind of selector {name!r}{where}{near_or_all(name, _KINDS)}")
-    return _KINDS[name]
+        raise OverrideError(f"unknown kind of selector {name!r}{near_or_all(name, _KINDS)}")
+    if not isinstance(value, str):
+        raise OverrideError(f"expected text for {name}, got {value!r}")
+    return Condition(_KINDS[name], value.strip())
 
 
-def _says(predicate: Any, with_name: bool, info: ParameterInfo) -> bool:
-    if info.parameter is None:
-        raise OverrideError(f"predicate {predicate.name} needs the parameter {info.name} itself")
-    return bool(predicate(info.parameter, info.name) if with_name else predicate(info.parameter))
+def _says(predicate: Any, info: ParameterInfo) -> bool:
+    return bool(predicate(info.parameter))
+
+
+def _says_of_name(predicate: Any, info: ParameterInfo) -> bool:
+    return bool(predicate(info.parameter, info.name))
 
 
 def _several(value: Any) -> tuple[Any, ...]:

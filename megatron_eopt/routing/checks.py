@@ -1,0 +1,219 @@
+"""Errors and warnings of a manifest, and its changes."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+
+from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
+from megatron_eopt.routing.patterns import (
+    Index,
+    ManifestRow,
+    ParamPattern,
+    by_pattern,
+    compressed,
+    expanded,
+    split_name,
+)
+
+FAR = 4.0  # warn of updates more than so many times larger or smaller than AdamW's
+_TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # equal for tied parameters
+
+
+def problems(families: Sequence[ParamPattern], optimizer: str, for_matrices: bool) -> list[str]:
+    """Errors that end a start.
+
+    ``families`` are of all ranks together, ``optimizer`` is the run's, of no use without matrices if ``for_matrices``.
+    """
+    wrong = [*_without_optimizer(families), *listed_twice(families), *_drifting_ties(families)]
+    if for_matrices:
+        wrong += _without_matrices(families, optimizer)
+    return wrong
+
+
+def _without_optimizer(families: Sequence[ParamPattern]) -> Iterator[str]:
+    for family in families:
+        row = family.like
+        if row.optimizer is None and not row.excluded:
+            yield (
+                f"no optimizer has {family.named} ({row.reason}): expected one optimizer for every trainable "
+                f"parameter, or it keeps the value it starts with; give it one (optimizer: adam in an overrides file), "
+                f"or leave it out on purpose (exclude: true)"
+            )
+        elif row.optimizer is not None and row.excluded:
+            yield (
+                f"{row.optimizer} has {family.named}, which is excluded ({row.reason}): expected no optimizer; build "
+                f"the optimizers from parameter groups that leave it out"
+            )
+
+
+def listed_twice(families: Iterable[ParamPattern]) -> Iterator[str]:
+    """Errors of parameters of two optimizers, or of which ranks say two things."""
+    for group in by_pattern(families).values():
+        rows_of: dict[Index, tuple[ManifestRow, ...]] = {}
+        for family in group:
+            for index in expanded(family.members):
+                rows_of[index] = (*rows_of.get(index, ()), family.like)
+        twice = defaultdict[tuple[ManifestRow, ...], list[Index]](list)
+        for index, rows in rows_of.items():
+            if len(rows) > 1:
+                twice[rows].append(index)
+        for rows, indices in twice.items():
+            label = ParamPattern(rows[0], compressed(indices)).label
+            yield (
+                f"{label} is listed {len(rows)} times, {_differing(rows)}: expected one optimizer, or it is stepped "
+                f"twice; give each optimizer its own parameters, and all ranks the same flags, files and packages"
+            )
+
+
+def _differing(rows: Sequence[ManifestRow]) -> str:
+    """Rows by the fields in which they differ."""
+    names = [each.name for each in fields(ManifestRow)]
+    names = [name for name in names if any(getattr(row, name) != getattr(rows[0], name) for row in rows)]
+    return " and ".join(", ".join(f"{name} {getattr(row, name)}" for name in names) for row in rows)
+
+
+def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:
+    groups = by_pattern(families)  # a partner that is not listed is another name of the same parameter
+    for family in families:
+        row = family.like
+        if row.tied_to is None:
+            continue
+        pattern, index = split_name(row.tied_to)
+        for partner in groups.get(pattern, ()):
+            differs = any(getattr(row, name) != getattr(partner.like, name) for name in _TIED)
+            if differs and index in expanded(partner.members):
+                yield (
+                    f"{family.label} is tied to {row.tied_to}, and they differ, {_differing([row, partner.like])}: "
+                    f"expected the same {', '.join(_TIED)} for both, or they drift apart; select both in the override"
+                )
+
+
+def _without_matrices(families: Sequence[ParamPattern], optimizer: str) -> Iterator[str]:
+    numbers: Counter[str] = Counter()
+    for family in families:
+        if family.like.optimizer == optimizer and family.like.matrices:
+            return
+        numbers[family.like.optimizer or "no optimizer"] += family.count
+    others = ", ".join(f"{name} has {number:,}" for name, number in sorted(numbers.items())) or "none is trainable"
+    yield (
+        f"--optimizer {optimizer} is for matrices, and it has none on any rank (parameters: {others}): expected at "
+        f"least one; see the reasons in the manifest, change the overrides or what is frozen, or take --optimizer adam"
+    )
+
+
+def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
+    """Warnings; ``scale_mode`` is the run's default."""
+    found = list(_far_from_adam(families, scale_mode))
+    decays = defaultdict[float, list[ParamPattern]](list)
+    for family in families:
+        row = family.like
+        if row.excluded:
+            found.append(f"{family.named} keeps the value it starts with ({row.reason})")
+        elif row.optimizer is not None and len(row.shape) < 2 and row.weight_decay:
+            decays[row.weight_decay].append(family)
+    for decay, members in sorted(decays.items()):
+        found.append(
+            f"weight decay {decay:g} on vectors, {_some(members)}: biases and norms mostly have none; set weight_decay "
+            f"0 for shape:vector, or keep it if it is meant"
+        )
+    return found
+
+
+def _far_from_adam(families: Sequence[ParamPattern], scale_mode: str) -> Iterator[str]:
+    classes = defaultdict[tuple[str, str, bool], list[ParamPattern]](list)
+    for family in families:
+        row = family.like
+        rms = row.update_rms
+        if row.optimizer and row.matrices and rms is not None and not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
+            mode = str(row.settings.get("scale_mode", scale_mode))
+            classes[row.optimizer, mode, rms > ADAMW_RMS].append(family)
+    for (optimizer, mode, large), members in sorted(classes.items(), key=lambda item: item[0]):
+        sizes = [family.like.update_rms or 0.0 for family in members]
+        what = optimizer
+        advice = "set --muon-lr for it"
+        if optimizer in LIKE_MUON:
+            what += f" with scale mode {mode}"
+            advice = "take --muon-preset match_adamw"
+            if mode == "spectral":  # in other modes the size depends on the shape
+                advice += " or --muon-extra-scale-factor 0.2"
+        yield (
+            f"{what} makes updates of RMS {_span(sizes)}, {_span([size / ADAMW_RMS for size in sizes])} times Adam's "
+            f"{ADAMW_RMS:g}, for {_some(members)}: a learning rate that is right for Adam is too "
+            f"{'large' if large else 'small'} by that; {advice}, or keep it if lr "
+            f"{_span([family.like.lr for family in members])} is chosen for it"
+        )
+
+
+def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[str]:
+    """Changes from one manifest to another, a line each.
+
+    Left out is what another number of ranks changes (layouts, sizes of state, and schemes but blockwise, which makes
+    other updates), and reasons and sources of settings.
+    """
+    before = by_pattern(old)
+    now = by_pattern(new)
+    lines = []
+    for pattern in dict.fromkeys([*before, *now]):
+        was = _by_index(before.get(pattern, ()))
+        comes = _by_index(now.get(pattern, ()))
+        pairs = defaultdict[tuple[ManifestRow | None, ManifestRow | None], list[Index]](list)
+        for index in sorted(was.keys() | comes.keys()):
+            pairs[was.get(index), comes.get(index)].append(index)
+        changed = defaultdict[str, list[Index]](list)
+        for pair, indices in pairs.items():
+            if changes := "; ".join(_changes(*pair)):
+                changed[changes] += indices
+        for changes, indices in changed.items():
+            like = (now.get(pattern) or before[pattern])[0].like
+            lines.append(f"{ParamPattern(like, compressed(indices)).named}: {changes}")
+    return lines
+
+
+def _by_index(families: Iterable[ParamPattern]) -> dict[Index, ManifestRow]:
+    rows = {}
+    for family in families:
+        rows.update(dict.fromkeys(expanded(family.members), family.like))
+    return rows
+
+
+def _changes(old: ManifestRow | None, new: ManifestRow | None) -> Iterator[str]:
+    if old is None and new is not None:
+        yield f"added, with the optimizer {new.optimizer or 'none'}"
+    elif new is None and old is not None:
+        yield f"removed, had the optimizer {old.optimizer or 'none'}"
+    elif old is not None and new is not None:
+        before = _compared(old)
+        now = _compared(new)
+        for name in dict.fromkeys([*before, *now]):
+            was = before.get(name, "default")
+            comes = now.get(name, "default")
+            if was != comes:
+                yield f"{name} {was} -> {comes}"
+
+
+def _compared(row: ManifestRow) -> dict[str, object]:
+    """What is compared, by its printed name."""
+    return {
+        "optimizer": row.optimizer or "none",
+        "matrices": row.sizes or "none",
+        "orthogonalized": "blockwise" if any(matrix.scheme == "blockwise" for matrix in row.matrices) else "exactly",
+        "shape": row.shape,
+        "dtype": row.dtype,
+        "update RMS": "none" if row.update_rms is None else row.update_rms,
+        "lr": row.lr,
+        "min_lr": row.min_lr,
+        "weight decay": row.weight_decay,
+        "tied to": row.tied_to or "none",
+        "excluded": row.excluded,
+        **row.settings,
+    }
+
+
+def _some(members: Sequence[ParamPattern]) -> str:
+    number = sum(family.count for family in members)
+    more = f" and {len(members) - 1} more families" if len(members) > 1 else ""
+    return f"{number:,} {'parameter' if number == 1 else 'parameters'} ({members[0].label}{more})"
+
+
+def _span(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))

@@ -1,0 +1,169 @@
+"""Entries: a selector and settings, from Python or a file.
+
+A file is a list of entries, each a mapping of ``select`` and settings; or a mapping of selectors to settings. YAML is
+read as version 1.2, which contains JSON: ``1e-3`` is a number and ``no`` is text, unlike in version 1.1.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from megatron_eopt.routing.selectors import Kind, OverrideError, ParameterInfo, Selector, Specificity
+from megatron_eopt.routing.settings import check_setting
+
+# Where entries come from; of two that are equally specific the later one wins.
+Layer = IntEnum("Layer", ["DEFAULTS", "PYTHON", "FILE", "FLAGS"], start=0)
+Order = tuple[Specificity, Layer, Specificity]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Settings for the parameters of a selector."""
+
+    selector: Selector
+    settings: Mapping[str, Any] = field(hash=False)
+    layer: Layer  # an entry of the defaults may select nothing
+    source: str  # file and line, flag or dict, as in ``overrides.yaml:3``
+
+    def order(self, info: ParameterInfo) -> Order:
+        """Rank for a parameter that it selects; the highest wins."""
+        own = self.selector.specificity(info)
+        bounded = min(own, ((Kind.SHAPE, 0),)) if self.layer == Layer.DEFAULTS else own
+        return bounded, self.layer, own
+
+
+def make_entry(selector: object, settings: Any, layer: Layer, source: str) -> Entry:
+    """One checked entry; an :class:`OverrideError` has a line for each mistake."""
+    try:
+        parsed = Selector.parse(selector)
+    except OverrideError as error:
+        raise OverrideError(f"{source}: select: {error}") from None
+    if not isinstance(settings, Mapping) or not settings:
+        raise OverrideError(f"{source}: expected a mapping of settings, as lr: 1e-3, got {settings!r}")
+    values = {}
+    mistakes = []
+    for key, raw in settings.items():
+        if key in ("optimizer", "exclude") and parsed.optimizer is not None:
+            mistakes.append(f"{source}: {key}: cannot be set for the parameters of an optimizer, by '{parsed}'")
+        try:
+            values[str(key)] = check_setting(str(key), raw, None)  # its parameters' optimizer is not known yet
+        except ValueError as error:
+            mistakes.append(f"{source}: {key}: {error}")
+    if mistakes:
+        raise OverrideError("\n".join(mistakes))
+    return Entry(parsed, values, layer, source)
+
+
+def _make_entries(written: Iterable[tuple[object, Any, str]], layer: Layer) -> list[Entry]:
+    """Entries of (selector, settings, source), or all their mistakes."""
+    entries = []
+    mistakes = []
+    for selector, settings, source in written:
+        try:
+            entries.append(make_entry(selector, settings, layer, source))
+        except OverrideError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise OverrideError("\n".join(mistakes))
+    return entries
+
+
+def entries_from_dict(
+    overrides: Mapping[Any, Mapping[str, Any]], layer: Layer = Layer.PYTHON, source: str = "overrides"
+) -> list[Entry]:
+    """Entries from ``{selector: settings}``.
+
+    A selector may be a ``ParamKey``, and a setting Megatron's ``max_lr``. An :class:`OverrideError` has a line for each
+    mistake.
+    """
+    written = []
+    for selector, settings in overrides.items():
+        own_source = f"{source}[{_shown(selector)}]"
+        if isinstance(settings, Mapping) and "max_lr" in settings:
+            if "lr" in settings:
+                raise OverrideError(f"{own_source}: max_lr is lr: keep one of the two")
+            settings = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
+        written.append((selector, settings, own_source))
+    return _make_entries(written, layer)
+
+
+def _shown(selector: object) -> str:
+    if isinstance(selector, str):
+        return repr(selector)
+    try:
+        return f"'{Selector.parse(selector)}'"
+    except OverrideError:  # which make_entry raises again, with the source
+        return repr(selector)
+
+
+class _Loader(yaml.SafeLoader):
+    # The core schema of YAML 1.2; None: whatever a scalar begins with
+    yaml_implicit_resolvers: ClassVar = {
+        None: [
+            (f"tag:yaml.org,2002:{kind}", re.compile(f"^({like})$"))
+            for kind, like in {
+                "null": r"~|null|Null|NULL|",
+                "bool": r"true|True|TRUE|false|False|FALSE",
+                "int": r"[-+]?(0|[1-9][0-9]*)",
+                "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+                "merge": r"<<",
+            }.items()
+        ]
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that is there twice, of which PyYAML takes the last."""
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is here a second time", problem_mark=key.start_mark)
+            seen.add(key.value)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+def read_overrides(path: str | PathLike[str]) -> list[Entry]:
+    """Entries of a file of YAML or JSON.
+
+    An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``, with the line on which
+    the entry begins.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        if Path(path).suffix == ".json":
+            text = text.replace("\t", " ")  # by which JSON may be indented, and YAML not
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        found = loader.construct_document(root) if root else None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1
+        hint = "quote a selector that begins with *, and indent by blanks"
+        raise OverrideError(f"{path}:{line}: this is no YAML: {error.problem}: {hint}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OverrideError(f"{path}: cannot be read: {error}") from None
+    written = []
+    if isinstance(found, list):
+        for entry, node in zip(found, root.value, strict=True):
+            source = f"{path}:{node.start_mark.line + 1}"
+            if not isinstance(entry, dict) or "select" not in entry:
+                raise OverrideError(f"{source}: expected an entry {{select: ..., SETTING: ...}}, got {entry!r}")
+            settings = {key: value for key, value in entry.items() if key != "select"}
+            written.append((entry["select"], settings, source))
+    elif isinstance(found, dict):
+        lines = {key.value: key.start_mark.line + 1 for key, _ in root.value}
+        for selector, settings in found.items():
+            written.append((selector, settings, f"{path}:{lines.get(selector, 1)}"))
+    if not written:
+        raise OverrideError(
+            f"{path}: expected a list of entries {{select: ..., SETTING: ...}}, or a mapping of selectors to settings, "
+            f"got {found!r}"
+        )
+    return _make_entries(written, Layer.FILE)

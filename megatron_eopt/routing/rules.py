@@ -1,0 +1,227 @@
+"""Which of several entries wins, by the rules of docs/reference/overrides.md.
+
+Every entry that selects a parameter claims each of its settings with the rank ``(specificity, layer)``; the highest
+rank wins, whatever the order of entries in a layer. Against other layers, defaults are no more specific than a shape:
+their predicates would otherwise win over what a user says of an attribute.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megatron_eopt.optimizers.nonfinite import listed
+from megatron_eopt.orthogonalize.choices import did_you_mean
+from megatron_eopt.routing.entries import Entry, Layer, Order
+from megatron_eopt.routing.selectors import Kind, OverrideError, ParameterInfo, Selector
+from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, settings_of
+
+
+class Overruled(NamedTuple):
+    """A setting of an entry that did not win."""
+
+    key: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings of one parameter, as plain data."""
+
+    settings: dict[str, Any]  # by name, sorted
+    sources: dict[str, str]  # setting -> source of its entry
+    overruled: tuple[Overruled, ...] = ()
+
+    def learning_rates(self, lr: float | None, min_lr: float | None) -> tuple[float | None, float | None]:
+        """Largest and smallest learning rate of the schedule.
+
+        None is for one that neither the optimizer nor an override sets: a loop without a schedule needs none. A
+        smallest above the largest is an :class:`OverrideError`.
+        """
+        factor = self.settings.get("lr_mult", 1.0)
+        high = self.settings.get("lr", lr)
+        if high is not None:
+            high *= factor
+        low = self.settings.get("min_lr", None if min_lr is None else min_lr * factor)
+        if low is not None and high is not None and low > high:
+            sources = ", ".join(f"{key} by {source}" for key, source in self.sources.items() if "lr" in key)
+            raise OverrideError(f"min_lr {low:g} is above lr {high:g} ({sources or 'no override'}): set both")
+        return high, low
+
+
+class _Claim(NamedTuple):
+    order: Order
+    value: Any
+    source: str
+
+
+_Claims = dict[str, list[_Claim]]  # by setting
+
+
+def resolve(
+    entries: Iterable[Entry],
+    parameters: Iterable[ParameterInfo],
+    optimizer: str | None = None,
+    matches: Sequence[int] | None = None,
+) -> dict[str, Resolved]:
+    """Settings of each parameter, by its name.
+
+    Args:
+        parameters: with distinct names.
+        optimizer: of parameters to which no entry gives another.
+        matches: number of parameters that each entry selects, on all ranks together; counted here if None.
+
+    Raises:
+        OverrideError: with a line for each mistake: a selector that matches nothing, with the nearest name; ties;
+            settings without effect, or of another type than those of the parameter's optimizer.
+    """
+    entries = list(entries)
+    infos = _with_optimizers(entries, parameters, optimizer)
+    resolved: dict[str, Resolved] = {}
+    mistakes = defaultdict[str, list[str]](list)  # mistake -> names of its parameters, so that it is printed once
+    for info in infos:
+        if info.name in resolved:
+            raise OverrideError(f"two parameters are named {info.name!r}: settings are by name, so names must differ")
+        resolved[info.name], wrong = _resolve_one(entries, info)
+        for mistake in wrong:
+            mistakes[mistake].append(info.name)
+    if matches is None:
+        matches = match_counts(entries, infos, optimizer)
+    lines = []
+    for entry, count in zip(entries, matches, strict=True):
+        if not count and entry.layer != Layer.DEFAULTS:
+            lines.append(f"{entry.source}: select: {_no_match(entry.selector, infos)}")
+    for mistake in sorted(mistakes):
+        lines.append(f"{mistake}, for {listed(sorted(mistakes[mistake]), most=1)}")
+    if lines:
+        raise OverrideError("\n".join(lines))
+    return resolved
+
+
+def match_counts(entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None) -> list[int]:
+    """Parameters that each entry selects; summed over ranks for :func:`resolve`."""
+    entries = list(entries)
+    infos = _with_optimizers(entries, parameters, optimizer)
+    return [sum(entry.selector.matches(info) for info in infos) for entry in entries]
+
+
+def _with_optimizers(
+    entries: Sequence[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None
+) -> list[ParameterInfo]:
+    routing = [entry for entry in entries if entry.settings.keys() & {"optimizer", "exclude"}]
+    infos = []
+    for info in parameters:
+        own = optimizer
+        claims = _claims(routing, info)
+        if "optimizer" in claims:
+            own = _winner(claims["optimizer"]).value
+        if "exclude" in claims and _winner(claims["exclude"]).value:
+            own = None
+        infos.append(replace(info, optimizer=own))
+    return infos
+
+
+def _claims(entries: Iterable[Entry], info: ParameterInfo) -> _Claims:
+    claims: _Claims = defaultdict(list)
+    for entry in entries:
+        if entry.selector.matches(info):
+            order = entry.order(info)
+            for key, value in entry.settings.items():
+                claims[key].append(_Claim(order, value, entry.source))
+    return claims
+
+
+def _highest(claims: Sequence[_Claim]) -> list[_Claim]:
+    top = max(claim.order for claim in claims)
+    return sorted((claim for claim in claims if claim.order == top), key=lambda claim: claim.source)
+
+
+def _winner(claims: Sequence[_Claim]) -> _Claim:
+    first = _highest(claims)
+    return first[0]._replace(source=" and ".join(dict.fromkeys(claim.source for claim in first)))
+
+
+def _resolve_one(entries: Sequence[Entry], info: ParameterInfo) -> tuple[Resolved, list[str]]:
+    """Settings of one parameter, and what is wrong with them."""
+    claims = _claims(entries, info)
+    won = {}
+    wrong = []
+    for key in sorted(claims):
+        won[key] = _winner(claims[key])
+        first = _highest(claims[key])
+        if any(claim.value != first[0].value for claim in first):
+            values = " and ".join(dict.fromkeys(f"{claim.value!r} by {claim.source}" for claim in first))
+            wrong.append(f"{key}: set to {values}, which are equally specific: remove one, or narrow its selector")
+    wrong += _drop_replaced(won)
+    wrong += _drop_without_effect(won, info.optimizer)
+    overruled = set()
+    for key, of_key in claims.items():
+        for claim in of_key:
+            if key not in won or claim.order < won[key].order:
+                overruled.add(Overruled(key, claim.value, claim.source))
+    settings = {key: claim.value for key, claim in won.items()}
+    sources = {key: claim.source for key, claim in won.items()}
+    return Resolved(settings, sources, tuple(sorted(overruled, key=lambda each: (each.key, each.source)))), wrong
+
+
+def _drop_replaced(won: dict[str, _Claim]) -> list[str]:
+    wrong = []
+    for absolute, other in REPLACED:
+        if absolute in won and other in won:
+            first = won[absolute]
+            second = won[other]
+            if first.order == second.order:
+                both = f"{absolute} by {first.source} and {other} by {second.source}"
+                wrong.append(f"{other}: set are {both}, which are equally specific: keep one")
+            elif first.order > second.order:
+                del won[other]
+    if all(end in won for end in ENDS):
+        won.pop("weight_decay", None)
+    return wrong
+
+
+def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None) -> list[str]:
+    """Drop settings of excluded parameters, and those the optimizer lacks.
+
+    What is ranked below the entry that excludes the parameter, or gives it the optimizer, is dropped without an error.
+    """
+    wrong = []
+    exclude = won.get("exclude")
+    if exclude is not None and exclude.value:
+        for key in won.keys() - {"exclude"}:
+            claim = won.pop(key)
+            if claim.order >= exclude.order:
+                wrong.append(f"{claim.source}: {key}: {exclude.source} excludes the parameter")
+        return wrong
+    given = won.get("optimizer")
+    for key in won.keys() - OF_ALL:
+        claim = won[key]
+        try:
+            won[key] = claim._replace(value=check_setting(key, claim.value, optimizer))
+        except ValueError as error:
+            del won[key]
+            if given is None or claim.order >= given.order or key in settings_of(given.value):
+                wrong.append(f"{claim.source}: {key}: {error}")
+    return wrong
+
+
+def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
+    for condition in selector.conditions:
+        if any(condition.matches(info) for info in infos):
+            continue
+        known = set()
+        for info in infos:
+            if condition.kind == Kind.ATTR:
+                known |= {name for name, value in info.attributes.items() if value}
+            elif condition.kind == Kind.OPTIMIZER:
+                known.add(info.optimizer or "none")
+            else:
+                words = re.sub(r"(?<=\.)\d+(?=\.)", "*", info.name).split(".")  # layers differ in their number only
+                known |= {".".join(words[start:]) for start in range(len(words))}
+        hint = did_you_mean(condition.text, sorted(known))
+        if not hint and condition.kind in (Kind.ATTR, Kind.OPTIMIZER):
+            hint = f": there are {', '.join(sorted(known))}"
+        return f"'{condition}' matches no parameter{hint}"
+    return f"no parameter is matched by all of '{selector}', though some are by each"

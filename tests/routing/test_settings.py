@@ -1,0 +1,271 @@
+"""Which optimizer has which settings, what a value of each may be, and that groups read what they have."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eopt import EmergingOptimizerEntry, register_optimizer
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.registry import EMERGING_OPTIMIZERS
+from megatron_eopt.routing import OverrideError, resolve
+from megatron_eopt.routing.entries import Layer, make_entry
+from megatron_eopt.routing.settings import (
+    OF_ALL,
+    RATES,
+    check_setting,
+    optimizer_names,
+    optimizers_with,
+    settings_of,
+)
+from tests.optimizers.family import OPTIMIZERS, build, decays
+from tests.routing.made import model
+
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+OF_OPTIMIZERS = [(name, key) for name in OPTIMIZERS for key in sorted(settings_of(name)) if key != "split"]
+
+# What half of a default, or its opposite, would not show.
+OTHERS = {
+    "eps": 0.1,
+    "coefficient_type": "simple",
+    "scale_mode": "unit_rms_norm",
+    "basis_method": "eigh",
+    "basis_of": "current",
+    "variant": "schedulefree",
+    "sort_bases": "after",
+    "weight_norm": "hold",
+    "relative_update": "bound",
+    "moment2_method": "adamuon",
+    "root_method": "cans",
+    "max_dim": 5,
+    "precondition_frequency": 3,
+    "warmup_steps": 3,
+    "precond_decay_steps": 2,
+    "min_precond_lr": 0.1,
+    "alpha_warmup": 5,
+    "beta3_warmup": 7,
+    "rank": 2,
+    "num_ns_steps": 3,
+    "weight_decay_method": "independent",
+}
+# What has an effect beside another setting only.
+BESIDE = {"r": {"variant": "schedulefree"}, "weight_lr_power": {"variant": "schedulefree"}}
+OF_SOAP = {"scale_mode": {"orthogonalize": True}, "sort_bases": {"precondition_frequency": 1}}
+OF_MUON = {
+    **{key: {"moment2_method": "adamuon"} for key in ("beta2", "eps", "align_rms")},
+    **{key: {"weight_norm": "brake"} for key in ("brake_outward", "brake_inward")},
+    "update_ratio": {"relative_update": "bound"},
+}
+
+
+def other(key, default):
+    if default == "shape_scaling":  # which unit_rms_norm is for more rows than columns
+        return "spectral"
+    if key in OTHERS:
+        return OTHERS[key]
+    if isinstance(default, bool):
+        return not default
+    return tuple(each / 2 for each in default) if isinstance(default, tuple) else default / 2 or 0.5
+
+
+def after(name, group=None, **settings):
+    """A matrix after some steps, in a group with settings of its own or of an optimizer with settings."""
+    p = torch.nn.Parameter(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)))
+    decay = {"weight_decay": 0.3 if decays(name) else 0.0}
+    optimizer = build(name, [{"params": [p], **(group or {})}], **decay, **settings)
+    for seed in range(8):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + seed))
+        optimizer.step()
+    return p.detach()
+
+
+@pytest.mark.parametrize(("name", "key"), [each for each in OF_OPTIMIZERS if each[1] != "fp32_matmul_prec"])
+def test_a_group_with_its_own_value_is_an_optimizer_with_that_value(name, key):
+    value, muons = other(key, settings_of(name)[key]), issubclass(OPTIMIZERS[name].cls, TensorParallelMuon)
+    value = "brake" if muons and key == "weight_norm" else value  # beside a weight decay, which hold has none of
+    beside = OF_SOAP if name == "soap" else OF_MUON if muons and name != "muown" else BESIDE
+    beside = beside.get(key, {})
+    if name == "adaptive_muon" and "moment2_method" in beside:  # its default
+        beside = {}
+    if (name, key) == ("scion", "brake_inward"):
+        beside = {**beside, "radius": 0.05}  # so small that steps do not grow the norm
+    given = {key: value} | ({"update_ratio": 0.01} if key == "relative_update" else {})  # which bounds them all
+    own = after(name, given, **beside)
+    assert not torch.equal(own, after(name, **beside)), f"{name} does not read {key} from its groups"
+    if key in inspect.signature(OPTIMIZERS[name].cls).parameters:
+        assert torch.equal(own, after(name, **given, **beside))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("adaptive_muon", {"beta2", "eps", "momentum"}),
+        ("soap", {"shampoo_beta", "precondition_frequency", "betas"}),
+        ("spectron", {"momentum_beta", "rank"}),
+        ("scion", {"radius", "momentum"}),
+        ("schedule_free_adamw", {"warmup_steps", "variant"}),
+        ("lion", {"maximize", "betas"}),
+    ],
+)
+def test_settings_that_users_ask_for_are_there(name, keys):
+    assert keys <= settings_of(name).keys()
+
+
+def test_whether_factors_are_pairs_and_scales_of_other_rules_are_no_settings():
+    assert "pairs" not in settings_of("spectron")
+    for name, row in OPTIMIZERS.items():
+        assert ("extra_scale_factor" in settings_of(name)) == ("extra_scale_factor" in row.of_muon)
+        own = name in ("soap", "shampoo", "kl_shampoo")
+        assert ("scale_mode" in settings_of(name)) == (own or "scale_mode" in row.of_muon)
+
+
+class Mine(torch.optim.Optimizer):
+    """A user's."""
+
+    def __init__(self, params, lr, my_setting=0.5, my_switch=True, betas=(0.9, 0.99, 0.999), table=None):
+        self.table = table
+        super().__init__(params, {"lr": lr, "my_setting": my_setting, "my_switch": my_switch, "betas": betas})
+
+
+class Needy(torch.optim.Optimizer):
+    """One that cannot be built without what only its run has."""
+
+    def __init__(self, params, teacher, decay=0.9):
+        super().__init__(params, {"lr": teacher.lr, "decay": decay})
+
+
+@pytest.fixture
+def mine():
+    """Names with a user's optimizers, registered after the import of everything."""
+    register_optimizer("mine", EmergingOptimizerEntry(Mine))
+    register_optimizer("needy", EmergingOptimizerEntry(Needy))
+    yield
+    del EMERGING_OPTIMIZERS["mine"], EMERGING_OPTIMIZERS["needy"]
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "value"),
+    [
+        ("lr", 1, 1.0),
+        ("lr", 0, 0.0),
+        ("betas", [0, 0.5], (0.0, 0.5)),
+        ("num_ns_steps", 5.0, 5),
+        ("split", True, "default"),
+        ("split", False, "none"),
+        ("split", "per_head", "per_head"),
+        ("exclude", False, False),
+        ("optimizer", "sgd", "sgd"),
+        ("coefficient_type", "aol", "aol"),
+    ],
+)
+def test_a_value_has_the_type_of_its_setting(key, raw, value):
+    optimizer = None if key in OF_ALL else optimizers_with(key)[-1]
+    found = check_setting(key, raw, optimizer)
+    assert found == value
+    assert type(found) is type(value)
+    assert hash(found) == hash(value)
+
+
+@pytest.mark.parametrize("key", [*RATES, "optimizer"])
+@pytest.mark.parametrize("raw", [None, True, "", {}, [], -1, math.nan, math.inf, [0.5, 1.0], ["a", "b"]], ids=repr)
+def test_no_setting_of_all_takes(key, raw):
+    with pytest.raises(ValueError, match=r"expected|unknown"):
+        check_setting(key, raw, None)
+
+
+def test_what_says_nothing_of_itself_has_no_settings_of_its_own(monkeypatch):
+    def made(params):
+        raise AssertionError("nobody asks it to make anything")
+
+    monkeypatch.setitem(EMERGING_OPTIMIZERS, "missing", EmergingOptimizerEntry(made))
+    assert settings_of("missing") == {}
+
+
+def resolved(optimizer, **settings):
+    return resolve([make_entry(FC1, settings, Layer.PYTHON, "f:1")], model(), optimizer)[FC1].settings
+
+
+@pytest.mark.usefixtures("mine")
+def test_settings_of_a_users_optimizer():
+    assert settings_of("mine") == {"my_setting": 0.5, "my_switch": True, "betas": (0.9, 0.99, 0.999)}
+    assert settings_of("needy").keys() == {"teacher", "decay"}
+    found = resolved("mine", my_setting=1, betas=[0, 0.5, 1])
+    assert found == {"my_setting": 1.0, "betas": (0.0, 0.5, 1.0)}
+    assert type(found["my_setting"]) is float
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "said"),
+    [
+        ("mine", {"my_setting": "fast"}, "my_setting: expected a number, got 'fast'"),
+        ("mine", {"beta2": 0.5}, "beta2: mine has no such setting of a parameter, did you mean 'betas'?"),
+        ("spectron", {"momentum": 0.5}, "momentum: spectron has no such setting of a parameter, did you mean 'moment"),
+        ("mine", {"my_seting": 1}, "my_seting: unknown setting, did you mean 'my_setting'?"),
+        ("mine", {"betas": [0.9, 0.9]}, "betas: expected 3 numbers, got (0.9, 0.9)"),
+        ("lion", {"betas": [0.9, 0.9, 0.9]}, "betas: expected 2 numbers, got (0.9, 0.9, 0.9)"),
+        ("muon", {"tp_mode": "owner"}, "tp_mode: unknown setting"),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_optimizer_of_the_parameter(optimizer, settings, said):
+    with pytest.raises(OverrideError) as error:
+        resolved(optimizer, **settings)
+    assert str(error.value).startswith(f"f:1: {said}")
+
+
+WRONG = {
+    "betas": (1.5, 0.9),
+    "beta1": 1.0,
+    "beta2": 1.0,
+    "coefficient_type": "quintc",
+    "eps": -1.0,
+    "extra_scale_factor": -1.0,
+    "momentum": 1.0,
+    "num_ns_steps": 0,
+    "rank": 0,
+    "scale_mode": "tall",
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [each for each in OF_OPTIMIZERS if each[1] in WRONG])
+def test_optimizers_check_ranges_of_groups_without_parameters(name, key):
+    """So that nothing here has to."""
+    with pytest.raises(ValueError, match=rf"{key}|{WRONG[key]}"):
+        OPTIMIZERS[name].cls([{"params": [], key: WRONG[key]}])
+
+
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(-10, 10),
+    st.floats(allow_nan=True),
+    st.text(max_size=3),
+    st.none(),
+    st.lists(st.floats(-2, 2), max_size=3),
+)
+
+
+@given(st.sampled_from(OF_OPTIMIZERS), VALUES)
+def test_a_value_that_is_taken_has_the_type_of_the_default_and_can_be_sorted(named, raw):
+    name, key = named
+    default = settings_of(name)[key]
+    try:
+        found = check_setting(key, raw, name)
+    except ValueError:
+        return
+    assert default is None or type(found) is type(default)
+    assert hash(found) == hash(check_setting(key, found, name))
+    if isinstance(found, float):
+        assert math.isfinite(found)
+    elif isinstance(found, tuple):
+        assert len(found) == len(default)
+
+
+def test_optimizers_say_themselves_what_they_take():
+    for key in ("momentum_beta", "rank"):
+        assert optimizers_with(key) == ["spectron"]
+    assert optimizers_with("num_ns_steps") == sorted(x.name for x in OPTIMIZERS.values() if x.takes("num_ns_steps"))
+    assert optimizers_with("split") == sorted(row.name for row in OPTIMIZERS.values() if row.owns == "matrices")
+    assert {"adam", "sgd", "muon"} < {*optimizer_names()}

@@ -18,7 +18,7 @@ FLOORS = [
     {"optimizers"},
     {"from_config"},
     {"family"},
-    {"registry", "routing", "checkpoints", "manifest"},
+    {"registry", "routing", "checkpoints"},
     {"metrics"},
     {"megatron", "plain"},
     {"tools"},

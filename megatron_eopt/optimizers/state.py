@@ -421,6 +421,8 @@ def check_kept_state(
 def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:
     if tensor.dims is None:
         return _shape_of(parameter)
+    if tensor.dims == ():  # of a vector, too, which has no layout
+        return (), None, None
     own_shape = tensor.local_shape(layouts(parameter))
     if not _is_cut_like(parameter, tensor):
         return own_shape, None, None

@@ -127,7 +127,7 @@ def test_a_tensor_of_several_entries_is_refused_where_a_number_is_wanted(name, k
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert all(torch.equal(x, y) for x, y in zip((p, q), before, strict=True))
-    assert not optimizer.state
+    assert not getattr(optimizer, "matrices", optimizer).state
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -149,7 +149,7 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(name):
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert torch.equal(first, before)
-    assert not optimizer.state
+    assert not getattr(optimizer, "matrices", optimizer).state
 
 
 DTYPES = [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
@@ -169,9 +169,10 @@ def test_a_parameter_of_no_real_numbers_is_refused_at_construction_and_in_a_new_
     with pytest.raises(ValueError, match=message):
         build(name, [p, of_dtype(dtype)])
     optimizer = build(name, [q])
+    groups = len(optimizer.param_groups)
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [of_dtype(dtype)]})
-    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.param_groups) == groups
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,7 +192,7 @@ def test_a_gradient_that_torchs_adamw_cannot_take_leaves_the_matrices_too():
     ):
         optimizer.step()
     assert torch.equal(matrix, before)
-    assert not optimizer.state
+    assert not getattr(optimizer, "matrices", optimizer).state
 
 
 MATRICES_ALONE = [name for name in OPTIMIZERS if name not in FOR_VECTORS]
@@ -222,7 +223,7 @@ def _gradients_that_lie_otherwise(rank, world_size):
             with pytest.raises(ValueError, match="lie as their parameters") as caught:
                 optimizer.step()
             assert torch.equal(parameter.to_local(), before)
-            assert not optimizer.state
+            assert not getattr(optimizer, "matrices", optimizer).state
             found.setdefault(name, []).append(str(caught.value))
     optimizer = build("lion", norm.parameters(), weight_decay=0.0)
     for p in norm.parameters():
@@ -270,7 +271,7 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "key"), [*FLAGS, ("hybrid", "adam_fused"), ("distributed", "collective_state_dict")])
+@pytest.mark.parametrize(("name", "key"), [*FLAGS, ("distributed", "collective_state_dict")])
 def test_a_flag_given_as_text_is_refused(name, key):
     (p,) = matrices(1)
     with pytest.raises(TypeError, match=f": {key} must be True or False, got 'False'$"):
@@ -509,12 +510,6 @@ def test_an_argument_that_is_no_attribute_is_named(caplog):
     assert "the attribute num_ns_steps has no effect: set it in each group" in caplog.text
 
 
-def test_an_attribute_of_muon_and_adamw_together_is_refused():
-    optimizer = Muon(matrices(1), matrices(1, (5,)))
-    with pytest.raises(ValueError, match="Muon: the attribute lr has no effect: set it in param_groups"):
-        optimizer.lr = 0.5
-
-
 def test_a_key_that_is_misspelt_between_steps_is_named(caplog):
     params = matrices(1)
     optimizer = build("muon", params)
@@ -557,7 +552,7 @@ def by_position(name, *settings):
     return cls(matrices(1), *([matrices(1, (5,))] if name == "hybrid" else []), 0.02, *settings)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "signum"])
+@pytest.mark.parametrize("name", ["signum"])
 @pytest.mark.parametrize("decay", [0.0, 0.01, 0.1])
 def test_momentum_and_weight_decay_in_the_order_of_other_packages_are_refused(name, decay):
     message = f"momentum is {decay} and weight_decay 0.95, by position: torch.optim.Muon and Keller Jordan's Muon have"
@@ -567,7 +562,7 @@ def test_momentum_and_weight_decay_in_the_order_of_other_packages_are_refused(na
     assert (swapped.param_groups[0]["momentum"], swapped.param_groups[0]["weight_decay"]) == (decay, 0.95)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "signum", "muon", "adaptive_muon", "distributed_muon", "scion"])
+@pytest.mark.parametrize("name", ["signum", "muon", "adaptive_muon", "distributed_muon", "scion"])
 def test_a_small_momentum_by_position_is_warned_of(name, caplog):
     assert by_position(name, 0.1).param_groups[0]["momentum"] == 0.1  # the order is a contract
     [record] = [record for record in caplog.records if "by position" in record.getMessage()]
@@ -585,12 +580,6 @@ def test_a_small_momentum_by_position_is_warned_of(name, caplog):
 def test_the_order_of_torch_is_refused_where_a_flag_follows_the_momentum(name, settings):
     with pytest.raises(TypeError, match=r"nesterov must be True or False, got 0\.95"):
         by_position(name, *settings)
-
-
-@pytest.mark.parametrize("settings", [(), (0.1, 0.95, True)])
-def test_muon_and_adamw_together_need_all_other_parameters(settings):
-    with pytest.raises(TypeError, match=r"takes matrices, all other parameters and then lr, got 0\.02 in place"):
-        Muon(matrices(1), 0.02, *settings)
 
 
 @pytest.mark.parametrize("wrong", ["tp", {"tp": None}, object(), 2])

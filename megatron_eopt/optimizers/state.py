@@ -406,6 +406,8 @@ def note_loaded(name: str, converted: Iterable[str], lacking: Iterable[str]) -> 
 def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:
     if tensor.dims is None:
         return _shape_of(parameter)
+    if tensor.dims == ():  # of a vector, too, which has no layout
+        return (), None, None
     own_shape = tensor.local_shape(layouts(parameter))
     if not _is_cut_like(parameter, tensor):
         return own_shape, None, None

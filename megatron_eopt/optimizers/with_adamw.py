@@ -1,12 +1,9 @@
 """Muon, or another optimizer of matrices, with AdamW inside."""
 
-import functools
 import inspect
 import itertools
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
-from types import MappingProxyType
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,28 +12,55 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.earlier_layout import as_now
 from megatron_eopt.optimizers.group_settings import check_adam_settings, plain, warn
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
-from megatron_eopt.optimizers.parameters import NAME, check_parameters, check_scalable
+from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names
 from megatron_eopt.optimizers.state import (
+    STATE_OF,
     StateTensor,
-    check_apart,
-    check_finite,
-    check_shape,
+    check_loaded,
     check_state_dict,
-    check_tensor,
     check_writer,
+    name_in_states,
     note_begun_anew,
 )
 from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 
-ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_key()
-INITIAL_LR = "initial_lr"
+# In AdamW's groups: their first rate, and that of the first group of matrices at that time.
+ADAM_LR, ADAM_LR_AT = "adam_lr", "adam_lr_at"
 
 Group = dict[str, Any]
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+class JoinedState(State):
+    """The state of two optimizers as one, each parameter's where it is stepped."""
+
+    def __init__(self, matrices: State, rest: State) -> None:
+        self.matrices = matrices
+        self.rest = rest
+
+    def _of(self, parameter: Tensor) -> State:
+        return self.rest if parameter in self.rest else self.matrices
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        return self._of(parameter)[parameter]
+
+    def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        self._of(parameter)[parameter] = state
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._of(parameter)[parameter]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.chain(self.matrices, self.rest)
+
+    def __len__(self) -> int:
+        return len(self.matrices) + len(self.rest)
 
 
 class Muon(Optimizer):
@@ -52,19 +76,18 @@ class Muon(Optimizer):
     DTensors are orthogonalized as whole matrices. More than two dimensions are read as a matrix, the first one times
     the rest; a declared stack stays one. :meth:`around` takes another optimizer of matrices in place of Muon.
 
-    ``param_groups`` and ``state`` are those of the matrices: schedulers and loops see them alone. Each group has its
-    ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``; a changed value is in force in the next step. AdamW's rates
-    follow the first group of matrices in every step, unless that began with an lr of 0::
+    ``param_groups`` are the groups of the matrices, then those of AdamW; groups that :meth:`add_param_group` adds come
+    last. A group of matrices has its ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``; a changed value is in
+    force in the next step. Each step sets AdamW's rates by the first group of matrices, unless that began with an lr of
+    0, so a scheduler or loop may set one rate for all groups::
 
-        lr of the group = its initial lr * (lr of the first group / initial lr of the first group)
+        lr of a group of AdamW = adam_lr * (lr of the first group of matrices / adam_lr_at)
 
-    To change AdamW's rate by itself, set ``initial_lr`` of a group in ``optimizer.adamw.param_groups``: an ``lr`` set
-    there is overwritten, with a warning.
+    with AdamW's first rate, ``adam_lr``, and the first rate of the matrices, ``adam_lr_at``. To change AdamW's rate by
+    itself, set ``adam_lr`` of its group: an ``lr`` set there alone is overwritten, with a warning.
 
-    ``state`` and ``state_dict`` have both states. ``torch.distributed.checkpoint.state_dict`` drops all state that
-    belongs to no parameter of the groups, so the state of the first matrix holds AdamW's tensors, as
-    ``adamw.NAME.exp_avg`` and so on, and the first group its settings. A tensor that replaces one of them in ``state``
-    is AdamW's from the next step on.
+    ``state`` and ``state_dict`` have both states, each parameter's by itself. State that is missing is made where
+    ``state`` is first read, and by ``state_dict``.
 
     A step leaves out matrices whose gradient is not finite. torch's AdamW does not: let a gradient clipper or scaler
     check, or its parameters become NaN. torch's ``GradScaler`` unscales both, and skips both steps.
@@ -88,20 +111,20 @@ class Muon(Optimizer):
     Attributes:
         matrices: the optimizer of matrices.
         adamw: ``torch.optim.AdamW``; None where it has no parameters.
-        initial_lr: of the first group.
 
     Raises:
-        TypeError: for an unknown argument, with the nearest one, and for an ``adam_fused`` that is no bool.
+        TypeError: for an unknown argument, with the nearest one.
         ValueError: for a setting out of its range, one of ``muon_params`` with fewer than two dimensions, no matrices
             at all, a parameter that is in both, or a DTensor of which a rank holds several separate parts.
 
     [1] K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).
     """
 
+    matrices: BaseOptimizer
+    adamw: AdamW | None
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _carried: Mapping[str, Tensor] = MappingProxyType({})  # AdamW's tensors, as the state of the first matrix got them
-    _adam_rates: Sequence[Any] = ()  # of AdamW's groups, as the last step left them
-    _warned: bool = False  # whether a change of them was warned of
+    _rates: Sequence[Any] = ()  # of the first group of matrices and of AdamW's, as the last step left them
+    _warned: bool = False  # whether a change of AdamW's rates was warned of
 
     def __init__(
         self,
@@ -118,33 +141,37 @@ class Muon(Optimizer):
         adam_fused: bool | None = False,
         **muon_settings: Any,
     ) -> None:
-        if not isinstance(adam_fused, bool | None):
-            raise TypeError(f"{type(self).__name__}: adam_fused must be True or False, got {adam_fused!r}")
-        if isinstance(adam_params, Real):
-            raise TypeError(
-                f"{type(self).__name__} takes matrices, all other parameters and then lr, got {adam_params!r} in place "
-                f"of the parameters: pass [] if there are none, and settings by name"
-            )
         taken = {**inspect.signature(Muon).parameters, **inspect.signature(HeavyBallMuon).parameters}
         known = [name for name in taken if name not in ("muon_settings", "params", STEPS)]
         check_named(type(self).__name__, muon_settings, known)
-        settings: dict[str, Any] = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "num_ns_steps": ns_steps,
+        settings = {
+            "nesterov": False,
+            "scale_mode": "shape_scaling",
+            "coefficient_type": "simple",
+            "fp32_matmul_prec": "highest",
+            "tp_mode": "auto",
+            **muon_settings,
         }
-        as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
-        exact = {"fp32_matmul_prec": "highest", "tp_mode": "auto"}
-        muon = HeavyBallMuon(listed(muon_params), **settings, **{**as_in_the_original, **exact, **muon_settings})
+        muon = HeavyBallMuon(
+            listed(muon_params),
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            num_ns_steps=ns_steps,
+            **settings,
+        )
         if "fp32_matmul_prec" not in muon_settings and any(p.is_cuda for p in muon._parameters()):
             warn(
                 f"{type(self).__name__} multiplies in fp32, as its original does: fp32_matmul_prec='medium' took a "
                 f"twelfth of the time for 1.3B on an H200, and 'highest' says that you want it so"
             )
-        # fused=False would also turn off what torch takes by itself
-        adam: dict[str, Any] = {"betas": adam_betas, "eps": adam_eps, "fused": adam_fused or None}
-        self._join(muon, adam_params, {"lr": lr if adam_lr is None else adam_lr, **adam})
+        adam_settings = {
+            "lr": lr if adam_lr is None else adam_lr,
+            "betas": adam_betas,
+            "eps": adam_eps,
+            "fused": adam_fused or None,  # False would also turn off what torch takes by itself
+        }
+        self._join(muon, adam_params, adam_settings)
 
     @classmethod
     def around(cls, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> Self:
@@ -170,34 +197,27 @@ class Muon(Optimizer):
 
     def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self.matrices = matrices
-        if not matrices._parameters():
-            raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
-        self.initial_lr = float(matrices.param_groups[0]["lr"])
         given = listed(adam_params)
         defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
         for group in given if given and isinstance(given[0], dict) else [{}]:
             check_adam_settings(f"AdamW in {self._called}", {**defaults, **adam_settings, **group})
         adamw = AdamW(given, **adam_settings) if given else None
-        self.adamw = adamw if adamw is not None and any(group["params"] for group in adamw.param_groups) else None
-        for index, group in enumerate(self._adam_groups):
-            check_parameters(f"AdamW in {self._called}", self._adam_groups[: index + 1])
-            group.setdefault(INITIAL_LR, float(group["lr"]))  # a tensor may be changed in place
-        numbered = ((number, plain(group)) for number, group in enumerate(self._adam_groups))
-        matrices._session.beside = {
-            f"AdamW's {key} of group {n}": x for n, group in numbered for key, x in group.items()
-        }
-        self._adam_rates = [group["lr"] for group in self._adam_groups]
-        super().__init__(matrices.param_groups, matrices.defaults)
-        self.param_groups, self.state = matrices.param_groups, matrices.state  # the same objects
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, but no argument, which has no effect later."""
-        if "matrices" in vars(self) and name not in vars(self) and name in _arguments():
-            raise ValueError(
-                f"{self._called}: the attribute {name} has no effect: set it in param_groups, or of optimizer.matrices "
-                f"or optimizer.adamw"
-            )
-        super().__setattr__(name, value)
+        if adamw is not None and not any(group["params"] for group in adamw.param_groups):
+            adamw = None
+        # torch's constructor would set the groups, which are properties here
+        super().__setstate__({"defaults": dict(matrices.defaults), "adamw": adamw})
+        self._groups_at_first = len(matrices.param_groups)
+        if not matrices._parameters():
+            raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
+        if adamw is not None:
+            adamw.param_groups[0][ADAM_LR_AT] = float(matrices.param_groups[0]["lr"])
+        beside = {}
+        for number, group in enumerate(self._adam_groups):
+            check_parameters(f"AdamW in {self._called}", self._adam_groups[: number + 1])
+            for key, x in plain(group).items():
+                beside[f"AdamW's {key} of group {number}"] = x
+        matrices._session.beside = beside
+        self._check_apart(matrices._parameters())
 
     @property
     def _called(self) -> str:
@@ -206,43 +226,80 @@ class Muon(Optimizer):
     def __repr__(self) -> str:
         return super().__repr__().replace(type(self).__name__, self._called, 1)
 
-    @property
-    def param_groups(self) -> list[Group]:
-        """Groups of the matrices; for torch's GradScaler also AdamW's."""
-        groups: list[Group] = self.__dict__["param_groups"]
-        # it unscales what it finds here and asks nothing else before, so it is told by the function's name
-        return [*groups, *self._adam_groups] if sys._getframe(1).f_code.co_name == "_unscale_grads_" else groups
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("defaults", "matrices", "adamw", "_groups_at_first")
+        return {name: getattr(self, name) for name in names}
 
-    @param_groups.setter
-    def param_groups(self, groups: list[Group]) -> None:
-        self.__dict__["param_groups"] = groups
+    # Groups and rates.
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        """Groups of the matrices, those of AdamW, and those that were added."""
+        of_matrices = self.matrices.param_groups
+        return [
+            *of_matrices[: self._groups_at_first],
+            *self._adam_groups,
+            *of_matrices[self._groups_at_first :],
+        ]
+
+    @property
+    def _adam_groups(self) -> list[Group]:
+        if self.adamw is None:
+            return []
+        groups = self.adamw.param_groups
+        for group in groups:  # users may add one to AdamW
+            group.setdefault(ADAM_LR, float(group["lr"]))  # a tensor may be changed in place
+            group.setdefault(ADAM_LR_AT, groups[0][ADAM_LR_AT])
+            group.setdefault(STATE_OF, name_in_states(type(self.matrices)))
+        return groups
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of matrices."""
+        self.matrices.add_param_group(param_group)
+        try:
+            self._check_apart(self.matrices.param_groups[-1]["params"])
+        except ValueError:
+            self.matrices.param_groups.pop()
+            raise
+
+    def _check_apart(self, matrices: Sequence[Tensor]) -> None:
+        for group in self._adam_groups:
+            if not set(matrices).isdisjoint(group["params"]):
+                raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
+
+    def _set_rates(self) -> None:
+        """Let AdamW's rates follow the first group of matrices."""
+        lr = self.matrices.param_groups[0]["lr"]
+        left = self._rates
+        self._rates = [lr]
+        for index, group in enumerate(self._adam_groups, 1):
+            if group[ADAM_LR_AT] > 0:
+                rate = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
+                if index < len(left) and left[0] == lr:
+                    self._warn_of_rate(group, left[index], rate)
+                group["lr"] = rate
+            self._rates.append(group["lr"])
+
+    def _warn_of_rate(self, group: Group, left: Any, rate: Any) -> None:
+        """Warn once where AdamW's rate was set, and that of the matrices was not."""
+        found = group["lr"]
+        if self._warned or isinstance(found, Tensor) or isinstance(left, Tensor):
+            return
+        if not math.isclose(found, left) and found != self._rates[0]:  # as a loop sets one rate for all
+            self._warned = True
+            warn(
+                f"{self._called}: lr of a group of AdamW was set to {found:g}, and the step sets it to {rate:g}, as it "
+                f"follows the first group of matrices: give a scheduler the whole optimizer, or set {ADAM_LR} of that "
+                f"group"
+            )
+
+    # The step.
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         if not self.matrices._session.scalable:
-            check_scalable([*self.param_groups, *self._adam_groups], self.matrices.pg_collection)
+            check_scalable(self.param_groups, self.matrices.pg_collection)
         return self.matrices._step_supports_amp_scaling
-
-    @property
-    def _adam_groups(self) -> list[Group]:
-        return [] if self.adamw is None else self.adamw.param_groups
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of matrices."""
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else listed(params)
-        of_adamw = {p for group in self._adam_groups for p in group["params"]}
-        if any((item[1] if isinstance(item, tuple) else item) in of_adamw for item in params):
-            raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
-        if self.param_groups is self.matrices.param_groups:  # else torch's constructor hands on what is there
-            self.matrices.add_param_group({**param_group, "params": params})
-
-    @torch._disable_dynamo
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, AdamW's too."""
-        super().zero_grad(set_to_none)
-        if self.adamw is not None:
-            self.adamw.zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -263,86 +320,59 @@ class Muon(Optimizer):
     def _step_adamw(self) -> None:
         if self.adamw is not None:
             self.matrices._session.changing = True
-            if self.initial_lr > 0:
-                ratio = self.param_groups[0]["lr"] / self.initial_lr
-                rates = [group.setdefault(INITIAL_LR, group["lr"]) * ratio for group in self._adam_groups]
-                self._warn_of_rates(rates)
-                for group, rate in zip(self._adam_groups, rates, strict=True):
-                    group["lr"] = rate
-                self._adam_rates = rates
-            state = self.state.get(self._carrier, {})
-            if not self._carried or any(state.get(key) is not x for key, x in self._carried.items()):
-                self._carry()
+            self._set_rates()
             self.adamw.step()
 
-    def _warn_of_rates(self, rates: Sequence[Any]) -> None:
-        for index, (old, group) in enumerate(zip(self._adam_rates, self._adam_groups, strict=False)):
-            if self._warned or isinstance(old, Tensor) or isinstance(group["lr"], Tensor) or group["lr"] == old:
-                continue
-            self._warned = True
-            warn(
-                f"{self._called}: lr of group {index} of optimizer.adamw was set to {group['lr']:g}, and the step "
-                f"sets it to {rates[index]:g}, as it follows the first group of matrices: give a scheduler the "
-                f"whole optimizer, or set {INITIAL_LR} of that group"
-            )
+    # State.
 
     @property
-    def _carrier(self) -> Tensor:
-        """The matrix that carries AdamW's state; checkpoints drop frozen ones'."""
-        parameters = self.matrices._parameters()
-        return next((p for p in parameters if p.requires_grad), parameters[0])
+    def state(self) -> State:  # type: ignore[override]
+        """State of all parameters, made when it is first read."""
+        if not self.matrices.state:  # torch.distributed.checkpoint would make a step to have it
+            self.init_state()
+        return self.matrices.state if self.adamw is None else JoinedState(self.matrices.state, self.adamw.state)
 
-    def _carry(self) -> None:
-        """Put AdamW's state into the first matrix, taking replaced tensors."""
+    def init_state(self) -> None:
+        """Create all state, as a checkpoint load needs it."""
+        self.matrices.init_state()
         if self.adamw is None:
             return
-        self.matrices.init_state()
-        groups = list(zip(self.adamw.param_groups, self._adam_names(), strict=True))
-        state, carried, average = self.state[self._carrier], self._carried, average_of(self.adamw)
-        replaced = {key: state[key] for key, x in carried.items() if key in state and state[key] is not x}
-        for key, of_one in itertools.product(carried, self.state.values()):
-            of_one.pop(key, None)
-        for group, names in groups:
-            for name, parameter in zip(names, group["params"], strict=True):
-                of_one = self.adamw.state[parameter]
-                if "step" not in of_one:  # as before AdamW's first step
-                    device = parameter.device if group["capturable"] or group["fused"] else "cpu"
-                    zeros = {key: torch.zeros_like(parameter) for key in _moments(group)}
-                    of_one.update(step=torch.zeros((), dtype=torch.float32, device=device), **zeros)
+        average = average_of(self.adamw)
+        for group in self._adam_groups:
+            device = None if group["capturable"] or group["fused"] else "cpu"
+            for parameter in group["params"]:
+                state = self.adamw.state[parameter]
+                if "step" not in state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device or parameter.device)
+                    for tensor in _moments(group):
+                        state[tensor.key] = torch.zeros_like(parameter)
                 if average is not None:
                     average.begin(parameter)
-                of_one.update({key: replaced.get(state_key(name, key), x) for key, x in of_one.items()})
-                state.update({state_key(name, key): x for key, x in of_one.items()})
-        self._carried = {key: x for key, x in state.items() if key.startswith(f"{ADAMW}.")}
-        settings = tuple({**group, "params": names} for group, names in groups)
-        self.param_groups[0][ADAMW] = {INITIAL_LR: self.initial_lr, "param_groups": settings}
-
-    def _adam_names(self) -> list[list[str]]:
-        """Names of AdamW's parameters by group, unique or indices."""
-        groups = self._adam_groups
-        known = [g.get("param_names") or [getattr(p, NAME, None) for p in g["params"]] for g in groups]
-        flat = [name for of_group in known for name in of_group]
-        if None in flat or len(set(flat)) < len(flat):
-            indices = itertools.count()
-            return [[str(next(indices)) for _ in of_group] for of_group in known]
-        # torch's flat form of a state divides names at dots
-        return [[name.replace(".", "/") for name in of_group] for of_group in known]
 
     def state_dict(self) -> dict[str, Any]:
         """Return both states: see the class."""
         self.matrices.refuse_half_step()
-        self._carry()
+        self.init_state()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load both states, also from KempnerForge's Muon."""
+        """Load both states, also from KempnerForge's Muon.
+
+        Raises:
+            TypeError: if it has anything else in place of a tensor.
+            ValueError: as the optimizer of matrices, and for groups or state of AdamW that do not fit.
+
+        Nothing is changed then.
+        """
         check_state_dict(self._called, state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        check_writer(type(self.matrices), state_dict)
-        of_matrices, of_adamw, initial_lr = self._apart(state_dict)
+        groups = self._adam_groups
+        of_matrices, of_adamw = _apart(as_now(state_dict, groups, self._called))
+        check_writer(type(self.matrices), of_matrices)
+        self._check_adamw(of_adamw)
         before = [(part, dict(vars(part))) for part in (self.matrices, self.adamw) if part is not None]
         try:
             self.matrices.load_state_dict(of_matrices)
@@ -352,90 +382,53 @@ class Muon(Optimizer):
             for part, attributes in before:
                 vars(part).update(attributes)
             raise
-        self.initial_lr = initial_lr
-        self._adam_rates = [group["lr"] for group in self._adam_groups]
-        self.param_groups, self.state = self.matrices.param_groups, self.matrices.state
-        self._carry()
+        self._rates = ()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
-        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
-        settings = [group.pop(ADAMW) for group in groups if ADAMW in group]
-        state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
-        carried: dict[str, dict[str, Tensor]] = {}
-        for of_one in state.values():
-            carried |= of_one.pop(ADAMW, {})  # as earlier releases have it
-            for key in [key for key in of_one if key.startswith(f"{ADAMW}.")]:
-                _, name, tensor = key.split(".", 2)
-                carried.setdefault(name, {})[tensor] = of_one.pop(key)
-        of_adamw: dict[str, Any] = {"state": {}, "param_groups": []}
-        initial_lr = self.initial_lr
-        if "_adam_state" in state_dict:  # KempnerForge's
-            of_adamw = dict(state_dict["_adam_state"])
-            rate = {INITIAL_LR: state_dict["_initial_adam_lr"]} if "_initial_adam_lr" in state_dict else {}
-            of_adamw["param_groups"] = [{**group, **rate} for group in of_adamw["param_groups"]]
-            initial_lr = state_dict.get("_initial_lr", initial_lr)
-        elif carried and settings:
-            of_adamw = {"state": carried, "param_groups": settings[0]["param_groups"]}
-            initial_lr = settings[0][INITIAL_LR]
-        elif self.adamw is not None:
-            raise ValueError(
-                f"{self._called} has AdamW inside, but the state dict has no state of AdamW, without which it would "
-                f"start anew in silence: save optimizer.state_dict() as it is, or load what there is of the matrices "
-                f"by optimizer.matrices.load_state_dict"
-            )
-        of_adamw["param_groups"] = self._in_own_order(of_adamw["param_groups"])
-        self._check_adamw(of_adamw)
-        return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
-
     def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
-        """Refuse a state that AdamW could not go on from."""
-        layouts, called = self.matrices.matrix_layouts, f"AdamW in {self._called}"
-        values: list[tuple[str, Tensor, torch.dtype]] = []
-        lacking = []
-        for saved, group in zip(of_adamw["param_groups"], self._adam_groups, strict=True):
-            for name, parameter in zip(saved["params"], group["params"], strict=True):
-                of_one = of_adamw["state"].get(name, {} if isinstance(name, str) else None)
-                if of_one is None:  # KempnerForge has none of a parameter that never had a gradient
-                    if parameter.requires_grad:
-                        lacking.append(f"parameter {name}")
-                    continue
-                for key in ("step", *_moments(group)):
-                    if key not in of_one:
-                        raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
-                    found, of = of_one[key], f"{key!r} of parameter {name}"
-                    if key == "step" and not isinstance(found, Tensor):  # a number in states of earlier torch
-                        continue
-                    check_tensor(called, of, found)
-                    if key != "step":
-                        check_shape(parameter, StateTensor(state_key(name, key)), layouts, found)
-                    values.append((of, found, found.dtype if key == "step" else parameter.dtype))
-        check_finite(called, values)
-        check_apart(called, [(of, found) for of, found, _ in values])
-        if of_adamw["state"]:
-            note_begun_anew(called, lacking)
-
-    def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
-        known, of_saved = self._adam_names(), [list(group["params"]) for group in saved]
-        if list(map(set, of_saved)) == list(map(set, known)):
-            return [{**group, "params": names} for group, names in zip(saved, known, strict=True)]
-        named = all(any(not str(name).isdigit() for group in groups for name in group) for groups in (known, of_saved))
-        if named or list(map(len, of_saved)) != list(map(len, known)):
+        """Refuse groups and state that AdamW could not go on from."""
+        groups = self._adam_groups
+        own = [len(group["params"]) for group in groups]
+        saved = [len(group["params"]) for group in of_adamw["param_groups"]]
+        if own != saved:
             raise ValueError(
-                f"AdamW in {self._called} has groups of the parameters {known}, but the state was saved with "
-                f"{of_saved}: build the optimizer for the model as it was"
+                f"{self._called} has AdamW inside with groups of {own} parameters, but the state dict has {saved}: "
+                f"build the optimizer for the model as it was, or load what there is of the matrices by "
+                f"optimizer.matrices.load_state_dict"
             )
-        return list(saved)
+        name = f"AdamW in {self._called}"
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        called = dict(zip(parameters, parameter_names(self.param_groups), strict=True))
+        described: dict[Tensor, list[StateTensor]] = {}
+        loaded = []
+        lacking = []
+        for group, of_group in zip(groups, of_adamw["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], of_group["params"], strict=True):
+                described[parameter] = [StateTensor("step", (), dtype=torch.float32), *_moments(of_group)]
+                if index in of_adamw["state"]:
+                    state = dict(of_adamw["state"][index])
+                    if isinstance(state.get("step"), int | float):  # in states of earlier torch
+                        state["step"] = torch.tensor(float(state["step"]))
+                    loaded.append((parameter, state))
+                elif parameter.requires_grad:
+                    lacking.append(called[parameter])
+        check_loaded(name, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
+        if loaded:
+            note_begun_anew(name, lacking)
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {"matrices": self.matrices, "adamw": self.adamw, "initial_lr": self.initial_lr}
-        return {**super().__getstate__(), **kept}
 
-
-def state_key(name: str, key: str) -> str:
-    """AdamW's key in the first matrix's state."""
-    return f"{ADAMW}.{name}.{key}"
+def _apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dicts of the matrices and of AdamW."""
+    groups = state_dict["param_groups"]
+    of_adamw = [group for group in groups if ADAM_LR in group]
+    of_matrices = [group for group in groups if ADAM_LR not in group]
+    indices = {index for group in of_adamw for index in group["params"]}
+    state = state_dict["state"]
+    return (
+        {"state": {i: x for i, x in state.items() if i not in indices}, "param_groups": of_matrices},
+        {"state": {i: x for i, x in state.items() if i in indices}, "param_groups": of_adamw},
+    )
 
 
 def listed(params: Any) -> list[Any]:
@@ -445,10 +438,8 @@ def listed(params: Any) -> list[Any]:
     return list(params)
 
 
-def _moments(group: Group) -> list[str]:
-    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-
-
-@functools.cache
-def _arguments() -> frozenset[str]:
-    return frozenset(inspect.signature(Muon).parameters) | frozenset(inspect.signature(HeavyBallMuon).parameters)
+def _moments(group: Group) -> list[StateTensor]:
+    keys = ["exp_avg", "exp_avg_sq"]
+    if group["amsgrad"]:
+        keys.append("max_exp_avg_sq")
+    return [StateTensor(key) for key in keys]

@@ -115,13 +115,6 @@ def test_a_copy_and_a_loaded_optimizer_are_unscaled_too():
     assert_same(all_of(scaled, train(scaled, resumed, [2, 3], scaler_of())), all_of(plain, expected))
 
 
-def test_groups_are_those_of_the_matrices_to_all_others():
-    trained = model()
-    optimizer = train(trained, optimizer_of(trained), range(2), scaler_of())
-    assert [p for group in optimizer.param_groups for p in group["params"]] == [trained[2].weight, trained[4].weight]
-    assert optimizer.param_groups is optimizer.matrices.param_groups
-
-
 def test_a_scaler_that_is_off_changes_nothing():
     plain, scaled = model(), model()
     expected = train(plain, optimizer_of(plain), range(3))

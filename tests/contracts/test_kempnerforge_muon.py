@@ -43,14 +43,13 @@ def test_parameters_are_those_of_the_formula(ns_steps):
 def test_defaults_are_the_originals():
     matrix, vector = parameters((4, 4), (4,))
     optimizer = Muon([matrix], [vector])
-    (group,) = optimizer.param_groups
+    group, of_adamw = optimizer.param_groups
     assert {key: group[key] for key in ("lr", "momentum", "weight_decay", "ns_steps")} == {
         "lr": 0.02,
         "momentum": 0.95,
         "weight_decay": 0.0,
         "ns_steps": 5,
     }
-    (of_adamw,) = optimizer.adamw.param_groups
     assert {key: of_adamw[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
         "lr": 0.02,
         "betas": (0.9, 0.95),
@@ -117,13 +116,15 @@ def test_one_scheduler_drives_both_rates():
     torch.testing.assert_close(v, expected, rtol=0, atol=1e-7)
 
 
-def test_param_groups_and_state_are_those_of_the_matrices():
+def test_param_groups_and_state_are_those_of_all_parameters():
     p, v = params = parameters((12, 8), (5,))
     optimizer = Muon([p], [v])
     run(optimizer, params, gradients(params, 1))
-    assert [q is p for group in optimizer.param_groups for q in group["params"]] == [True]
-    assert [q is p for q in optimizer.state] == [True]
-    assert optimizer.adamw.state[v]["step"] == 1
+    assert [group["params"] for group in optimizer.param_groups] == [[p], [v]]
+    inner = [*optimizer.matrices.param_groups, *optimizer.adamw.param_groups]
+    assert all(group is its for group, its in zip(optimizer.param_groups, inner, strict=True))
+    assert list(optimizer.state) == [p, v]
+    assert optimizer.state[v]["step"] == 1
 
 
 def test_gradients_of_both_are_cleared():
@@ -151,7 +152,9 @@ def original_state(optimizer, params, rates):
     """The state dict that KempnerForge's Muon has where ours has this one, of groups with one parameter each."""
     (p, v), (initial, adam_initial) = params, rates
     groups = [{"lr": 0.005, "momentum": 0.9, "weight_decay": 0.1, "ns_steps": 6, "params": [0]}]
-    plain = {key: x for key, x in optimizer.adamw.param_groups[0].items() if key not in ("params", "initial_lr")}
+    plain = {
+        key: x for key, x in optimizer.adamw.param_groups[0].items() if key not in ("params", "adam_lr", "adam_lr_at")
+    }
     return {
         "state": {0: {"momentum_buffer": optimizer.state[p]["momentum_buffer"].clone()}},
         "param_groups": groups,
@@ -191,11 +194,11 @@ def test_a_state_without_that_of_adamw_is_refused():
     saved = original_state(optimizer, params, (0.02, 0.02))
     del saved["_adam_state"]
     kept = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="has AdamW inside, but the state dict has no state of AdamW"):
+    with pytest.raises(ValueError, match=r"AdamW inside with groups of \[1\] parameters, but the state dict has \[\]"):
         optimizer.load_state_dict(saved)
     assert_same(optimizer.state_dict(), kept)
     alone = Muon(params[:1], [])
-    with pytest.raises(ValueError, match=r"AdamW in Muon has groups of the parameters \[\], but .* with \[\['0'\]\]"):
+    with pytest.raises(ValueError, match=r"AdamW inside with groups of \[\] parameters, but the state dict has \[1\]"):
         alone.load_state_dict(optimizer.state_dict())
 
 

@@ -126,7 +126,7 @@ def test_a_tensor_of_several_entries_is_refused_where_a_number_is_wanted(name, k
     with pytest.raises(TypeError, match=message):
         optimizer.step()
     assert all(torch.equal(x, y) for x, y in zip((p, q), before, strict=True))
-    assert not optimizer.state
+    assert not getattr(optimizer, "matrices", optimizer).state
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -148,7 +148,7 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(name):
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert torch.equal(first, before)
-    assert not optimizer.state
+    assert not getattr(optimizer, "matrices", optimizer).state
 
 
 DTYPES = [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
@@ -168,9 +168,10 @@ def test_a_parameter_of_no_real_numbers_is_refused_at_construction_and_in_a_new_
     with pytest.raises(ValueError, match=message):
         build(name, [p, of_dtype(dtype)])
     optimizer = build(name, [q])
+    groups = len(optimizer.param_groups)
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [of_dtype(dtype)]})
-    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.param_groups) == groups
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -190,7 +191,7 @@ def test_a_gradient_that_torchs_adamw_cannot_take_leaves_the_matrices_too():
     ):
         optimizer.step()
     assert torch.equal(matrix, before)
-    assert not optimizer.state
+    assert not getattr(optimizer, "matrices", optimizer).state
 
 
 MATRICES_ALONE = [name for name in OPTIMIZERS if name not in FOR_VECTORS]
@@ -221,7 +222,7 @@ def _gradients_that_lie_otherwise(rank, world_size):
             with pytest.raises(ValueError, match="lie as their parameters") as caught:
                 optimizer.step()
             assert torch.equal(parameter.to_local(), before)
-            assert not optimizer.state
+            assert not getattr(optimizer, "matrices", optimizer).state
             found.setdefault(name, []).append(str(caught.value))
     optimizer = build("lion", norm.parameters(), weight_decay=0.0)
     for p in norm.parameters():
@@ -269,7 +270,7 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "key"), [*FLAGS, ("hybrid", "adam_fused"), ("distributed", "collective_state_dict")])
+@pytest.mark.parametrize(("name", "key"), [*FLAGS, ("distributed", "collective_state_dict")])
 def test_a_flag_given_as_text_is_refused(name, key):
     (p,) = matrices(1)
     with pytest.raises(TypeError, match=f": {key} must be True or False, got 'False'$"):
@@ -433,12 +434,6 @@ def test_scion_has_no_look_ahead():
         build("scion", [{"params": matrices(1), "nesterov": True}])
 
 
-def test_an_attribute_of_muon_and_adamw_together_is_refused():
-    optimizer = Muon(matrices(1), matrices(1, (5,)))
-    with pytest.raises(ValueError, match="Muon: the attribute lr has no effect: set it in param_groups"):
-        optimizer.lr = 0.5
-
-
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_a_bool_is_no_number(key):
     with pytest.raises(TypeError, match=f"{key} must be a number"):
@@ -460,12 +455,6 @@ def test_a_program_that_yields_nothing_is_named():
 def test_the_order_of_torch_is_refused_where_a_flag_follows_the_momentum(name):
     with pytest.raises(TypeError, match=r"nesterov must be True or False, got 0\.95"):
         OPTIMIZERS[name].cls(matrices(1), 0.02, 0.1, 0.95)
-
-
-@pytest.mark.parametrize("settings", [(), (0.1, 0.95, True)])
-def test_muon_and_adamw_together_need_all_other_parameters(settings):
-    with pytest.raises(TypeError, match=r"takes matrices, all other parameters and then lr, got 0\.02 in place"):
-        Muon(matrices(1), 0.02, *settings)
 
 
 @pytest.mark.parametrize("wrong", ["tp", {"tp": None}, object(), 2])

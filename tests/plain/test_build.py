@@ -127,8 +127,7 @@ def test_embeddings_and_output_layers_are_adamws(name, caplog):
     model = Model()
     with caplog.at_level(logging.INFO):
         optimizer = build(model, name, muon_adam_lr=1e-3)
-    (matrices,) = optimizer.param_groups
-    embeddings, rest = optimizer.adamw.param_groups
+    matrices, embeddings, rest = optimizer.param_groups
     # a layer called output within a numbered one is none
     assert names_of(model, matrices) == ["layers.0.output.weight", "layers.1.output.weight"]
     assert names_of(model, embeddings) == ["embedding.weight", "lm_head.weight"]
@@ -158,7 +157,7 @@ def test_muon_is_given_what_the_original_gives_it_for_those_who_ask():
     model.long = nn.Linear(4, 41, bias=False)
     model.convolution = nn.Conv2d(3, 4, 3, bias=False)
     optimizer = build(model, "muon", muon_embeddings=True)
-    decayed, others = optimizer.param_groups
+    decayed, others = optimizer.matrices.param_groups
     assert names_of(model, decayed) == [
         "embedding.weight",
         "layers.0.output.weight",
@@ -255,7 +254,7 @@ def test_fields_reach_the_optimizer():
     schedule_free = build(Model(), "schedule_free_adamw", schedule_free_warmup_steps=5, eps=1e-5)
     assert (schedule_free.defaults["warmup_steps"], schedule_free.defaults["eps"]) == (5, 1e-5)
     muon = build(Model(), "muon", muon_momentum=0.8, betas=betas, eps=1e-5, muon_ns_steps=3)
-    (matrices,), (rest, _) = muon.param_groups, muon.adamw.param_groups
+    matrices, rest, _ = muon.param_groups
     assert (matrices["momentum"], matrices["ns_steps"]) == (0.8, 3)
     assert (rest["betas"], rest["eps"], rest["lr"]) == (betas, 1e-5, 1e-2)
 

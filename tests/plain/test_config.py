@@ -37,7 +37,7 @@ def model():
 def built(config):
     """The settings of what a config builds."""
     optimizer = build_optimizer(model(), config)
-    (matrices,), (biases,) = optimizer.param_groups, optimizer.adamw.param_groups
+    matrices, biases = optimizer.param_groups
     assert isinstance(optimizer, Muon)
     return matrices["lr"], biases["lr"], matrices["weight_decay"], matrices["ns_steps"]
 
@@ -77,7 +77,8 @@ def test_a_name_alone_has_the_rate_of_its_class(name, caplog):
     with caplog.at_level(logging.INFO):
         optimizer = build_optimizer(model(), name)
     rate, beside = RATES_OF_CLASSES[name], isinstance(optimizer, Muon)
-    assert {group["lr"] for group in optimizer.param_groups} == {rate}
+    of_class = optimizer.matrices if beside else optimizer
+    assert {group["lr"] for group in of_class.param_groups} == {rate}
     if beside:
         assert {group["lr"] for group in optimizer.adamw.param_groups} == {3e-4}
     assert f"{name}: lr {rate:g}{', 0.0003 of AdamW beside it' if beside else ''}, as a name alone says none" in (

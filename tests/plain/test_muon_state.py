@@ -11,8 +11,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR
 
+from megatron_eopt.optimizers.earlier_layout import EarlierLayout
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.plain.made import assert_same, gradients, parameters, run, values
 
@@ -54,14 +55,52 @@ def test_a_scheduler_made_before_a_load_still_sets_the_rates():
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
+@pytest.mark.parametrize("rates", [0.04, [0.04, 0.01]])
+def test_a_scheduler_that_sets_the_first_rates_too_does_not_change_adamws(rates):
+    params = parameters((4, 4), (4,))
+    optimizer = Muon(params[:1], params[1:], lr=0.02, adam_lr=0.005)
+    scheduler = OneCycleLR(optimizer, rates, total_steps=10)
+    for of_step in gradients(params, 9):
+        run(optimizer, params, [of_step])
+        muon, adam = (group["lr"] for group in optimizer.param_groups)
+        assert adam == pytest.approx(muon / 4)
+        scheduler.step()
+
+
+def test_tools_that_go_by_groups_reach_all_parameters():
+    params = parameters((4, 4), (4,), (3, 4))
+    optimizer = Muon(params[:1], params[1:2])
+    optimizer.add_param_group({"params": params[2:]})
+    for p in params:
+        p.grad = torch.full_like(p, 100.0)
+    of_groups = [p for group in optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_norm_(of_groups, 1.0)
+    assert nn.utils.get_total_norm([p.grad for p in params]) == pytest.approx(1.0, abs=1e-4)
+    unset = Muon.__new__(Muon)
+    with pytest.raises(AttributeError):  # for which wrappers of optimizers wait
+        _ = unset.param_groups
+
+
+def test_torchs_checkpoints_make_no_step_of_a_fresh_optimizer():
+    (model, optimizer), (other, fresh) = of_a_model(), of_a_model()
+    before = values(model.parameters())
+    get_optimizer_state_dict(model, optimizer)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert [optimizer.state[layer.bias]["step"] for layer in model] == [0, 0]
+    for each, its in ((model, optimizer), (other, fresh)):
+        step_of_ones(each, its)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
 def test_one_state_dict_has_both_states():
     params = parameters((4, 4), (3, 2, 2), (4,))
     optimizer = Muon(params[:2], params[2:])
     run(optimizer, params, gradients(params, 2))
     state = optimizer.state_dict()["state"]
     assert {place: sorted(of_one) for place, of_one in state.items()} == {
-        0: ["adamw.0.exp_avg", "adamw.0.exp_avg_sq", "adamw.0.step", "momentum_buffer"],
+        0: ["momentum_buffer"],
         1: ["momentum_buffer"],
+        2: ["exp_avg", "exp_avg_sq", "step"],
     }
     assert state[1]["momentum_buffer"].shape == (3, 2, 2)
 
@@ -72,7 +111,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
     run(optimizer, params, gradients(params, 2))
     kept = copy.deepcopy(optimizer.state_dict())
     matrices_only = Muon(parameters((4, 4)), [])
-    with pytest.raises(ValueError, match="Muon has AdamW inside, but the state dict has no state of AdamW"):
+    with pytest.raises(ValueError, match=r"AdamW inside with groups of \[1\] parameters, but the state dict has \[\]"):
         optimizer.load_state_dict(matrices_only.state_dict())
     other = parameters((5, 4), (4,))
     of_other = Muon(other[:1], other[1:])
@@ -80,14 +119,14 @@ def test_a_state_that_does_not_fit_changes_nothing():
     with pytest.raises(ValueError, match=r"'momentum_buffer' has shape \(5, 4\), expected \(4, 4\)"):
         optimizer.load_state_dict(of_other.state_dict())
     of_other = Muon(parameters((4, 4)), parameters((5,)))
-    with pytest.raises(ValueError, match=r"'adamw.0.exp_avg' has shape \(5,\), expected \(4,\)"):
+    with pytest.raises(ValueError, match=r"'exp_avg' has shape \(5,\), expected \(4,\)"):
         optimizer.load_state_dict(of_other.state_dict())
     of_other = Muon(parameters((4, 4)), parameters((4,), (4,)))
-    with pytest.raises(ValueError, match=r"groups of the parameters \[\['0'\]\], but .* with \[\['0', '1'\]\]"):
+    with pytest.raises(ValueError, match=r"groups of \[1\] parameters, but the state dict has \[2\]"):
         optimizer.load_state_dict(of_other.state_dict())
     without = copy.deepcopy(kept)
-    del without["state"][0]["adamw.0.step"]
-    with pytest.raises(ValueError, match="state of AdamW's parameter 0 has no 'step'"):
+    del without["state"][1]["step"]
+    with pytest.raises(ValueError, match=r"AdamW in Muon needs 'step' for the parameter of shape \(4,\)"):
         optimizer.load_state_dict(without)
     # the matrices, which are loaded first, have taken nothing over where AdamW refuses
     zero = copy.deepcopy(kept)
@@ -119,28 +158,60 @@ def test_hooks_of_loading_are_called():
     )
     optimizer.register_load_state_dict_post_hook(lambda which: called.append(which))
     optimizer.load_state_dict(state)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     assert called == [optimizer]
 
 
-def names_of_adamw(optimizer):
-    """Names of AdamW's parameters in a state dict."""
-    return {key.split(".")[1] for key in optimizer.state_dict()["state"][0] if key.startswith("adamw.")}
-
-
-def test_a_state_of_an_earlier_release_which_holds_a_dict_loads():
-    optimizer, params = named("a.weight", "b.weight")
+def as_earlier(optimizer, names, nested=False):
+    """What a commit before had as the state dict of a Muon with one matrix and one group of AdamW."""
     saved = copy.deepcopy(optimizer.state_dict())
-    state = saved["state"][0]
-    for key in [key for key in state if key.startswith("adamw.")]:
-        _, name, tensor = key.split(".")
-        state.setdefault("adamw", {}).setdefault(name, {})[tensor] = state.pop(key)
-    assert sorted(state) == ["adamw", "momentum_buffer"]
-    other, copies = named("a.weight", "b.weight")
+    *_, of_adamw = saved["param_groups"]
+    matrix = saved["state"][0]
+    for index, name in zip(of_adamw.pop("params"), names, strict=True):
+        of_one = saved["state"].pop(index)
+        if nested:
+            matrix.setdefault("adamw", {})[name] = of_one
+        else:
+            matrix |= {f"adamw.{name}.{key}": x for key, x in of_one.items()}
+    of_adamw |= {"initial_lr": of_adamw.pop("adam_lr"), "params": list(names)}
+    settings = {"initial_lr": of_adamw.pop("adam_lr_at"), "param_groups": (of_adamw,)}
+    saved["param_groups"][0]["adamw"] = settings
+    del saved["param_groups"][1:]
+    return saved
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_of_earlier_commits_loads(nested):
+    optimizer, params = named("a.weight", "b.weight")
+    saved = as_earlier(optimizer, ["a/weight", "b/weight"], nested)
+    kept = copy.deepcopy(saved)
+    copies = copy.deepcopy(params)
+    other = Muon(copies[:1], list(zip(("a.weight", "b.weight"), copies[1:], strict=True)), lr=0.1, adam_lr=0.3)
     other.load_state_dict(saved)
+    assert_same(saved, kept)
     for each, its in ((optimizer, params), (other, copies)):
+        for group in each.param_groups:
+            group["lr"] = 0.007
         run(each, its, gradients(its, 2, seed=3))
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_torchs_checkpoints_of_earlier_commits_load(flat):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    (model, optimizer), (other, its_optimizer) = of_a_model(), of_a_model()
+    step_of_ones(model, optimizer)
+    other.load_state_dict(model.state_dict())
+    state = get_optimizer_state_dict(model, EarlierLayout(optimizer), options=options)
+    keys = state.keys() if flat else state["state"]["0.weight"].keys()
+    start = "state.0.weight." if flat else ""
+    assert {f"{start}adamw.{name}.exp_avg" for name in "01"} <= keys
+    assert len(state["param_groups"] if not flat else [x for x in keys if x.endswith(".lr")]) == (2 if flat else 1)
+    set_optimizer_state_dict(other, EarlierLayout(its_optimizer), copy.deepcopy(state), options=options)
+    assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+    for each, its in ((model, optimizer), (other, its_optimizer)):
+        step_of_ones(each, its)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_loops_over_the_state_meet_tensors_alone_and_what_they_replace_is_stepped_with():
@@ -160,12 +231,9 @@ def test_loops_over_the_state_meet_tensors_alone_and_what_they_replace_is_steppe
     for each, its in ((optimizer, params), (other, copies), (scaled, others)):
         run(each, its, gradients(its, 1, seed=3))
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    assert list(other.state) == list(copies)
     difference = scaled.adamw.state[others[1]]["exp_avg"] - optimizer.adamw.state[params[1]]["exp_avg"]
     torch.testing.assert_close(difference, 0.9 * 2 * before)
-    for each in (other, scaled):
-        for p, name in zip(each.adamw.param_groups[0]["params"], ("a/weight", "b/weight"), strict=True):
-            for key, x in each.adamw.state[p].items():
-                assert each.state[each.param_groups[0]["params"][0]][f"adamw.{name}.{key}"] is x
 
 
 def test_messages_name_the_class_that_users_built():
@@ -182,24 +250,26 @@ def test_messages_name_the_class_that_users_built():
     assert type(pickle.loads(pickle.dumps(optimizer)).matrices) is type(optimizer.matrices)
 
 
-def named(*names):
+def named(*names, **settings):
     """Muon whose AdamW has vectors of these names, after two steps."""
     matrix, *vectors = params = parameters((4, 4), *[(4,)] * len(names))
-    optimizer = Muon([matrix], list(zip(names, vectors, strict=True)) if all(names) else vectors)
+    rest = list(zip(names, vectors, strict=True)) if all(names) else vectors
+    optimizer = Muon([matrix], rest, **settings)
     run(optimizer, params, gradients(params, 2))
     return optimizer, params
 
 
-def test_the_state_of_adamw_goes_by_names():
+def test_the_state_of_earlier_commits_goes_by_names():
     optimizer, (_, first, second) = named("a.weight", "b.weight")
+    saved = as_earlier(optimizer, ["a/weight", "b/weight"])
     other, (_, its_second, its_first) = named("b.weight", "a.weight")
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(copy.deepcopy(saved))
     for p, q in ((first, its_first), (second, its_second)):
         assert_same(optimizer.adamw.state[p], other.adamw.state[q])
     assert not torch.equal(optimizer.adamw.state[first]["exp_avg"], optimizer.adamw.state[second]["exp_avg"])
     third, _ = named("a.weight", "c.weight")
     with pytest.raises(ValueError, match=r"\['a/weight', 'c/weight'\]\], but .* with \[\['a/weight', 'b/weight'\]\]"):
-        third.load_state_dict(optimizer.state_dict())
+        third.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("names", [(None, None), ("same", "same")])
@@ -209,9 +279,9 @@ def test_without_names_of_their_own_parameters_go_by_their_order(names):
     if names[0]:
         for p in other.adamw.param_groups[0]["params"]:
             p.name_in_model = names[0]
-    assert names_of_adamw(other) == {"0", "1"}
-    for source, into in ((optimizer, other), (other, optimizer)):
-        into.load_state_dict(copy.deepcopy(source.state_dict()))
+    saved = as_earlier(optimizer, ["a/weight", "b/weight"]), as_earlier(other, ["0", "1"])
+    for source, state, into in ((optimizer, saved[0], other), (other, saved[1], optimizer)):
+        into.load_state_dict(state)
         pairs = zip(source.adamw.state.values(), into.adamw.state.values(), strict=True)
         for a, b in pairs:
             assert_same(a, b)
@@ -219,10 +289,10 @@ def test_without_names_of_their_own_parameters_go_by_their_order(names):
 
 def test_a_parameter_whose_state_is_lost_is_refused():
     optimizer, _ = named("a.weight", "b.weight")
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = as_earlier(optimizer, ["a/weight", "b/weight"])
     for key in ("step", "exp_avg", "exp_avg_sq"):
         del saved["state"][0][f"adamw.b/weight.{key}"]
-    with pytest.raises(ValueError, match="the state of AdamW's parameter b/weight has no 'step'"):
+    with pytest.raises(ValueError, match=r"AdamW in Muon needs 'step' for the parameter of shape \(4,\)"):
         optimizer.load_state_dict(saved)
 
 
@@ -234,31 +304,34 @@ def test_what_joins_adamw_later_steps_and_is_saved():
     optimizer.param_groups[0]["lr"] = 0.01
     run(optimizer, params, gradients(params, 1))
     assert [group["lr"] for group in optimizer.adamw.param_groups] == [0.005, 0.25]
-    assert names_of_adamw(optimizer) == {"0", "1"}
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1]
+    assert optimizer.state_dict()["state"].keys() == {0, 1, 2}
+
+
+def of_a_model(first=""):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(first != "frozen")
+    biases = [layer.bias for layer in model]
+    return model, Muon([layer.weight for layer in model], biases, adam_lr=0.1)
+
+
+def step_of_ones(model, optimizer):
+    for p in (model[1].weight, model[1].bias, model[0].bias):
+        p.grad = torch.ones_like(p).cumsum(0)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("first", ["frozen", "unused"])
 def test_adamws_state_goes_by_names_of_the_model_whatever_the_first_matrix_does(first, flat):
-    def made():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model[0].weight.requires_grad_(first != "frozen")
-        biases = [layer.bias for layer in model]
-        return model, Muon([layer.weight for layer in model], biases, adam_lr=0.1)
-
-    def step(model, optimizer):
-        for p in (model[1].weight, model[1].bias, model[0].bias):
-            p.grad = torch.ones_like(p).cumsum(0)
-        optimizer.step()
-
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    (model, optimizer), (other, its_optimizer) = made(), made()
-    step(model, optimizer)
+    (model, optimizer), (other, its_optimizer) = of_a_model(first), of_a_model(first)
+    step_of_ones(model, optimizer)
     other.load_state_dict(model.state_dict())
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     set_optimizer_state_dict(other, its_optimizer, saved, options=options)
-    step(model, optimizer)
-    step(other, its_optimizer)
+    step_of_ones(model, optimizer)
+    step_of_ones(other, its_optimizer)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert its_optimizer.adamw.state[other[0].bias]["step"] == 2

@@ -36,6 +36,11 @@ def number(release: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def before_0_19(release: str) -> bool:
+    """Whether a release is 0.18."""
+    return number(release) < (0, 19)
+
+
 def scalar_optimizers(release: str) -> tuple[str, ...]:
     """Names for ``muon_scalar_optimizer`` that a release builds."""
     return ("adam", "lion") if number(release) >= (0, 19) else ("adam",)

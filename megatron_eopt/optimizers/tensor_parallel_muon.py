@@ -502,6 +502,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             plans.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
             plans.further_keys.clear()
             plans.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
+        form = "torch" if plans.kernels is None else "triton"
+        for group in self.param_groups:
+            if group.get(STEP_KERNELS, form) not in (form, None):
+                name = type(self).__name__
+                raise ValueError(f"{name}: {STEP_KERNELS} cannot change between steps, got {group[STEP_KERNELS]!r}")
         return engine
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize import forms
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients
+from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients, set_length
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
@@ -155,7 +155,8 @@ class NewtonSchulz:
     def __post_init__(self) -> None:
         validate_matmul_precision(self.fp32_matmul_prec)
         if not isinstance(self.coefficient_type, str):
-            object.__setattr__(self, "coefficient_type", self.schedule)  # a tuple, which is hashable
+            whole = get_coefficients(self.coefficient_type, set_length(self.coefficient_type))
+            object.__setattr__(self, "coefficient_type", whole)  # a tuple, which is hashable
         _ = self.schedule
 
     @cached_property

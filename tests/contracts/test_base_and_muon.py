@@ -125,9 +125,7 @@ def test_a_flag_that_is_no_bool_is_a_type_error(kind, key, value):
         return
     message = rf"{key} must be True or False, got {value!r}"
     (p,) = parameters(SHAPES[:1])
-    # text was hardly given by position
-    by_position = "$" if value == "yes" else r": the positional order of emerging-optimizers is \(params, lr,"
-    with pytest.raises(TypeError, match=message + by_position * (key != "cuda_graphs")):
+    with pytest.raises(TypeError, match=message):
         kind.made([p], **{key: value})
     if key not in (kind.nesterov, "use_decoupled_weight_decay"):
         return
@@ -193,7 +191,7 @@ def test_the_other_name_of_a_setting_is_taken_over_or_refused(kind, one, two, va
     opt.load_state_dict(saved)
     assert [group[name] for group in opt.param_groups] == [value, value]
 
-    message = f"{kind.cls.__name__} reads '{name}', of which '{other}' is another name, but a group has"
+    message = f"two names of one setting: leave '{other}' out"
     different = not value if isinstance(value, bool) else 0.7
     with pytest.raises(ValueError, match=message):
         kind.made([{"params": [p], name: value, other: different}])

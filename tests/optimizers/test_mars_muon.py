@@ -245,7 +245,7 @@ def test_a_gamma_out_of_its_range_is_refused_before_anything_changes(value):
 
 def test_a_gamma_of_several_entries_and_the_state_of_muon_are_refused():
     p, q = matrix(), matrix()
-    with pytest.raises(ValueError, match=r"gamma must be a number, or a tensor of one entry, got .* \(2,\)"):
+    with pytest.raises(TypeError, match="gamma must be a number, or a tensor of one entry"):
         MarsMuon([p], gamma=torch.ones(2))
     of_muon, opt = TensorParallelMuon([q]), MarsMuon([p])
     run(of_muon, [q], [0])

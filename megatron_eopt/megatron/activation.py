@@ -41,7 +41,7 @@ _active: Redirections | None = None
 def activate() -> None:
     """As :func:`megatron_eopt.activate`, which explains it."""
     global _active
-    if not activated():
+    if _active is None:
         releases.check_supported()
         redirections = _redirections()
         redirections.install()
@@ -178,7 +178,7 @@ def _of_training() -> list[Redirection]:
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
         Redirection(training, "get_megatron_optimizer_config", arguments.with_flags, flags),
         Redirection(training, "evaluate", averaged, at_average),
-        *([Redirection(training, "clip_qk", clip, clipped)] if hasattr(training, "clip_qk") else []),
+        Redirection(training, "clip_qk", clip, clipped),
     ]
 
 

@@ -118,7 +118,7 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     precision = actions["--muon-fp32-matmul-prec"]
     precision.choices = list(get_args(MatmulPrecision))
     for action in (coefficients, precision):
-        action.help = f"{(action.help or '').split(' Valid types')[0]} One of {', '.join(action.choices)}."
+        action.help = f"{(action.help or '').split(' Valid types')[0]} One of {', '.join(action.choices or ())}."
     tp_mode = actions["--muon-tp-mode"]
     tp_mode.choices = list(get_args(TpMode))
     tp_mode.default = DEFAULT_TP_MODE

@@ -1,6 +1,5 @@
 """Runs that evaluate, and may save as the model, an average of weights."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,18 +39,18 @@ def average_weights(optimizers: Sequence[Optimizer], config: Any, args: Any) -> 
 
 
 @around
-def averaged(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def averaged(
+    evaluate: Callable[..., Any], forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Replaces ``evaluate``: the model is at the average meanwhile."""
-    model = inspect.signature(evaluate).bind(*args, **kwargs).arguments["model"]
-    chunks = model if isinstance(model, list) else [model]
-    averaging = [optimizer for optimizer in optimizers_of(chunks) if _averaging(optimizer)]
+    averaging = [optimizer for optimizer in optimizers_of(model) if _averaging(optimizer)]
     try:
         with swapped(pair for optimizer in averaging for pair in _averages(optimizer)):
             for optimizer in averaging:
                 share_dealt(optimizer)
-            return evaluate(*args, **kwargs)
+            return evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
     finally:
-        for module in (module for chunk in chunks for module in chunk.modules()):
+        for module in (module for chunk in model for module in chunk.modules()):
             if averaging and isinstance(module, FSDPModule):
                 module.reshard()  # which may have kept the average, gathered, for the next step
 

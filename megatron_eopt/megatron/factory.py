@@ -71,7 +71,8 @@ class OptimizerOfRun:
         adjusted = without_sharing(with_preset(config, self.facts.args), self.facts)
         fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
         self.config = with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
-        self.model_chunks, self.groups = model_chunks, pg_collection
+        self.model_chunks = model_chunks
+        self.groups = pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
         check_rule(config)
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")

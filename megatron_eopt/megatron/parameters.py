@@ -179,9 +179,13 @@ def optimizers_of(model_chunks: Sequence[nn.Module]) -> list[Any]:
 
 def optimizer_name(optimizer: Optimizer) -> str:
     """The registered name of a torch optimizer, or its kind's."""
+    if optimizer in BUILT_AS:
+        return BUILT_AS[optimizer]
     kind = type(optimizer).__name__
-    known = ("adam", "sgd", "lion", "muon")  # which Megatron builds by itself, Muon where there is no registry
-    return BUILT_AS.get(optimizer) or next((name for name in known if name in kind.lower()), kind)
+    for name in ("adam", "sgd", "lion"):  # which Megatron builds by itself, by classes of several packages
+        if name in kind.lower():
+            return name
+    return kind
 
 
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:

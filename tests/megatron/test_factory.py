@@ -213,13 +213,13 @@ def test_a_model_is_evaluated_as_its_last_optimizer_has_it():
     for _ in range(3):
         averaging.step()
     trained = model.weight.detach().clone()
-    evaluate = averaged(lambda model: model[0].weight.detach().clone())
+    evaluate = averaged(lambda forward_step, data, model: model[0].weight.detach().clone())
 
     remember(averaging, [model])
     average = averaging.optimizer.exported(model.weight)
     assert not torch.equal(average, trained)
-    assert torch.equal(evaluate([model]), average)
+    assert torch.equal(evaluate(None, None, [model]), average)
     assert torch.equal(model.weight, trained)
 
     remember(FP32Optimizer(torch.optim.SGD([model.weight], lr=0.1)), [model])
-    assert torch.equal(evaluate([model]), trained)
+    assert torch.equal(evaluate(None, None, [model]), trained)

@@ -80,7 +80,7 @@ class Run:
     @property
     def before_0_19(self) -> bool:
         """Whether the release is 0.18."""
-        return releases.number(self.release) < (0, 19)
+        return releases.before_0_19(self.release)
 
     @property
     def megatron_fsdp(self) -> bool:

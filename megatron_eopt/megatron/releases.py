@@ -37,13 +37,17 @@ def number(release: str) -> tuple[int, int]:
 
 
 def before_0_19(release: str) -> bool:
-    """Whether a release is 0.18."""
+    """Whether it cuts no weights a second time, and ends no step under an FSDP.
+
+    Before 0.19 overlapped gathers also fail for a rank that has no other to gather from, and Megatron-FSDP lacks the
+    functions by which several optimizers are one.
+    """
     return number(release) < (0, 19)
 
 
 def scalar_optimizers(release: str) -> tuple[str, ...]:
     """Names for ``muon_scalar_optimizer`` that a release builds."""
-    return ("adam", "lion") if number(release) >= (0, 19) else ("adam",)
+    return ("adam",) if before_0_19(release) else ("adam", "lion")
 
 
 def distributed_optimizer(release: str) -> dict[str, Any]:

@@ -471,6 +471,8 @@ class BaseOptimizer(Optimizer):
             return loss
         changed = self._seen() != session.checked  # schedulers change settings between steps
         if changed:
+            for group in self.param_groups:
+                group_settings.rename(type(self).__name__, self.traits, group, self.defaults)
             self._check_all_settings(self.param_groups)
         self._check_gradients(parameters)
         if parameters[0].grad is None and session.warns_without_gradients:

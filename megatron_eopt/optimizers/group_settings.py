@@ -84,12 +84,12 @@ def rename(name: str, traits: Traits, group: dict[str, Any], known: Mapping[str,
         other = OTHER_NAMES[key]
         if other not in group or other in known:
             continue
-        value = group.pop(other)
-        if group.setdefault(key, value) != value:
+        if group.get(key, group[other]) != group[other]:
             raise ValueError(
-                f"{name}: a group has {key}={group[key]!r} and {other}={value!r}, two names of one setting: leave "
-                f"{other!r} out"
+                f"{name}: a group has {key}={group[key]!r} and {other}={group[other]!r}, two names of one setting: "
+                f"leave {other!r} out"
             )
+        group[key] = group.pop(other)
     if DECOUPLED not in known:
         return
     method = group.get(METHOD, known[METHOD])

@@ -87,7 +87,7 @@ def check_memory(
     """Refuse arguments of memory and momenta out of their range."""
     check_count(f"{name}: workspace, in bytes,", workspace)
     check_count(f"{name}: momentum_warmup, in steps,", momentum_warmup, least=0)
-    if not 0 <= offload_fraction <= 1:
+    if type(offload_fraction) not in (int, float) or not 0 <= offload_fraction <= 1:
         raise ValueError(f"{name}: offload_fraction must lie in [0, 1], got {offload_fraction!r}")
     if momentum_dtype not in MOMENTUM_DTYPES.values():
         wanted = "None, for that of each parameter, or torch.bfloat16"

@@ -193,7 +193,9 @@ def test_the_workspace_is_a_number_of_bytes(name):
     assert build(name, [matrix()]).workspace == 2**31
     assert build(name, [matrix()], workspace=4096).workspace == 4096
     for wrong in (0, -1, 2.5, True, "2GiB", None):
-        with pytest.raises(ValueError, match=f"workspace is a whole number of bytes above 0, got {wrong!r}"):
+        with pytest.raises(
+            ValueError, match=f"workspace, in bytes, must be a whole number of at least 1, got {wrong!r}"
+        ):
             build(name, [matrix()], workspace=wrong)
 
 

@@ -249,8 +249,8 @@ def test_what_cannot_be_is_refused_at_construction(mesh):
     def params():
         return [torch.nn.Parameter(torch.ones(4, 4))]
 
-    for wrong in (-0.1, 1.5, float("nan"), "1", True):
-        with pytest.raises(ValueError, match=r"offload_fraction is a number in \[0, 1\], got"):
+    for wrong in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"offload_fraction must lie in \[0, 1\], got"):
             TensorParallelMuon(params(), offload_fraction=wrong)
     with pytest.raises(ValueError, match=r"Own has an orthogonalize of its own.*leave offload_fraction at 0"):
         Own(params(), offload_fraction=0.5)

@@ -374,20 +374,15 @@ def test_ranks_that_make_no_optimizer_are_not_asked_where_a_kernel_is_named(monk
 
 @pytest.mark.parametrize("form", ["nonsense", True])
 def test_an_unknown_form_in_a_group_is_refused(form):
-    with pytest.raises(ValueError, match="step_kernels of a group must be one of"):
+    with pytest.raises(ValueError, match="unknown step_kernels"):
         TensorParallelMuon([{"params": [nn.Parameter(torch.ones(3, 2))], "step_kernels": form}])
 
 
-def test_groups_have_one_form_which_stays():
+def test_groups_have_one_form():
     a, b = of_shapes(shapes=[(4, 3), (3, 5)])
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
     with pytest.raises(ValueError, match="groups need one step_kernels, got torch and triton"):
         TensorParallelMuon([{"params": [a], "step_kernels": "torch"}, {"params": [b], "step_kernels": "triton"}]).step()
-    optimizer = TensorParallelMuon([a, b], step_kernels="torch")
-    optimizer.step()
-    optimizer.param_groups[0]["step_kernels"] = "triton"
-    with pytest.raises(ValueError, match="step_kernels cannot change between steps, got 'triton'"):
-        optimizer.step()
 
 
 def test_a_count_of_steps_is_a_whole_number():

@@ -335,7 +335,10 @@ class BaseOptimizer(Optimizer):
         needed |= dict(traits.planned_in_groups).keys()
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
-            raise ValueError(f"{name}: the state has {len(saved)} groups, the optimizer {len(self.param_groups)}")
+            raise ValueError(
+                f"{name}: the state has a different number of parameter groups, {len(saved)} in place of "
+                f"{len(self.param_groups)}"
+            )
         groups = list[dict[str, Any]]()
         for of_state, own in zip(saved, self.param_groups, strict=True):
             group = dict(of_state)

@@ -378,16 +378,11 @@ def test_an_unknown_form_in_a_group_is_refused(form):
         TensorParallelMuon([{"params": [nn.Parameter(torch.ones(3, 2))], "step_kernels": form}])
 
 
-def test_groups_have_one_form_which_stays():
+def test_groups_have_one_form():
     a, b = of_shapes(shapes=[(4, 3), (3, 5)])
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
     with pytest.raises(ValueError, match="groups need one step_kernels, got torch and triton"):
         TensorParallelMuon([{"params": [a], "step_kernels": "torch"}, {"params": [b], "step_kernels": "triton"}]).step()
-    optimizer = TensorParallelMuon([a, b], step_kernels="torch")
-    optimizer.step()
-    optimizer.param_groups[0]["step_kernels"] = "triton"
-    with pytest.raises(ValueError, match="step_kernels cannot change between steps, got 'triton'"):
-        optimizer.step()
 
 
 def test_a_count_of_steps_is_a_whole_number():

@@ -215,7 +215,7 @@ def watch(
 
 def _inside(optimizer: Optimizer) -> list[Optimizer]:
     if isinstance(optimizer, Muon):
-        return [optimizer.matrices, *([] if optimizer.adamw is None else [optimizer.adamw])]
+        return [part for part in (optimizer.matrices, optimizer.adamw) if part is not None]
     return [optimizer]
 
 

@@ -252,16 +252,15 @@ def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: I
 def check_state_dict(name: str, state_dict: object) -> None:
     """Refuse what no optimizer's ``state_dict()`` returns."""
     wanted = f"{name}.load_state_dict takes what state_dict() returned, a dict with 'state' and 'param_groups'"
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"{wanted}, got {state_dict!r}")
-    if missing := {"state", "param_groups"} - state_dict.keys():
-        raise ValueError(f"{wanted}, got one without {' and '.join(sorted(map(repr, missing)))}: {sorted(state_dict)}")
-    state, groups = state_dict["state"], state_dict["param_groups"]
-    if not isinstance(state, Mapping) or isinstance(groups, str | Mapping) or not isinstance(groups, Sequence):
-        kinds = type(state).__name__, type(groups).__name__
-        raise TypeError(f"{wanted}, a dict and a list, got {' and '.join(kinds)}")
-    if wrong := [group for group in groups if not isinstance(group, Mapping) or "params" not in group]:
-        raise TypeError(f"{wanted}, each group a dict with 'params', got {wrong[0]!r}")
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(f"{wanted}, got {found}")
+    groups = state_dict["param_groups"]
+    if not isinstance(state_dict["state"], Mapping) or not isinstance(groups, list | tuple):
+        raise ValueError(f"{wanted}, a dict and a list")
+    for group in groups:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f"{wanted}, each group a dict with 'params', got {group!r}")
 
 
 def check_writer(cls: type, state_dict: Mapping[str, Any], warn: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import wraps
 from math import inf
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -16,20 +15,6 @@ Package = Literal["transformer_engine", "apex"]
 _OTHER_NAMES = {"optimizer": "name", "learning_rate": "lr", "warmup_steps": "schedule_free_warmup_steps"}
 
 
-def _naming_fields[T](cls: type[T]) -> type[T]:
-    """Let a dataclass's constructor suggest fields for unknown ones."""
-    constructor = cls.__init__
-
-    @wraps(constructor)
-    def checked(self: T, *args: Any, **given: Any) -> None:
-        check_fields(cls.__name__, given)
-        constructor(self, *args, **given)
-
-    setattr(cls, "__init__", checked)  # noqa: B010  # which mypy refuses as an assignment
-    return cls
-
-
-@_naming_fields
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """What :func:`~megatron_eopt.plain.build.build_optimizer` builds; checked when made.
@@ -55,7 +40,7 @@ class OptimizerConfig:
 
     Raises:
         ValueError: for an unknown name, with the nearest ones, or a setting out of its range.
-        TypeError: for an unknown field, with the nearest one.
+        TypeError: for an unknown field.
     """
 
     name: str = "adamw"
@@ -76,29 +61,28 @@ class OptimizerConfig:
         get_optimizer_builder(self.name)
         for rate in ("lr", "weight_decay", "muon_adam_lr"):
             value = getattr(self, rate)
-            if (rate, value) != ("muon_adam_lr", None) and not (_is_number(value) and 0 <= value < inf):
+            if rate == "muon_adam_lr" and value is None:
+                continue
+            if not _is_number(value) or not 0 <= value < inf:
                 raise ValueError(f"{rate} must be a finite number of at least 0, got {value!r}")
-        two = isinstance(self.betas, Sequence) and len(self.betas) == 2
-        if self.betas is not None and not (two and all(map(_is_share, self.betas))):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
-        if not (_is_number(self.eps) and 0 < self.eps < inf):
+        if self.betas is not None:
+            two = isinstance(self.betas, Sequence) and len(self.betas) == 2
+            if not two or not all(_is_share(beta) for beta in self.betas):
+                raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
+        if not _is_number(self.eps) or not 0 < self.eps < inf:
             raise ValueError(f"eps must be a finite number above 0, got {self.eps!r}")
         if not isinstance(self.fused, bool):
             check_choice("fused, unless it is True or False,", self.fused, get_args(Package))
         if not _is_share(self.muon_momentum):
             raise ValueError(f"muon_momentum must lie in [0, 1), got {self.muon_momentum!r}")
-        for count, least in (("muon_ns_steps", 1), ("schedule_free_warmup_steps", 0)):
-            check_count(count, getattr(self, count), least)
+        check_count("muon_ns_steps", self.muon_ns_steps)
+        check_count("schedule_free_warmup_steps", self.schedule_free_warmup_steps, 0)
         if not isinstance(self.muon_embeddings, bool):
             raise ValueError(f"muon_embeddings must be True or False, got {self.muon_embeddings!r}")
         if not isinstance(self.options, Mapping):
             raise ValueError(f"options must be a mapping of arguments to values, got {self.options!r}")
-        pairs = self.spectron_factor_pairs
-        if isinstance(pairs, str) or not isinstance(pairs, Iterable):
-            raise ValueError(f"spectron_factor_pairs are pairs of names, got {pairs!r}")
-        for pair in pairs:
-            two = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
-            if not two or not all(isinstance(each, str) for each in pair):
+        for pair in self.spectron_factor_pairs:
+            if isinstance(pair, str) or len(pair) != 2:
                 raise ValueError(f"spectron_factor_pairs are pairs of names, got {pair!r} among them")
 
 

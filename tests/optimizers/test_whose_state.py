@@ -219,23 +219,23 @@ def test_a_setting_of_torchs_in_groups_that_say_whose_they_are_is_a_users():
 
 
 NO_STATES = [
-    (None, TypeError, "got None"),
-    ([], TypeError, r"got \[\]"),
-    ({}, ValueError, r"without 'param_groups' and 'state': \[\]"),
-    ({"state": {}}, ValueError, r"without 'param_groups': \['state'\]"),
-    ({"param_groups": []}, ValueError, r"without 'state': \['param_groups'\]"),
-    ({"state": None, "param_groups": []}, TypeError, "a dict and a list, got NoneType and list"),
-    ({"state": {}, "param_groups": {}}, TypeError, "a dict and a list, got dict and dict"),
-    ({"state": {}, "param_groups": [None]}, TypeError, "each group a dict with 'params', got None"),
-    ({"state": {}, "param_groups": [{"lr": 1.0}]}, TypeError, r"each group a dict with 'params', got \{'lr': 1\.0\}"),
+    (None, "got NoneType"),
+    ([], "got list"),
+    ({}, r"got \[\]"),
+    ({"state": {}}, r"got \['state'\]"),
+    ({"param_groups": []}, r"got \['param_groups'\]"),
+    ({"state": None, "param_groups": []}, "a dict and a list"),
+    ({"state": {}, "param_groups": {}}, "a dict and a list"),
+    ({"state": {}, "param_groups": [None]}, "each group a dict with 'params', got None"),
+    ({"state": {}, "param_groups": [{"lr": 1.0}]}, r"each group a dict with 'params', got \{'lr': 1\.0\}"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "kind", "found"), NO_STATES, ids=lambda x: str(x) if isinstance(x, dict) else None)
+@pytest.mark.parametrize(("wrong", "found"), NO_STATES, ids=lambda x: str(x) if isinstance(x, dict) else None)
 @pytest.mark.parametrize("name", BUILDERS)
-def test_what_is_no_state_is_refused_by_what_it_lacks(name, wrong, kind, found):
+def test_what_is_no_state_is_refused_by_what_it_lacks(name, wrong, found):
     model, optimizer = stepped(name)
     before = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
-    with pytest.raises(kind, match=rf"^\w+\.load_state_dict takes what state_dict\(\) returned, .*{found}"):
+    with pytest.raises(ValueError, match=rf"^\w+\.load_state_dict takes what state_dict\(\) returned, .*{found}"):
         optimizer.load_state_dict(wrong)
     assert_same((optimizer.state_dict(), model.state_dict()), before)

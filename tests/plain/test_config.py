@@ -155,7 +155,7 @@ MISSPELT = {
 }
 
 
-@pytest.mark.parametrize("kind", [OptimizerConfig, dict, SimpleNamespace])
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
 @pytest.mark.parametrize("wrong", MISSPELT)
 def test_an_unknown_field_is_refused_with_the_nearest(kind, wrong):
     message = rf"unknown fields in {kind.__name__}: {wrong!r}, did you mean {MISSPELT[wrong]!r}\?"

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from itertools import chain
 
 from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
 from megatron_eopt.routing.patterns import (
@@ -66,10 +66,10 @@ def listed_twice(families: Iterable[ParamPattern]) -> Iterator[str]:
 
 
 def _differing(rows: Sequence[ManifestRow]) -> str:
-    """Rows by the fields in which they differ."""
-    names = [each.name for each in fields(ManifestRow)]
-    names = [name for name in names if any(getattr(row, name) != getattr(rows[0], name) for row in rows)]
-    return " and ".join(", ".join(f"{name} {getattr(row, name)}" for name in names) for row in rows)
+    """Rows by the fields and settings in which they differ."""
+    values = [vars(row) | {"settings": None} | row.settings for row in rows]
+    names = [name for name in dict.fromkeys(chain(*values)) if any(x.get(name) != values[0].get(name) for x in values)]
+    return " and ".join(", ".join(f"{name} {each.get(name)}" for name in names) for each in values)
 
 
 def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:

@@ -97,9 +97,7 @@ def main(axis):
         "the version of torch is": partial(with_versions, torch="2.0"),
         "the version of megatron_eopt is": partial(with_versions, megatron_eopt="0.0.1"),
         "my_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(of_environment, of_rank=(1e-8, 1e-3)[rank]),
-        "my_rate 0.0, and rank 1 says the setting my_rate 0.5": partial(
-            of_environment, of_rank=0.0, of_group=(0.0, 0.5)[rank]
-        ),
+        "my_rate 0.0 and my_rate 0.5": partial(of_environment, of_rank=0.0, of_group=(0.0, 0.5)[rank]),
     }
     if axis == "pipeline":  # stages have no parameter in common: what a group has is of its own
         cases.popitem()

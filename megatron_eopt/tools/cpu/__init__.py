@@ -2,11 +2,11 @@
 
 For tests, the demo and dry runs, never for speed::
 
-    import megatron_eopt.tools.cpu
+    from megatron_eopt.tools import cpu
 
-    megatron_eopt.tools.cpu.install()  # before torch.distributed is initialized, best before Megatron is imported
-    ...                          # megatron.training.pretrain as on GPUs
-    megatron_eopt.tools.cpu.undo()     # the process is as it was
+    cpu.install()  # before torch.distributed is initialized, best before Megatron is imported
+    ...            # megatron.training.pretrain as on GPUs
+    cpu.undo()     # the process is as it was
 
 The host answers for torch.cuda, the CPU for ``.cuda()`` and ``device="cuda"``, gloo for nccl. Attributes are replaced,
 each with its reason (:func:`describe`), in all threads; other torch calls cost nothing more.

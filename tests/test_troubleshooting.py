@@ -189,7 +189,7 @@ SAID = {
     "no gradients": built_before_fully_shard,
     "size": size_of_updates,
     "upside down": lambda: overrides(**{"linear_fc1.weight": {"lr": 1e-3}}).learning_rates(1e-2, 1e-2),
-    "override": lambda: overrides(**{"*.mlp.linear_fcl.weight": {"lr": 1e-3}}),
+    "override": lambda: overrides(**{"*.mlp.linear_c1.weight": {"lr": 1e-3}}),
     "skipped": lambda: steps_without_finite_gradients(1),
     "updates": update_that_is_not_finite,
     "interrupted": interrupted,

@@ -178,8 +178,12 @@ class AverageOfOne:
         """What is kept beside each average: the rule, and the steps in it."""
         return [self.rule.decay, self.rule.window, self.steps]
 
-    def begin(self, parameter: Tensor) -> None:
-        """Let a parameter's state have its average, if it lacks one."""
+    def begin(self) -> None:
+        """Let the state of every parameter have its average, if it lacks one."""
+        for parameter in self.parameters():
+            self._begin(parameter)
+
+    def _begin(self, parameter: Tensor) -> None:
         state = self.optimizer.state[parameter]
         state.setdefault(AVERAGE, average_in(state, parameter))
         state[SCHEDULE] = self._schedule
@@ -210,7 +214,7 @@ class AverageOfOne:
                 continue
             weight = local(p.detach())
             if AVERAGE not in state:
-                self.begin(p)
+                self._begin(p)
             elif (average := local(state[AVERAGE])).dtype == weight.dtype:
                 averages.append(average)
                 weights.append(weight)

@@ -335,19 +335,12 @@ class Muon(Optimizer):
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""
         self.matrices.init_state()
-        if self.adamw is None:
-            return
-        average = average_of(self.adamw)
-        for group in self._adam_groups:
-            device = None if group["capturable"] or group["fused"] else "cpu"
-            for parameter in group["params"]:
-                state = self.adamw.state[parameter]
-                if "step" not in state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=device or parameter.device)
-                    for tensor in _moments(group):
-                        state[tensor.key] = torch.zeros_like(parameter)
-                if average is not None:
-                    average.begin(parameter)
+        if self.adamw is not None:
+            _init_adamw(self.adamw)
+        for part in (self.matrices, self.adamw):
+            average = average_of(part) if part is not None else None
+            if average is not None:
+                average.begin()
 
     def state_dict(self) -> dict[str, Any]:
         """Return both states: see the class."""
@@ -436,6 +429,18 @@ def listed(params: Any) -> list[Any]:
     if isinstance(params, Tensor | set):  # a set has no order
         raise TypeError(f"parameters come as an ordered list, or as a list of groups, got a {type(params).__name__}")
     return list(params)
+
+
+def _init_adamw(adamw: AdamW) -> None:
+    """Create state that is missing, as torch's step would."""
+    for group in adamw.param_groups:
+        device = None if group["capturable"] or group["fused"] else "cpu"
+        for parameter in group["params"]:
+            state = adamw.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device or parameter.device)
+                for tensor in _moments(group):
+                    state[tensor.key] = torch.zeros_like(parameter)
 
 
 def _moments(group: Group) -> list[StateTensor]:

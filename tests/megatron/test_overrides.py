@@ -290,8 +290,8 @@ def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
             r".*overrides.json:1: wieght_decay: unknown setting, did you mean 'weight_decay'\?",
         ),
         (
-            [{"select": "linear_fcl.weight", "lr": 1}],
-            r"overrides.json:1: select: 'linear_fcl.weight' matches no parameter, did you mean 'linear_fc1.weight'\?",
+            [{"select": "linear_c1.weight", "lr": 1}],
+            r"overrides.json:1: select: 'linear_c1.weight' matches no parameter, did you mean 'linear_fc1.weight'\?",
         ),
         (
             [{"select": "linear_fc1.weight", "optimizer": "adam", "betas": [0.9, 1.5]}],

@@ -47,7 +47,7 @@ def test_a_groups_own_setting_stays_where_a_state_lacks_it(name):
 @every
 def test_another_number_of_groups_is_refused(name):
     saved = build(name, [{"params": [p]} for p in matrices()]).state_dict()
-    with pytest.raises(ValueError, match=r"the state has .* groups, the optimizer"):
+    with pytest.raises(ValueError, match="different number of parameter groups"):
         build(name, matrices()).load_state_dict(saved)
 
 

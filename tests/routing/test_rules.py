@@ -180,7 +180,7 @@ def test_settings_by_optimizer_follow_the_optimizer():
     ("selector", "said"),
     [
         ("*.linear_qvk.weight", "'*.linear_qvk.weight' matches no parameter, did you mean 'linear_qkv.weight'?"),
-        ("layers.*.mlp.linear_fcl.weight", ", did you mean 'layers.*.mlp.linear_fc1.weight'?"),
+        ("layers.*.mlp.linear_c1.weight", ", did you mean 'layers.*.mlp.linear_fc1.weight'?"),
         ("decoder.layers.7.mlp.linear_fc2.weight", ", did you mean 'decoder.layers.*.mlp.linear_fc2.weight'?"),
         ("Output_Layer.weight", "did you mean 'output_layer.weight'?"),
         ("re:^output_layr", ", did you mean 'output_layer.weight'?"),

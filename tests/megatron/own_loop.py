@@ -68,8 +68,8 @@ def overrides_from_python(model):
     decays = {name: group["wd_mult"] for name, (_, group) in groups.items()}
     assert decays["embedding.word_embeddings.weight"] == 0.5
     assert decays["decoder.final_layernorm.weight"] == 0.0
-    with pytest.raises(ValueError, match=r"config_overrides\['linear_fcl.weight'\]: select: .* did you mean"):
-        megatron_eopt.get_megatron_optimizer(config, [model], {"linear_fcl.weight": {"lr": 1.0}})
+    with pytest.raises(ValueError, match=r"config_overrides\['linear_c1.weight'\]: select: .* did you mean"):
+        megatron_eopt.get_megatron_optimizer(config, [model], {"linear_c1.weight": {"lr": 1.0}})
 
 
 def rates_where_the_config_has_no_smallest_one(model):

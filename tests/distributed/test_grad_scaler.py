@@ -89,7 +89,9 @@ def scaled_step(rank, optimizer, params, bad):
         local(bad.grad)[0, 0] = torch.inf
     said = message_of(lambda: (scaler.step(optimizer), scaler.update()))
     unchanged = all(map(torch.equal, before, map(local, params)))
-    return said, unchanged and not optimizer.state, scaler.get_scale()
+    # reading the state of Muon with AdamW inside makes it
+    still_zero = not any(local(x).any() for of_one in optimizer.state.values() for x in of_one.values())
+    return said, unchanged and still_zero, scaler.get_scale()
 
 
 def as_sharded(rank):

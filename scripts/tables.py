@@ -18,6 +18,7 @@ from typing import get_args
 import llms
 import torch
 from state_bytes import DATA, bytes_rows, share_rows
+from support_matrix import RELEASES, support_matrix
 
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
 from megatron_eopt.megatron.arguments import RUN_FLAGS
@@ -28,7 +29,6 @@ from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, optimizers_with, settings_of
-from megatron_eopt.tools.support_matrix import RELEASES, support_matrix
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -1,4 +1,4 @@
-"""The command ``megatron-eopt doctor``: what is installed, and what works.
+"""The command ``megatron-eopt doctor``: what is installed, and what is wrong with it.
 
 :func:`collect` imports what is installed and survives what is broken. The reports are pure functions of :class:`Facts`.
 """
@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.releases import SUPPORTED
 from megatron_eopt.orthogonalize.kernels import KERNELS, choose
 from megatron_eopt.registry import list_optimizers
-from megatron_eopt.tools.support_matrix import Row, support_matrix
 
 _NO_KERNELS = (
     "symmetric products are computed by torch, which takes more time and gives the same numbers up to rounding"
@@ -111,7 +109,6 @@ def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
         said = {
             "ok": not found,
             "facts": asdict(facts),
-            "support": [row._asdict() for row in matrix(facts)],
             "notes": list(notes(facts)),
             "problems": [problem._asdict() for problem in found],
         }
@@ -255,13 +252,6 @@ def notes(facts: Facts) -> Iterator[str]:
     """Notes on what is no problem."""
     if facts.kernels.missing is not None:
         yield f"no kernels for symmetric products ({facts.kernels.missing}): {_NO_KERNELS}"
-    # from 2.4 on numpy makes no scalar of an array of one entry, as triton's interpreter did before 3.7
-    triton, numpy = (str(x) if x is not None else "" for x in (facts.triton, facts.numpy))
-    if triton and releases.number(triton) < (3, 7) and releases.number(numpy) >= (2, 4):
-        yield (
-            f"triton's interpreter (TRITON_INTERPRET=1, for tests without a GPU) does not run with numpy {numpy}: "
-            f"triton {triton} needs numpy below 2.4 for it, and none on a GPU"
-        )
     if facts.core is not None and (caveat := releases.caveat(facts.core.version)) is not None:
         yield caveat
     if facts.megatron is not None and facts.megatron.training_error is not None:
@@ -271,14 +261,6 @@ def notes(facts: Facts) -> Iterator[str]:
         )
     if facts.megatron is not None and facts.megatron.adam == "torch":
         yield "Adam, for what is no matrix, is torch's: Transformer Engine, or NVIDIA's Apex, would bring a fused one"
-
-
-def matrix(facts: Facts) -> list[Row]:
-    """What the installed Megatron-Core supports; empty if none is usable."""
-    if facts.core is None or releases.number(facts.core.version) < releases.number(SUPPORTED[-1]):
-        return []
-    links = re.compile(r"\[([^]]*)\]\([^)]*\)")  # the docs print the notes, too
-    return [row._replace(note=links.sub(r"\1", row.note)) for row in support_matrix(facts.core.version)]
 
 
 def _text(facts: Facts, found: list[Problem]) -> str:
@@ -303,9 +285,6 @@ def _text(facts: Facts, found: list[Problem]) -> str:
         "symmetric products": f"by torch: {no_kernels}" if no_kernels else "by triton kernels, checked on this GPU",
     }
     sections = {"Installed": _pairs(installed), "Used": _pairs(used)}
-    if facts.core is not None and (rows := matrix(facts)):
-        title = f"With megatron-core {facts.core.version}"
-        sections[title] = [f"{row.works:3}  {row.feature}" + (f": {row.note}" if row.note else "") for row in rows]
     sections["Notes"] = list(notes(facts)) or ["none"]
     sections["Problems"] = [f"{problem.what}. What to do: {problem.do}" for problem in found] or ["none"]
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())

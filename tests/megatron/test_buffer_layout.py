@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support_matrix import support_matrix
 
 from megatron_eopt.megatron.checkpoints.torch_dist import AdamOfBuffers
 from megatron_eopt.megatron.support.layout import clear_where_refused
-from megatron_eopt.tools.support_matrix import support_matrix
 from tests.megatron.runs import ADAPTIVE, EXPERTS, MUON, SMALL_GPT, refused, resumed, train
 from tests.megatron.test_command_line import activated as activated  # fixtures
 from tests.megatron.test_command_line import parse as parse

@@ -9,12 +9,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from support_matrix import FEATURES, RELEASES, support_matrix
 
+import megatron_eopt.megatron.entries  # noqa: F401  Run asks which parameters are no matrices, in Megatron's ParamKey
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsupported
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
-from megatron_eopt.tools.support_matrix import FEATURES, RELEASES, support_matrix
 from tests.megatron.runs import MUON, refused
 from tests.parallel.test_layout import Group
 

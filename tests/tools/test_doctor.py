@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -16,8 +15,7 @@ import torch
 from megatron_eopt.cli import main
 from megatron_eopt.megatron.releases import SUPPORTED
 from megatron_eopt.registry import list_optimizers
-from megatron_eopt.tools.doctor import Apex, Facts, Kernels, Megatron, Package, matrix, notes, problems
-from megatron_eopt.tools.support_matrix import support_matrix
+from megatron_eopt.tools.doctor import Apex, Facts, Kernels, Megatron, Package, notes, problems
 from tests.megatron.runs import without_emerging_optimizers
 
 pytestmark = pytest.mark.wide
@@ -81,9 +79,6 @@ def test_the_versions_of_this_machine_are_told(tmp_path):
     assert facts["megatron"]["training_error"] is None
     assert facts["kernels"]["missing"] == "torch.cuda finds no GPU"
     assert any("no GPU" in note for note in said["notes"])
-    assert [list(row.values())[:2] for row in said["support"]] == [
-        list(row[:2]) for row in support_matrix(version("megatron-core"))
-    ]
 
 
 def test_the_release_is_told_where_megatron_lies_in_a_repository(tmp_path):
@@ -139,7 +134,6 @@ def test_without_megatron(tmp_path):
     status, said = doctor(tmp_path)
     assert status == 1
     assert said["facts"]["core"] is None
-    assert said["support"] == []
     releases = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
     expected = f"megatron-core is not installed: pip install megatron-core, {releases} are supported"
     assert told(said) == [expected]
@@ -153,7 +147,6 @@ def test_a_megatron_that_is_too_old(tmp_path):
     status, said = doctor(tmp_path)
     assert status == 1
     assert told(said) == [f"megatron-core 0.16.1 is too old: take one of {SUPPORTED[-1]} to {SUPPORTED[0]}"]
-    assert said["support"] == []
 
 
 def test_a_transformer_engine_that_cannot_be_imported(tmp_path):
@@ -171,7 +164,6 @@ def test_a_transformer_engine_that_cannot_be_imported(tmp_path):
     # Megatron goes on without an engine, but not with one that cannot be imported
     assert core.startswith(f"megatron-core {version('megatron-core')} cannot be imported: ImportError: libcudnn")
     assert said["facts"]["megatron"] is None
-    assert said["support"]  # the version is known nevertheless
 
 
 def test_an_engine_whose_adam_cannot_be_imported():
@@ -225,10 +217,6 @@ def test_megatron_training_needs_what_it_does_not_declare(tmp_path):
 def test_a_healthy_machine_has_neither_problems_nor_notes():
     assert list(problems(HEALTHY)) == []
     assert list(notes(HEALTHY)) == []
-    told = matrix(HEALTHY)
-    assert [row[:2] for row in told] == [row[:2] for row in support_matrix("0.19.2")]
-    assert "momenta are in host memory" in [row.note for row in told]
-    assert not [row for row in told if re.search(r"[`\[]|\]\(|\*\*", row.note)]  # no Markdown in a terminal
 
 
 @pytest.mark.parametrize(
@@ -261,17 +249,6 @@ def test_what_is_newer_than_what_was_tried_is_noted():
     tried = "megatron-core 0.20.0 is supported as Megatron's main branch was on 22 August 2026"
     assert note == f"{tried}: what has changed since then is untried"
     assert list(notes(replace(HEALTHY, core=Package("0.19.2")))) == []
-
-
-@pytest.mark.parametrize(
-    ("triton", "numpy", "told"),
-    [("3.6.0", "2.5.5", True), ("3.6.0", "2.4.0", True), ("3.6.0", "2.3.5", False), ("3.9.0", "2.5.5", False)],
-)
-def test_a_numpy_with_which_no_interpreter_runs_is_noted(triton, numpy, told):
-    said = list(notes(replace(HEALTHY, triton=Package(triton), numpy=numpy)))
-    expected = f"does not run with numpy {numpy}: triton {triton} needs numpy below 2.4"
-    assert [expected in each for each in said] == [True] * told
-    assert list(notes(replace(HEALTHY, triton=None, numpy=numpy))) == []
 
 
 def test_kernels_that_the_gpu_cannot_run_are_noted():

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -53,23 +53,12 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
-class BucketSlice:
-    """The matrices that a bucket and a program share."""
-
-    bucket: int  # among those of the chunk
-    rows: list[int]  # of its stack, ascending
-    at: list[int]  # among the shards of the program
-    shapes: Shapes  # of the factors
-    dtypes: list[torch.dtype]  # of the updates
-    widest: torch.dtype  # holds what is in any of these
-
-
-@dataclass(frozen=True)
 class ParamSlice:
     """The parameters of a chunk that one program works on."""
 
-    parameters: tuple[int, ...]
-    buckets: list[BucketSlice]
+    parameters: list[int]
+    rows: list[tuple[int, int]]  # of each shard of the program: its bucket in the chunk, and its row of the stack
+    dtypes: list[torch.dtype]  # of the updates
 
 
 @dataclass(frozen=True)
@@ -161,26 +150,23 @@ class Compiler:
 
     def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]], sliced: bool) -> list[ParamSlice]:
         """A chunk's parameters, as many at once as hooks take."""
-        slices, some, held = [], dict[int, list[int]](), dict[str, Counter[int]]()  # entries of ranks, by their group
-        for m in sorted(chain(*stacked)):
+        rows = {m: (bucket, row) for bucket, of_bucket in enumerate(stacked) for row, m in enumerate(of_bucket)}
+        slices = list[ParamSlice]()
+        held = dict[str, Counter[int]]()  # entries of ranks, by their group
+        for m in sorted(rows):
             i, matrix = self.of_matrix[m][0], plan.matrices[m]
-            held.setdefault(matrix.group, Counter()).update(counted := dict(matrix.held))
+            entries = Counter(dict(matrix.held))
+            held.setdefault(matrix.group, Counter()).update(entries)
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
-            if sliced and some and i not in some and most * OF_ENTRY > self.workspace.iteration:
-                slices.append(self._slice(some, stacked))
-                some, held = {}, {matrix.group: Counter(counted)}
-            some.setdefault(i, []).append(m)
-        return [*slices, self._slice(some, stacked)]
-
-    def _slice(self, matrices: Mapping[int, Sequence[int]], stacked: Sequence[Sequence[int]]) -> ParamSlice:
-        at, buckets = {m: at for at, m in enumerate(chain(*matrices.values()))}, []
-        for bucket, of_bucket in enumerate(stacked):
-            if rows := [row for row, m in enumerate(of_bucket) if m in at]:
-                here = [of_bucket[row] for row in rows]
-                in_own, dtypes = [at[m] for m in here], [self._dtype(m) for m in here]
-                widest = reduce(torch.promote_types, dtypes)
-                buckets.append(BucketSlice(bucket, rows, in_own, self._shapes(here), dtypes, widest))
-        return ParamSlice(tuple(matrices), buckets)
+            another = not slices or slices[-1].parameters[-1] != i
+            if not slices or (sliced and another and most * OF_ENTRY > self.workspace.iteration):
+                slices.append(ParamSlice([], [], []))
+                held = {matrix.group: entries}
+            if another:
+                slices[-1].parameters.append(i)
+            slices[-1].rows.append(rows[m])
+            slices[-1].dtypes.append(self._dtype(m))
+        return slices
 
     def _shapes(self, matrices: Sequence[int]) -> Shapes:
         shapes = [self.of_matrix[m][1].rectangle.shape for m in matrices]

@@ -1,7 +1,6 @@
 """All that an optimizer knows of ranks."""
 
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, overload
@@ -26,17 +25,17 @@ from megatron_eopt.parallel.agreement import (
     times_kernels,
 )
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
-from megatron_eopt.parallel.collectives import CollectiveError, all_reduce, lowest
+from megatron_eopt.parallel.collectives import all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, chunk_seconds, largest_iteration
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, TpMode, whole
-from megatron_eopt.parallel.scheduler import Program, Shards, StartedChunk
-from megatron_eopt.parallel.schemes.whole import Factors, bring, cut_out, gather, hand_out
+from megatron_eopt.parallel.scheduler import Program, Shards, StartedChunk, rounds
+from megatron_eopt.parallel.schemes.whole import bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, reduce_statistics
 from megatron_eopt.parallel.watched import Watched
-from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, IN_FLIGHT, Workspace
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
 
 _MOST_PLANS = 1024  # kept, one for each set of parameters with gradients
 
@@ -86,7 +85,6 @@ class Engine:
         iterated = {x.name: replace(x, max_bytes=workspace.iteration) for p in parameters if (x := p.iteration)}
         self._rows: dict[int, LocalRows] = {}
         self._shapes: dict[int, list[tuple[int, int]]] = {}
-        self._plain = set(range(len(parameters)))  # not split here
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
         planned, of_matrix = list[Matrix](), list[tuple[int, Layout]]()
@@ -99,8 +97,6 @@ class Engine:
                     f"all matrices of its plan, or none; give this parameter another engine"
                 )
             self._rows[i], self._shapes[i] = local_rows(p.layout, p.split), []
-            if not p.split.is_whole or p.layout.padding:
-                self._plain.discard(i)
             for matrix, layout in p.matrices():
                 planned.append(matrix)
                 of_matrix.append((i, layout))
@@ -232,12 +228,13 @@ class Engine:
             return tensors
         shards: list[Tensor] = []
         for i, x in zip(indices, tensors, strict=True):
-            if i not in self._plain:
-                shards += self._rows[i].split(x)
-            elif x.ndim > 2 and i in self._rows and not self._rows[i].stacked:
-                shards.append(x.flatten(1))
-            else:
+            rows = self._rows.get(i)
+            if rows is None:
                 shards.append(x)
+                continue
+            if x.ndim > 2 and not rows.stacked:
+                x = x.flatten(1)
+            shards += rows.split(x)
         tensors.clear()
         return shards
 
@@ -251,10 +248,14 @@ class Engine:
 
     def merge(self, indices: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
         """The inverse of :meth:`split`."""
-        if self._plain.issuperset(indices):
-            return list(shards)
         remaining = iter(shards)
-        return [self._rows[i].merge(list(islice(remaining, len(self.matrices[i])))) for i in indices]
+        merged = []
+        for i in indices:
+            rows = self._rows.get(i)
+            merged.append(
+                next(remaining) if rows is None else rows.merge(list(islice(remaining, len(self.matrices[i]))))
+            )
+        return merged
 
     def orthogonalize(self, indices: Sequence[int], shards: Shards) -> Generator[Shards, list[Tensor], list[Tensor]]:
         """Wait in a program for this rank's shards of factors.
@@ -267,37 +268,24 @@ class Engine:
     def run(self, indices: Sequence[int], program: Callable[[Sequence[int]], Program]) -> None:
         """Run programs for parameters, within the bounds of the workspace.
 
-        A chunk starts with its first bucket, if there is room beside those at work; one always is. In a round the next
-        bucket starts, if fewer than :data:`IN_FLIGHT` are at work, then all of these go on, the youngest first. The
-        programs of a chunk go on in turn when all of its buckets are done. So the order of collectives is the same on
-        every rank, if all name the same shared parameters. ``indices`` are ascending. ``program`` starts the program of
-        some of these parameters, which orthogonalizes once; it is called for each of them once.
+        A chunk starts with its first bucket, if there is room beside those at work; one always is. Its buckets go
+        through :func:`~megatron_eopt.parallel.scheduler.rounds`, and its programs go on in turn when all of them are
+        done: in the same order on every rank, if all name the same shared parameters. ``indices`` are ascending.
+        ``program`` starts the program of some of these parameters, which orthogonalizes once; it is called for each of
+        them once.
         """
-        waiting, started = deque(self._chunks_of(indices)), list[StartedChunk]()
-        at_work = list[tuple[StartedChunk, int, Generator[None, None, Factors]]]()  # the youngest bucket first
+        started: list[StartedChunk] = []
+
+        def buckets() -> Iterator[Generator[None, None, None] | None]:
+            for chunk in self._chunks_of(indices):
+                while started and chunk.bytes + sum(other.chunk.bytes for other in started) > self._room:
+                    yield None
+                started.append(StartedChunk(chunk, program, self.device))
+                yield from started[-1].buckets(self.watched)
+
         advance = next if self.watched is None else self.watched.timed("exchange", next)
-        while waiting or started:
-            if len(at_work) < IN_FLIGHT:
-                if waiting and not (started and started[-1].stacks):
-                    needed = waiting[0].bytes + sum(other.chunk.bytes for other in started)
-                    if not started or needed <= self._room:
-                        started.append(StartedChunk(waiting.popleft(), program, self.device))
-                if started and started[-1].stacks:
-                    at_work.insert(0, (started[-1], *started[-1].next_bucket(self.watched)))
-            for bucket in tuple(at_work):
-                chunk, number, running = bucket
-                try:
-                    advance(running)
-                except CollectiveError as error:
-                    job = chunk.chunk.jobs[number]
-                    error.add(f"{job.bucket.scheme} of {len(job.bucket.matrices)} matrices such as {job.matrix.name}")
-                    raise
-                except StopIteration as done:
-                    chunk.factors[number] = done.value
-                    at_work.remove(bucket)
-            for chunk in [x for x in started if len(x.factors) == len(x.chunk.jobs)]:
-                chunk.finish()
-                started.remove(chunk)
+        for _ in rounds(buckets(), advance):
+            started[:] = [chunk for chunk in started if not chunk.finish()]
 
     def factors(self, indices: Sequence[int], shards: list[Tensor]) -> list[Tensor]:
         """The orthogonal factors of ``shards``, in that list, without programs."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.parallel.chunks import BucketSlice, Chunk
+from megatron_eopt.parallel.chunks import Chunk
+from megatron_eopt.parallel.collectives import CollectiveError
 from megatron_eopt.parallel.schemes import SCHEMES
 from megatron_eopt.parallel.schemes.whole import Factors, Shapes, shards_of
 from megatron_eopt.parallel.watched import Watched
@@ -28,11 +29,14 @@ dtype that is exchanged, which are not to be written to.
 """
 
 
-def rounds(waiting: Iterator[Generator[Any, None, Any]]) -> Iterator[None]:
+def rounds(
+    waiting: Iterator[Generator[Any, None, Any] | None],
+    advance: Callable[[Generator[Any, None, Any]], object] = next,
+) -> Iterator[None]:
     """Run generators that yield where they wait; yields after each round.
 
     In a round the next one starts, if fewer than :data:`IN_FLIGHT` are at work, and then all of these go on, the
-    youngest first. So the order of collectives is the same on every rank.
+    youngest first. So the order of collectives is the same on every rank. None is waiting for one that ends.
     """
     at_work: list[Generator[Any, None, Any]] = []
     while True:
@@ -42,7 +46,7 @@ def rounds(waiting: Iterator[Generator[Any, None, Any]]) -> Iterator[None]:
             return
         for running in tuple(at_work):
             try:
-                next(running)
+                advance(running)
             except StopIteration:
                 at_work.remove(running)
         yield
@@ -53,7 +57,7 @@ class StartedChunk:
 
     def __init__(self, chunk: Chunk, program: Callable[[Sequence[int]], Program], device: torch.device) -> None:
         self.chunk = chunk
-        self.factors: dict[int, Factors] = {}
+        self._factors: dict[int, Factors] = {}
         self._programs: list[tuple[Program, bool]] = []  # and whether it takes views
         stacks: list[tuple[Tensor, list[Tensor]]] = []
         for part in chunk.slices:
@@ -66,32 +70,41 @@ class StartedChunk:
             shards = next(running)
             self._programs.append((running, callable(shards)))
             stacks = stacks or [_room(device, job.shapes, job.dtype) for job in chunk.jobs]
-            places = {i: stacks[b.bucket][1][row] for b in part.buckets for row, i in zip(b.rows, b.at, strict=True)}
+            places = [stacks[bucket][1][row] for bucket, row in part.rows]
             if callable(shards):
-                shards([places[i] for i in range(len(places))])
+                shards(places)
             else:
-                torch._foreach_copy_(list(places.values()), [shards[i] for i in places])
+                torch._foreach_copy_(places, shards)
                 shards.clear()
-        self.stacks = {n: stack for n, (stack, _) in enumerate(stacks)}
+        self._stacks = [stack for stack, _ in stacks]
 
-    def next_bucket(self, watched: Watched | None) -> tuple[int, Generator[None, None, Factors]]:
-        """The first waiting bucket, and what orthogonalizes it."""
-        number = next(iter(self.stacks))
-        job = self.chunk.jobs[number] if watched is None else replace(self.chunk.jobs[number], watched=watched)
-        return number, SCHEMES[job.bucket.scheme](job, self.stacks.pop(number))
+    def buckets(self, watched: Watched | None) -> Iterator[Generator[None, None, None]]:
+        """What orthogonalizes each bucket, in order."""
+        for number, job in enumerate(self.chunk.jobs):
+            job = job if watched is None else replace(job, watched=watched)
+            yield self._bucket(number, SCHEMES[job.bucket.scheme](job, self._stacks.pop(0)))
 
-    def finish(self) -> None:
-        """Resume each program with factors in its updates' dtypes."""
-        for number, (part, (running, views)) in enumerate(zip(self.chunk.slices, self._programs, strict=True), 1):
-            by_position: dict[int, Tensor] = {}
-            for bucket in part.buckets:
-                take = _rows if views else _taken
-                by_position |= zip(bucket.at, take(self.factors[bucket.bucket], bucket), strict=True)
-            factors = [by_position[i] for i in range(len(by_position))]
-            del by_position
-            if number == len(self.chunk.slices):
-                self.factors.clear()
+    def _bucket(self, number: int, running: Generator[None, None, Factors]) -> Generator[None, None, None]:
+        try:
+            self._factors[number] = yield from running
+        except CollectiveError as error:
+            job = self.chunk.jobs[number]
+            error.add(f"{job.bucket.scheme} of {len(job.bucket.matrices)} matrices such as {job.matrix.name}")
+            raise
+
+    def finish(self) -> bool:
+        """Resume each program with factors in its updates' dtypes, once all are there."""
+        if len(self._factors) < len(self.chunk.jobs):
+            return False
+        last = self.chunk.slices[-1]
+        for part, (running, views) in zip(self.chunk.slices, self._programs, strict=True):
+            factors = [self._factors[bucket][row] for bucket, row in part.rows]
+            if not views:
+                factors = _copies(factors, part.dtypes)
+            if part is last:
+                self._factors.clear()
             resume(running, factors)
+        return True
 
 
 def resume(program: Program, factors: list[Tensor]) -> None:
@@ -103,21 +116,11 @@ def resume(program: Program, factors: list[Tensor]) -> None:
     raise AssertionError("a program orthogonalizes once")
 
 
-def _rows(factors: Factors, bucket: BucketSlice) -> list[Tensor]:
-    """A slice's factors, where they are."""
-    of_rows = factors.unbind() if isinstance(factors, Tensor) else factors
-    return [of_rows[i] for i in bucket.rows]
-
-
-def _taken(factors: Factors, bucket: BucketSlice) -> list[Tensor]:
-    """A slice's factors, contiguous, in memory of their own."""
-    of_rows = factors if len(bucket.rows) == len(factors) else [factors[i] for i in bucket.rows]
-    out, results = _room(factors[0].device, bucket.shapes, bucket.widest)
-    if isinstance(of_rows, Tensor):
-        out.copy_(of_rows)
-    else:
-        torch._foreach_copy_(results, of_rows)
-    return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(results, bucket.dtypes, strict=True)]
+def _copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Contiguous copies, in memory of their own."""
+    copies = [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in zip(tensors, dtypes, strict=True)]
+    torch._foreach_copy_(copies, list(tensors))
+    return copies
 
 
 def _room(device: torch.device, shapes: Shapes, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:

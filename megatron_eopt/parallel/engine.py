@@ -25,7 +25,7 @@ from megatron_eopt.parallel.agreement import (
     times_kernels,
 )
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
-from megatron_eopt.parallel.collectives import all_reduce, lowest
+from megatron_eopt.parallel.collectives import lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, chunk_seconds, largest_iteration
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows
@@ -33,7 +33,7 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, TpMode, whole
 from megatron_eopt.parallel.scheduler import Program, Shards, StartedChunk, rounds
 from megatron_eopt.parallel.schemes.whole import bring, cut_out, gather, hand_out
-from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, reduce_statistics
+from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
 
@@ -303,28 +303,11 @@ class Engine:
 
     def statistics(self, wanted: Sequence[StatisticsRequest]) -> list[Statistics]:
         """Statistics of logical matrices, with one all-reduce for each group."""
-        pending = []
-        for label in sorted({one.matrix.group for one in wanted}):
-            indices = [i for i, one in enumerate(wanted) if one.matrix.group == label]
-            pending.append((indices, reduce_statistics([wanted[i] for i in indices], self.groups.get(label))))
-        statistics: dict[int, Statistics] = {}
-        for indices, sums in pending:
-            statistics |= zip(indices, sums.wait(), strict=True)
-        return [statistics[i] for i in range(len(wanted))]
+        return statistics_of(wanted, self.groups)
 
     def sums(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
         """Sums of tensors over groups; without a label they stay."""
-        summed = list(tensors)
-        kinds = sorted({(label, str(x.dtype)) for x, label in zip(tensors, labels, strict=True) if label})
-        pending = []
-        for kind in kinds:
-            indices = [i for i, x in enumerate(tensors) if (labels[i], str(x.dtype)) == kind]
-            several = torch.cat([tensors[i].reshape(-1) for i in indices])
-            pending.append((indices, all_reduce(several, self.groups[kind[0]])))
-        for indices, sums in pending:
-            for i, part in zip(indices, sums.wait().split([tensors[i].numel() for i in indices]), strict=True):
-                summed[i] = part.view(tensors[i].shape)
-        return summed
+        return sum_over(tensors, labels, self.groups)
 
     def shard(self, matrix: Matrix) -> Rectangle:
         """What this rank has of a matrix."""

@@ -1,7 +1,6 @@
 """Statistics of global matrices, in one reduction for many."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import batched
 
@@ -10,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from megatron_eopt.parallel.collectives import Pending, all_reduce
-from megatron_eopt.parallel.records import Matrix, Rectangle, Shape
+from megatron_eopt.parallel.collectives import all_reduce
+from megatron_eopt.parallel.records import Matrix
 
 MOST_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
 
@@ -41,68 +40,86 @@ def norms_of(statistics: Sequence[Statistics]) -> Tensor:
     return torch.stack([of_matrix["squared_norm"] for of_matrix in statistics]) if statistics else torch.empty(0)
 
 
-# statistic, whether it is summed over ranks, its matrices; this rank's sums (matrices, sums), their first index and
-# number in each global matrix; the entries of a mean
-_Sums = tuple[str, bool, list[int], Tensor, int, int, int | None]
+def sum_over(tensors: Sequence[Tensor], labels: Sequence[str], groups: Mapping[str, ProcessGroup]) -> list[Tensor]:
+    """Sums of tensors over groups, by one all-reduce for each group and dtype; without a label they stay."""
+    summed = list(tensors)
+    kinds = sorted({(label, str(x.dtype)) for x, label in zip(tensors, labels, strict=True) if label})
+    pending = []
+    for kind in kinds:
+        indices = [i for i, x in enumerate(tensors) if (labels[i], str(x.dtype)) == kind]
+        several = torch.cat([tensors[i].reshape(-1) for i in indices])
+        pending.append((indices, all_reduce(several, groups[kind[0]])))
+    for indices, sums in pending:
+        for i, part in zip(indices, sums.wait().split([tensors[i].numel() for i in indices]), strict=True):
+            summed[i] = part.view(tensors[i].shape)
+    return summed
 
 
-def reduce_statistics(wanted: Sequence[StatisticsRequest], group: ProcessGroup | None) -> Pending[list[Statistics]]:
-    """Start statistics of a group's matrices: at most one all-reduce.
+def statistics_of(wanted: Sequence[StatisticsRequest], groups: Mapping[str, ProcessGroup]) -> list[Statistics]:
+    """Statistics of global matrices, with at most one all-reduce for each group.
 
-    Only sums along a cut dimension are exchanged, in fp64, where no norm's square vanishes or overflows. Whole matrices
-    need no ``group``. Raises ``ValueError`` for a missing group, and for shards that overlap without being whole.
+    Only sums along a cut dimension are exchanged, in fp64, where no norm's square vanishes or overflows.
     """
-    sums = _partial_sums(wanted, 0 if group is None else group.rank())
-    crossing = [
-        pad(x, (start, length - start - x.shape[1])).flatten() for _, crosses, _, x, start, length, _ in sums if crosses
-    ]
-    if crossing and group is None:
-        raise ValueError("statistics of matrices that are cut need the group of the ranks that hold the shards")
-    pending = all_reduce(torch.cat(crossing), group) if crossing and group is not None else None
+    sums: list[Tensor] = []  # of this rank, (matrices, sums), padded to those of whole matrices where exchanged
+    labels: list[str] = []  # of the groups over which they are summed
+    kinds: list[tuple[str, list[int], int, int, int | None]] = []
 
-    def finish() -> list[Statistics]:
-        reduced = iter(() if pending is None else pending.wait().split([part.numel() for part in crossing]))
-        statistics: list[Statistics] = [{} for _ in wanted]
-        for name, crosses, indices, x, start, length, count in sums:
-            x = next(reduced).view(-1, length).narrow(1, start, x.shape[1]) if crosses else x
-            x = x[:, 0] if count is None else (x / max(count, 1)).float()
-            for i, statistic in zip(indices, x.unbind(), strict=True):
-                statistics[i][name] = statistic
-        return statistics
+    def add(
+        name: str,
+        indices: list[int],
+        own: Tensor,
+        crosses: bool,
+        start: int = 0,
+        length: int = 1,
+        entries: int | None = None,
+    ) -> None:
+        count = own.shape[1]
+        if not crosses:
+            start = 0
+        else:
+            if matrix.copy_of(rank).start > 0:  # another rank has the same
+                own = torch.zeros_like(own)
+            own = pad(own, (start, length - start - count))
+        sums.append(own)
+        labels.append(matrix.group if crosses else "")
+        kinds.append((name, indices, start, count, entries))
 
-    return Pending(None, finish)
-
-
-def _partial_sums(wanted: Sequence[StatisticsRequest], rank: int) -> list[_Sums]:
-    """Sums of each layout, in an order known to all."""
-    layouts: dict[tuple[Shape, tuple[Rectangle, ...], torch.dtype], list[int]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for i, one in enumerate(wanted):
-        layouts.setdefault((one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
-    sums: list[_Sums] = []
-    xs = [one.x for one in wanted]
-    for (shape, rectangles, _), indices in layouts.items():
-        rectangle, shapes = rectangles[rank], [r.shape for r in rectangles]
-        cut = any(other != shape for other in shapes)
+        alike.setdefault((one.matrix.group, one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
+    for indices in alike.values():
         matrix = wanted[indices[0]].matrix
-        if cut and sum(r.numel for r in rectangles[matrix.copy_of(0)]) != math.prod(shape):
-            raise ValueError(f"the shards of {matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
-        counts = matrix.copy_of(rank).start == 0  # else another rank has the same
-        for name, dim, start in (("row_squares", 0, rectangle.top), ("column_squares", 1, rectangle.left)):
-            if some := [i for i in indices if getattr(wanted[i], name)]:
-                along = [xs[i].mT if dim else xs[i] for i in some]
-                x = _row_sums(lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square(), along)
-                crosses = any(other[dim] and other[1 - dim] != shape[1 - dim] for other in shapes)
-                x = x if counts or not crosses else torch.zeros_like(x)
-                sums.append((name, crosses, some, x, start, shape[dim], shape[1 - dim]))
-        if some := [i for i in indices if wanted[i].squared_norm]:
-            x = squared_norms([xs[i] for i in some])[:, None]
-            sums.append(("squared_norm", cut, some, x if counts or not cut else torch.zeros_like(x), 0, 1, None))
-        if inner := {i: y for i in indices if (y := wanted[i].inner) is not None}:
-            some = list(inner)
-            x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), [xs[i] for i in some], list(inner.values()))
-            x = x.sum(1, keepdim=True)
-            sums.append(("inner_product", cut, some, x if counts or not cut else torch.zeros_like(x), 0, 1, None))
-    return sums
+        rank = groups[matrix.group].rank() if matrix.ranks > 1 else 0
+        rectangle = matrix.rectangles[rank]
+        for dim, name, start in ((0, "row_squares", rectangle.top), (1, "column_squares", rectangle.left)):
+            some = [i for i in indices if getattr(wanted[i], name)]
+            if some:
+                across = matrix.shape[1 - dim]
+                crosses = any(shape[dim] and shape[1 - dim] != across for shape in matrix.shapes)
+                own = _row_sums(_squares, [wanted[i].x.mT if dim else wanted[i].x for i in some])
+                add(name, some, own, crosses, start, matrix.shape[dim], across)
+        some = [i for i in indices if wanted[i].squared_norm]
+        if some:
+            add("squared_norm", some, squared_norms([wanted[i].x for i in some])[:, None], matrix.sharded)
+        inner = {i: y for i in indices if (y := wanted[i].inner) is not None}
+        if inner:
+            own = _row_sums(_products, [wanted[i].x for i in inner], list(inner.values())).sum(1, keepdim=True)
+            add("inner_product", list(inner), own, matrix.sharded)
+
+    statistics: list[Statistics] = [{} for _ in wanted]
+    for (name, indices, start, count, entries), x in zip(kinds, sum_over(sums, labels, groups), strict=True):
+        x = x[:, 0] if entries is None else (x[:, start : start + count] / max(entries, 1)).float()
+        for i, statistic in zip(indices, x.unbind(), strict=True):
+            statistics[i][name] = statistic
+    return statistics
+
+
+def _squares(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square()
+
+
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    return x.double().mul_(y).sum(2)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.records import Matrix
-from megatron_eopt.parallel.statistics import StatisticsRequest, reduce_statistics
+from megatron_eopt.parallel.statistics import StatisticsRequest, statistics_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, message_of, part_of, placed, shard, sharded
 from tests.distributed.test_statistics import layouts, matrix_of
@@ -165,12 +165,12 @@ def inner_products(rank, world_size):
         for dtype in (torch.float32, torch.float64)
     ]
     counters.reset()
-    statistics = reduce_statistics(wanted, dist.group.WORLD).wait()
+    statistics = statistics_of(wanted, {"tp": dist.group.WORLD})
     assert counters.calls == {"all_reduce": 1}
     for each in statistics:
         assert (each["inner_product"].dtype, each.get("squared_norm")) == (torch.float64, None)
         torch.testing.assert_close(each["inner_product"], (kept * y.double()).sum(), rtol=1e-12, atol=0)
-    assert reduce_statistics([StatisticsRequest(matrix=matrices[0], x=wanted[0].x)], None).wait() == [{}]
+    assert statistics_of([StatisticsRequest(matrix=matrices[0], x=wanted[0].x)], {"tp": dist.group.WORLD}) == [{}]
 
 
 def on_all(rank, world_size):

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_eopt.parallel import statistics as statistics_module
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.records import Matrix, Rectangle, cut_at, whole
-from megatron_eopt.parallel.statistics import StatisticsRequest, reduce_statistics
+from megatron_eopt.parallel.statistics import StatisticsRequest, statistics_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import part_of
 from tests.optimizers.field import drawn
@@ -83,7 +83,7 @@ def on_ranks(rank, ranks):
             StatisticsRequest(matrix=matrix, x=part_of(x, matrix.rectangles[rank]), **chosen) for matrix, x in cases
         ]
         counters.reset()
-        found = reduce_statistics(wanted, group).wait()
+        found = statistics_of(wanted, {"tp": group})
         for (matrix, x), statistics in zip(cases, found, strict=True):
             check(statistics, x, matrix.rectangles[rank], choice)
         numbers = sum(crossing(matrix.name, ranks, *choice) for matrix, _ in cases)
@@ -97,14 +97,14 @@ def on_ranks(rank, ranks):
         index = next(index for index, (matrix, _) in enumerate(cases) if matrix.name == "rows")
         if wanted[index].x.numel() and rank == 0:
             wanted[index].x[0, 0] = torch.nan
-        again = reduce_statistics(wanted, group).wait()
+        again = statistics_of(wanted, {"tp": group})
         if choice[2]:
             assert again[index]["squared_norm"].isnan()
             assert all(
                 torch.equal(a["squared_norm"], b["squared_norm"])
                 for a, b in zip(again[index + 1 :], found[index + 1 :], strict=True)
             )
-    return [found_one["squared_norm"] for found_one in reduce_statistics(norms(matrices, rank), group).wait()]
+    return [found_one["squared_norm"] for found_one in statistics_of(norms(matrices, rank), {"tp": group})]
 
 
 def norms(matrices, rank):
@@ -131,8 +131,8 @@ def test_one_rank_exchanges_nothing():
         column_squares=True,
         squared_norm=True,
     )
-    check(reduce_statistics([wanted], None).wait()[0], x, whole((ROWS, COLS)), choice)
-    assert reduce_statistics([], None).wait() == []
+    check(statistics_of([wanted], {})[0], x, whole((ROWS, COLS)), choice)
+    assert statistics_of([], {}) == []
     assert not counters.calls
 
 
@@ -161,21 +161,10 @@ def test_copies_in_fp64_are_made_a_piece_at_a_time(tmp_path, monkeypatch):
         )
         for x, y in zip(xs, ys, strict=True)
     ]
-    bytes_of_each, found = allocations(lambda: reduce_statistics(wanted, None).wait(), tmp_path / "trace.json")
+    bytes_of_each, found = allocations(lambda: statistics_of(wanted, {}), tmp_path / "trace.json")
     assert max(bytes_of_each) <= most
     # stacks of both factors of an inner product and their copies in fp64, and what is found
     assert max(accumulate(bytes_of_each)) <= 3 * most + 2**14
     for each, x, y in zip(found, xs, ys, strict=True):
         check(each, x, whole(x.shape), (True, True, True))
         torch.testing.assert_close(each["inner_product"], (x.double() * y).sum(), rtol=1e-12, atol=1e-12)
-
-
-def test_pieces_that_overlap_and_a_missing_group_are_refused():
-    overlapping = (Rectangle(0, 4, 0, 4), Rectangle(0, 2, 0, 4))
-    with pytest.raises(ValueError, match="shards of a are not 4 x 4 entries"):
-        reduce_statistics([StatisticsRequest(matrix=Matrix("a", (4, 4), overlapping), x=torch.ones(4, 4))], None)
-    cut_once = StatisticsRequest(
-        matrix=Matrix("a", (4, 4), cut_at((4, 4), 0, [0, 2, 4])), x=torch.ones(2, 4), squared_norm=True
-    )
-    with pytest.raises(ValueError, match="need the group"):
-        reduce_statistics([cut_once], None)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypedDict, Unpack, get_args, overload
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,24 +26,6 @@ from megatron_eopt.orthogonalize.products import Products, default_products, sca
 Form = Literal["auto", "standard", "gram"]
 
 MAX_BYTES = 2**30  # most memory for the work on a chunk of a stack, unless a single matrix needs more
-
-
-class Health(NamedTuple):
-    """Figures of one matrix (0-D) or a stack (1-D).
-
-    Attributes:
-        norm: Frobenius norm of the input; NaN where an entry is not finite.
-        effective_rank: ``trace(R)^2 / ||R||_F^2`` of the input's Gram matrix ``R``: from 1 to the short side, which an
-            orthogonal input has.
-        residual: ``||R - I||_F / sqrt(short side)`` of the Gram matrix before the last step, 0 for an orthogonal one.
-            The result is closer; telling how close would take another product.
-        finite: False where an input entry is not finite; the result is zero there.
-    """
-
-    norm: Tensor
-    effective_rank: Tensor
-    residual: Tensor
-    finite: Tensor
 
 
 def trace_and_squares(R: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,62 +59,27 @@ class Iteration:
             return torch.cat([self.run(part) for part in x.split(self.chunk)])
         return self.run(x)
 
-    def run(
-        self, x: Tensor, watch: Watch | None = None, norms: list[Tensor] | None = None, own: bool = False
-    ) -> Tensor:
-        """Orthogonalize at most ``chunk`` matrices, in their memory if ``own``.
-
-        ``norms`` gets two factors of the norm of ``x``, or one: the other is the root of the first Gram matrix's trace.
-        """
+    def run(self, x: Tensor, watch: Watch | None = None, own: bool = False) -> Tensor:
+        """Orthogonalize at most ``chunk`` matrices, in their memory if ``own``."""
         if x.numel() == 0:
             return torch.empty_like(x)
         X = x.mT if self.transposed else x
         if x.device.type == "cpu" and not X.is_contiguous():  # it transposes a copy far faster than a quotient
-            X, own = X.clone(memory_format=torch.contiguous_format), True
+            X = X.clone(memory_format=torch.contiguous_format)
+            own = True
         with self.in_precision():
-            if self.restarts is None or self.dtype == torch.float16:
-                unit = 1.0 if self.restarts is None else forms.UNIT_IN_FP16
-                X, *sizes = self.products.normalized(
-                    X, self.dtype, unit=unit, propagate_nan=self.propagate_nan, own=own
-                )
             if self.restarts is None:
+                X = self.products.normalized(X, self.dtype, propagate_nan=self.propagate_nan, own=own)
                 factor = forms.iterate_standard(X, self.schedule, self.products, watch=watch)
             elif self.dtype == torch.float16:
+                unit = forms.UNIT_IN_FP16
+                X = self.products.normalized(X, self.dtype, unit=unit, propagate_nan=self.propagate_nan, own=own)
                 settings = self.schedule, self.restarts, self.products
                 factor = forms.iterate_gram_fp16(X, *settings, watch=watch, dtype=x.dtype)
             else:
-                X, *sizes = scaled(X, self.dtype, self.propagate_nan, own)
+                X, _ = scaled(X, self.dtype, self.propagate_nan, own)
                 factor = forms.iterate_gram(X, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
-        if norms is not None:
-            norms += sizes
         return (factor.mT if self.transposed else factor).to(x.dtype)
-
-    def with_health(self, x: Tensor) -> tuple[Tensor, Health]:
-        """The orthogonal factors, and figures of each matrix."""
-        if x.ndim == 3 and x.size(0) > self.chunk:
-            factors, healths = zip(*map(self.with_health, x.split(self.chunk)), strict=True)
-            return torch.cat(factors), Health(*map(torch.cat, zip(*healths, strict=True)))
-        if x.numel() == 0:  # the figures of zero matrices
-            zeros = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
-            return torch.empty_like(x), Health(zeros, zeros, zeros + 1, zeros == 0)
-        last = len(self.schedule) - 1
-        figures: dict[int, tuple[Tensor, Tensor]] = {}  # trace and squared norm of the first and the last Gram matrix
-
-        def watch(step: int, R: Tensor) -> None:
-            if step in (0, last):
-                figures[step] = trace_and_squares(R)
-
-        norms: list[Tensor] = []
-        factor = self.run(x, watch, norms)
-        trace, squares = figures[0]
-        sizes = [norm.double().reshape(trace.shape) for norm in norms]
-        norm = sizes[-1] * (sizes[0] if len(sizes) > 1 else trace.sqrt())
-        return factor, Health(
-            norm=norm,
-            effective_rank=torch.where(squares == 0, 0, trace.square() / squares),
-            residual=residual(*figures[last], min(x.shape[-2:])),
-            finite=norm.isfinite(),
-        )
 
     def in_precision(self) -> AbstractContextManager[None]:
         """A context in which products have this iteration's precision."""
@@ -204,30 +151,6 @@ class NewtonSchulz:
         return self.compile(x.shape, x.dtype, x.device)(x)
 
 
-class _More(TypedDict, total=False):
-    """Keywords of :func:`newton_schulz` but ``health``, for type checkers."""
-
-    fp32_matmul_prec: MatmulPrecision
-    form: Form
-    preset: Preset
-    restarts: Sequence[int] | None
-    max_bytes: int
-    propagate_nan: bool
-    products: Products | None
-
-
-@overload
-def newton_schulz(
-    x: Tensor, steps: int = ..., coefficient_type: CoefficientType = ..., *, health: Literal[True], **kw: Unpack[_More]
-) -> tuple[Tensor, Health]: ...
-
-
-@overload
-def newton_schulz(
-    x: Tensor, steps: int = ..., coefficient_type: CoefficientType = ..., **kw: Unpack[_More]
-) -> Tensor: ...
-
-
 def newton_schulz(
     x: Tensor,
     steps: int = 5,
@@ -240,8 +163,7 @@ def newton_schulz(
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
     products: Products | None = None,
-    health: bool = False,
-) -> Tensor | tuple[Tensor, Health]:
+) -> Tensor:
     """Approximate orthogonal factor ``U p(S) V^T`` of ``x``.
 
     With ``x = U S V^T``, ``p(S)`` is near 1. Each step is ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from
@@ -267,10 +189,9 @@ def newton_schulz(
         propagate_nan: return NaN instead of zero for a matrix with entries that are not finite.
         products: computes the symmetric products; hashable. By default torch, in blocks for a large fp32 matrix on a
             CPU.
-        health: also return figures from the Gram matrices.
 
     Returns:
-        A new tensor of the shape and dtype of ``x``; with ``health`` also the figures. Nothing waits for the device.
+        A new tensor of the shape and dtype of ``x``. Nothing waits for the device.
 
     Raises:
         TypeError: if ``x`` is not floating point.
@@ -307,8 +228,7 @@ def newton_schulz(
             f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
             f"{x.device.type!r}: take the standard form, precision 'high' or 'highest', or give its restarts"
         )
-    iteration = _compiled(settings, restarts, form, x.size(-2), x.size(-1), x.dtype, x.device, propagate_nan)
-    return iteration.with_health(x) if health else iteration(x)
+    return _compiled(settings, restarts, form, x.size(-2), x.size(-1), x.dtype, x.device, propagate_nan)(x)
 
 
 @lru_cache(maxsize=1024)

@@ -40,16 +40,15 @@ class Products:
 
     def normalized(
         self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         """Matrices over their norms, times ``unit``, in ``dtype``.
 
         Contiguous, and in the memory of ``x`` where ``own`` allows it; a zero matrix stays zero. Without
-        ``propagate_nan`` a matrix that is not finite becomes zero. Then two factors of the norms, (1 x 1) or
-        (n x 1 x 1), whose product may exceed fp32 and is not finite where an entry is not.
+        ``propagate_nan`` a matrix that is not finite becomes zero.
         """
         x, power = scaled(x, dtype, propagate_nan, own)
         norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
-        return over_norms(x, norm, dtype, unit), norm, power
+        return over_norms(x, norm, dtype, unit)
 
     def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
         """``x`` over a power of two, in ``dtype``; overwrites ``x``."""

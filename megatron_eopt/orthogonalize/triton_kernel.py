@@ -124,7 +124,7 @@ class Triton(Products):
 
     def normalized(
         self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else super().normalized
         return serves(x, dtype, unit=unit, propagate_nan=propagate_nan, own=own)

@@ -14,24 +14,23 @@ _WIDE, _SIDE = 4096, 64  # entries of a tile of a quotient; a side, where one of
 _OPTIONS = {"enable_fp_fusion": True}  # releases of triton differ in the default, and so would bits
 
 
-def normalized(
-    x: Tensor, dtype: torch.dtype, *, unit: float, propagate_nan: bool, own: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def normalized(x: Tensor, dtype: torch.dtype, *, unit: float, propagate_nan: bool, own: bool) -> Tensor:
     """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
     if not (x.is_contiguous() or x.mT.is_contiguous()):
         x, own = x.contiguous(), True
     same = own and x.is_contiguous() and x.element_size() == dtype.itemsize
     # each entry takes the place of its own, perhaps as another 16 bits
     out = x.view(dtype) if same else torch.empty(x.shape, dtype=dtype, device=x.device)
-    shape, entries = (*x.shape[:-2], 1, 1), x.size(-2) * x.size(-1)
-    count, blocks = x.numel() // entries, -(-entries // _BLOCK)
+    entries = x.size(-2) * x.size(-1)
+    count = x.numel() // entries
+    blocks = -(-entries // _BLOCK)
     powers, squares = x.new_empty(2, count * blocks, dtype=torch.float32)
-    power, norm = x.new_empty(2, *shape, dtype=torch.float32)
+    power, norm = x.new_empty(2, count, dtype=torch.float32)
     with torch.cuda.device_of(x):  # triton launches on the current one
         _squares_of_blocks[(count * blocks,)](x, powers, squares, entries, blocks, BLOCK=_BLOCK, **_OPTIONS)
         _norms_of_matrices[(count,)](powers, squares, power, norm, blocks, WIDTH=1024, **_OPTIONS)
         _divide(x, out, power, norm, unit, DIVIDED=True, KEEP_BAD=propagate_nan)
-    return out, norm, power
+    return out
 
 
 def rescaled(x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:

@@ -81,16 +81,12 @@ def test_sums_that_overflow_fp16_are_found():
         assert choose([(24, 40)], torch.float16, "cpu", kernels=kernels(how)).kernel == "torch"
 
 
-@pytest.mark.parametrize("how", ["the result", "the norm", "in place", "the way back"])
+@pytest.mark.parametrize("how", ["the result", "in place", "the way back"])
 def test_wrong_norms_do_not_serve(how):
     class WrongNorms(Products):
         def normalized(self, x, dtype, *, own=False, **more):
-            x, norm, power = super().normalized(x, dtype, own=own, **more)
-            return (
-                x * (1.02 if how == "the result" or (how == "in place" and own) else 1),
-                norm * (1.001 if how == "the norm" else 1),
-                power,
-            )
+            wrong = how == "the result" or (how == "in place" and own)
+            return super().normalized(x, dtype, own=own, **more) * (1.02 if wrong else 1)
 
         def rescaled(self, x, dtype, divisor):
             return super().rescaled(x, dtype, divisor) * (1.02 if how == "the way back" else 1)

@@ -263,12 +263,11 @@ def matrices_over_their_norms(shapes=((2, 24, 40),)):
             for size, dtype in itertools.product(sizes, (torch.float16, torch.bfloat16)):
                 x = (gaussian(*shape).double() * size).to(given)
                 for lies in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., : x.size(-1)]):
-                    got, norm, power = normalized(lies, dtype, unit=128.0)
+                    got = normalized(lies, dtype, unit=128.0)
                     assert (got.dtype, got.is_contiguous()) == (dtype, True)
                     expected = x.double() / lengths(x) * 128
                     off = (got.double() - expected).abs() - 1.01 * ROUNDING[dtype] * expected.abs()
                     assert off.max() <= 2.0**-25, (shape, given, size, dtype)
-                    torch.testing.assert_close(norm.double() * power.double(), lengths(x), rtol=1e-6, atol=0)
 
 
 @wide_case
@@ -282,16 +281,16 @@ def a_matrix_is_normalized_alike_alone_and_in_a_stack():
     together = normalized(x, torch.float16)
     for index in range(3):
         alone = normalized(x[index], torch.float16)
-        assert all(torch.equal(one[index], other) for one, other in zip(together, alone, strict=True))
+        assert torch.equal(together[index], alone)
 
 
 @case
 def norms_take_the_memory_that_they_may():
     x = gaussian(2, 30, 40, dtype=torch.bfloat16)
     kept = x.clone()
-    expected = normalized(x, torch.float16)[0]
+    expected = normalized(x, torch.float16)
     assert torch.equal(x, kept)
-    got = normalized(x, torch.float16, own=True)[0]
+    got = normalized(x, torch.float16, own=True)
     assert (got.data_ptr(), got.dtype) == (x.data_ptr(), torch.float16)
     assert torch.equal(got, expected)
 
@@ -301,14 +300,13 @@ def norms_of_what_is_zero_or_not_finite():
     for bad in (torch.inf, -torch.inf, torch.nan):
         for dtype in (torch.bfloat16, torch.float32):
             x = gaussian(4, 20, 500, dtype=dtype)
-            expected = normalized(x[:1], torch.float16)[0][0]
+            expected = normalized(x[:1], torch.float16)[0]
             x[1, 2, 3], x[2] = bad, 0.0
             for propagate_nan in (True, False):
-                got, norm, power = normalized(x, torch.float16, propagate_nan=propagate_nan)
+                got = normalized(x, torch.float16, propagate_nan=propagate_nan)
                 assert got[1].isnan().all() if propagate_nan else (got[1] == 0).all()
                 assert torch.equal(got[0], expected)
                 assert (got[2] == 0).all()
-                assert (norm * power).isfinite().flatten().tolist() == [True, False, True, True]
 
 
 @case
@@ -328,8 +326,8 @@ def quotients_in_another_dtype():
 @case
 def norms_of_nothing():
     for shape in ((0, 5), (5, 0), (0, 4, 5), (2, 0, 4)):
-        got, norm, _ = normalized(gaussian(*shape), torch.float16)
-        assert (got.shape, got.dtype, norm.shape) == (shape, torch.float16, (*shape[:-2], 1, 1))
+        got = normalized(gaussian(*shape), torch.float16)
+        assert (got.shape, got.dtype) == (shape, torch.float16)
 
 
 @case
@@ -342,9 +340,8 @@ def factors_are_those_of_torch():
         x = gaussian(*shape)
         settings = {"fp32_matmul_prec": "medium", "form": "standard"}
         expected = newton_schulz(x, **settings)
-        got, health = newton_schulz(x, **settings, products=Triton(), health=True)
+        got = newton_schulz(x, **settings, products=Triton())
         assert lengths(got - expected).max() <= 3e-2 * lengths(expected).min()
-        torch.testing.assert_close(health.norm, lengths(x)[..., 0, 0], rtol=1e-2, atol=0)
 
 
 @wide_case

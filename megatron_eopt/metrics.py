@@ -20,7 +20,7 @@ Metrics = dict[str, dict[str, float]]
 """Optimizer -> figure of docs/metrics.md -> value."""
 
 _SUMS = "matrices effective_rank effective_rank_share residual squares entries predicted gradient".split()
-_LARGEST = "largest_residual smallest_effective_rank_share learning_rate skipped unpredicted present sent_mb".split()
+_LARGEST = "largest_residual smallest_effective_rank_share learning_rate skipped sent_mb".split()
 _LARGEST += [f"{phase}_ms" for phase in PHASES]
 
 
@@ -68,54 +68,59 @@ class Sampler:
         """
         self._began = False
         names = [*sorted(EMERGING_OPTIMIZERS), "adam", "other"]
-        sums = torch.zeros(len(names), len(_SUMS), dtype=torch.float64)
-        largest = torch.full((len(names), len(_LARGEST)), -math.inf, dtype=torch.float64)
+        sums = {name: dict.fromkeys(_SUMS, 0.0) for name in names}
+        largest = {name: dict.fromkeys(_LARGEST, -math.inf) for name in names}
         for optimizer in self._optimizers:
-            key, empty = id(optimizer), not any(group["params"] for group in optimizer.param_groups)
-            if key not in self._watched or empty:
-                continue
-            summands, most = self._of(optimizer, self._watched[key], squared_gradients.get(key, math.nan))
-            row = names.index(name_of(optimizer))
-            sums[row] += torch.tensor([summands[key] for key in _SUMS], dtype=torch.float64)
-            of_rank = torch.tensor([most[key] for key in _LARGEST], dtype=torch.float64)
-            largest[row] = torch.maximum(largest[row], of_rank)
+            key = id(optimizer)
+            if key in self._watched and any(group["params"] for group in optimizer.param_groups):
+                name = name_of(optimizer)
+                summands, most = _of(optimizer, self._watched[key], squared_gradients.get(key, math.nan))
+                for figure, value in summands.items():
+                    sums[name][figure] += value
+                for figure, value in most.items():
+                    largest[name][figure] = max(largest[name][figure], value)
         self._watched = {}
         if dist.is_initialized():
-            sums, largest = sums.to(self._device), largest.to(self._device)
-            dist.all_reduce(sums)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if norm and (total := sums[:, _SUMS.index("gradient")].sum().item()) > 0:
-            sums[:, _SUMS.index("gradient")] *= norm**2 / total
-        summed = (dict(zip(_SUMS, row, strict=True)) for row in sums.tolist())
-        most_of = (dict(zip(_LARGEST, row, strict=True)) for row in largest.tolist())
-        return {name: _figures(s, m) for name, s, m in zip(names, summed, most_of, strict=True) if m["present"] == 1}
+            _reduce(sums, dist.ReduceOp.SUM, self._device)
+            _reduce(largest, dist.ReduceOp.MAX, self._device)
+        total = sum(of_one["gradient"] for of_one in sums.values())
+        if norm and total > 0:
+            for of_one in sums.values():
+                of_one["gradient"] *= norm**2 / total
+        return {name: _figures(sums[name], of_one) for name, of_one in largest.items() if of_one["skipped"] >= 0}
 
-    def _of(self, optimizer: Optimizer, watched: Watched, gradient: float) -> tuple[dict[str, float], dict[str, float]]:
-        (ranks, shares, residuals), seconds = watched.figures(), watched.seconds()
-        squares, entries, predicted = watched.sizes()
-        sums = {
-            "matrices": len(ranks),
-            "effective_rank": ranks.sum().item(),
-            "effective_rank_share": shares.sum().item(),
-            "residual": residuals.sum().item(),
-            "squares": squares,
-            "entries": entries,
-            "predicted": predicted or 0.0,
-            "gradient": gradient,
-        }
-        largest = {
-            "largest_residual": max(residuals.tolist(), default=-math.inf),
-            "smallest_effective_rank_share": -min(shares.tolist(), default=math.inf),
-            "learning_rate": max(
-                (float(group["lr"]) for group in optimizer.param_groups if group["params"]), default=-math.inf
-            ),
-            "skipped": sum(optimizer.skipped_steps().values()) if isinstance(optimizer, BaseOptimizer) else 0,
-            "unpredicted": float(predicted is None),
-            "present": 1.0,
-            **{f"{phase}_ms": 1e3 * taken for phase, taken in seconds.items()},
-            "sent_mb": watched.sent() / 1e6,
-        }
-        return sums, largest
+
+def _reduce(figures: Mapping[str, dict[str, float]], op: Any, device: torch.device) -> None:
+    """Reduce figures of optimizers over all ranks."""
+    values = [list(of_one.values()) for of_one in figures.values()]
+    reduced = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op)
+    for of_one, row in zip(figures.values(), reduced.tolist(), strict=True):
+        of_one.update(zip(of_one, row, strict=True))
+
+
+def _of(optimizer: Optimizer, watched: Watched, gradient: float) -> tuple[dict[str, float], dict[str, float]]:
+    """What is summed over ranks, and of what the largest counts."""
+    ranks, shares, residuals = watched.figures()
+    squares, entries, predicted = watched.sizes()
+    sums = {
+        "matrices": len(ranks),
+        "effective_rank": ranks.sum().item(),
+        "effective_rank_share": shares.sum().item(),
+        "residual": residuals.sum().item(),
+        "squares": squares,
+        "entries": entries,
+        "predicted": predicted,
+        "gradient": gradient,
+    }
+    largest = {
+        "largest_residual": max(residuals.tolist(), default=-math.inf),
+        "smallest_effective_rank_share": -min(shares.tolist(), default=math.inf),
+        "learning_rate": max(float(group["lr"]) for group in optimizer.param_groups if group["params"]),
+        "skipped": sum(optimizer.skipped_steps().values()) if isinstance(optimizer, BaseOptimizer) else 0,
+        "sent_mb": watched.sent / 1e6,
+    }
+    return sums, largest | {f"{phase}_ms": 1e3 * taken for phase, taken in watched.seconds().items()}
 
 
 def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
@@ -124,7 +129,7 @@ def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[st
         figures["grad_norm"] = math.sqrt(max(sums["gradient"], 0.0))
     if sums["entries"]:
         figures["update_rms"] = math.sqrt(sums["squares"] / sums["entries"])
-        if not largest["unpredicted"]:
+        if not math.isnan(sums["predicted"]):
             figures["predicted_update_rms"] = math.sqrt(sums["predicted"] / sums["entries"])
     if sums["matrices"]:
         figures |= {

@@ -28,17 +28,6 @@ Form = Literal["auto", "standard", "gram"]
 MAX_BYTES = 2**30  # most memory for the work on a chunk of a stack, unless a single matrix needs more
 
 
-def trace_and_squares(R: Tensor) -> tuple[Tensor, Tensor]:
-    """Traces and squared Frobenius norms of Gram matrices, in fp64."""
-    trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
-    return trace, torch.linalg.vector_norm(R.float(), dim=(-2, -1)).double().square()
-
-
-def residual(trace: Tensor, squares: Tensor, short: int) -> Tensor:
-    """``||R - I||_F / sqrt(short)``, from traces and squared norms."""
-    return ((squares - 2 * trace + short).clamp(min=0) / short).sqrt()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
     """The decided iteration for one shape, dtype and device."""

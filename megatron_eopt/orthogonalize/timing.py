@@ -69,13 +69,6 @@ def fastest(times: Tensor) -> str | None:
     return ", ".join(chosen) or None
 
 
-def shares(times: Tensor) -> tuple[tuple[int, float], ...]:
-    """Least short side and the fastest's share of ``torch``'s time."""
-    timed = [(2**i, min(filter(None, each)) / each[0]) for i, each in enumerate(times.tolist()) if each[0]]
-    # the first serves smaller ones, too
-    return tuple((rows if i else 0, max(0.5, part)) for i, (rows, part) in enumerate(timed))
-
-
 def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Fp32Precision) -> float:
     short, long = sorted(shape[-2:])
     stack = [min(n, max(1, MOST_ENTRIES // (short * long))) for n in shape[:-2]]

@@ -44,8 +44,6 @@ class Rates:
 
 DEFAULT_RATES = Rates()
 
-HOST_BYTES = 50e9  # bytes per second between a GPU and pinned host memory, both ways at once: about PCIe 5.0 x16
-
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -53,19 +51,8 @@ class Work:
 
     schedule: tuple[Coefficients, ...]  # one ``(a, b, c)`` per step
     restarts: tuple[int, ...] | None  # of the Gram form; None where it must not run
-    # The computed part of a symmetric product, 1/2 to 1; where it differs, by rows from there on:
-    # ``((0, 1.0), (2048, 0.6))``.
-    share: float | tuple[tuple[int, float], ...] = 0.5
+    share: float = 0.5  # the computed part of a symmetric product, 1/2 to 1
     itemsize: int = 4  # bytes of an entry of the products
-
-    @property
-    def shares(self) -> tuple[tuple[int, float], ...]:
-        """Pairs of rows and the computed part from there on."""
-        return self.share if isinstance(self.share, tuple) else ((0, self.share),)
-
-    def share_of(self, rows: int) -> float:
-        """The computed part of a (rows x rows) product."""
-        return [part for least, part in self.shares if least <= rows][-1]
 
 
 Works = Work | Mapping[str, Work]  # the iteration of all matrices, or iterations by name
@@ -88,11 +75,10 @@ class Cost(NamedTuple):
 def whole_flops(shape: Shape, work: Work) -> float:
     """Operations of one whole matrix in its cheapest form."""
     rows, cols = sorted(shape)
-    share = work.share_of(rows)
-    standard = standard_flops(rows, cols, work.schedule, share)
+    standard = standard_flops(rows, cols, work.schedule, work.share)
     if work.restarts is None:
         return standard
-    return min(standard, gram_flops(rows, cols, work.schedule, work.restarts, share))
+    return min(standard, gram_flops(rows, cols, work.schedule, work.restarts, work.share))
 
 
 def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
@@ -103,7 +89,7 @@ def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
 
 def cube_flops(shape: Shape, work: Work) -> float:
     """Operations of the Gram form on its Gram matrices."""
-    return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share_of(min(shape)))
+    return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share)
 
 
 def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
@@ -124,9 +110,9 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
     kept = shape[dim]
     cut = rectangle.shape[1 - dim]
     if bucket.scheme == "distributed":
-        return count * standard_flops(kept, cut, work.schedule, work.share_of(kept))
+        return count * standard_flops(kept, cut, work.schedule, work.share)
     cubes = cube_flops(shape, work)
-    products = gram_flops(kept, cut, work.schedule, work.restarts or (), work.share_of(kept)) - cubes
+    products = gram_flops(kept, cut, work.schedule, work.restarts or (), work.share) - cubes
     return count * products + (count if bucket.scheme == "gram_replicated" else owned) * cubes
 
 
@@ -223,15 +209,6 @@ class Costs:
 def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     """Cost of each group's busiest rank, summed over the groups."""
     return Costs(plan, work, rates).of_buckets(plan.buckets)
-
-
-def chunk_seconds(plan: Plan, work: Works, rates: Rates) -> list[float]:
-    """Predicted seconds of each chunk on its busiest rank."""
-    costs = Costs(plan, work, rates)
-    seconds = []
-    for chunk in range(1 + max((bucket.chunk for bucket in plan.buckets), default=0)):
-        seconds.append(costs.of_buckets(bucket for bucket in plan.buckets if bucket.chunk == chunk).seconds)
-    return seconds
 
 
 def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:

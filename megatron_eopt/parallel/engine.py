@@ -26,7 +26,7 @@ from megatron_eopt.parallel.agreement import (
 )
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import lowest
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, chunk_seconds, largest_iteration
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, largest_iteration
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows
 from megatron_eopt.parallel.plan import make_plan
@@ -165,7 +165,7 @@ class Engine:
         table = explain(self.plan, self.works, self.rates, self.workspace)
         state = self.offloaded()
         if any(state):
-            table += "\n" + explain_offloaded(state, chunk_seconds(self.plan, self.works, self.rates))
+            table += "\n" + explain_offloaded(state)
         return table
 
     def offloaded(self) -> list[int]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from megatron_eopt.parallel.cost import (
     DEFAULT_RATES,
-    HOST_BYTES,
     Cost,
     Costs,
     Rates,
@@ -58,9 +57,7 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
         form = "standard form only"
         if one.restarts is not None:
             form = f"Gram form with {len(one.restarts)} restart{'' if len(one.restarts) == 1 else 's'}"
-        (_, first), *later = one.shares
-        of_larger = ",\n" * bool(later) + ", ".join(f"{part:.0%} from {rows}" for rows, part in later)
-        lines.append(f"{steps}, {form}, {first:.0%} of a symmetric product computed{of_larger}.")
+        lines.append(f"{steps}, {form}, {one.share:.0%} of a symmetric product computed.")
     return "\n".join([*lines, "blockwise is an approximation."])
 
 
@@ -80,15 +77,12 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
     )
 
 
-def explain_offloaded(state: Sequence[int], seconds: Sequence[float]) -> str:
-    """State in host memory, by bytes and seconds of chunks."""
-    copied = [nbytes / HOST_BYTES * 1e3 for nbytes in state]
-    waits = copied[0] + sum(max(0.0, there - 1e3 * work) for there, work in zip(copied[1:], seconds, strict=False))
+def explain_offloaded(state: Sequence[int]) -> str:
+    """State in host memory, by bytes of chunks."""
     there = max(state[::2]) + max(state[1::2], default=0)  # in two slots, which take turns
     return (
-        f"State in host memory: {_mib(sum(state))} MiB of this rank, which a step copies to the device and "
-        f"back; at most {_mib(there)} MiB are there.\nAt {HOST_BYTES / 1e9:.3g} GB/s {figure(sum(copied))} ms each "
-        f"way: the step waits {figure(waits)} ms, and the predicted time of its chunks hides the rest."
+        f"State in host memory: {_mib(sum(state))} MiB of this rank, which a step copies to the device and back; at "
+        f"most {_mib(there)} MiB are there."
     )
 
 

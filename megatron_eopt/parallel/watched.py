@@ -1,5 +1,6 @@
 """A watched step: times of phases, figures of matrices."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.forms import Watch
-from megatron_eopt.orthogonalize.newton_schulz import Iteration, residual, trace_and_squares
+from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import counters
 
 PHASES = ("exchange", "orthogonalize", "update")
@@ -27,7 +28,7 @@ class Watched:
         self._device = device
         self._marks: list[tuple[str, Any]] = []  # seconds, or events of a GPU
         self._open: list[str] = []
-        self._sent = 0
+        self.sent = 0  # bytes that this rank sent in the phases
         self._grams: list[tuple[Tensor, Tensor, Tensor]] = []
         self._squares: list[Tensor] = []
         self._entries: list[tuple[int, float | None]] = []
@@ -50,16 +51,6 @@ class Watched:
 
         return called
 
-    def run(self, iteration: Iteration, counts: bool = True) -> Callable[..., Tensor]:
-        """``iteration.run``, watched; without ``counts`` its time alone."""
-        watch = self.grams(iteration) if counts else None
-
-        def run(x: Tensor, own: bool = False) -> Tensor:
-            with self.phase("orthogonalize"):
-                return iteration.run(x, watch, own=own)
-
-        return run
-
     def grams(self, iteration: Iteration) -> Watch:
         """Watch effective ranks (first Gram matrix) and residuals (last one)."""
         last, first = len(iteration.schedule) - 1, deque[tuple[Tensor, Tensor]]()
@@ -67,7 +58,8 @@ class Watched:
         def watch(step: int, R: Tensor) -> None:
             if step not in (0, last):
                 return
-            trace, squares = (x.reshape(-1) for x in trace_and_squares(R))
+            trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64).reshape(-1)
+            squares = torch.linalg.vector_norm(R.float(), dim=(-2, -1)).double().square().reshape(-1)
             if step == 0:
                 first.append((trace, squares))
             if step == last:  # of the matrices that were the first of those before it
@@ -75,7 +67,8 @@ class Watched:
                 rank = norms.square() / squared
                 if last == 0:  # the norm is not divided out yet
                     trace, squares = torch.ones_like(trace), squares / trace.square()
-                self._grams.append((rank, rank / short, residual(trace, squares, short)))
+                residual = ((squares - 2 * trace + short).clamp(min=0) / short).sqrt()  # ||R - I||_F / sqrt(short)
+                self._grams.append((rank, rank / short, residual))
 
         return watch
 
@@ -105,20 +98,16 @@ class Watched:
                 seconds[name] += start.elapsed_time(end) / 1e3 if on_gpu else end - start
         return seconds
 
-    def sizes(self) -> tuple[float, int, float | None]:
-        """Of this rank's updates: square sum, entries, predicted square sum."""
-        entries, known = sum(n for n, _ in self._entries), [(n, rms) for n, rms in self._entries if rms is not None]
-        predicted = sum(n * rms**2 for n, rms in known) if len(known) == len(self._entries) else None
-        return torch.stack(self._squares).sum().item() if self._squares else 0.0, entries, predicted
-
-    def sent(self) -> int:
-        """Bytes that this rank sent in the phases."""
-        return self._sent
+    def sizes(self) -> tuple[float, int, float]:
+        """Of this rank's updates: square sum, entries, predicted square sum (NaN if not all are)."""
+        squares = torch.stack(self._squares).sum().item() if self._squares else 0.0
+        entries = sum(n for n, _ in self._entries)
+        return squares, entries, sum(n * (math.nan if rms is None else rms**2) for n, rms in self._entries)
 
     def enter(self, name: str) -> None:
         """Begin a phase."""
         if not self._open:
-            self._sent -= sum(counters.bytes.values())
+            self.sent -= sum(counters.bytes.values())
         self._open.append(name)
         self._mark(name)
 
@@ -127,7 +116,7 @@ class Watched:
         self._open.pop()
         self._mark(self._open[-1] if self._open else "")
         if not self._open:
-            self._sent += sum(counters.bytes.values())
+            self.sent += sum(counters.bytes.values())
 
     def _mark(self, name: str) -> None:
         if self._device.type != "cuda":

@@ -104,24 +104,6 @@ def test_a_whole_matrix_takes_the_cheaper_form_that_may_run():
     assert whole_flops((64, 64), replace(WORK, share=1.0)) == 30 * 64**3
 
 
-def test_what_is_computed_of_a_symmetric_product_may_depend_on_its_rows():
-    work = replace(WORK, share=((0, 1.0), (64, 0.75), (128, 0.5)))
-    assert [work.share_of(rows) for rows in (1, 63, 64, 127, 128, 8192)] == [1, 1, 0.75, 0.75, 0.5, 0.5]
-    for n, share in ((32, 1.0), (96, 0.75), (256, 0.5)):
-        plain = replace(work, share=share)
-        assert whole_flops((n, 4 * n), work) == whole_flops((4 * n, n), work) == whole_flops((n, 4 * n), plain)
-        for scheme in ("owner", "duplicated", "distributed", "gram_replicated", "gram_split", "blockwise"):
-            ranks = (0, 1, 3) if scheme in ("owner", "gram_split") else ()
-            plan = planned(3, scheme, ranks, (n, 4 * n), 1, 4)
-            if scheme != "blockwise":  # whose shards are squares of the same rows
-                assert [rank_cost(plan, plan.buckets[0], rank, work) for rank in range(4)] == [
-                    rank_cost(plan, plan.buckets[0], rank, plain) for rank in range(4)
-                ]
-    # a shard that is orthogonalized by itself counts by its own rows
-    narrow = planned(1, "blockwise", (), (128, 128), 1, 4)
-    assert bucket_flops(narrow, narrow.buckets[0], 0, work) == whole_flops((128, 32), replace(work, share=1.0))
-
-
 def test_calls_and_bytes_of_three_matrices_on_four_ranks():
     n, m, ranks, entry = 64, 256, 4, 2
     rectangle, gram = n * m // ranks * entry, n * n * 4

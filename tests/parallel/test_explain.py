@@ -94,14 +94,6 @@ def test_what_was_assumed_is_said():
     assert "Gram form with 0 restarts, 100%" in explain(make_plan([], "auto", cubic), cubic)
 
 
-def test_what_is_computed_by_rows():
-    work = replace(WORK, share=((0, 1.0), *((2**i, 0.9) for i in range(9, 13)), (8192, 0.625)))
-    text = explain(make_plan([], "auto", work), work)
-    assert ", 100% of a symmetric product computed,\n90% from 512, 90% from 1024, " in text
-    assert ", 62% from 8192.\n" in text
-    assert max(map(len, text.splitlines())) <= 120
-
-
 def test_iterations_are_numbered_where_there_are_several():
     cubic = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
     names, works = ["5 steps of quintic", "5 steps of cubic5"], [WORK, cubic]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, nonzero
-from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.orthogonalize.products import over_norms, scaled, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.records import cut_dimension, in_rounds
@@ -27,24 +25,24 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
-    with _phase(job):
+    with job.phase():
         X, power = scaled(X, iteration.dtype)
         norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=power.dtype)
     pending = all_reduce((norm.double() * power.double()).square(), group)
     yield
     norm = (pending.wait().sqrt() / power.double()).to(power.dtype)
-    with _phase(job):
+    with job.phase():
         X = over_norms(X, norm, iteration.dtype)
         gram, factor = square_work(X, 2)
         Y = torch.empty_like(X)
-    watch = _watch(job)
+    watch = job.watch()
     for step, (a, b, c) in enumerate(iteration.schedule):
-        with _phase(job), iteration.in_precision():
+        with job.phase(), iteration.in_precision():
             A = iteration.products.gram(X, out=gram)
         pending = all_reduce(A, group)
         yield
         A = pending.wait()
-        with _phase(job), iteration.in_precision():
+        with job.phase(), iteration.in_precision():
             if watch is not None:
                 watch(step, A)
             Z, scale = (A, b) if c == 0 else (iteration.products.addmm(A, A, A, beta=b, alpha=c, out=factor), 1)
@@ -116,50 +114,41 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
     undo = _power_of_two(-shift, wide)
     X = (stack.to(wide) * _power_of_two(shift, wide)).to(iteration.dtype)
     del stack
-    watch = _watch(job)
+    watch = job.watch()
     for start, end in pairwise((0, *iteration.restarts, len(iteration.schedule))):
-        with _phase(job), iteration.in_precision():
+        with job.phase(), iteration.in_precision():
             grams = iteration.products.gram(X.mT if dim == 0 else X).to(wide)
         if start == 0:
             grams.mul_(undo).mul_(undo)
-        factors = partial(_factors, iteration=iteration, start=start, end=end, unit=unit, watch=watch)
-        Q = yield from exchange(grams, factors if job.watched is None else job.watched.timed("orthogonalize", factors))
+        factors = partial(_factors, job=job, start=start, end=end, unit=unit, watch=watch)
+        Q = yield from exchange(grams, factors)
         del grams
         if start == 0:
             Q = Q * undo * unit
         Q = Q.to(iteration.dtype)
-        with _phase(job), iteration.in_precision():
+        with job.phase(), iteration.in_precision():
             X = torch.bmm(X, Q) if dim == 0 else torch.bmm(Q, X)
     X = X if unit == 1 else X.float().div_(unit)
     return X.to(dtype)
 
 
-def _watch(job: Job) -> Watch | None:
-    return job.watched.grams(job.iteration) if job.watched is not None and job.counts else None
-
-
-def _phase(job: Job) -> AbstractContextManager[None]:
-    return nullcontext() if job.watched is None else job.watched.phase("orthogonalize")
-
-
-def _factors(
-    grams: Tensor, *, iteration: Iteration, start: int, end: int, unit: float, watch: Watch | None = None
-) -> None:
+def _factors(grams: Tensor, *, job: Job, start: int, end: int, unit: float, watch: Watch | None) -> None:
     """Replace (n x rows x rows) by ``Q``, in place."""
+    iteration = job.iteration
     schedule = tuple((a, b / unit**2, c / unit**4) for a, b, c in iteration.schedule[start:end])
-    if start == 0:  # any norm, the root of the trace, is divided out
-        squared = grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        squared = nonzero(squared.masked_fill(~squared.isfinite(), torch.nan))
-        grams.div_(squared).mul_(unit**2)
     wanted = None if watch is None else (lambda step, R: watch(step, R.float() / unit**2))
-    with iteration.in_precision():
+    with job.phase(), iteration.in_precision():
+        if start == 0:  # any norm, the root of the trace, is divided out
+            squared = grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+            squared = nonzero(squared.masked_fill(~squared.isfinite(), torch.nan))
+            grams.div_(squared).mul_(unit**2)
         for chunk in grams.split(iteration.chunk):
             R = chunk.to(iteration.dtype)
             if wanted is not None:
                 wanted(start, R)
             chunk.copy_(gram_factor(R, schedule, iteration.products, square_work(R, 3), wanted, start))
-    if start == 0:
-        grams.mul_(squared.rsqrt())
+        if start == 0:
+            grams.mul_(squared.rsqrt())
 
 
 _LARGEST_SQUARE = 14  # entries of a rank's first Gram matrix are at most 2^14, a quarter of fp16's range

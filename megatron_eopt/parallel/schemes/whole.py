@@ -1,6 +1,7 @@
 """The schemes in which a rank has whole matrices."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_eopt.orthogonalize.forms import Watch
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
-from megatron_eopt.parallel.collectives import all_gather, exchange
+from megatron_eopt.parallel.collectives import Pending, all_gather, exchange
 from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, cut_dimension, strips
 from megatron_eopt.parallel.watched import Watched
 
@@ -34,10 +36,17 @@ class Job:
     first: bool = True  # whether this rank reports what nobody shares
     watched: Watched | None = None  # the step, where somebody watches it
 
-    @property
-    def counts(self) -> bool:
-        """Whether this rank reports its matrices, which one rank does."""
-        return self.first if self.group is None else bool(self.bucket.compute_ranks) or self.group.rank() == 0
+    def phase(self) -> AbstractContextManager[None]:
+        """A context whose time is that of orthogonalization."""
+        return nullcontext() if self.watched is None else self.watched.phase("orthogonalize")
+
+    def watch(self) -> Watch | None:
+        """What watches the iteration, on the one rank that reports a matrix."""
+        if self.group is None:
+            counts = self.first
+        else:
+            counts = bool(self.bucket.compute_ranks) or self.group.rank() == 0
+        return self.watched.grams(self.iteration) if self.watched is not None and counts else None
 
     @property
     def runs_here(self) -> LayoutRuns:
@@ -88,25 +97,29 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: any shards, cut along both dimensions or in copies."""
     group, here, sizes = job.ranks, job.runs_here, job.sizes
-    arriving, copy = entries_of(here), job.matrix.copy_of(group.rank())  # to whose compute ranks shards go
-    sent = stack.view(-1)[sum(sizes[: copy.start]) : sum(sizes[: copy.stop])]
-    pending = exchange(sent, _within(copy, sizes), _within(copy, arriving), group)
-    del stack, sent
+    copy = job.matrix.copy_of(group.rank())
+    pending = _to_copy(stack.view(-1), sizes, here, copy, group)
+    del stack
     yield
     (whole,) = assemble(pending.wait(), [of_copy(here, copy)], short_first=True)
     factors = orthogonalized(whole, job)
     del whole
     back = cut_up(_stacks(factors, here), here)
     del factors
-    pending = exchange(back, arriving, sizes, group)
+    pending = exchange(back, entries_of(here), sizes, group)
     del back
     yield
     return shards_of(pending.wait(), job.shapes)
 
 
-def _within(copy: slice, sizes: Sequence[int]) -> list[int]:
-    """What there is of the ranks of a copy; 0 for the others."""
-    return [0] * copy.start + list(sizes[copy]) + [0] * (len(sizes) - copy.stop)
+def _to_copy(flat: Tensor, sizes: Sequence[int], runs: LayoutRuns, copy: slice, group: ProcessGroup) -> Pending[Tensor]:
+    """Send shards to the compute ranks of this rank's copy, which has all of each matrix."""
+
+    def within(of_all: Sequence[int]) -> list[int]:
+        return [size if copy.start <= rank < copy.stop else 0 for rank, size in enumerate(of_all)]
+
+    sent = flat[sum(sizes[: copy.start]) : sum(sizes[: copy.stop])]
+    return exchange(sent, within(sizes), within(entries_of(runs)), group)
 
 
 def shards_of(flat: Tensor, shapes: Shapes) -> Factors:
@@ -137,14 +150,17 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def orthogonalized(stack: Tensor, job: Job) -> Tensor:
     """Orthogonal factors of a stack, perhaps empty, in its memory."""
-    iteration, run = job.iteration, job.iteration.run
-    if job.watched is not None:
-        run = job.watched.run(iteration, job.counts)
+    iteration, watch = job.iteration, job.watch()
+
+    def run(x: Tensor) -> Tensor:
+        with job.phase():
+            return iteration.run(x, watch, own=True)
+
     if not iteration.one_by_one and len(stack) <= iteration.chunk:
-        return run(stack, own=True)
+        return run(stack)
     # a matrix alone, where stacks are not worked on as such, takes another kernel than a stack of one
     for part in stack.unbind() if iteration.one_by_one else stack.split(iteration.chunk):
-        part.copy_(run(part, own=True))
+        part.copy_(run(part))
     return stack
 
 
@@ -167,11 +183,8 @@ def bring(
 ) -> Callable[[], list[Tensor]]:
     """Start to bring each matrix to one rank, by all-to-all."""
     rank, copy = group.rank(), matrices[0].copy_of(group.rank())
-    near = [_within(copy, of) for of in numbers]
-    parts = [x[sum(of[: copy.start]) : sum(of[: copy.stop])] for x, of in zip(stacks, numbers, strict=True)]
     runs = [(of[rank], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
-    sizes, arriving = _sizes(near, matrices, rank), _within(copy, entries_of(runs))
-    pending = exchange(_by_rank(parts, near), sizes, arriving, group)
+    pending = _to_copy(_by_rank(stacks, numbers), _sizes(numbers, matrices, rank), runs, copy, group)
     return lambda: assemble(pending.wait(), [[run] for run in of_copy(runs, copy)])
 
 

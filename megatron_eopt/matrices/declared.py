@@ -186,13 +186,9 @@ def split_of(
 
 def check_split_shapes(shapes: Sequence[int] | None, lengths: Sequence[int] = (3, 4)) -> tuple[int, ...]:
     """Rows of q, (gate,) k and v in a group."""
-    wanted = " or ".join(map(str, lengths))
-    if shapes is None:
-        raise ValueError(f"split_qkv needs qkv_split_shapes: {wanted} positive integers, got None")
-    if len(shapes) not in lengths:
-        raise ValueError(f"qkv_split_shapes must be {wanted} positive integers, got {len(shapes)}: {list(shapes)}")
-    if any(not isinstance(rows, int) or isinstance(rows, bool) for rows in shapes):
-        raise ValueError(f"qkv_split_shapes must be integers, got {list(shapes)}")
-    if any(rows <= 0 for rows in shapes):
-        raise ValueError(f"qkv_split_shapes must be positive, got {list(shapes)}")
+    of_numbers = shapes is not None and all(type(rows) is int and rows > 0 for rows in shapes)
+    if shapes is None or not of_numbers or len(shapes) not in lengths:
+        wanted = " or ".join(map(str, lengths))
+        got = None if shapes is None else list(shapes)
+        raise ValueError(f"split_qkv needs qkv_split_shapes: {wanted} positive integers, got {got}")
     return tuple(shapes)

@@ -106,9 +106,16 @@ class Pending[Result]:
         return finish()
 
 
-def _start(collective: Counted, start: Callable[[], dist.Work | None]) -> Callable[[], object] | None:
-    """Start a collective; returns what waits for it."""
-    work = collective.run(start)
+def _start(
+    name: str, call: Callable[..., dist.Work | None], x: Tensor, group: ProcessGroup, root: int = 0
+) -> Callable[[], object] | None:
+    """Start a collective that sends ``x``; returns what waits for it."""
+    sent = sent_bytes(name, x.nbytes, group.size(), group.rank(), root)
+    return _started(Counted(name, sent, group), partial(call, group=group, async_op=True))
+
+
+def _started(collective: Counted, call: Callable[[], dist.Work | None]) -> Callable[[], object] | None:
+    work = collective.run(call)
     if work is None:
         return None
     return lambda: collective.run(work.wait)
@@ -121,50 +128,45 @@ def exchange(
     received = sent.new_empty(sum(receive_sizes))
     collective = Counted("all_to_all", (sent.numel() - send_sizes[group.rank()]) * sent.element_size(), group)
     sizes = list(receive_sizes), list(send_sizes)
-    start = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
-    return Pending(_start(collective, start), lambda: received, sent)
+    call = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
+    return Pending(_started(collective, call), lambda: received, sent)
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """``x`` of all ranks: (ranks x *shape of x)."""
     x = x.contiguous()
-    collective = Counted("all_gather", sent_bytes("all_gather", x.nbytes, group.size()), group)
     gathered = x.new_empty(group.size() * x.numel())
-    start = partial(dist.all_gather_into_tensor, gathered, x.view(-1), group=group, async_op=True)
-    return Pending(_start(collective, start), lambda: gathered.view(group.size(), *x.shape))
+    wait = _start("all_gather", partial(dist.all_gather_into_tensor, gathered, x.view(-1)), x, group)
+    return Pending(wait, lambda: gathered.view(group.size(), *x.shape))
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """Sum over the ranks; ``x`` may be written to."""
     wide = _wide(x)
-    collective = Counted("all_reduce", sent_bytes("all_reduce", wide.nbytes, group.size()), group)
-    start = partial(dist.all_reduce, wide, group=group, async_op=True)
-    return Pending(_start(collective, start), lambda: wide.to(x.dtype))
+    wait = _start("all_reduce", partial(dist.all_reduce, wide), wide, group)
+    return Pending(wait, lambda: wide.to(x.dtype))
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """This rank's n of the (ranks * n) summed rows."""
     wide = _wide(x)
-    collective = Counted("reduce_scatter", sent_bytes("reduce_scatter", wide.nbytes, group.size()), group)
     part = wide.new_empty(x.size(0) // group.size(), *x.shape[1:])
-    start = partial(dist.reduce_scatter_tensor, part, wide, group=group, async_op=True)
-    return Pending(_start(collective, start), lambda: part.to(x.dtype), wide)
+    wait = _start("reduce_scatter", partial(dist.reduce_scatter_tensor, part, wide), wide, group)
+    return Pending(wait, lambda: part.to(x.dtype), wide)
 
 
 def reduce(x: Tensor, dst: int, group: ProcessGroup) -> Pending[Tensor | None]:
     """Sum on rank ``dst``, else None; ``x`` may be overwritten."""
     wide = _wide(x)
-    collective = Counted("reduce", sent_bytes("reduce", wide.nbytes, group.size(), group.rank(), dst), group)
-    start = partial(dist.reduce, wide, group=group, group_dst=dst, async_op=True)
-    return Pending(_start(collective, start), lambda: wide.to(x.dtype) if group.rank() == dst else None, wide)
+    wait = _start("reduce", partial(dist.reduce, wide, group_dst=dst), wide, group, dst)
+    return Pending(wait, lambda: wide.to(x.dtype) if group.rank() == dst else None, wide)
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Pending[Tensor]:
     """``x`` of rank ``src``; that of others is overwritten."""
     sent = x.contiguous()
-    collective = Counted("broadcast", sent_bytes("broadcast", sent.nbytes, group.size(), group.rank(), src), group)
-    start = partial(dist.broadcast, sent, group=group, group_src=src, async_op=True)
-    return Pending(_start(collective, start), lambda: sent)
+    wait = _start("broadcast", partial(dist.broadcast, sent, group_src=src), sent, group, src)
+    return Pending(wait, lambda: sent)
 
 
 def lowest(x: Tensor, group: ProcessGroup) -> Tensor:

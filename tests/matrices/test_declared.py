@@ -63,22 +63,22 @@ def test_only_a_split_is_a_declaration():
     ("shapes", "message"),
     [
         (None, "needs qkv_split_shapes: 3 or 4 positive integers, got None"),
-        ([2, 1], r"3 or 4 positive integers, got 2: \[2, 1\]"),
-        ([2, 1, 1, 1, 1], "got 5"),
-        ([2, 1.0, 1], r"must be integers, got \[2, 1.0, 1\]"),
-        ([2, True, 1], "must be integers"),
-        ([2, 0, 1], r"must be positive, got \[2, 0, 1\]"),
-        ([2, -1, 1], "must be positive"),
+        ([2, 1], r"3 or 4 positive integers, got \[2, 1\]"),
+        ([2, 1, 1, 1, 1], "positive integers"),
+        ([2, 1.0, 1], r"3 or 4 positive integers, got \[2, 1.0, 1\]"),
+        ([2, True, 1], "positive integers"),
+        ([2, 0, 1], r"positive integers, got \[2, 0, 1\]"),
+        ([2, -1, 1], "positive integers"),
     ],
 )
-def test_each_wrong_shape_has_its_own_error(shapes, message):
+def test_wrong_shapes_are_said(shapes, message):
     with pytest.raises(ValueError, match=message):
         check_split_shapes(shapes)
 
 
 def test_a_gate_makes_four_parts():
     assert check_split_shapes([4, 4, 2, 2]) == (4, 4, 2, 2)
-    with pytest.raises(ValueError, match=r"must be 3 positive integers, got 4"):
+    with pytest.raises(ValueError, match=r"3 positive integers, got"):
         check_split_shapes([4, 4, 2, 2], (3,))
 
 
@@ -109,7 +109,7 @@ def test_what_an_optimizer_is_told_becomes_a_split(attributes, is_qkv, shapes, s
 def test_a_projection_needs_its_shapes():
     with pytest.raises(ValueError, match="split_qkv needs qkv_split_shapes: 3 or 4 positive integers, got None"):
         split_of(fused(), lambda parameter: True)
-    with pytest.raises(ValueError, match=r"must be 3 positive integers, got 4: \[2, 2, 2, 2\]"):
+    with pytest.raises(ValueError, match=r"3 positive integers, got \[2, 2, 2, 2\]"):
         split_of(fused(qkv_split_shapes=[2, 2, 2, 2]), lambda parameter: True, lengths=(3,))
     with pytest.raises(ValueError, match=r"has to be a Split, got list"):
         split_of(fused(logical_matrices=[2, 1, 1]))

@@ -205,27 +205,23 @@ def _sizes(numbers: Sequence[Sequence[int]], matrices: Sequence[Matrix], rank: i
     return [sum(map(mul, of_rank, entries)) for of_rank in zip(*numbers, strict=True)]
 
 
-def _runs(numbers: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Rank by rank, the stacks of which it has matrices, and how many."""
-    return [(i, count) for of_rank in zip(*numbers, strict=True) for i, count in enumerate(of_rank) if count]
-
-
 def _by_rank(stacks: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> Tensor:
     """Stacks as one tensor, rank by rank."""
     if len(stacks) == 1:
         return stacks[0].reshape(-1)
-    parts = [iter(x.split(list(filter(None, of)))) for x, of in zip(stacks, numbers, strict=True)]
-    return torch.cat([stacks[0].new_empty(0), *(next(parts[i]).reshape(-1) for i, _ in _runs(numbers))])
+    parts = [x.split(list(of)) for x, of in zip(stacks, numbers, strict=True)]
+    return torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
 
 
 def _of_stacks(flat: Tensor, numbers: Sequence[Sequence[int]], shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     """The inverse of :func:`_by_rank`."""
     if len(shapes) == 1:
         return [flat.view(shapes[0])]
-    runs, parts = _runs(numbers), [[flat.new_empty(0)] for _ in shapes]
-    for (i, _), part in zip(runs, flat.split([count * prod(shapes[i][1:]) for i, count in runs]), strict=True):
-        parts[i].append(part)
-    return [torch.cat(of_stack).view(shape) for of_stack, shape in zip(parts, shapes, strict=True)]
+    sizes = []
+    for of_rank in zip(*numbers, strict=True):
+        sizes += [count * rows * cols for count, (_, rows, cols) in zip(of_rank, shapes, strict=True)]
+    parts = flat.split(sizes)
+    return [torch.cat(parts[i :: len(shapes)]).view(shape) for i, shape in enumerate(shapes)]
 
 
 def of_copy(runs: LayoutRuns, copy: slice) -> LayoutRuns:

@@ -97,7 +97,7 @@ def test_a_parameters_own_split_wins():
         ({"fp32_matmul_prec": "hihg"}, "unknown fp32_matmul_prec 'hihg'"),
         ({"split_qkv": True, "qkv_split_shapes": [2, 2, 2]}, "split_qkv needs is_qkv_fn"),
         ({"split_qkv": True, "is_qkv_fn": is_qkv}, "3 or 4 positive integers, got None"),
-        ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [1, 1]}, "3 or 4 positive integers, got 2"),
+        ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [1, 1]}, "3 or 4 positive integers, got .1, 1"),
         ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 2, 0]}, "positive integers"),
         ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 1, 1]}, "6 rows is not a whole number"),
     ],

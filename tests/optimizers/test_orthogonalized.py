@@ -111,7 +111,7 @@ def test_a_refused_group_is_not_kept():
         ({"fp32_matmul_prec": "max"}, "unknown fp32_matmul_prec 'max'"),
         ({"split_qkv": True, "qkv_split_shapes": [2, 2, 2]}, "split_qkv needs is_qkv_fn"),
         ({"split_qkv": True, "is_qkv_fn": bool}, "split_qkv needs qkv_split_shapes"),
-        ({"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": [3, 3]}, "3 positive integers, got .3, 3"),
+        ({"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": [3, 3]}, "3 positive integers, got .3"),
         ({"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": [4, 1, 1.0]}, "positive integers"),
         ({"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": [6, 1, -1]}, "positive integers"),
         (

@@ -99,8 +99,8 @@ def counted_step(
         groups: Any = SimpleNamespace(tp=group, expt_tp=None)
         optimizer = optimizer(parameters, pg_collection=groups, tp_mode=mode, workspace=workspace)
         optimizer.init_state()
-        engine, plans = optimizer.proposed(), optimizer._session.plans
-        plans.engine, plans.scales = engine, (engine, [[1.0] * len(matrices) for matrices in engine.matrices])
+        engine, session = optimizer.proposed(), optimizer._session
+        session.engine, session.scales = engine, (engine, [[1.0] * len(matrices) for matrices in engine.matrices])
         accepted: Tensor = torch.empty(len(parameters), dtype=torch.bool)
         batches = optimizer._batches(accepted, masked=True)
         with torch.no_grad(), Allocations() as allocated:

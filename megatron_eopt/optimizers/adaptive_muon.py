@@ -131,5 +131,5 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step."""
         # not those of the chunk: a function of the user's in place of Newton-Schulz leaves factors unscaled here
-        scales = [scale for i in chunk.indices for scale in self._session.plans.scales[1][i]]
+        scales = [scale for i in chunk.indices for scale in self._session.scales[1][i]]
         return adaptive_muon(replace(chunk, scales=scales), engine)

@@ -31,14 +31,7 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
     sharing_groups,
 )
-from megatron_eopt.optimizers.session import (
-    ATTRIBUTES,
-    Session,
-    attributes_of,
-    packed,
-    restore_attributes,
-    unpacked,
-)
+from megatron_eopt.optimizers.session import Session
 from megatron_eopt.optimizers.state import (
     STATE_OF,
     States,
@@ -67,6 +60,8 @@ from megatron_eopt.parallel.workspace import Workspace
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
+ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
+HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
 
 
 def fixed(key: str, default: object = None) -> Any:
@@ -108,15 +103,25 @@ class BaseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Attributes and torch's state for a copy, sharing groups."""
+        """Attributes, torch's state and what parameters say of themselves, for a copy."""
         self.refuse_half_step()
-        return packed(vars(self), type(self)) | super().__getstate__() | {ATTRIBUTES: attributes_of(self.param_groups)}
+        ours: set[str] = set()
+        for cls in filter(group_settings.is_ours, type(self).__mro__):
+            ours |= vars(cls).keys() | cls.__annotations__.keys()
+        kept = {}
+        for key, value in vars(self).items():
+            known = key in ours and key.startswith("_")  # of this process; a user's own attributes are copied
+            # a scheduler of torch sets step, which would step this object
+            if not known and key != "step" and not key.startswith(HOOKS):
+                kept[key] = value
+        return kept | super().__getstate__() | {ATTRIBUTES: [vars(p) for p in self._parameters()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).setdefault("_session", Session())  # of a copy
         attributes = state.pop(ATTRIBUTES, [])
-        super().__setstate__(unpacked(state))
-        restore_attributes(self.param_groups, attributes)
+        super().__setstate__(state)
+        for parameter, said in zip(self._parameters(), attributes, strict=False):
+            vars(parameter).update(said)  # torch copies tensors without it
 
     # What a subclass says.
 
@@ -164,7 +169,7 @@ class BaseOptimizer(Optimizer):
         return 0
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """Each parameter's logical matrices; ``settled`` agrees on plans."""
+        """Each parameter's logical matrices; ``settled`` agrees on session."""
         return {}
 
     def engine_to_explain(self) -> Engine | None:
@@ -220,7 +225,7 @@ class BaseOptimizer(Optimizer):
 
     def key_ends(self, parameter: Tensor) -> list[str]:
         """State key endings of logical matrices; empty for one."""
-        known = self._session.plans.key_ends
+        known = self._session.key_ends
         if parameter not in known:  # asked in every step, and a parameter may be many heads
             whole = self.split_of(parameter).is_whole
             known[parameter] = [""] if whole else [f"_{i}" for i, _ in enumerate(self.matrix_layouts(parameter))]
@@ -264,7 +269,7 @@ class BaseOptimizer(Optimizer):
             group_settings.rename(name, traits, param_group, self.defaults)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        session.plans.engine = session.nonfinite = None
+        session.engine = session.nonfinite = None
         session.scalable = False
         try:
             check_parameters(name, self.param_groups)
@@ -356,7 +361,7 @@ class BaseOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "param_groups": groups, "state": of_device})
         note_loaded(name, converted, self._states.place(loaded))
         note_begun_anew(name, begun_anew)
-        self._session.plans.engine = None
+        self._session.engine = None
         self._session.changing = False
 
     # The step.
@@ -402,8 +407,8 @@ class BaseOptimizer(Optimizer):
             ValueError: for a plan or a setting that differs between ranks, and for parameters on several devices.
         """
         wanted, session = self._planned_settings(), self._session
-        plans, parameters = session.plans, self._parameters()
-        if plans.engine is None or plans.engine_of != wanted:
+        parameters = self._parameters()
+        if session.engine is None or session.engine_of != wanted:
             engine = self.proposed()
             given = self.symmetric_products, self.param_groups[0].get(KERNEL)
             chooses = self.traits.multiplies and (any(given) or times_kernels(*given, engine.device))
@@ -418,8 +423,8 @@ class BaseOptimizer(Optimizer):
                 if RATES in self.traits.carried_settings:
                     group[RATES] = asdict(engine.rates)
             # shards that are taken for matrices step each by itself
-            plans.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
-            plans.engine, plans.engine_of = engine, wanted
+            session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
+            session.engine, session.engine_of = engine, wanted
             tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
             if tp is not None and tp.size() > 1 and self.tp_mode != "blockwise" and not session.told_unmarked:
                 unmarked = warned_of_unmarked(type(self).__name__, self._names(), parameters, engine.matrices, tp)
@@ -429,12 +434,12 @@ class BaseOptimizer(Optimizer):
             if len(devices) > 1:
                 raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
             session.nonfinite = NonFinite(self._names(), torch.device(devices[0]))
-        return plans.engine
+        return session.engine
 
     @property
     def engine(self) -> Engine:
         """What :meth:`prepare` made."""
-        engine = self._session.plans.engine
+        engine = self._session.engine
         assert engine is not None, "all ranks call prepare() before"
         return engine
 
@@ -480,7 +485,7 @@ class BaseOptimizer(Optimizer):
         self._check_gradients(parameters)
         if parameters[0].grad is None and session.warns_without_gradients:
             session.warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)
-        engine = session.plans.engine
+        engine = session.engine
         if changed or engine is None:
             engine = self.prepare()
             session.checked = self._seen()
@@ -489,7 +494,7 @@ class BaseOptimizer(Optimizer):
         engine.watched = session.watched
         assert session.nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-        accepted = session.nonfinite.accept(gradients, session.plans.agree)
+        accepted = session.nonfinite.accept(gradients, session.agree)
         try:
             self._take(accepted)
             if session.also is not None:

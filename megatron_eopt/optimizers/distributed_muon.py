@@ -229,7 +229,7 @@ class DistributedMuon(BaseOptimizer):
     def prepare(self) -> Engine:
         """Compare parameters and rounds between ranks, and choose the kernel; all call it together."""
         parameters = self._parameters()
-        if self._session.plans.engine is None and parameters:
+        if self._session.engine is None and parameters:
             matrices, groups = [], {} if self.process_group is None else {_LABEL: self.process_group}
             for name, p in zip(self._names(), parameters, strict=True):
                 shape = (len(p), p[:1].numel())

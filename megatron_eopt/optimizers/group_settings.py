@@ -22,7 +22,7 @@ from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, pred
 
 logger = logging.getLogger(__name__)
 
-OURS = __name__.partition(".")[0]
+OURS = f"{__name__.partition('.')[0]}."
 
 Scalar = float | Tensor  # a tensor of one entry, on the device of the parameters
 
@@ -143,6 +143,11 @@ def warn_of_misspelt(name: str, given: Iterable[str], known: Collection[str]) ->
             warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant[0]!r}?")
 
 
+def is_ours(cls: type) -> bool:
+    """Whether a class is of this package."""
+    return cls.__module__.startswith(OURS)
+
+
 def check_flag(name: str, key: str, value: object) -> None:
     """Refuse, by a ``TypeError``, anything but a bool."""
     if not isinstance(value, bool):
@@ -154,7 +159,7 @@ def arguments_of(cls: type) -> dict[str, Any]:
     """Argument -> annotation, of this package's constructors of a class."""
     found = dict[str, Any]()
     for base in reversed(cls.__mro__):
-        if base.__module__.startswith(f"{OURS}.") and "__init__" in vars(base):
+        if is_ours(base) and "__init__" in vars(base):
             for argument in inspect.signature(base.__init__).parameters.values():  # type: ignore[misc]
                 if argument.kind is not argument.VAR_KEYWORD:
                     found[argument.name] = argument.annotation

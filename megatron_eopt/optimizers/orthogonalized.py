@@ -15,11 +15,11 @@ from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.group_settings import (
     DECOUPLED,
     METHOD,
-    OURS,
     DecayMethod,
     Scalar,
     check_rates,
     decay_method,
+    is_ours,
 )
 from megatron_eopt.optimizers.modifiers import NONE, Modifiers
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
@@ -257,7 +257,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _of_user(self, *names: str) -> list[str]:
         """Which of these methods a user has overridden or set."""
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
-        return [name for name, cls in owners.items() if name in vars(self) or not cls.__module__.startswith(f"{OURS}.")]
+        return [name for name, cls in owners.items() if name in vars(self) or not is_ours(cls)]
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step: see :class:`OrthogonalizedOptimizer`."""
@@ -276,7 +276,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         before = {p: set(self.state.get(p, ())) for p in self._parameters()}
 
         def accept(updates: Mapping[int, Tensor]) -> Tensor:
-            return of_updates.accept([updates.get(i) for i, _ in enumerate(self._parameters())], session.plans.agree)
+            return of_updates.accept([updates.get(i) for i, _ in enumerate(self._parameters())], session.agree)
 
         def changing(changes: bool) -> None:
             session.changing = changes
@@ -295,14 +295,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return batches
 
     def _numbers(self) -> dict[Tensor, Numbered]:
-        plans = self._session.plans
-        if plans.numbered is None or plans.numbered[0] is not self.engine:
+        session = self._session
+        if session.numbered is None or session.numbered[0] is not self.engine:
             parameters, names = self._parameters(), parameter_names(self.param_groups, shapes=False)
             layouts = list(map(self.layout, parameters))
             splits = [rows_of(p, self.split_of(p), layout) for p, layout in zip(parameters, layouts, strict=True)]
             parts = numbered(names, layouts, splits, local(parameters[0]).device)
-            plans.numbered = self.engine, dict(zip(parameters, parts, strict=True))
-        return plans.numbered[1]
+            session.numbered = self.engine, dict(zip(parameters, parts, strict=True))
+        return session.numbered[1]
 
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
         """One batch per group; ``masked`` ones are equal each step."""
@@ -363,7 +363,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _further_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Local state beside the momentum that a step changes, by key."""
-        known = self._session.plans.further_keys
+        known = self._session.further_keys
         if parameter not in known:  # asked in every step
             known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
         keys, state = known[parameter], self.state[parameter]

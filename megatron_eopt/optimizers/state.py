@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_eopt.matrices import is_transposed
-from megatron_eopt.optimizers.group_settings import plain, warn
+from megatron_eopt.optimizers.group_settings import is_ours, plain, warn
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
@@ -219,17 +219,12 @@ class States:
 
 def name_in_states(cls: type) -> str:
     """A class's name in states; users' subclasses use their base's."""
-    return _of_ours(cls).__name__
-
-
-def _of_ours(cls: type) -> type:
-    ours = f"{__name__.partition('.')[0]}."
-    return next(base for base in cls.__mro__ if base.__module__.startswith(ours))
+    return next(filter(is_ours, cls.__mro__)).__name__
 
 
 def mark_of(optimizer: Any) -> str:
     """Its :func:`name_in_states`, and, as JSON, settings that groups lack and that are no default."""
-    arguments = inspect.signature(_of_ours(type(optimizer)).__init__).parameters  # type: ignore[misc]
+    arguments = inspect.signature(next(filter(is_ours, type(optimizer).__mro__)).__init__).parameters  # type: ignore[misc]
     known = plain(optimizer.settings() | optimizer.settings_of_groups())
     told = (known.keys() & arguments.keys()) - optimizer.defaults.keys() - UNMARKED
     given = {key: x for key, x in known.items() if key in told and x != arguments[key].default}

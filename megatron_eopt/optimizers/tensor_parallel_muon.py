@@ -310,21 +310,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return own or any(modifiers.moment2_method != "none" for modifiers in self._session.modifiers)
 
     def _take(self, accepted: Tensor) -> None:
-        plans = self._session.plans
-        if plans.normed is not self.engine:
+        session = self._session
+        if session.normed is not self.engine:
             held_norms.find_norms(self)  # another try measures the same
-            plans.normed = self.engine
+            session.normed = self.engine
         if self._of_user(*OF_PARAMETERS):
             batches = self._take_users(accepted)
         else:
             batches = self._batches(accepted, masked=True) if self.cuda_graphs else self._batches(accepted)
-            session, run = self._session, self._run
+            run = self._run
             if self.cuda_graphs:
-                run = session.plans.graphed = session.plans.graphed or GraphedUpdate(self._run)
+                run = session.graphed = session.graphed or GraphedUpdate(self._run)
                 run.check(batches)
             session.changing = True
             run(batches)
-        _, scales = self._session.plans.scales
+        _, scales = self._session.scales
         calls = sum(len(scales[i]) for batch in batches for i in batch.indices)
         self.newton_schulz_calls += calls
         for group in self.param_groups if self.momentum_dtype is not None or self.momentum_warmup else ():
@@ -332,8 +332,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _run(self, batches: Sequence[Batch]) -> None:
         indices, watch = [i for batch in batches for i in batch.indices], None
-        engine, scales = self._session.plans.scales
-        kernels, own = self._session.plans.kernels, self._reads_all()
+        engine, scales = self._session.scales
+        kernels, own = self._session.kernels, self._reads_all()
         assert engine is not None, "prepare() made it"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
@@ -495,14 +495,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def prepare(self) -> Engine:
         """Also find scales, which a user's function may get wrong."""
-        engine, plans = super().prepare(), self._session.plans
-        self._session.modifiers = list(map(self.modifiers_of, self.param_groups))
-        if plans.scales[0] is not engine:
+        engine, session = super().prepare(), self._session
+        session.modifiers = list(map(self.modifiers_of, self.param_groups))
+        if session.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
-            plans.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            plans.further_keys.clear()
-            plans.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
-        form = "torch" if plans.kernels is None else "triton"
+            session.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
+            session.further_keys.clear()
+            session.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
+        form = "torch" if session.kernels is None else "triton"
         for group in self.param_groups:
             if group.get(STEP_KERNELS, form) not in (form, None):
                 name = type(self).__name__
@@ -624,8 +624,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             saved = [{MOMENTUM_STEPS: self.momentum_warmup, **group} for group in state_dict["param_groups"]]
             state_dict = {**state_dict, "param_groups": saved}
         super().load_state_dict(state_dict)
-        self._session.plans.graphed = None  # the momenta that it was captured with are gone
-        self._session.plans.normed = None  # the state may lack norms that are to be held
+        self._session.graphed = None  # the momenta that it was captured with are gone
+        self._session.normed = None  # the state may lack norms that are to be held
         if dropped := held_norms.drop_unused(self):
             warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")
 

@@ -19,9 +19,7 @@ from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warne
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
-    check_groups,
     check_parameters,
-    check_scalable,
     check_split,
     comparable,
     in_order,
@@ -96,7 +94,6 @@ class BaseOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         group_settings.check_flags(type(self), vars(self))
-        check_groups(type(self).__name__, self.pg_collection)
         validate_tp_mode(self.tp_mode)
         warn_of_uncalled(type(self))
         self._session = Session()
@@ -270,7 +267,6 @@ class BaseOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         session.engine = session.nonfinite = None
-        session.scalable = False
         try:
             check_parameters(name, self.param_groups)
             with group_settings.named(len(self.param_groups) - 1, self.param_groups):
@@ -329,12 +325,12 @@ class BaseOptimizer(Optimizer):
         Raises:
             TypeError: if it has anything else in place of a tensor.
             ValueError: if the state is of another optimizer, if groups or shapes differ, if a tensor is missing, or if
-                one has values that are not finite or overlaps another one in memory.
+                one has values that are not finite.
 
         Nothing is changed then.
         """
         name, traits = type(self).__name__, self.traits
-        check_writer(type(self), state_dict, warn=True)
+        check_writer(type(self), state_dict, unmarked=True)
         state_dict = without_unused(self, state_dict)
         needed = self.defaults.keys() | traits.carried_settings | {STATE_OF, *MODIFIERS}
         needed |= dict(traits.planned_in_groups).keys()
@@ -365,14 +361,6 @@ class BaseOptimizer(Optimizer):
         self._session.changing = False
 
     # The step.
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """False: torch's GradScaler unscales and skips steps itself."""
-        if not self._session.scalable:
-            check_scalable(self.param_groups, self.pg_collection)
-            self._session.scalable = True
-        return False
 
     def proposed(self) -> Engine:
         """Make the engine of :meth:`prepare`, before ranks agree on it."""

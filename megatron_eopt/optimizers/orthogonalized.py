@@ -273,24 +273,21 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         session = self._session
         assert session.nonfinite is not None  # a step is made
         of_updates = session.nonfinite.of_updates
-        before = {p: set(self.state.get(p, ())) for p in self._parameters()}
+        before = {p: dict(state) for p, state in self.state.items()}
 
         def accept(updates: Mapping[int, Tensor]) -> Tensor:
-            return of_updates.accept([updates.get(i) for i, _ in enumerate(self._parameters())], session.agree)
+            of_all = [updates.get(i) for i, _ in enumerate(self._parameters())]
+            return of_updates.accept(of_all, session.agree)
 
-        def changing(changes: bool) -> None:
-            session.changing = changes
-
+        batches = self._batches(accepted)
+        session.changing = True
         try:
-            batches = self._batches(accepted)
             with fp32_products(self.fp32_matmul_prec, as_torch=True):
-                users_step(batches, self.engine, self.program, self.orthogonalize, self._waited_for, accept, changing)
-        except Exception:
-            for p, keys in before.items():
-                for key in self.state.get(p, {}).keys() - keys:
-                    del self.state[p][key]
-                if not keys:
-                    self.state.pop(p, None)
+                users_step(batches, self.engine, self.program, self.orthogonalize, self._waited_for, accept)
+        except Exception:  # weights and state are what they were
+            self.state.clear()
+            self.state.update(before)
+            session.changing = False
             raise
         return batches
 

@@ -31,7 +31,6 @@ SAVED_BY_LAYOUT = "saved_by_layout"  # of a DTensor whose state is saved by layo
 ROWS = "rows_by_matrix"  # where rows follow the ranks: the Split that numbers them alike at any layout
 
 GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")  # in the order of layout_of
-FURTHER_GROUPS = ("dp_cp", "expt_dp", "tp_dp_cp", "tp_expt_dp")  # that share work out
 
 
 class TensorParallelGroups(Protocol):
@@ -127,16 +126,6 @@ def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def check_groups(name: str, pg_collection: object) -> None:
-    """Refuse what is no collection of process groups."""
-    if pg_collection is not None and not any(hasattr(pg_collection, key) for key in GROUPS + FURTHER_GROUPS):
-        raise TypeError(
-            f"{name}: pg_collection has process groups as attributes, such as {' and '.join(GROUPS[:2])}, got "
-            f"{pg_collection!r}, which has none: take Megatron's ProcessGroupCollection, "
-            f"SimpleNamespace(tp=group, expt_tp=None), or None where nothing is sharded"
-        )
-
-
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:
     """The layout of a parameter, or of each stacked matrix."""
     if isinstance(parameter, DTensor):
@@ -154,24 +143,6 @@ def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None
         names = mesh.mesh_dim_names or [f"mesh{i}" for i in range(mesh.ndim)]
         groups |= {f"{names[i]}={mesh.size(i)}": mesh.get_group(i) for i in cut}
     return {name: group for name, group in groups.items() if group is not None and group.size() > 1}
-
-
-def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParallelGroups | None) -> None:
-    """Refuse parameters for which torch's GradScaler skips steps unevenly."""
-    asked: dict[torch.dtype, set[ProcessGroup]] = {}
-    parameters = (p for group in groups for p in group["params"])
-    for name, p in zip(parameter_names(groups), parameters, strict=True):
-        if p.grad is None:
-            continue
-        # it asks only the ranks that share the first gradient of each dtype, if that is a DTensor
-        shared = sharing_groups(p, pg_collection)
-        known = asked.setdefault(p.grad.dtype, set(shared.values())) if isinstance(p, DTensor) else set()
-        if not known.issuperset(shared.values()):
-            raise ValueError(
-                f"torch's GradScaler does not ask all ranks of {', '.join(shared)}, which share {name}, for an inf in "
-                f"its gradient: some would make a step that others leave out. Train in bf16 without a scaler, or shard "
-                f"all parameters alike as DTensors, as FSDP2 does"
-            )
 
 
 def _cut_over(parameter: Tensor) -> list[str]:

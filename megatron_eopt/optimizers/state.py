@@ -9,12 +9,11 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import compress
 from math import prod
 from typing import Any, Literal, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -36,12 +35,6 @@ Layouts = Callable[[Tensor], list[Layout]]
 Dim = Literal["rows", "columns"] | int
 STATE_OF = "state_of"  # in a group: the name of the optimizer that keeps its state
 NO_SETTINGS = frozenset({"params", "param_names", STATE_OF})  # in a group
-WRITERS = {  # setting in a group -> the optimizer of torch that alone has it, whose states have keys that ours have
-    "dampening": "torch.optim.SGD",
-    "centered": "torch.optim.RMSprop",
-    "amsgrad": "torch.optim.Adam or AdamW",
-    "momentum_decay": "torch.optim.NAdam",
-}
 UNMARKED = frozenset({"tp_mode", "momentum_dtype"})  # exact in all but one value; and what the state shows by itself
 SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
@@ -105,8 +98,6 @@ def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
         shard.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
     if not isinstance(parameter, DTensor) or placements is None:
         return shard
-    if tensor.dims is not None and max(tensor.dims.count(side) for side in SIDES) > 1:
-        raise ValueError(f"a state tensor of a DTensor has rows and columns once each at most, got dims {tensor.dims}")
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         shard, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -246,38 +237,29 @@ def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: I
 
 def check_state_dict(name: str, state_dict: object) -> None:
     """Refuse what no optimizer's ``state_dict()`` returns."""
-    wanted = f"{name}.load_state_dict takes what state_dict() returned, a dict with 'state' and 'param_groups'"
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        raise ValueError(f"{wanted}, got {found}")
-    groups = state_dict["param_groups"]
-    if not isinstance(state_dict["state"], Mapping) or not isinstance(groups, list | tuple):
-        raise ValueError(f"{wanted}, a dict and a list")
-    for group in groups:
-        if not isinstance(group, Mapping) or "params" not in group:
-            raise ValueError(f"{wanted}, each group a dict with 'params', got {group!r}")
+        raise ValueError(
+            f"{name}.load_state_dict takes what state_dict() returned, a dict with 'state' and 'param_groups', got "
+            f"{found}"
+        )
 
 
-def check_writer(cls: type, state_dict: Mapping[str, Any], warn: bool = False) -> None:
-    """Refuse what is no state or another optimizer's; ``warn`` if it names none."""
-    own, called = name_in_states(cls), cls.__name__
+def check_writer(cls: type, state_dict: Mapping[str, Any], unmarked: bool = False) -> None:
+    """Refuse another optimizer's state; warn of an ``unmarked`` one."""
+    called = cls.__name__
     check_state_dict(called, state_dict)
-    marks: dict[str, str] = {}  # writer -> the setting that says so
-    for group in state_dict["param_groups"]:
-        key = STATE_OF if STATE_OF in group else next(filter(group.__contains__, WRITERS), STATE_OF)
-        marks[str(group.get(STATE_OF, WRITERS.get(key, own))).partition(" {")[0]] = key
-    marks.pop(own, None)
-    if marks:
-        other, keys = ", ".join(sorted(marks)), " and ".join(sorted(map(repr, set(marks.values()))))
+    writers = {group.get(STATE_OF, "").partition(" ")[0] for group in state_dict["param_groups"]}
+    others = writers - {name_in_states(cls), ""}
+    if others:
+        other = ", ".join(sorted(others))
         raise ValueError(
             f"{called} cannot load a state of {other}: what its tensors mean is another thing, also where keys and "
             f"shapes are the same. To go on from it, build {other}, or load the weights alone and begin with fresh "
-            f"state; to take its tensors as they are, remove {keys} from each group of the state"
+            f"state; to take its tensors as they are, remove {STATE_OF!r} from each group of the state"
         )
-
-    warn = warn and any(state_dict["state"].values()) and (not dist.is_initialized() or dist.get_rank() == 0)
-    if warn and any(STATE_OF not in group for group in state_dict["param_groups"]):
-        logger.warning(
+    if unmarked and "" in writers and any(state_dict["state"].values()):
+        warn(
             f"{called} loads a state that does not say which optimizer wrote it, and takes it for one of its own: "
             f"tensors of another one with the same keys and shapes, such as torch's, would mean another thing"
         )
@@ -289,12 +271,11 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
     # in earlier releases every rank had what only a compute rank needs
     whole = None if tensor.rank is None else (tensor.global_shape(layouts(parameter)), None, None)
     if own not in (expected, whole):
-        spread = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their"
         raise ValueError(
             f"{tensor.key!r} has shape {_told(own)}, expected {_told(expected)} for the parameter of shape "
-            f"{tuple(parameter.shape)}: the state is of another model or layout"
-            + (f"; {spread} parameters" if own[0] == expected[0] else "")
-            + ("" if tensor.rank is None else ", or ranks had dealt matrices otherwise: group parameters as before")
+            f"{tuple(parameter.shape)}: the state is of another model or layout, or ranks had dealt matrices "
+            f"otherwise: group parameters as before, and load a whole state into DTensors by torch's "
+            f"set_optimizer_state_dict"
         )
 
 
@@ -316,7 +297,7 @@ def check_loaded(
 
     Raises:
         TypeError: for what is no tensor.
-        ValueError: for a tensor that is missing, of another shape, not finite, or in the memory of another one.
+        ValueError: for a tensor that is missing, of another shape, or not finite.
     """
     converted: set[str] = set()
     values: list[tuple[str, Tensor, torch.dtype]] = []
@@ -337,16 +318,13 @@ def check_loaded(
                 converted.add(f"{tensor.key} from {was} to {now}")
             values.append((of, found, now))
     check_finite(name, values)
-    check_apart(name, [(of, found) for of, found, _ in values])
     return converted
 
 
 def check_tensor(name: str, of: str, found: object) -> None:
-    """Refuse what is no tensor, or one without values."""
+    """Refuse what is no tensor."""
     if not isinstance(found, Tensor):
         raise TypeError(f"{name} loads tensors, and {of} in the state is {type(found).__name__}: load the state again")
-    if found.is_meta:
-        raise ValueError(f"{name}: {of} in the state is on the meta device and has no values: load the state again")
 
 
 def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
@@ -357,27 +335,6 @@ def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -
                 f"{name}: {of} in the state has values that are not finite in {dtype}, which would stay in it for "
                 f"ever: load an earlier state, or go on with fresh state from the weights alone"
             )
-
-
-def check_apart(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse tensors whose memory overlaps: a step that writes to one would change another.
-
-    Views of one buffer are fine where one ends before the next begins.
-    """
-    ranges: list[tuple[str, int, int, str]] = []
-    advice = "give each tensor memory of its own, by clone()"
-    for of, found in tensors:
-        x = local(found)
-        if x.numel() == 0:
-            continue
-        strides = list(zip(x.shape, x.stride(), strict=True))
-        if any(stride == 0 and size > 1 for size, stride in strides):
-            raise ValueError(f"{name}: entries of {of} in the state share their memory, as after expand(): {advice}")
-        entries = 1 + sum((size - 1) * stride for size, stride in strides)
-        ranges.append((str(x.device), x.data_ptr(), x.data_ptr() + entries * x.itemsize, of))
-    for (device, _, end, one), (next_device, start, _, other) in pairwise(sorted(ranges)):
-        if device == next_device and start < end:
-            raise ValueError(f"{name}: {one} and {other} in the state overlap in memory: {advice}")
 
 
 def note_begun_anew(name: str, lacking: Sequence[str]) -> None:

@@ -280,5 +280,5 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(ran):
         assert "need one of them whole, but both, a matrix (16, 8), is cut along both" in messages[3]
         assert "short, a factor (3, 16), is cut along its rank" in messages[4]
         assert f"'factor_A' has shape (16, 2), expected {put} for the parameter of shape (16, 8)" in messages[5]
-        assert "set_optimizer_state_dict spreads it over the ranks" in messages[5]
+        assert "load a whole state into DTensors by torch's set_optimizer_state_dict" in messages[5]
         assert f"'factor_A' has shape {put}, expected (16, 2) for" in messages[6]

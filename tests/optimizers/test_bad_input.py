@@ -2,7 +2,6 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -455,14 +454,6 @@ def test_a_program_that_yields_nothing_is_named():
 def test_the_order_of_torch_is_refused_where_a_flag_follows_the_momentum(name):
     with pytest.raises(TypeError, match=r"nesterov must be True or False, got 0\.95"):
         OPTIMIZERS[name].cls(matrices(1), 0.02, 0.1, 0.95)
-
-
-@pytest.mark.parametrize("wrong", ["tp", {"tp": None}, object(), 2])
-@pytest.mark.parametrize("name", having("pg_collection"))
-def test_what_is_no_collection_of_groups_is_refused(name, wrong):
-    with pytest.raises(TypeError, match=r"pg_collection has process groups as attributes, such as tp and expt_tp, got"):
-        build(name, matrices(1), pg_collection=wrong)
-    build(name, matrices(1), pg_collection=SimpleNamespace(expt_tp=None))  # some groups are enough
 
 
 UNCALLED = ["soap", "lion", "signum", "schedule_free_adamw", "spectron", "distributed_muon"]

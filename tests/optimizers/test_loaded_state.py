@@ -84,55 +84,12 @@ def test_a_value_that_only_a_wider_dtype_can_hold_is_refused(name):
 
 
 @every_class
-def test_one_tensor_in_the_place_of_two_is_refused_by_both_names(name):
-    saved, optimizer = saved_and_other(name)
-    _, key, value = tensors_of(saved)[0]
-    for other_index, other_key, other in tensors_of(saved)[1:]:
-        adams = key.startswith("adamw."), other_key.startswith("adamw.")
-        if other.shape == value.shape and adams[0] == adams[1]:
-            saved["state"][other_index][other_key] = value
-            assert_refused(optimizer, saved, "overlap", repr(key), repr(other_key))
-            return
-    assert name == "distributed_muon", "no two tensors to try"
-
-
-@every_class
-def test_entries_that_share_their_memory_are_refused(name):
-    saved, optimizer = saved_and_other(name)
-    index, key, value = tensors_of(saved)[0]
-    saved["state"][index][key] = torch.zeros(1).expand(value.shape)
-    assert_refused(optimizer, saved, "share their memory", repr(key))
-
-
-@every_class
-def test_views_of_one_buffer_are_loaded_where_they_do_not_overlap(name):
-    saved, optimizer = saved_and_other(name)
-    reference = build(name, [torch.nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]])
-    reference.load_state_dict(copy.deepcopy(saved))
-    buffer = torch.zeros(sum(value.numel() for _, _, value in tensors_of(saved)))
-    start = 0
-    for index, key, value in tensors_of(saved):
-        if value.dtype != buffer.dtype:
-            continue
-        view = buffer[start : start + value.numel()].view(value.shape)
-        view.copy_(value)
-        saved["state"][index][key] = view
-        start += value.numel()
-    optimizer.load_state_dict(saved)
-    for each in (optimizer, reference):
-        take(each, 2, start=3)
-    for p, q in zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True):
-        assert torch.equal(p, q)
-
-
-@every_class
-@pytest.mark.parametrize("found", [None, [[0.0, 1.0]], torch.zeros(6, 4, device="meta")], ids=["None", "list", "meta"])
+@pytest.mark.parametrize("found", [None, [[0.0, 1.0]]], ids=["None", "list"])
 def test_what_has_no_values_is_refused_by_name(name, found):
     saved, optimizer = saved_and_other(name)
     index, key, _ = tensors_of(saved)[0]
     saved["state"][index][key] = found
-    error = ValueError if isinstance(found, torch.Tensor) else TypeError
-    assert_refused(optimizer, saved, repr(key), "in the state", error=error)
+    assert_refused(optimizer, saved, repr(key), "in the state", error=TypeError)
 
 
 def required(name):

@@ -332,8 +332,7 @@ class BaseOptimizer(Optimizer):
         name, traits = type(self).__name__, self.traits
         check_writer(type(self), state_dict, unmarked=True)
         state_dict = without_unused(self, state_dict)
-        needed = self.defaults.keys() | traits.carried_settings | {STATE_OF, *MODIFIERS}
-        needed |= dict(traits.planned_in_groups).keys()
+        needed = self.defaults.keys() | traits.carried_settings | {STATE_OF, *MODIFIERS, *traits.planned_in_groups}
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise ValueError(

@@ -25,7 +25,7 @@ class HeavyBallMuon(TensorParallelMuon):
 
     traits = replace(
         TensorParallelMuon.traits,
-        planned_in_groups=(*PLANNED_IN_GROUPS, (NS_STEPS, STEPS)),
+        planned_in_groups=(*PLANNED_IN_GROUPS, NS_STEPS),
         has_modifiers={"moment2_method": ("none",)},
     )
 

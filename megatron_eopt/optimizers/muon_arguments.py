@@ -18,7 +18,6 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.cost import Rates
-from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
 
 MOMENTUM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -94,28 +93,19 @@ def check_memory(
         raise ValueError(f"{name}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
 
 
-def check_graphs(
-    parameters: Sequence[Tensor],
-    layouts: Sequence[Layout],
-    offload_fraction: float,
-    momentum_dtype: torch.dtype | None,
-    momentum_warmup: int,
-) -> None:
+def check_graphs(optimizer: BaseOptimizer, varies: bool) -> None:
     """Refuse to capture a step that a graph cannot replay."""
-    devices = {parameter.device.type for parameter in parameters}
-    refused = None
-    if offload_fraction:
-        refused = "state in host memory is not where it was in the step before (offload_fraction)"
-    elif momentum_dtype is not None:
-        refused = "momentum_dtype rounds by other random bits in each step, and a replay would repeat those of one"
-    elif momentum_warmup:
-        refused = "momentum_warmup has another momentum in each step, and a replay would have that of one"
-    elif devices != {"cuda"}:
-        refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
-    elif any(layout.ranks > 1 for layout in layouts):
-        refused = "parameters are shared with other ranks, and a replayed exchange could not be counted or end"
-    if refused:
-        raise ValueError(f"cuda_graphs cannot work here: {refused}. Leave it off")
+    if varies:
+        raise ValueError(
+            "cuda_graphs cannot work with offload_fraction, momentum_dtype or momentum_warmup, by which steps differ: "
+            "leave it off"
+        )
+    for parameter in optimizer._parameters():
+        if parameter.device.type != "cuda" or optimizer.layout(parameter).ranks > 1:
+            raise ValueError(
+                f"cuda_graphs cannot work for parameters that other ranks share, or that are not on a CUDA device, got "
+                f"one on {parameter.device}: leave it off"
+            )
 
 
 def check_kept(name: str, parameter: Tensor, offload_fraction: float, momentum_dtype: torch.dtype | None) -> None:

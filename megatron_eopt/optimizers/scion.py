@@ -52,7 +52,7 @@ class Scion(TensorParallelMuon):
 
     traits = replace(
         TensorParallelMuon.traits,
-        planned_in_groups=(*PLANNED_IN_GROUPS, (RADIUS, RADIUS)),
+        planned_in_groups=(*PLANNED_IN_GROUPS, RADIUS),
         decays_weights=False,
         size_rule="radius * sqrt(rows / cols)",
         no_settings=frozenset({"nesterov"}),

@@ -61,10 +61,7 @@ def agreed_kernels(
 
     ``asked`` is the user's. With ``whole`` the program has no copies of all entries of a chunk.
     """
-    of_groups = sorted({form for group in optimizer.param_groups if (form := group.get(STEP_KERNELS)) is not None})
-    kept = of_groups[0] if of_groups else None
-    if len(of_groups) > 1 and asked is None:
-        raise ValueError(f"{type(optimizer).__name__}: groups need one {STEP_KERNELS}, got {' and '.join(of_groups)}")
+    kept = next(filter(None, (group.get(STEP_KERNELS) for group in optimizer.param_groups)), None)
     if asked is None and kept is None and engine.device.type == "cpu":
         return None
     reason = None if (asked or kept) == "torch" else reason_against(optimizer, engine.device)
@@ -72,7 +69,8 @@ def agreed_kernels(
     agree = partial(engine.lowest, asked=asked or optimizer.symmetric_products, kept=kept)
     form = agreed_form(asked, kept, reason, agree)
     for group in optimizer.param_groups:
-        group[STEP_KERNELS] = form
+        if asked is not None or group.get(STEP_KERNELS) is None:
+            group[STEP_KERNELS] = form
     if form == "torch":
         return None
     if whole:

@@ -280,9 +280,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             weight_decay_method=weight_decay_method,
         )
         if cuda_graphs:
-            parameters = self._parameters()
-            layouts = list(map(self.layout, parameters))
-            check_graphs(parameters, layouts, offload_fraction, momentum_dtype, momentum_warmup)
+            varies = bool(offload_fraction or momentum_dtype or momentum_warmup)
+            check_graphs(self, varies)
 
     # The step, and the hooks of relatives.
 
@@ -506,7 +505,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         for group in self.param_groups:
             if group.get(STEP_KERNELS, form) not in (form, None):
                 name = type(self).__name__
-                raise ValueError(f"{name}: {STEP_KERNELS} cannot change between steps, got {group[STEP_KERNELS]!r}")
+                raise ValueError(
+                    f"{name}: groups and steps need one {STEP_KERNELS}, {form!r}, got {group[STEP_KERNELS]!r}"
+                )
         return engine
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:

@@ -7,7 +7,7 @@ from megatron_eopt.optimizers.modifiers import MODIFIERS
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
 PLANNED_IN_GROUPS = tuple(
-    (key, key) for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE, *MODIFIERS) if key not in ("beta2", "eps")
+    key for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE, *MODIFIERS) if key not in ("beta2", "eps")
 )
 
 
@@ -18,7 +18,7 @@ class Traits:
     Attributes:
         carried_settings: settings of a group that the optimizer itself makes, and with which a resumed run has to go
             on.
-        planned_in_groups: settings of groups on which the plan depends, with their names in checkpoints.
+        planned_in_groups: settings of groups on which the plan depends.
         split_lengths: how many logical matrices a fused projection may have.
         momentum_key: name of the momentum in a group.
         nesterov_key: name of the look-ahead in a group.
@@ -38,7 +38,7 @@ class Traits:
     """
 
     carried_settings: frozenset[str] = frozenset()
-    planned_in_groups: tuple[tuple[str, str], ...] = PLANNED_IN_GROUPS
+    planned_in_groups: tuple[str, ...] = PLANNED_IN_GROUPS
     split_lengths: tuple[int, ...] = (3, 4)
     momentum_key: str = "momentum"
     nesterov_key: str = "nesterov"

@@ -78,24 +78,15 @@ class WeightAverage:
             one step less than a window, so that one ends with the last step.
 
     Raises:
-        TypeError: for what is no optimizer.
-        ValueError: for another rule, without optimizers, for several of the same parameters, for an optimizer that
-            already has an average, and for Schedule-Free, which is one.
+        ValueError: for another rule, for an optimizer that already has an average, and for Schedule-Free, which is one.
 
     [1] Kingma and Ba, Adam, arXiv 1412.6980.
     """
 
     def __init__(self, rule: str, *optimizers: Optimizer, remaining: Callable[[], int | None] = lambda: None) -> None:
         self.rule = AverageRule.parse(rule)
-        for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(f"an average of weights is beside torch optimizers, got {type(optimizer).__name__}")
-        parts = [part for optimizer in optimizers for part in _parts(optimizer)]
-        parameters = [p for part in parts for group in part.param_groups for p in group["params"]]
-        if not parts or len(set(parameters)) < len(parameters):
-            found = "none" if not parts else "several with the same parameters"
-            raise ValueError(f"an average of weights {rule} is beside one or more optimizers, got {found}")
-        for part in parts:
+        self._parts: list[AverageOfOne] = []
+        for part in [part for optimizer in optimizers for part in _parts(optimizer)]:
             if getattr(getattr(part, "traits", None), "live_key", None) is not None:
                 raise ValueError(
                     f"{type(part).__name__} is an average of weights itself: leave {rule} away, or take another "
@@ -103,7 +94,7 @@ class WeightAverage:
                 )
             if average_of(part) is not None:
                 raise ValueError(f"{type(part).__name__} already has an average of weights, {average_of(part)}")
-        self._parts = [AverageOfOne(self.rule, part, remaining) for part in parts]
+            self._parts.append(AverageOfOne(self.rule, part, remaining))
 
     def __str__(self) -> str:
         return str(self.rule)
@@ -120,13 +111,10 @@ class WeightAverage:
 
     def of(self, parameter: Tensor) -> Tensor:
         """A parameter's average, in fp32 at least; its value before the first step."""
-        part = next((part for part in self._parts if any(p is parameter for p in part.parameters())), None)
-        if part is None:
-            raise ValueError(
-                f"no optimizer of this average has the parameter of shape {tuple(parameter.shape)}: ask for one that "
-                f"is stepped"
-            )
-        return average_in(part.optimizer.state.get(parameter, {}), parameter)
+        for part in self._parts:
+            if any(p is parameter for p in part.parameters()):
+                return average_in(part.optimizer.state.get(parameter, {}), parameter)
+        raise ValueError(f"no optimizer of this average has the parameter of shape {tuple(parameter.shape)}")
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -193,11 +181,6 @@ class AverageOfOne:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: parameters are at their averages, and a step would go on from there: "
                 f"step after the block of applied()"
-            )
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{type(optimizer).__name__}: a CUDA graph of the step would repeat the share of one step in the "
-                f"average of weights {self}: capture no step, or leave the average away"
             )
 
     @torch.no_grad()

@@ -182,14 +182,8 @@ class Muon(Optimizer):
             adam_settings: arguments of ``torch.optim.AdamW``.
 
         Raises:
-            TypeError: for ``matrices`` that are no optimizer of matrices of this package.
             ValueError: for a setting of AdamW out of its range, and for a parameter that is in both.
         """
-        if not isinstance(matrices, BaseOptimizer):
-            raise TypeError(
-                f"{cls.__name__}.around takes an optimizer of matrices of this package, such as Scion, got "
-                f"{type(matrices).__name__}"
-            )
         made = cls.__new__(cls)
         made._join(matrices, adam_params, adam_settings)
         return made

@@ -284,5 +284,5 @@ def test_refusals():
 
 
 def test_a_captured_step_is_refused():
-    with pytest.raises(ValueError, match="cuda_graphs cannot work here: momentum_dtype rounds by other random bits"):
+    with pytest.raises(ValueError, match="cuda_graphs cannot work with offload_fraction, momentum_dtype"):
         build("muon", parameters(), momentum_dtype=BF16, cuda_graphs=True)

@@ -254,7 +254,7 @@ def test_what_cannot_be_is_refused_at_construction(mesh):
             TensorParallelMuon(params(), offload_fraction=wrong)
     with pytest.raises(ValueError, match=r"Own has an orthogonalize of its own.*leave offload_fraction at 0"):
         Own(params(), offload_fraction=0.5)
-    with pytest.raises(ValueError, match=r"cuda_graphs cannot work here: state in host memory .*offload_fraction"):
+    with pytest.raises(ValueError, match=r"cuda_graphs cannot work with offload_fraction"):
         TensorParallelMuon(params(), offload_fraction=0.5, cuda_graphs=True)
     sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
     with pytest.raises(ValueError, match="state of a DTensor cannot be in host memory, got one of shape"):

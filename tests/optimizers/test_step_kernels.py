@@ -381,7 +381,7 @@ def test_an_unknown_form_in_a_group_is_refused(form):
 def test_groups_have_one_form():
     a, b = of_shapes(shapes=[(4, 3), (3, 5)])
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
-    with pytest.raises(ValueError, match="groups need one step_kernels, got torch and triton"):
+    with pytest.raises(ValueError, match="groups and steps need one step_kernels, 'torch', got 'triton'"):
         TensorParallelMuon([{"params": [a], "step_kernels": "torch"}, {"params": [b], "step_kernels": "triton"}]).step()
 
 

@@ -290,13 +290,11 @@ def also_called[**P](**names: str | tuple[str, dict[Any, Any]]) -> Callable[[Cal
             for other, meant in names.items():
                 if other not in kwargs:
                     continue
-                name, values = (meant, None) if isinstance(meant, str) else meant
+                name, values = (meant, {}) if isinstance(meant, str) else meant
                 if name in kwargs:
                     raise TypeError(f"{other} is another name for {name}: give one of the two")
                 value = kwargs.pop(other)
-                if values is not None:
-                    value = values[value]
-                kwargs[name] = value
+                kwargs[name] = values.get(value, value)
             init(*args, **kwargs)
 
         return accepting

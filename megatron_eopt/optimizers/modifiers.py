@@ -84,13 +84,12 @@ class Modifiers:
         for key, part in (("brake_outward", self.brake_outward), ("brake_inward", self.brake_inward)):
             if not 0 <= part <= 1:
                 raise ValueError(f"{key} must lie in [0, 1], got {part}")
-        if self.weight_norm == "hold" and (self.relative_update != "none" or not self.align_rms):
+        of_size = self.relative_update != "none" or not self.align_rms
+        if self.weight_norm == "hold" and (of_size or self.cautious_weight_decay):
             raise ValueError(
-                "relative_update and align_rms have no effect with weight_norm 'hold', whose updates have lr times the "
-                "norm of the weight: take them away"
+                "relative_update, align_rms and cautious_weight_decay have no effect with weight_norm 'hold', whose "
+                "updates have lr times the norm of the weight, and which has no weight decay: take them away"
             )
-        if self.weight_norm == "hold" and self.cautious_weight_decay:
-            raise ValueError("cautious_weight_decay has no effect with weight_norm 'hold', which has no weight decay")
 
     def of_group(self, group: Mapping[str, Any]) -> "Modifiers":
         """These modifiers, with what a group says itself."""

@@ -72,30 +72,28 @@ def spelled_out[**P](kind: type[Execution], base: type) -> Callable[[Callable[P,
     return decorate
 
 
-def check_kernel_and_rates(symmetric_products: str | None, plan_rates: object) -> None:
-    """Refuse an unknown kernel or invalid rates."""
-    if symmetric_products is not None:
-        check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
-    if not isinstance(plan_rates, Rates) and plan_rates != "measure":
-        raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
+def check_execution(optimizer: Any) -> None:
+    """Refuse arguments of :class:`Execution` that are out of their range."""
+    name = type(optimizer).__name__
+    if optimizer.symmetric_products is not None:
+        check_choice("symmetric_products", optimizer.symmetric_products, tuple(KERNELS))
+    if not isinstance(optimizer.plan_rates, Rates) and optimizer.plan_rates != "measure":
+        raise ValueError(f"plan_rates are Rates or 'measure', got {optimizer.plan_rates!r}")
+    check_count(f"{name}: workspace, in bytes,", optimizer.workspace)
+    check_count(f"{name}: momentum_warmup, in steps,", optimizer.momentum_warmup, least=0)
+    fraction = optimizer.offload_fraction
+    if type(fraction) not in (int, float) or not 0 <= fraction <= 1:
+        raise ValueError(f"{name}: offload_fraction must lie in [0, 1], got {fraction!r}")
+    if optimizer.momentum_dtype not in MOMENTUM_DTYPES.values():
+        raise ValueError(
+            f"{name}: momentum_dtype is None, for that of each parameter, or torch.bfloat16, got "
+            f"{optimizer.momentum_dtype!r}"
+        )
 
 
-def check_memory(
-    name: str, workspace: object, offload_fraction: float, momentum_dtype: torch.dtype | None, momentum_warmup: object
-) -> None:
-    """Refuse arguments of memory and momenta out of their range."""
-    check_count(f"{name}: workspace, in bytes,", workspace)
-    check_count(f"{name}: momentum_warmup, in steps,", momentum_warmup, least=0)
-    if type(offload_fraction) not in (int, float) or not 0 <= offload_fraction <= 1:
-        raise ValueError(f"{name}: offload_fraction must lie in [0, 1], got {offload_fraction!r}")
-    if momentum_dtype not in MOMENTUM_DTYPES.values():
-        wanted = "None, for that of each parameter, or torch.bfloat16"
-        raise ValueError(f"{name}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
-
-
-def check_graphs(optimizer: BaseOptimizer, varies: bool) -> None:
+def check_graphs(optimizer: Any) -> None:
     """Refuse to capture a step that a graph cannot replay."""
-    if varies:
+    if optimizer.offload_fraction or optimizer.momentum_dtype or optimizer.momentum_warmup:
         raise ValueError(
             "cuda_graphs cannot work with offload_fraction, momentum_dtype or momentum_warmup, by which steps differ: "
             "leave it off"
@@ -108,18 +106,18 @@ def check_graphs(optimizer: BaseOptimizer, varies: bool) -> None:
             )
 
 
-def check_kept(name: str, parameter: Tensor, offload_fraction: float, momentum_dtype: torch.dtype | None) -> None:
-    """Refuse a parameter whose momentum these arguments cannot keep."""
-    shape = tuple(parameter.shape)
-    if offload_fraction and isinstance(parameter, DTensor):
+def check_kept(optimizer: Any, parameter: Tensor) -> None:
+    """Refuse a parameter whose momentum cannot be kept as asked for."""
+    name, shape = type(optimizer).__name__, tuple(parameter.shape)
+    if optimizer.offload_fraction and isinstance(parameter, DTensor):
         raise ValueError(
             f"{name}: state of a DTensor cannot be in host memory, got one of shape {shape}: leave offload_fraction at "
             f"0"
         )
-    if momentum_dtype is not None and parameter.dtype == torch.float64:
+    if optimizer.momentum_dtype is not None and parameter.dtype == torch.float64:
         raise ValueError(
-            f"{name}: momenta in {momentum_dtype} are averaged in fp32, got a parameter in fp64 of shape {shape}: "
-            f"leave momentum_dtype away"
+            f"{name}: momenta with a momentum_dtype are averaged in fp32, got a parameter in fp64 of shape {shape}: "
+            f"leave it away"
         )
 
 

@@ -91,15 +91,13 @@ class NonFinite:
                     norms[i] = norm
         return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
 
-    def _counted_before(self) -> Tensor | None:
-        """The counts of :data:`_DELAY` steps ago, on the host by now."""
-        self._pending.append(to_host(self._counts, self._device))
-        return self._pending.popleft()() if len(self._pending) > _DELAY else None
-
     def _report(self) -> None:
-        counts = self._counts if self._device.type == "cpu" else self._counted_before()
-        if counts is None:
-            return
+        counts = self._counts
+        if self._device.type != "cpu":  # those of some steps ago, on the host by now
+            self._pending.append(to_host(counts, self._device))
+            if len(self._pending) <= _DELAY:
+                return
+            counts = self._pending.popleft()()
         total = int(counts[1].sum())
         if not counts[2].any() and total == self._reported:
             return
@@ -147,28 +145,29 @@ def check_gradients(
         if gradient is None:
             continue
         sparse = gradient.layout is not torch.strided
-        if not sparse and not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
+        if not sparse and not (placements and isinstance(gradient, DTensor) | isinstance(parameter, DTensor)):
             continue
-        # torch leaves those of norms under sequence parallelism as Partial: each rank has its own summand
-        summand = isinstance(gradient, DTensor) and any(
-            placement.is_partial() and gradient.device_mesh.size(i) > 1
-            for i, placement in enumerate(gradient.placements)
-        )
-        if not sparse and not (placements and (summand or local(gradient).shape != local(parameter).shape)):
+        if not sparse and not _is_summand(gradient) and local(gradient).shape == local(parameter).shape:
             continue
         in_groups = [p for group in groups for p in group["params"]]
         called = dict(zip(in_groups, parameter_names(groups), strict=True))[parameter]
         if sparse:
             raise ValueError(f"{name} takes dense gradients, but that of {called} is sparse ({gradient.layout})")
-        found, expected = (
-            f"the placements {x.placements}" if isinstance(x, DTensor) else "no placements"
-            for x in (gradient, parameter)
-        )
+        found = getattr(gradient, "placements", None)
+        expected = getattr(parameter, "placements", None)
         raise ValueError(
-            f"{name} takes gradients that lie as their parameters, but that of {called} has {found}, and the parameter "
-            f"has {expected}: before the step, set parameter.grad to "
+            f"{name} takes gradients that lie as their parameters, but that of {called} has placements {found}, and "
+            f"the parameter {expected}: before the step, set parameter.grad to "
             f"parameter.grad.redistribute(placements=parameter.placements)"
         )
+
+
+def _is_summand(gradient: Tensor) -> bool:
+    """Whether each rank has its own summand, as torch leaves those of norms under sequence parallelism."""
+    if not isinstance(gradient, DTensor):
+        return False
+    placed = enumerate(gradient.placements)
+    return any(x.is_partial() and gradient.device_mesh.size(i) > 1 for i, x in placed)
 
 
 def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:

@@ -223,10 +223,8 @@ def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool
         return
     period = sum(split.pattern(rows).sizes)  # each shard of a logical matrix is a matrix: all ranks need the like
     if any(edge % period for rectangle in layout.rectangles for edge in (rectangle.top, rectangle.bottom)):
-        within, otherwise = f"a query group of {period} rows", ", or turn split_qkv off"
-        if declared:
-            within, otherwise = f"the {period} rows that hold all of its logical matrices", ""
         raise ValueError(
             f"tp_mode blockwise cannot split a parameter of {rows} rows over {layout.ranks} ranks, whose shards end "
-            f"inside {within}: take duplicated or distributed{otherwise}"
+            f"inside the {period} rows that hold all of its logical matrices: take duplicated or "
+            f"distributed"
         )

@@ -311,7 +311,8 @@ def check_loaded(
                     f"has {sorted(state)}: it is of another optimizer, or of other settings of this one"
                 )
             found, of = state[tensor.key], f"{tensor.key!r} of {called[parameter]}"
-            check_tensor(name, of, found)
+            if not isinstance(found, Tensor):
+                raise TypeError(f"{name} loads tensors, and {of} in the state is {type(found).__name__}")
             check_shape(parameter, tensor, layouts, found)
             was, now = found.dtype, tensor.dtype or parameter.dtype
             if was != now:
@@ -319,12 +320,6 @@ def check_loaded(
             values.append((of, found, now))
     check_finite(name, values)
     return converted
-
-
-def check_tensor(name: str, of: str, found: object) -> None:
-    """Refuse what is no tensor."""
-    if not isinstance(found, Tensor):
-        raise TypeError(f"{name} loads tensors, and {of} in the state is {type(found).__name__}: load the state again")
 
 
 def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:

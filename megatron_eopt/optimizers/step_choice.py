@@ -48,8 +48,10 @@ def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: 
         return "triton"
     why = reason or "they fail on another rank"
     if named is not None:
-        hint = "" if asked else "; its groups have kept them, and another form may round otherwise"
-        raise RuntimeError(f"{STEP_KERNELS}='triton' cannot serve: {why}{hint}. {STEP_KERNELS}='torch' serves anywhere")
+        raise RuntimeError(
+            f"{STEP_KERNELS}='triton' of the user or the checkpoint cannot serve: {why}. {STEP_KERNELS}='torch' serves "
+            f"anywhere, and may round otherwise"
+        )
     warnings.warn(f"{STEP_KERNELS}: torch serves, since triton cannot: {why}", stacklevel=2)
     return "torch"
 

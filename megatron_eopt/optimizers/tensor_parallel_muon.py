@@ -44,10 +44,9 @@ from megatron_eopt.optimizers.muon import Chunk, chosen, muon, scaled
 from megatron_eopt.optimizers.muon_arguments import (
     MOMENTUM_DTYPES,
     check_decay,
+    check_execution,
     check_graphs,
     check_kept,
-    check_kernel_and_rates,
-    check_memory,
     check_shards,
     refuse_blockwise,
 )
@@ -224,8 +223,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     ) -> None:
         name = type(self).__name__
         check_form(step_kernels)
-        check_kernel_and_rates(symmetric_products, plan_rates)
-        check_memory(name, workspace, offload_fraction, momentum_dtype, momentum_warmup)
         iteration = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
@@ -243,6 +240,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.offload_fraction = offload_fraction
         self.momentum_dtype = momentum_dtype
         self.momentum_warmup = momentum_warmup
+        check_execution(self)
         given = {
             "cautious_weight_decay": cautious_weight_decay,
             "weight_norm": weight_norm,
@@ -280,8 +278,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             weight_decay_method=weight_decay_method,
         )
         if cuda_graphs:
-            varies = bool(offload_fraction or momentum_dtype or momentum_warmup)
-            check_graphs(self, varies)
+            check_graphs(self)
 
     # The step, and the hooks of relatives.
 
@@ -551,12 +548,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
         """The logical matrices of each parameter, by the plan."""
-        engine, parameters = self.prepare() if settled else self.proposed(), self._parameters()
-        groups = list(map(self.group_of, parameters))
-        scales = [
-            scales_of(self._scale(group), matrices) for group, matrices in zip(groups, engine.matrices, strict=True)
-        ]
-        return dict(zip(parameters, reports.described(engine, groups, scales, self.predicted_rms), strict=True))
+        engine = self.prepare() if settled else self.proposed()
+        schemes = {i: bucket.scheme.replace("_", " ") for bucket in engine.plan.buckets for i in bucket.matrices}
+        described: dict[Tensor, list[DescribedMatrix]] = {}
+        number = 0
+        for parameter, matrices in zip(self._parameters(), engine.matrices, strict=True):
+            group = self.group_of(parameter)
+            described[parameter] = []
+            for matrix, scale in zip(matrices, scales_of(self._scale(group), matrices), strict=True):
+                name = matrix.name.partition("[")[2].rstrip("]")
+                rms = self.predicted_rms(*matrix.shape, group)
+                described[parameter].append(DescribedMatrix(name, matrix.shape, schemes[number], scale, rms))
+                number += 1
+        return described
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
@@ -638,7 +642,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         # unlike a loaded group, which may have settings of another optimizer
         modifiers.check_effect(self._modifiers_in(group))
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
-            check_kept(type(self).__name__, parameter, self.offload_fraction, self.momentum_dtype)
+            check_kept(self, parameter)
             check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if modifiers.moment2_method != "none":
                 second_moment.check_moments(self, parameter, called, modifiers.moment2_method)

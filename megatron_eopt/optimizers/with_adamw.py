@@ -25,9 +25,7 @@ from megatron_eopt.optimizers.state import (
     name_in_states,
     note_begun_anew,
 )
-from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
-from megatron_eopt.orthogonalize.choices import check_named
 
 # In AdamW's groups: their first rate, and that of the first group of matrices at that time.
 ADAM_LR, ADAM_LR_AT = "adam_lr", "adam_lr_at"
@@ -112,7 +110,7 @@ class Muon(Optimizer):
         adamw: ``torch.optim.AdamW``; None where it has no parameters.
 
     Raises:
-        TypeError: for an unknown argument, with the nearest one.
+        TypeError: for an unknown argument.
         ValueError: for a setting out of its range, one of ``muon_params`` with fewer than two dimensions, no matrices
             at all, a parameter that is in both, or a DTensor of which a rank holds several separate parts.
 
@@ -140,9 +138,6 @@ class Muon(Optimizer):
         adam_fused: bool | None = False,
         **muon_settings: Any,
     ) -> None:
-        taken = {**inspect.signature(Muon).parameters, **inspect.signature(HeavyBallMuon).parameters}
-        known = [name for name in taken if name not in ("muon_settings", "params", STEPS)]
-        check_named(type(self).__name__, muon_settings, known)
         settings = {
             "nesterov": False,
             "scale_mode": "shape_scaling",
@@ -152,7 +147,7 @@ class Muon(Optimizer):
             **muon_settings,
         }
         muon = HeavyBallMuon(
-            listed(muon_params),
+            muon_params,
             lr=lr,
             momentum=momentum,
             weight_decay=weight_decay,
@@ -190,7 +185,7 @@ class Muon(Optimizer):
 
     def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self.matrices = matrices
-        given = listed(adam_params)
+        given: list[Any] = list(adam_params)
         defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
         for group in given if given and isinstance(given[0], dict) else [{}]:
             check_adam_settings(f"AdamW in {self._called}", {**defaults, **adam_settings, **group})
@@ -354,15 +349,9 @@ class Muon(Optimizer):
         of_matrices, of_adamw = _apart(state_dict)
         check_writer(type(self.matrices), of_matrices)
         self._check_adamw(of_adamw)
-        before = [(part, dict(vars(part))) for part in (self.matrices, self.adamw) if part is not None]
-        try:
-            self.matrices.load_state_dict(of_matrices)
-            if self.adamw is not None:
-                self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
-        except Exception:
-            for part, attributes in before:
-                vars(part).update(attributes)
-            raise
+        self.matrices.load_state_dict(of_matrices)
+        if self.adamw is not None:
+            self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
         self._rates = ()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -422,13 +411,6 @@ def _of_kempnerforge(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     for group in state_dict["_adam_state"]["param_groups"]:
         groups.append({**group, **rates, "params": [f"adamw.{index}" for index in group["params"]]})
     return {"state": state, "param_groups": groups}
-
-
-def listed(params: Any) -> list[Any]:
-    """List parameters or groups."""
-    if isinstance(params, Tensor | set):  # a set has no order
-        raise TypeError(f"parameters come as an ordered list, or as a list of groups, got a {type(params).__name__}")
-    return list(params)
 
 
 def _init_adamw(adamw: AdamW) -> None:

@@ -237,7 +237,7 @@ def test_gradients_that_lie_otherwise_than_their_parameters_are_refused_on_all_r
     for name, messages in found.items():
         assert len(messages) == (3 if name in FOR_VECTORS else 2)
         for message in messages[:-1]:
-            assert "that of weight has the placements (Partial(sum),), and the parameter has the placements" in message
+            assert "that of weight has placements (Partial(sum),), and the parameter (" in message
             assert "parameter.grad.redistribute(placements=parameter.placements)" in message
 
 

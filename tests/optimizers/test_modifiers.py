@@ -211,7 +211,7 @@ REFUSED = {
     "part alone": ({"weight_norm": "hold", "brake_inward": 0.5}, "brake_inward has no effect with weight_norm 'hold'"),
     "two sizes": (
         {"weight_norm": "hold", "relative_update": "match"},
-        "relative_update and align_rms have no effect",
+        "relative_update, align_rms and cautious_weight_decay have no effect",
     ),
     "no decay": ({"weight_norm": "hold", "cautious_weight_decay": True}, "which has no weight decay"),
     "l2": (

@@ -90,5 +90,5 @@ def test_what_is_no_number_of_steps_is_refused(wrong):
 
 
 def test_a_graph_cannot_replay_it():
-    with pytest.raises(ValueError, match="momentum_warmup has another momentum in each step"):
+    with pytest.raises(ValueError, match=r"cuda_graphs cannot work with .* momentum_warmup"):
         made(momentum_warmup=WARMUP, cuda_graphs=True)

@@ -111,7 +111,7 @@ def test_blockwise_cannot_split_a_query_group_that_ends_in_another_shard():
     p = matrix(6, 4, is_qkv=True, tensor_model_parallel=True, partition_dim=0)
     groups = SimpleNamespace(tp=Group(2), expt_tp=Group(1))
     settings = {"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 1, 1], "pg_collection": groups}
-    with pytest.raises(ValueError, match="shards end inside a query group of 4 rows: take duplicated or distributed"):
+    with pytest.raises(ValueError, match="shards end inside the 4 rows that hold all of its logical matrices"):
         TensorParallelMuon([p], tp_mode="blockwise", **settings)
     TensorParallelMuon([p], tp_mode="distributed", **settings)
 

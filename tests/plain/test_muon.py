@@ -119,8 +119,6 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 
 def test_what_cannot_be_parameters_is_refused():
-    with pytest.raises(TypeError, match="parameters come as an ordered list, or as a list of groups, got a set"):
-        Muon(set(parameters((4, 4))), [])
     with pytest.raises(ValueError, match="empty parameter list"):
         Muon([], [])
     with pytest.raises(ValueError, match=r"Muon needs at least one matrix: for all else take torch\.optim\.AdamW"):
@@ -203,11 +201,9 @@ def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
             torch.testing.assert_close(p, q)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"), [("nestrov", "nesterov"), ("num_ns_steps", "ns_steps"), ("adam_beta", "adam_betas")]
-)
-def test_an_argument_that_muon_has_not_is_refused_with_the_nearest_that_it_has(wrong, right):
-    with pytest.raises(TypeError, match=rf"Muon\(\) got an unexpected .* {wrong!r}, did you mean {right!r}\?$"):
+@pytest.mark.parametrize("wrong", ["nestrov", "num_ns_steps", "adam_beta"])
+def test_an_argument_that_muon_has_not_is_refused(wrong):
+    with pytest.raises(TypeError, match=rf"keyword argument {wrong!r}"):
         Muon(parameters((4, 4)), [], **{wrong: 3})
 
 

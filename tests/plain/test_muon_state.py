@@ -127,14 +127,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
     del without["state"][1]["step"]
     with pytest.raises(ValueError, match=r"AdamW in Muon needs 'step' for the parameter of shape \(4,\)"):
         optimizer.load_state_dict(without)
-    # the matrices, which are loaded first, have taken nothing over where AdamW refuses
-    zero = copy.deepcopy(kept)
-    zero["state"][0]["momentum_buffer"].zero_()
-    zero["param_groups"][0]["lr"] = 0.5
-    refusing = optimizer.adamw.register_load_state_dict_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        optimizer.load_state_dict(zero)
-    refusing.remove()
     found = optimizer.state_dict()
     assert_same(found, kept)
     before, others = values(params), [nn.Parameter(x) for x in values(params)]

@@ -125,14 +125,12 @@ def note_short_schedule(settings: NewtonSchulz) -> None:
     """Warn of fewer, worse steps than were fitted together."""
     if settings.steps >= set_length(settings.coefficient_type):
         return
-    ends = composite_range(settings.schedule)
-    if all(f"{end:.2f}" == "1.00" for end in ends):
-        return
-    low, high = (f"{end:.4f}" if f"{end:.2f}" == "1.00" else f"{end:.2f}" for end in ends)
-    warn(
-        f"{settings.steps} Newton-Schulz steps of {settings.coefficient_type} are fewer than were fitted together: "
-        f"singular values in [0.01, 1] become {low} to {high} instead of 1"
-    )
+    low, high = composite_range(settings.schedule)
+    if max(1 - low, high - 1) >= 0.005:
+        warn(
+            f"{settings.steps} Newton-Schulz steps of {settings.coefficient_type} are fewer than were fitted together: "
+            f"singular values in [0.01, 1] become {low:.2f} to {high:.2f} instead of 1"
+        )
 
 
 def warn_of_misspelt(name: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -377,10 +377,7 @@ class Muon(Optimizer):
             for parameter, index in zip(group["params"], of_group["params"], strict=True):
                 described[parameter] = [StateTensor("step", (), dtype=torch.float32), *_moments(of_group)]
                 if index in of_adamw["state"]:
-                    state = dict(of_adamw["state"][index])
-                    if isinstance(state.get("step"), int | float):  # in states of earlier torch
-                        state["step"] = torch.tensor(float(state["step"]))
-                    loaded.append((parameter, state))
+                    loaded.append((parameter, of_adamw["state"][index]))
                 elif parameter.requires_grad:
                     lacking.append(called[parameter])
         check_loaded(name, loaded, described.__getitem__, self.matrices.matrix_layouts, called)

@@ -135,7 +135,7 @@ def test_fewer_steps_that_do_as_well_are_not_noted(caplog):
     low = 0.01
     for _ in range(12):
         low = 1.5 * low - 0.5 * low**3
-    assert f"become {low:.2f} to 1.0000 instead of 1" in caplog.text
+    assert f"become {low:.2f} to 1.00 instead of 1" in caplog.text
     assert round(low, 2) != 1
 
 

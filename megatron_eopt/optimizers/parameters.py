@@ -205,19 +205,12 @@ def check_matrix(name: str, parameter: Tensor, called: str) -> None:
 
 def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool) -> None:
     """Refuse logical matrices that do not fit the parameter."""
-    rows, declared = layout.shape[0], declared_split(parameter) is not None
-    group = sum(part.rows or 0 for part in split.parts)
-    if declared:
-        try:
-            split_layout(layout, split)
-        except ValueError as error:
-            shape = tuple(parameter.shape)
-            raise ValueError(f"a parameter of shape {shape} is not what was declared of it: {error}") from error
-    elif rows % group:
-        sizes = [part.rows for part in split.parts]
-        raise ValueError(
-            f"a fused projection of {rows} rows is not a whole number of query groups {sizes}, which have {group} rows"
-        )
+    rows = layout.shape[0]
+    try:
+        split_layout(layout, split)
+    except ValueError as error:
+        shape = tuple(parameter.shape)
+        raise ValueError(f"a parameter of shape {shape} is not what was declared of it: {error}") from error
     # a DTensor's shard of a tensor-parallel shard has not its part of every matrix
     if not blockwise or not split.parts or (split.order == "per_shard" and not isinstance(parameter, DTensor)):
         return

@@ -206,7 +206,7 @@ def test_orthogonalize_refuses_what_the_constructor_would():
         opt.orthogonalize(torch.ones(3), torch.ones(3))
     fused = torch.ones(6, 4)
     fused.is_qkv = True
-    with pytest.raises(ValueError, match="6 rows is not a whole number of query groups"):
+    with pytest.raises(ValueError, match="6 rows over all ranks are not a multiple"):
         opt.orthogonalize(fused, torch.ones(6, 4))
 
 

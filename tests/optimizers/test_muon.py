@@ -99,7 +99,10 @@ def test_a_parameters_own_split_wins():
         ({"split_qkv": True, "is_qkv_fn": is_qkv}, "3 or 4 positive integers, got None"),
         ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [1, 1]}, "3 or 4 positive integers, got .1, 1"),
         ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 2, 0]}, "positive integers"),
-        ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 1, 1]}, "6 rows is not a whole number"),
+        (
+            {"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 1, 1]},
+            r"shape \(6, 4\) is not what was declared of it: 6 rows .* not a multiple of the 4",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_at_construction(settings, message):

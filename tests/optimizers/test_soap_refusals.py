@@ -49,7 +49,7 @@ def test_three_dimensions_are_refused_unless_they_are_declared_as_a_stack():
     [
         ({"logical_matrices": GATE_UP}, {}, r"a parameter of shape \(9, 4\) is not what was declared of it"),
         ({"logical_matrices": experts(3)}, {}, r"has shape \(9, 4\)"),
-        ({}, {"qkv_split_shapes": [2, 1, 1]}, "9 rows is not a whole number of query groups"),
+        ({}, {"qkv_split_shapes": [2, 1, 1]}, "9 rows over all ranks are not a multiple"),
         ({"qkv_split_shapes": [1, 1]}, {}, "qkv_split_shapes: 3 or 4 positive integers"),
         ({}, {}, "split_qkv needs qkv_split_shapes"),
         ({}, {"is_qkv_fn": None}, "split_qkv needs is_qkv_fn"),

@@ -166,7 +166,7 @@ class BaseOptimizer(Optimizer):
         return 0
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """Each parameter's logical matrices; ``settled`` agrees on session."""
+        """Each parameter's logical matrices; ``settled`` agrees on plans."""
         return {}
 
     def engine_to_explain(self) -> Engine | None:

@@ -49,8 +49,8 @@ def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: 
     why = reason or "they fail on another rank"
     if named is not None:
         raise RuntimeError(
-            f"{STEP_KERNELS}='triton' of the user or the checkpoint cannot serve: {why}. {STEP_KERNELS}='torch' serves "
-            f"anywhere, and may round otherwise"
+            f"{STEP_KERNELS}='triton' cannot serve: {why}. {STEP_KERNELS}='torch' serves anywhere, and may round "
+            f"otherwise than a checkpoint's kernels did"
         )
     warnings.warn(f"{STEP_KERNELS}: torch serves, since triton cannot: {why}", stacklevel=2)
     return "torch"

@@ -252,12 +252,3 @@ def test_around_takes_what_adamw_needs_from_torchs_defaults():
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-3, (0.9, 0.999), 1e-8, 0.01)
     with pytest.raises(ValueError, match=r"AdamW in Scion: lr must be a finite number of at least 0, got -1"):
         Muon.around(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": -1})
-
-
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: Muon(p, [])])
-def test_around_takes_an_optimizer_of_matrices_alone(make):
-    matrix, embedding = parameters((4, 4), (6, 4))
-    inner = make([matrix])
-    message = f"Muon.around takes an optimizer of matrices of this package, such as Scion, got {type(inner).__name__}"
-    with pytest.raises(TypeError, match=message):
-        Muon.around(inner, [embedding], {"lr": 3e-3})

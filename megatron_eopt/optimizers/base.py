@@ -261,7 +261,9 @@ class BaseOptimizer(Optimizer):
         Raises:
             ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
         """
-        name, traits, session = type(self).__name__, self.traits, self._session
+        name = type(self).__name__
+        traits = self.traits
+        session = self._session
         if isinstance(param_group, dict):  # else torch says what is wrong
             group_settings.rename(name, traits, param_group, self.defaults)
         super().add_param_group(param_group)
@@ -329,7 +331,8 @@ class BaseOptimizer(Optimizer):
 
         Nothing is changed then.
         """
-        name, traits = type(self).__name__, self.traits
+        name = type(self).__name__
+        traits = self.traits
         check_writer(type(self), state_dict, unmarked=True)
         state_dict = without_unused(self, state_dict)
         needed = self.defaults.keys() | traits.carried_settings | {STATE_OF, *MODIFIERS, *traits.planned_in_groups}
@@ -347,7 +350,8 @@ class BaseOptimizer(Optimizer):
         self._check_all_settings(groups)
         note_forgotten(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
-        numbered, states = list(zip(self._parameters(), indices, strict=False)), self._states
+        numbered = list(zip(self._parameters(), indices, strict=False))
+        states = self._states
         loaded = states.to_load(numbered, state_dict["state"])
         called = dict(zip(self._parameters(), self._names(), strict=True))
         converted = check_loaded(name, loaded, self.state_tensors, self.matrix_layouts, called)
@@ -393,7 +397,8 @@ class BaseOptimizer(Optimizer):
         Raises:
             ValueError: for a plan or a setting that differs between ranks, and for parameters on several devices.
         """
-        wanted, session = self._planned_settings(), self._session
+        wanted = self._planned_settings()
+        session = self._session
         parameters = self._parameters()
         if session.engine is None or session.engine_of != wanted:
             engine = self.proposed()
@@ -411,7 +416,8 @@ class BaseOptimizer(Optimizer):
                     group[RATES] = asdict(engine.rates)
             # shards that are taken for matrices step each by itself
             session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
-            session.engine, session.engine_of = engine, wanted
+            session.engine = engine
+            session.engine_of = wanted
             tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
             if tp is not None and tp.size() > 1 and self.tp_mode != "blockwise" and not session.told_unmarked:
                 unmarked = warned_of_unmarked(type(self).__name__, self._names(), parameters, engine.matrices, tp)
@@ -459,7 +465,8 @@ class BaseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters, session = self._parameters(), self._session
+        parameters = self._parameters()
+        session = self._session
         session.steps += 1
         counters.step = f"step {session.steps} of {type(self).__name__}"
         if not parameters:

@@ -35,7 +35,8 @@ class GraphedUpdate:
     def __init__(
         self, update: Callable[[Sequence[Batch]], None], capture: Callable[[Replay], Replay] | None = None
     ) -> None:
-        self._update, self._capture = update, capture
+        self._update = update
+        self._capture = capture
         self._replay: Replay | None = None
 
     def check(self, batches: Sequence[Batch]) -> None:
@@ -66,7 +67,8 @@ class GraphedUpdate:
         device: torch.device | None = None
         for batch in batches:
             assert batch.accepted is not None
-            device, accepted = batch.accepted.device, batch.accepted.clone()
+            device = batch.accepted.device
+            accepted = batch.accepted.clone()
             gradients = [gradient.clone() for gradient in batch.gradients]
             lr, decay = torch.zeros(2, dtype=torch.float64, device=device).unbind()
             fixed = replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, accepted=accepted)

@@ -111,7 +111,8 @@ class DistributedMuon(BaseOptimizer):
     ) -> None:
         validate_matmul_precision(fp32_matmul_prec)
         check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
-        self.fp32_matmul_prec, self.symmetric_products = fp32_matmul_prec, symmetric_products
+        self.fp32_matmul_prec = fp32_matmul_prec
+        self.symmetric_products = symmetric_products
         group = self.process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.compute_ranks: dict[Tensor, int] = {}
@@ -131,7 +132,8 @@ class DistributedMuon(BaseOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, dealt to the least loaded ranks."""
         super().add_param_group(param_group)
-        parameters, added = self._parameters(), self.param_groups[-1]["params"]
+        parameters = self._parameters()
+        added = self.param_groups[-1]["params"]
         self.rounds.append(deal([(p.shape, p.dtype) for p in added], self.loads, len(parameters) - len(added)))
         for bucket in self.rounds[-1]:
             self.compute_ranks |= zip([parameters[i] for i in bucket.matrices], bucket.compute_ranks, strict=True)
@@ -152,7 +154,8 @@ class DistributedMuon(BaseOptimizer):
         kept = to in (None, self.rank)
         parameters = self._parameters()
         for bucket in chain(*self.rounds):
-            of_round, mine = [parameters[i] for i in bucket.matrices], self._own(bucket)
+            of_round = [parameters[i] for i in bucket.matrices]
+            mine = self._own(bucket)
             momentum = torch.empty_like(of_round[0]) if mine is None else self.state[of_round[mine]][MOMENTUM_BUFFER]
             momenta = self._exchange(bucket, momentum)()
             if kept:
@@ -224,7 +227,8 @@ class DistributedMuon(BaseOptimizer):
         """Compare parameters and rounds between ranks, and choose the kernel; all call it together."""
         parameters = self._parameters()
         if self._session.engine is None and parameters:
-            matrices, groups = [], {} if self.process_group is None else {_LABEL: self.process_group}
+            matrices = []
+            groups = {} if self.process_group is None else {_LABEL: self.process_group}
             for name, p in zip(self._names(), parameters, strict=True):
                 shape = (len(p), p[:1].numel())
                 matrices.append(Matrix(name, shape, (whole(shape),) * self.ranks, _LABEL, p.itemsize))
@@ -241,8 +245,10 @@ class DistributedMuon(BaseOptimizer):
         return super().prepare()
 
     def _kernel_products(self, shapes: Sequence[Shape]) -> KernelProducts:
-        parameters, precision = self._parameters(), self.fp32_matmul_prec
-        device, factors = parameters[0].device, {product_dtype(p.dtype, precision) for p in parameters}
+        parameters = self._parameters()
+        precision = self.fp32_matmul_prec
+        device = parameters[0].device
+        factors = {product_dtype(p.dtype, precision) for p in parameters}
         dtypes = {x for dtype in factors for x in (dtype, gram_dtype(dtype, device)) if x}
         sizes = sorted({(min(shape), max(shape)) for shape in shapes if 0 not in shape})
         return sizes, sorted(dtypes, key=str), device, "tf32" if precision == "high" else "ieee"
@@ -250,7 +256,8 @@ class DistributedMuon(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
         self._consolidated = None
-        parameters, flags = self._parameters(), accepted.unbind()
+        parameters = self._parameters()
+        flags = accepted.unbind()
         pairs = zip(self.param_groups, self.rounds, strict=True)
         waiting = (self._round(bucket, group, parameters, flags) for group, dealt in pairs for bucket in dealt)
         for _ in rounds(waiting):
@@ -259,7 +266,8 @@ class DistributedMuon(BaseOptimizer):
     def _round(
         self, bucket: Bucket, group: dict[str, Any], parameters: Sequence[Tensor], flags: Sequence[Tensor]
     ) -> Generator[None, None, None]:
-        matrices, accepted = [parameters[i] for i in bucket.matrices], torch.stack([flags[i] for i in bucket.matrices])
+        matrices = [parameters[i] for i in bucket.matrices]
+        accepted = torch.stack([flags[i] for i in bucket.matrices])
         if self.ranks == 1 and matrices[0].grad is None:
             return  # with others, who wait for it, the round is made, and its result is left out
         # M <- M + (1 - momentum) (g - M), and its factor O, of the matrix that this rank computes
@@ -279,9 +287,11 @@ class DistributedMuon(BaseOptimizer):
         parameter = parameters[index]
         momentum = self._states.of(parameter)[MOMENTUM_BUFFER]
         gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
-        flag, steps = accepted[index : index + 1], group["ns_steps"]
+        flag = accepted[index : index + 1]
+        steps = group["ns_steps"]
         [update] = foreach.average([momentum], [gradient], group["momentum"], group["nesterov"], flag)
-        update, precision = update.flatten(1), self.fp32_matmul_prec
+        update = update.flatten(1)
+        precision = self.fp32_matmul_prec
         products = made(group[KERNEL], min(update.shape), "tf32" if precision == "high" else "ieee")
         settings: dict[str, Any] = {"fp32_matmul_prec": precision, "propagate_nan": True, "products": products}
         return newton_schulz(update, steps, _COEFFICIENTS, **settings).to(dtype)

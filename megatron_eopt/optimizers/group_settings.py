@@ -64,9 +64,11 @@ class UpdateSettings:
     def of_group(self, group: Mapping[str, Any]) -> "UpdateSettings":
         """These settings, with what a group says itself."""
         iteration = self.newton_schulz
-        steps, coefficients = group.get(STEPS, iteration.steps), group.get(COEFFICIENTS, iteration.coefficient_type)
+        steps = group.get(STEPS, iteration.steps)
+        coefficients = group.get(COEFFICIENTS, iteration.coefficient_type)
         newton_schulz = replace(iteration, steps=steps, coefficient_type=coefficients)
-        mode, factor = group.get(SCALE_MODE, self.scale_mode), group.get(EXTRA_SCALE, self.extra_scale_factor)
+        mode = group.get(SCALE_MODE, self.scale_mode)
+        factor = group.get(EXTRA_SCALE, self.extra_scale_factor)
         return UpdateSettings(newton_schulz, mode, factor)
 
     def scale(self, rows: int, cols: int) -> float:
@@ -179,7 +181,8 @@ def check_flags(cls: type, given: Mapping[str, Any]) -> None:
 
 def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
     """A group's ``weight_decay_method``, else what the flag says."""
-    method, decoupled = group[METHOD], group[DECOUPLED]
+    method = group[METHOD]
+    decoupled = group[DECOUPLED]
     if method is None:
         return "decoupled" if decoupled else "l2"
     check_choice(f"{METHOD} of {name}", method, get_args(DecayMethod))

@@ -72,9 +72,11 @@ def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> Shards:
         return partial(chunk.kernels.momentum, chunk.batches, heavy=rule is foreach.heavy_ball)
     updates = list[Tensor]()
     for batch in chunk.batches:
-        momenta, gradients = batch.momenta, batch.gradients
+        momenta = batch.momenta
+        gradients = batch.gradients
         if batch.rounded is not None:
-            momenta, gradients = [x.float() for x in momenta], [x.float() for x in gradients]
+            momenta = [x.float() for x in momenta]
+            gradients = [x.float() for x in gradients]
         if batch.decays and batch.decay_method == "l2":
             gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
         u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
@@ -168,17 +170,21 @@ def _coefficients(engine: Engine, of_batches: Sequence[tuple[Batch, list[Tensor]
     """Rows ``(moves, a, b)`` of each ``W <- (W - a U) b``, by one reduction."""
     if not of_batches:
         return []
-    weights, updates = list[StatisticsRequest](), list[StatisticsRequest]()
+    weights = list[StatisticsRequest]()
+    updates = list[StatisticsRequest]()
     for batch, of_batch in of_batches:
         shards = engine.split(batch.indices, list(batch.weights))
         for W, x, u in zip(engine.flat(batch.indices), shards, of_batch, strict=True):
             weights.append(StatisticsRequest(matrix=W, x=x, squared_norm=True, inner=u))
             updates.append(StatisticsRequest(matrix=W, x=u, squared_norm=True))
-    statistics, done, coefficients = engine.statistics([*weights, *updates]), 0, list[Tensor]()
+    statistics = engine.statistics([*weights, *updates])
+    done = 0
+    coefficients = list[Tensor]()
     squares = norms_of(statistics).view(2, -1)
     inner = torch.stack([of_matrix["inner_product"] for of_matrix in statistics[: len(weights)]])
     for batch, of_batch in of_batches:
-        at, counts = slice(done, done := done + len(of_batch)), counts_of(engine, batch)
+        at = slice(done, done := done + len(of_batch))
+        counts = counts_of(engine, batch)
         if batch.modifiers.weight_norm == "hold":
             radii = torch.stack([radius for of_one in batch.of_matrices(RADIUS) for radius in of_one])
             lengths = batch.masked(radii * batch.lr, counts)
@@ -190,7 +196,8 @@ def _coefficients(engine: Engine, of_batches: Sequence[tuple[Batch, list[Tensor]
 
 def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None, cast: bool = True) -> list[Batch]:
     """Batches of some or all parameters; ``cast`` gradients for averaging."""
-    taken, wanted = list(batches), None if parameters is None else set(parameters)
+    taken = list(batches)
+    wanted = None if parameters is None else set(parameters)
     if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
         taken = [_subset(b, at) for b in batches if (at := [n for n, i in enumerate(b.indices) if i in wanted])]
     for number, batch in enumerate(taken if cast else ()):

@@ -62,7 +62,8 @@ def spelled_out[**P](kind: type[Execution], base: type) -> Callable[[Callable[P,
     """Show ``**kind`` in a signature, as ``base`` has its arguments."""
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
-        signature, of_base = inspect.signature(init), inspect.signature(base).parameters
+        signature = inspect.signature(init)
+        of_base = inspect.signature(base).parameters
         written = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         names = kind.__annotations__.keys() - {p.name for p in written}
         taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in of_base.items() if name in names]
@@ -108,7 +109,8 @@ def check_graphs(optimizer: Any) -> None:
 
 def check_kept(optimizer: Any, parameter: Tensor) -> None:
     """Refuse a parameter whose momentum cannot be kept as asked for."""
-    name, shape = type(optimizer).__name__, tuple(parameter.shape)
+    name = type(optimizer).__name__
+    shape = tuple(parameter.shape)
     if optimizer.offload_fraction and isinstance(parameter, DTensor):
         raise ValueError(
             f"{name}: state of a DTensor cannot be in host memory, got one of shape {shape}: leave offload_fraction at "
@@ -140,7 +142,8 @@ def refuse_blockwise(optimizer: BaseOptimizer, measured: str, otherwise: str = "
 
 def check_decay(optimizer: BaseOptimizer, group: Mapping[str, Any], modifiers: Modifiers) -> None:
     """Refuse a group's weight decay that does not go with its modifiers."""
-    name, traits = type(optimizer).__name__, optimizer.traits
+    name = type(optimizer).__name__
+    traits = optimizer.traits
     method = decay_method(name, group)
     decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
     if modifiers.moment2_method == "namo" and decays and method == "l2":

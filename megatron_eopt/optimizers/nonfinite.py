@@ -30,7 +30,8 @@ _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read i
 class NonFinite:
     """Counts skipped steps of named parameters on a device."""
 
-    _looked_at, _advice = "gradients", "a learning rate that is too high, or for a loss that overflows"
+    _looked_at = "gradients"
+    _advice = "a learning rate that is too high, or for a loss that overflows"
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = list(names)
@@ -52,7 +53,8 @@ class NonFinite:
     def of_updates(self) -> "NonFinite":
         """The same for updates by functions of the user's."""
         updates = NonFinite(self._names, self._device)
-        updates._looked_at, updates._advice = "updates by your own orthogonalize", "what it cannot take, such as zeros"
+        updates._looked_at = "updates by your own orthogonalize"
+        updates._advice = "what it cannot take, such as zeros"
         return updates
 
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -73,7 +75,9 @@ class NonFinite:
             flags = torch.stack([accepted, present, ~present]).int()
             flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
             flags = agree(flags)
-            accepted, on_all, on_some = flags[0] == 1, flags[1] == 1, flags[2] == -1
+            accepted = flags[0] == 1
+            on_all = flags[1] == 1
+            on_some = flags[2] == -1
             skipped = on_all & ~accepted
             self._counts[2] += on_some & ~on_all
         self._counts[:2] += skipped

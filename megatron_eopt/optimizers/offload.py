@@ -104,7 +104,11 @@ class Streamed:
         """Release the slots when all copies are done."""
         for slot in self._slots:
             self._leaving.keep(slot)
-        self._slots, self._waiting, self._pairs, self._here, self._home = [], [], [], {}, {}
+        self._slots = []
+        self._waiting = []
+        self._pairs = []
+        self._here = {}
+        self._home = {}
 
     def wait(self) -> None:
         """Block the host until all state is back."""
@@ -114,7 +118,9 @@ class Streamed:
     def _fetch(self, number: int) -> None:
         if number >= len(self._waiting):
             return
-        slot, start, self._pairs = self._slots[number % 2], 0, []
+        slot = self._slots[number % 2]
+        start = 0
+        self._pairs = []
         for home in self._waiting[number]:
             here = slot[start : start + home.nbytes].view(home.dtype).view(home.shape)
             self._pairs.append((home, here))

@@ -294,7 +294,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _numbers(self) -> dict[Tensor, Numbered]:
         session = self._session
         if session.numbered is None or session.numbered[0] is not self.engine:
-            parameters, names = self._parameters(), parameter_names(self.param_groups, shapes=False)
+            parameters = self._parameters()
+            names = parameter_names(self.param_groups, shapes=False)
             layouts = list(map(self.layout, parameters))
             splits = [rows_of(p, self.split_of(p), layout) for p, layout in zip(parameters, layouts, strict=True)]
             parts = numbered(names, layouts, splits, local(parameters[0]).device)
@@ -306,7 +307,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
         masks = accepted.unbind() if flags is None else ()
         more = type(self).state_tensors is not OrthogonalizedOptimizer.state_tensors
-        batches, first, key = [], 0, MOMENTUM_BUFFER
+        batches = []
+        first = 0
+        key = MOMENTUM_BUFFER
         modifiers = self._session.modifiers or [NONE] * len(self.param_groups)
         for group, of_group in zip(self.param_groups, modifiers, strict=True):
             params = group["params"]
@@ -323,7 +326,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                 continue
             settings = {key: value for key, value in group.items() if key not in NO_SETTINGS}
             beta, weight_decay = self._rates_of(group)
-            momenta, weights = [known[i] for i in indices], chosen
+            momenta = [known[i] for i in indices]
+            weights = chosen
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
             if any(isinstance(p, DTensor) for p in chosen):
@@ -363,7 +367,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         known = self._session.further_keys
         if parameter not in known:  # asked in every step
             known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
-        keys, state = known[parameter], self.state[parameter]
+        keys = known[parameter]
+        state = self.state[parameter]
         if not keys:
             return {}
         state = state if state.keys() >= set(keys) else self._states.of(parameter)

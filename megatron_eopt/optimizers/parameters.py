@@ -80,7 +80,8 @@ def parameter_names(groups: Sequence[dict[str, Any]], shapes: bool = True) -> li
 
 def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
     """Names of the last group's parameters, indices with ``shapes``."""
-    names, last = [], groups[-1]
+    names = []
+    last = groups[-1]
     for index, parameter in enumerate(last["params"]):
         known = _known_name(last, index)
         shape = f", of shape {tuple(parameter.shape)}" if shapes else ""
@@ -149,7 +150,8 @@ def _cut_over(parameter: Tensor) -> list[str]:
     """Groups over which Megatron cuts a parameter, outside meshes."""
     if isinstance(parameter, DTensor) and tells_its_chunk(parameter):
         return []
-    prefix, axes = "expt_" if is_expert(parameter) else "", (is_sharded(parameter), is_cut_again(parameter))
+    prefix = "expt_" if is_expert(parameter) else ""
+    axes = (is_sharded(parameter), is_cut_again(parameter))
     return [prefix + name for name, cut in zip(("tp", "gtp_remat"), axes, strict=True) if cut]
 
 
@@ -190,7 +192,8 @@ def checked_split(
 
 def check_matrix(name: str, parameter: Tensor, called: str) -> None:
     """Refuse what is neither a matrix nor a declared stack."""
-    split, shape = declared_split(parameter), tuple(parameter.shape)
+    split = declared_split(parameter)
+    shape = tuple(parameter.shape)
     stacked = None if split is None else split.stacked
     if len(shape) != (2 if stacked is None else 3):
         raise ValueError(

@@ -22,7 +22,9 @@ def show_updates(
     updates: Sequence[Tensor],
 ) -> None:
     """Show ``watched`` this rank's updates and their predicted RMS."""
-    of_all, shown, predicted = iter(updates), list[Tensor](), list[float | None]()
+    of_all = iter(updates)
+    shown = list[Tensor]()
+    predicted = list[float | None]()
     for i in indices:
         shards = list(islice(of_all, len(engine.matrices[i])))
         if engine.counts(i):

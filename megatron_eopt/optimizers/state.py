@@ -172,7 +172,8 @@ class States:
 
     def lacking(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> list[Tensor]:
         """Parameters that train and have no state, where others have theirs."""
-        with_state, without = False, []
+        with_state = False
+        without = []
         for p, number in numbered:
             needed = [tensor.key for tensor in self.described(p) if not tensor.optional]
             if any(key in saved.get(number, {}) for key in needed):
@@ -224,7 +225,8 @@ def mark_of(optimizer: Any) -> str:
 
 def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
     """Warn of settings in marks of ``saved`` groups that ``groups`` to be loaded go on without."""
-    name, settings = type(optimizer).__name__, optimizer.settings() | optimizer.settings_of_groups()
+    name = type(optimizer).__name__
+    settings = optimizer.settings() | optimizer.settings_of_groups()
     forgotten = dict[str, None]()
     for was, group in zip(saved, groups, strict=False):
         said = json.loads(was.get(STATE_OF, "").partition(" ")[2] or "{}")
@@ -267,7 +269,8 @@ def check_writer(cls: type, state_dict: Mapping[str, Any], unmarked: bool = Fals
 
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
     """Refuse a state tensor unlike :func:`initial` in shape or placements."""
-    own, expected = _shape_of(found), _expected(parameter, tensor, layouts)
+    own = _shape_of(found)
+    expected = _expected(parameter, tensor, layouts)
     # in earlier releases every rank had what only a compute rank needs
     whole = None if tensor.rank is None else (tensor.global_shape(layouts(parameter)), None, None)
     if own not in (expected, whole):
@@ -310,11 +313,13 @@ def check_loaded(
                     f"{name} needs {tensor.key!r} for the parameter of shape {tuple(parameter.shape)}, but the state "
                     f"has {sorted(state)}: it is of another optimizer, or of other settings of this one"
                 )
-            found, of = state[tensor.key], f"{tensor.key!r} of {called[parameter]}"
+            found = state[tensor.key]
+            of = f"{tensor.key!r} of {called[parameter]}"
             if not isinstance(found, Tensor):
                 raise TypeError(f"{name} loads tensors, and {of} in the state is {type(found).__name__}")
             check_shape(parameter, tensor, layouts, found)
-            was, now = found.dtype, tensor.dtype or parameter.dtype
+            was = found.dtype
+            now = tensor.dtype or parameter.dtype
             if was != now:
                 converted.add(f"{tensor.key} from {was} to {now}")
             values.append((of, found, now))
@@ -384,7 +389,8 @@ def _placement(of_parameter: Placement, dims: Sequence[Dim], sides: Sequence[Dim
     side = sides[min(of_parameter.dim, 1)]  # type: ignore[attr-defined]  # a layout takes Replicate and shards alone
     if side not in dims:
         return Replicate()
-    factor, index = getattr(of_parameter, "split_factor", None), dims.index(side)
+    factor = getattr(of_parameter, "split_factor", None)
+    index = dims.index(side)
     return Shard(index) if factor is None else _StridedShard(index, split_factor=factor)
 
 
@@ -393,7 +399,8 @@ def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTenso
     for tensor in tensors:
         if not _is_cut_like(parameter, tensor):
             continue
-        layout, transposed = layouts(parameter)[tensor.matrix], is_transposed(parameter)
+        layout = layouts(parameter)[tensor.matrix]
+        transposed = is_transposed(parameter)
         sides = [side in (tensor.dims or ()) for side in (SIDES[::-1] if transposed else SIDES)]
         if not lies_alike(parameter, layout.transposed if transposed else layout, list(compress((0, 1), sides))):
             rectangles = ", ".join(f"{rectangle.shape}" for rectangle in layout.rectangles)

@@ -89,7 +89,8 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
         return reason
     kinds = dict[tuple[torch.dtype, torch.dtype], None]()
     for name, parameter in zip(optimizer._names(), optimizer._parameters(), strict=True):
-        weight, split = local(parameter), declared_split(parameter)
+        weight = local(parameter)
+        split = declared_split(parameter)
         momentum = optimizer.momentum_dtype or weight.dtype
         if not {weight.dtype, momentum} <= set(DTYPES):
             return f"{name} is in {weight.dtype}, its momentum in {momentum}"
@@ -121,7 +122,10 @@ def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> s
     def drawn(dtype: torch.dtype) -> list[Tensor]:
         return [torch.randn(_SHAPE, generator=generator, device=device).to(dtype) for _ in range(3)]
 
-    weights, momenta, gradients, factors = drawn(weight), drawn(momentum), drawn(torch.float32), drawn(weight)
+    weights = drawn(weight)
+    momenta = drawn(momentum)
+    gradients = drawn(torch.float32)
+    factors = drawn(weight)
     accepted = torch.tensor([True, False, True], device=device)
     batch = Batch(
         indices=[0, 1, 2],
@@ -140,7 +144,8 @@ def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> s
         accepted=accepted,
     )
     specs = [ParamSpec(f"matrix {n}", weight, on_one_rank(_SHAPE)) for n in range(3)]
-    kernels, updates = StepKernels(Engine(specs, device)), [torch.empty_like(x) for x in weights]
+    kernels = StepKernels(Engine(specs, device))
+    updates = [torch.empty_like(x) for x in weights]
     kernels.momentum([batch], updates)
     kernels.subtract([batch], factors, [0.5] * 3)
     wide = [x.float() for x in momenta]

@@ -99,7 +99,8 @@ class StepKernels:
 
         batches = [self._readable(batch) for batch in batches]
         for x in self._launches(batches, updates, momentum=True, HEAVY=heavy):
-            batch, decay = batches[x.batch], _float(batches[x.batch].weight_decay)
+            batch = batches[x.batch]
+            decay = _float(batch.weight_decay)
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
             launch(momentum_kernel, x, _flags(x, batch), updates[x.first], batch.beta, 1 - batch.beta, decay, step)
 
@@ -115,7 +116,8 @@ class StepKernels:
         on_host = [scale for scale in scales if not isinstance(scale, Tensor)]
         constants = {"SCALES_ON_DEVICE": stacked is not None, "ON_SPHERE": False}
         for x in self._launches(batches, factors, scales=on_host, **constants):
-            batch, scale = batches[x.batch], x.scale if stacked is None else stacked
+            batch = batches[x.batch]
+            scale = x.scale if stacked is None else stacked
             launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
@@ -177,12 +179,14 @@ class StepKernels:
         matrix = 0
         for number, batch in enumerate(batches):
             for n, index in enumerate(batch.indices):
-                rows, sides = self._engine.rows(index), [batch.weights[n]]
+                rows = self._engine.rows(index)
+                sides = [batch.weights[n]]
                 sides = [batch.gradients[n], batch.momenta[n], *sides] if momentum else sides
                 dtypes = tuple(x.dtype for x in sides)
                 words = batch.rounded[n].words if momentum and batch.rounded is not None else None
                 for part, runs in enumerate(rows.runs):
-                    other, top = others[matrix], 0
+                    other = others[matrix]
+                    top = 0
                     start, (of_row, of_col) = int(other.storage_offset()), map(int, other.stride())
                     key = (number, *dtypes, other.dtype, stacks[matrix], scales[matrix] if scales else 1.0)
                     one, two, row, left = (0, 0, 0, 0) if words is None else words[part]
@@ -190,7 +194,8 @@ class StepKernels:
                         places = [_place(x, rows.stacked, rows.transposed, layer, first) for x in sides]
                         places = places if momentum else [(0, 0, 0)] * 2 + places
                         places.append((start + top * of_row, of_row, of_col))
-                        shape, seeds = (count, other.size(1)), (one % 2**32, two % 2**32)
+                        shape = (count, other.size(1))
+                        seeds = (one % 2**32, two % 2**32)
                         piece = Piece._make([*shape, n, *chain(*places), matrix, *seeds, row + top, left])
                         alike.setdefault((*key, *shape), []).append(piece)
                         top += count
@@ -206,7 +211,9 @@ def _place(x: Tensor, stacked: bool, transposed: bool, layer: int, first: int) -
     if x.ndim > 2 and not stacked:  # read as a matrix
         if not x.is_contiguous():
             raise ValueError(f"a tensor that is read as a matrix must be contiguous, got strides {x.stride()}")
-        of_layer, of_row, of_col = 0, x.stride(0), 1
+        of_layer = 0
+        of_row = x.stride(0)
+        of_col = 1
     else:
         of_layer, (of_row, of_col) = x.stride(0), x.stride()[-2:]
     if transposed:
@@ -225,16 +232,19 @@ def _compiled(
 ) -> Launch:
     from megatron_eopt.optimizers.triton_step import INTERPRETED, triton_dtype
 
-    first, n = pieces[0].matrix, pieces[0].parameter
+    first = pieces[0].matrix
+    n = pieces[0].parameter
     start = int(others[first].storage_offset())
     pieces = [piece._replace(other=piece.other - start) for piece in pieces]
     sides = ("gradient", "momentum", "weight") if momentum else ("weight",)
-    lie, others_lie = _lies(pieces, sides), _lies(pieces, ("other",))
+    lie = _lies(pieces, sides)
+    others_lie = _lies(pieces, ("other",))
     starts = [getattr(piece, name) for piece in pieces for name in (*sides, "other", "cols")]
     between = [_distance(piece, name, lie) for piece in pieces for name in sides]
     between += [_distance(piece, "other", others_lie) for piece in pieces]
     width = _SQUARE if _BY_COLUMNS in (lie, others_lie) else min(_WIDEST, _power(pieces[0].cols))
-    weight, l2 = batch.weights[n].dtype, batch.decay_method == "l2"
+    weight = batch.weights[n].dtype
+    l2 = batch.decay_method == "l2"
     if momentum:
         average = torch.promote_types(batch.momenta[n].dtype, weight)
         of_kind = {
@@ -293,7 +303,8 @@ def _float(x: Scalar) -> Scalar:
 
 def _rates(batch: Batch) -> tuple[Scalar, Scalar]:
     """The learning rate, and what decay leaves of a weight."""
-    lr, kept = batch.lr, 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+    lr = batch.lr
+    kept = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
     tensors = [x for x in (lr, kept) if isinstance(x, Tensor) and x.device.type != "cpu"]
     if not tensors:
         return _float(lr), _float(kept)

@@ -327,9 +327,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
-        indices, watch = [i for batch in batches for i in batch.indices], None
+        indices = [i for batch in batches for i in batch.indices]
+        watch = None
         engine, scales = self._session.scales
-        kernels, own = self._session.kernels, self._reads_all()
+        kernels = self._session.kernels
+        own = self._reads_all()
         assert engine is not None, "prepare() made it"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
@@ -355,7 +357,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def modifiers_of(self, group: Mapping[str, Any]) -> Modifiers:
         """The modifiers of a group; an error for impossible ones."""
-        name, own = type(self).__name__, self._modifiers_in(group)
+        name = type(self).__name__
+        own = self._modifiers_in(group)
         check_scalars(name, own, [key for key in NUMBERS if key in own])
         try:
             return self.modifiers.of_group(own)
@@ -372,12 +375,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         group: Mapping[str, Any] = {}
         with suppress(KeyError):  # of a tensor that is no parameter
             group = self.group_of(parameter)
-        tensors, modifiers = super().state_tensors(parameter), self.modifiers_of(group)
+        tensors = super().state_tensors(parameter)
+        modifiers = self.modifiers_of(group)
         free = self.modifiers.settable(self.traits.has_modifiers)  # what is fixed, every state has
         if modifiers.weight_norm == "hold":
             tensors += held_norms.radii(self.key_ends(parameter), optional="weight_norm" in free)
         if (method := modifiers.moment2_method) != "none":
-            ends, layouts = self.key_ends(parameter), self.matrix_layouts(parameter)
+            ends = self.key_ends(parameter)
+            layouts = self.matrix_layouts(parameter)
             tensors += second_moment.moments(method, ends, layouts, optional="moment2_method" in free)
         return tensors
 
@@ -407,7 +412,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             ValueError: for what the constructor would refuse, and for a ``grad`` of another shape.
         """
         engine, index, group = self._engine_for(p, grad, group_settings)
-        shards, matrices = engine.split([index], [local(grad)]), engine.matrices[index]
+        shards = engine.split([index], [local(grad)])
+        matrices = engine.matrices[index]
         if self._of_user("scaled_orthogonalize_fn"):
             tp = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None)
             updates = scaled_by_user(self.scaled_orthogonalize_fn, tp, engine, index, shards)
@@ -425,7 +431,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             raise ValueError(
                 f"{type(self).__name__}: grad must have the shape of p, {tuple(p.shape)}, got {tuple(grad.shape)}"
             )
-        engine, group = self.prepare(), dict(group_settings)
+        engine = self.prepare()
+        group = dict(group_settings)
         index = next((i for i, parameter in enumerate(self._parameters()) if parameter is p), None)
         if index is not None:
             known_group = self.group_of(p)
@@ -474,7 +481,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter, with all sharing ranks."""
-        layout, sharers = super().layout(parameter), self.data_parallel_group
+        layout = super().layout(parameter)
+        sharers = self.data_parallel_group
         if sharers is None or is_expert(parameter) or (layout.ranks > 1 and isinstance(parameter, DTensor)):
             return layout
         joint = getattr(self.pg_collection, "tp_dp_cp", None) if self._session.shares_shards else None
@@ -491,7 +499,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def prepare(self) -> Engine:
         """Also find scales, which a user's function may get wrong."""
-        engine, session = super().prepare(), self._session
+        engine = super().prepare()
+        session = self._session
         session.modifiers = list(map(self.modifiers_of, self.param_groups))
         if session.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
@@ -522,15 +531,18 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""
         rates = {**self.defaults, **(group or {})}
-        users, modifiers = self._of_user(*OF_PARAMETERS, "scale_factor_fn", "program"), self.modifiers_of(rates)
+        users = self._of_user(*OF_PARAMETERS, "scale_factor_fn", "program")
+        modifiers = self.modifiers_of(rates)
         unknown = self.traits.measures or users or modifiers.needs_norm
         if unknown:
             return None
         settings = self.update_settings(group or {})
-        muon_rms, scale = settings.predicted_rms(rows, cols), settings.scale(rows, cols)
+        muon_rms = settings.predicted_rms(rows, cols)
+        scale = settings.scale(rows, cols)
         if modifiers.moment2_method == "none":
             return muon_rms
-        momentum, nesterov = rates[self.traits.momentum_key], rates[self.traits.nesterov_key]
+        momentum = rates[self.traits.momentum_key]
+        nesterov = rates[self.traits.nesterov_key]
         return second_moment.first_rms(modifiers, muon_rms, scale, momentum, nesterov)
 
     def explain(self) -> str:
@@ -597,7 +609,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> ParamSpec:
         settings = self.update_settings(self.group_of(parameter) if group is None else group)
-        dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
+        dtype = local(parameter).dtype
+        layout = self.layout(parameter)
+        split = self.split_of(parameter)
         of_entry = bytes_of_entry(parameter, self.state_tensors(parameter))
         offloaded = self.on_host(parameter) * parameter.numel() * of_entry
         return ParamSpec(name, dtype, layout, split, settings.newton_schulz, offloaded=offloaded)
@@ -636,7 +650,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        iteration, modifiers = self.update_settings(group).newton_schulz, self.modifiers_of(group)
+        iteration = self.update_settings(group).newton_schulz
+        modifiers = self.modifiers_of(group)
         if iteration != self.newton_schulz:
             note_short_schedule(iteration)
         # unlike a loaded group, which may have settings of another optimizer
@@ -653,7 +668,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
-        name, traits = type(self).__name__, self.traits
+        name = type(self).__name__
+        traits = self.traits
         check_form(group.get(STEP_KERNELS))
         for key in traits.no_settings & self.defaults.keys():
             if group[key] != self.defaults[key]:

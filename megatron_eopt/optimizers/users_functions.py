@@ -58,15 +58,17 @@ def of_whole(
 
 def checked(called: str, result: Any, grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A function's local result; a ``ValueError`` for no update."""
-    said, dtype = f"{called} of shape {tuple(grad.shape)} must return a tensor", dtype or grad.dtype
-    if not isinstance(result, Tensor):
-        raise ValueError(f"{said}, got {result!r}")
-    result = local(result)
-    if result.shape != grad.shape:
-        raise ValueError(f"{said} of the shape of grad, {tuple(grad.shape)}, got {tuple(result.shape)}")
-    if result.device != grad.device or not torch.can_cast(result.dtype, dtype):
-        raise ValueError(f"{said} on {grad.device} that can be cast to {dtype}, got {result.dtype} on {result.device}")
-    return result if result.is_floating_point() else result.to(dtype)
+    dtype = dtype or grad.dtype
+    x = local(result)
+    found = result
+    if isinstance(x, Tensor):
+        if x.shape == grad.shape and x.device == grad.device and torch.can_cast(x.dtype, dtype):
+            return x if x.is_floating_point() else x.to(dtype)
+        found = f"{tuple(x.shape)} on {x.device} of {x.dtype}"
+    raise ValueError(
+        f"{called} must return a tensor of shape {tuple(grad.shape)} on {grad.device} that can be cast to {dtype}, got "
+        f"{found}"
+    )
 
 
 def factors_by_user(
@@ -81,9 +83,11 @@ def scaled_by_user(
     function: Callable[..., Tensor], tp: ProcessGroup | None, engine: Engine, index: int, shards: Sequence[Tensor]
 ) -> list[Tensor]:
     """Updates by a user's ``scaled_orthogonalize_fn``, of shards with ``tp``."""
-    name, updates = "scaled_orthogonalize_fn", []
+    name = "scaled_orthogonalize_fn"
+    updates = []
     for matrix, shard in zip(engine.matrices[index], shards, strict=True):
-        group, dim = engine.groups.get(matrix.group), partition_of(matrix)
+        group = engine.groups.get(matrix.group)
+        dim = partition_of(matrix)
         if not takes_shards(function):
             updates.append(of_whole(function, name, shard, matrix, group))
         elif dim is None:

@@ -137,7 +137,10 @@ class AverageOfOne:
     """The average beside one optimizer: hooks into its steps and loads."""
 
     def __init__(self, rule: AverageRule, optimizer: Optimizer, remaining: Callable[[], int | None]) -> None:
-        self.rule, self.optimizer, self.steps, self.at_average = rule, optimizer, 0, False
+        self.rule = rule
+        self.optimizer = optimizer
+        self.steps = 0
+        self.at_average = False
         self._remaining = remaining
         self._schedule = torch.tensor([rule.decay, rule.window, 0], dtype=torch.float64)  # of all parameters
         self._loading: list[dict[str, Any]] = []  # by parameter, as a state dict has them
@@ -190,7 +193,8 @@ class AverageOfOne:
         self.steps += 1
         share = self.rule.share(self.steps)
         self._schedule[2] = self.steps
-        averages, weights = [], []
+        averages = []
+        weights = []
         for p in self.parameters():
             state = optimizer.state.get(p, {})
             if not state and p.grad is None:  # torch's optimizers take any state for their own, begun
@@ -221,7 +225,8 @@ class AverageOfOne:
         check_finite(name, [(of, average, average.dtype) for of, average in averages])
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        loaded, self._loading = self._loading, []
+        loaded = self._loading
+        self._loading = []
         if not loaded:  # without parameters, as a pipeline stage may be, no state tells the steps
             return
         schedules = [state[SCHEDULE] for state in loaded if AVERAGE in state and SCHEDULE in state]

@@ -149,12 +149,12 @@ FAILURES = [
     ("raises", "in the step"),
     (
         "shape",
-        r"orthogonalize of a parameter of shape \(3, 5\) must return a tensor of the shape of grad, \(3, 5\), got \(15",
+        r"orthogonalize of a parameter must return a tensor of shape \(3, 5\) on cpu .*, got \(15",
     ),
-    ("broadcast", r"of the shape of grad, \(3, 5\), got \(1, 5\)"),
-    ("nothing", "must return a tensor, got None"),
-    ("complex", r"can be cast to torch\.float64, got torch\.complex64"),
-    ("device", "must return a tensor on cpu .* on meta"),
+    ("broadcast", r"of shape \(3, 5\) .*, got \(1, 5\)"),
+    ("nothing", r"must return a tensor .*, got None"),
+    ("complex", r"can be cast to torch\.float64, got .* of torch\.complex64"),
+    ("device", r"must return a tensor .* on cpu .* on meta"),
 ]
 
 

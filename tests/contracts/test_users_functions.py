@@ -311,7 +311,7 @@ def test_a_result_of_another_shape_is_refused_before_anything_changes():
     opt = TensorParallelMuon(params, **SAME)
     opt.orthogonalize_fn = lambda x: polar(x)[:1]
     before = [p.detach().clone() for p in params]
-    with pytest.raises(ValueError, match=r"must return a tensor of the shape of grad, \(8, 12\), got \(1, 12\)"):
+    with pytest.raises(ValueError, match=r"must return a tensor of shape \(8, 12\) .*, got \(1, 12\)"):
         steps(opt, params, range(1))
     assert_near(params, before, 0)
 

@@ -100,11 +100,11 @@ def test_on_a_gpu_the_step_is_masked():
 
 
 WRONG = {
-    "nothing": (lambda x: None, "must return a tensor, got None"),
-    "shape": (lambda x: x[:1], r"must return a tensor of the shape of grad, \(6, 4\), got \(1, 4\)"),
-    "larger": (lambda x: torch.cat([x, x]), r"must return a tensor of the shape of grad, \(6, 4\), got \(12, 4\)"),
-    "complex": (lambda x: x.to(torch.complex64), "must return .* can be cast to torch.float32, got torch.complex64"),
-    "device": (lambda x: x.to("meta"), "must return a tensor on cpu .* on meta"),
+    "nothing": (lambda x: None, "got None"),
+    "shape": (lambda x: x[:1], r"got \(1, 4\)"),
+    "larger": (lambda x: torch.cat([x, x]), r"got \(12, 4\)"),
+    "complex": (lambda x: x.to(torch.complex64), "got .* of torch.complex64"),
+    "device": (lambda x: x.to("meta"), "got .* on meta"),
 }
 
 
@@ -116,7 +116,9 @@ def test_another_result_is_an_error_that_names_the_function(make, name, wrong):
     opt = MAKE[make]([p])
     setattr(of_matrices(opt), name, function)
     p.grad, before = gradient(p, 1), p.detach().clone()
-    with pytest.raises(ValueError, match=rf"^{name} of a matrix of shape \(6, 4\) {message}"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} of a matrix must return a tensor of shape \(6, 4\) on cpu .*{message}"
+    ):
         opt.step()
     assert torch.equal(p, before)
     delattr(of_matrices(opt), name)

@@ -13,9 +13,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers import group_settings
-from megatron_eopt.optimizers.first_step import warn_of_fp16, warned_of_unmarked
 from megatron_eopt.optimizers.modifiers import MODIFIERS
-from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
+from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16, warned_without_gradients
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
@@ -28,6 +27,7 @@ from megatron_eopt.optimizers.parameters import (
     parameter_names,
     scale_rows,
     sharing_groups,
+    warned_of_unmarked,
 )
 from megatron_eopt.optimizers.session import Session
 from megatron_eopt.optimizers.state import (

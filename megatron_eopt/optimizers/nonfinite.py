@@ -186,6 +186,15 @@ def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:
     return True
 
 
+def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """Warn of parameters in fp16, whose range is too small."""
+    if half := [name for name, p in zip(names, parameters, strict=True) if p.dtype == torch.float16]:
+        logger.warning(
+            f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "
+            f"above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"
+        )
+
+
 def listed(names: Iterable[str], most: int = 5) -> str:
     """Return the first names and how many more there are."""
     names = list(names)

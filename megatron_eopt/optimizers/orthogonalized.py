@@ -67,9 +67,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     4. ``p -= lr * orthogonalize(p, u)``.
 
     Gradients are not written to. A parameter stays as it is where its gradient is missing, or where that or its update
-    by a function of yours is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. All updates are computed
-    before anything is changed: where a function of yours fails, parameters and state stay, bit for bit. A step leaves
-    every process-wide setting of torch as it found it.
+    by a function of yours is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. Where a
+    function of yours fails, parameters and state are again what they were, bit for bit. A step leaves every
+    process-wide setting of torch as it found it.
 
     A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
     scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.
@@ -215,7 +215,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """One parameter's update, before the learning rate; to override.
 
         An override may take all settings of the group, some by name, or none. A step calls it for each parameter that
-        has a nonempty gradient, before any is changed; while it runs, ``p`` is as after its decoupled weight decay.
+        has a nonempty gradient; while it runs, ``p`` is as after its decoupled weight decay.
 
         Args:
             p: the parameter, or any tensor with its attributes. Not to be written to.

@@ -1,5 +1,6 @@
 """Names, layouts and logical matrices of parameters."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,7 +24,9 @@ from megatron_eopt.parallel.layout import (
     split_layout,
     within,
 )
-from megatron_eopt.parallel.records import Shape
+from megatron_eopt.parallel.records import Matrix, Shape
+
+logger = logging.getLogger(__name__)
 
 # Attributes of parameters:
 NAME = "name_in_model"  # where whoever makes the groups knows it and torch is not told
@@ -125,6 +128,26 @@ def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:
                 f"{name} takes parameters in floating point of 16 bits or more, but {names_of_last(groups)[index]} is "
                 f"{parameter.dtype}: leave it out, or train a copy in such a dtype (of complex numbers, of both parts)"
             )
+
+
+def warned_of_unmarked(
+    optimizer: str,
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    matrices: Sequence[Sequence[Matrix]],
+    tp: ProcessGroup,
+) -> bool:
+    """Warn of a ``partition_dim`` without ``tensor_model_parallel``."""
+    several = zip(names, parameters, matrices, strict=True)
+    claiming = [(name, p) for name, p, of_p in several if of_p and p.ndim > 1 and is_unmarked(p)]
+    unmarked = [name for name, p in claiming if not is_sharded(p)]
+    if unmarked and tp.rank() == 0:
+        logger.warning(
+            f"{optimizer}: {', '.join(unmarked)} have a partition_dim and no tensor_model_parallel, so each of the "
+            f"{tp.size()} tensor-parallel ranks takes its own for a whole matrix: set tensor_model_parallel = True on "
+            f"a shard, False on what is whole"
+        )
+    return bool(unmarked)
 
 
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:

@@ -25,7 +25,9 @@ from megatron_eopt.optimizers.state import (
     name_in_states,
     note_begun_anew,
 )
+from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
+from megatron_eopt.orthogonalize.choices import check_named
 
 # In AdamW's groups: their first rate, and that of the first group of matrices at that time.
 ADAM_LR, ADAM_LR_AT = "adam_lr", "adam_lr_at"
@@ -110,7 +112,7 @@ class Muon(Optimizer):
         adamw: ``torch.optim.AdamW``; None where it has no parameters.
 
     Raises:
-        TypeError: for an unknown argument.
+        TypeError: for an unknown argument, with the nearest one.
         ValueError: for a setting out of its range, one of ``muon_params`` with fewer than two dimensions, no matrices
             at all, a parameter that is in both, or a DTensor of which a rank holds several separate parts.
 
@@ -138,6 +140,9 @@ class Muon(Optimizer):
         adam_fused: bool | None = False,
         **muon_settings: Any,
     ) -> None:
+        taken = {**inspect.signature(Muon).parameters, **inspect.signature(HeavyBallMuon).parameters}
+        known = [name for name in taken if name not in ("muon_settings", "params", STEPS)]
+        check_named(type(self).__name__, muon_settings, known)
         settings = {
             "nesterov": False,
             "scale_mode": "shape_scaling",

@@ -18,9 +18,8 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
-from megatron_eopt.optimizers.first_step import warn_of_fp16
 from megatron_eopt.optimizers.heavy_ball_muon import NS_STEPS
-from megatron_eopt.optimizers.nonfinite import listed
+from megatron_eopt.optimizers.nonfinite import listed, warn_of_fp16
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon

@@ -312,6 +312,7 @@ def test_options_cannot_say_what_fields_say():
     ("name", "called", "wrong", "right"),
     [
         ("adamw", "AdamW", "amsgrd", "amsgrad"),
+        ("muon", "Muon", "nestrov", "nesterov"),
         ("scion", "Scion", "momentm", "momentum"),
         ("lion", "Lion", "max_imize", "maximize"),
     ],

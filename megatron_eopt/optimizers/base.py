@@ -19,6 +19,7 @@ from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_parameters,
+    check_scalable,
     check_split,
     comparable,
     in_order,
@@ -269,6 +270,7 @@ class BaseOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         session.engine = session.nonfinite = None
+        session.scalable = False
         try:
             check_parameters(name, self.param_groups)
             with group_settings.named(len(self.param_groups) - 1, self.param_groups):
@@ -364,6 +366,14 @@ class BaseOptimizer(Optimizer):
         self._session.changing = False
 
     # The step.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: torch's GradScaler unscales and skips steps itself."""
+        if not self._session.scalable:
+            check_scalable(self.param_groups, self.pg_collection)
+            self._session.scalable = True
+        return False
 
     def proposed(self) -> Engine:
         """Make the engine of :meth:`prepare`, before ranks agree on it."""

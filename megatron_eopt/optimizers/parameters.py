@@ -158,6 +158,24 @@ def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None)
     return layout_of(parameter, *(getattr(pg_collection, name, None) for name in GROUPS))
 
 
+def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParallelGroups | None) -> None:
+    """Refuse parameters for which torch's GradScaler skips steps unevenly."""
+    asked: dict[torch.dtype, set[ProcessGroup]] = {}
+    parameters = (p for group in groups for p in group["params"])
+    for name, p in zip(parameter_names(groups), parameters, strict=True):
+        if p.grad is None:
+            continue
+        # it asks only the ranks that share the first gradient of each dtype, if that is a DTensor
+        shared = sharing_groups(p, pg_collection)
+        known = asked.setdefault(p.grad.dtype, set(shared.values())) if isinstance(p, DTensor) else set()
+        if not known.issuperset(shared.values()):
+            raise ValueError(
+                f"torch's GradScaler does not ask all ranks of {', '.join(shared)}, which share {name}, for an inf in "
+                f"its gradient: some would make a step that others leave out. Train in bf16 without a scaler, or shard "
+                f"all parameters alike as DTensors, as FSDP2 does"
+            )
+
+
 def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> dict[str, ProcessGroup]:
     """Label -> group of ranks that share a parameter."""
     groups = {name: getattr(pg_collection, name, None) for name in _cut_over(parameter)}

@@ -41,6 +41,7 @@ class Session:
     beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
     checked: list[object] | None = None  # settings of groups, and functions of the user's, as they were checked last
     modifiers: list[Modifiers] = field(default_factory=list)  # of each group, by these settings
+    scalable: bool = False  # whether a GradScaler has been checked
     told_unmarked: bool = False
     warns_without_gradients: bool = True  # until it has; Megatron's first step says more
     steps: int = 0  # that this object began, for errors

@@ -12,10 +12,11 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.earlier_layout import as_now
 from megatron_eopt.optimizers.group_settings import check_adam_settings, plain, warn
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
-from megatron_eopt.optimizers.parameters import check_parameters, parameter_names
+from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names
 from megatron_eopt.optimizers.state import (
     STATE_OF,
     StateTensor,
@@ -288,6 +289,12 @@ class Muon(Optimizer):
 
     # The step.
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        if not self.matrices._session.scalable:
+            check_scalable(self.param_groups, self.matrices.pg_collection)
+        return self.matrices._step_supports_amp_scaling
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step the matrices, then AdamW; both check their gradients before."""
@@ -349,9 +356,7 @@ class Muon(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        if "_adam_state" in state_dict:
-            state_dict = _of_kempnerforge(state_dict)
-        of_matrices, of_adamw = _apart(state_dict)
+        of_matrices, of_adamw = _apart(as_now(state_dict, self._adam_groups, self._called))
         check_writer(type(self.matrices), of_matrices)
         self._check_adamw(of_adamw)
         self.matrices.load_state_dict(of_matrices)
@@ -401,18 +406,6 @@ def _apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         {"state": {i: x for i, x in state.items() if i not in indices}, "param_groups": of_matrices},
         {"state": {i: x for i, x in state.items() if i in indices}, "param_groups": of_adamw},
     )
-
-
-def _of_kempnerforge(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of KempnerForge's Muon, which keeps AdamW's apart, as here."""
-    state = dict(state_dict["state"])
-    for index, of_one in state_dict["_adam_state"]["state"].items():
-        state[f"adamw.{index}"] = of_one
-    groups = list(state_dict["param_groups"])
-    rates = {ADAM_LR: state_dict["_initial_adam_lr"], ADAM_LR_AT: state_dict["_initial_lr"]}
-    for group in state_dict["_adam_state"]["param_groups"]:
-        groups.append({**group, **rates, "params": [f"adamw.{index}" for index in group["params"]]})
-    return {"state": state, "param_groups": groups}
 
 
 def _init_adamw(adamw: AdamW) -> None:

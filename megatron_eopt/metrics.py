@@ -41,7 +41,8 @@ class Sampler:
 
     def begin(self) -> None:
         """Watch the next step of each optimizer."""
-        self._began, self._watched = True, {}
+        self._began = True
+        self._watched = {}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._began:
@@ -200,7 +201,8 @@ def watch(
     parameters = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     if not parameters:
         raise ValueError("there is nothing to watch: the optimizers have no parameters")
-    steps, due = 0, False
+    steps = 0
+    due = False
 
     def before(*_: Any) -> None:
         nonlocal steps, due

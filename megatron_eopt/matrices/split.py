@@ -186,7 +186,8 @@ class Pattern:
 
     def between(self, top: int, bottom: int) -> list[Run]:
         """The runs of the fused rows ``top:bottom``."""
-        places, row = [], 0
+        places = []
+        row = 0
         for matrix, rows in self.runs:
             inside = min(row + rows, bottom) - max(row, top)
             if inside > 0:
@@ -239,7 +240,8 @@ class LocalRows:
 
         Each run is a layer of the stack, its first row there (column if transposed), and how many follow.
         """
-        of_matrices, rows = [], self._shape[-1]
+        of_matrices = []
+        rows = self._shape[-1]
         if len(self._of_matrix) == 1 and not self.stacked:
             return [[(0, 0, rows)]]
         for numbers in self._split(torch.arange(prod(self._shape)).view(*self._shape, 1)):
@@ -297,7 +299,8 @@ def _sections(runs: list[Run], period: int) -> list[tuple[int, list[Run]]]:
     sections: list[tuple[int, list[Run]]] = []
     start = 0
     while start < len(runs):
-        group, repeats = runs[start : start + period], 1
+        group = runs[start : start + period]
+        repeats = 1
         while runs[start + repeats * period : start + (repeats + 1) * period] == group:
             repeats += 1
         if repeats > 1:

@@ -16,7 +16,10 @@ from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 
-FAST, SLOW, EXP_AVG_SQ, STEPS = "exp_avg_fast", "exp_avg_slow", "exp_avg_sq", "steps"
+FAST = "exp_avg_fast"
+SLOW = "exp_avg_slow"
+EXP_AVG_SQ = "exp_avg_sq"
+STEPS = "steps"
 
 
 class AdEMAMix(BaseOptimizer):
@@ -103,7 +106,8 @@ def ademamix(
     parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
     """One step of parameters and states; waits for no device."""
-    weights, given = [local(p) for p in parameters], [local(p.grad) for p in parameters if p.grad is not None]
+    weights = [local(p) for p in parameters]
+    given = [local(p.grad) for p in parameters if p.grad is not None]
     fast, slow, squares = ([local(state[key]) for state in states] for key in (FAST, SLOW, EXP_AVG_SQ))
     beta1, beta2 = group["betas"]
 

@@ -58,7 +58,8 @@ from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
-KERNEL, RATES = "symmetric_products", "plan_rates"
+KERNEL = "symmetric_products"
+RATES = "plan_rates"
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
 

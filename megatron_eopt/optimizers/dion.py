@@ -32,7 +32,8 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, Rectangle
 
-MOMENTUM_BUFFER, BASIS = "momentum_buffer", "Q"
+MOMENTUM_BUFFER = "momentum_buffer"
+BASIS = "Q"
 MOST_BYTES = 2**28  # of the shards of a chunk, where one parameter does not have more
 NOISE = 100  # times the precision of the dtype: a column of P this much below the largest is rounding
 
@@ -76,7 +77,8 @@ def dion(chunk: Chunk, engine: Engine) -> None:
     R = engine.side_sums([B.mT @ p for p, B in zip(P, stacks, strict=True)], matrices, 1)  # R = B^T P
     updates = [torch.empty(0)] * len(shards)
     for p, r, (B, equal) in zip(P, R, kept, strict=True):
-        columns, Q = r[:, equal.shard.left : equal.shard.right], foreach.stacked(equal.bases)
+        columns = r[:, equal.shard.left : equal.shard.right]
+        Q = foreach.stacked(equal.bases)
         B.baddbmm_(p, columns.mT, alpha=mu - 1)  # M = B - (1 - mu) P R^T
         norms = torch.linalg.vector_norm(r, dim=1, keepdim=True, dtype=torch.float64)
         # a column that is left out of P keeps its direction
@@ -84,7 +86,8 @@ def dion(chunk: Chunk, engine: Engine) -> None:
         torch._foreach_copy_(equal.bases, list(Q.unbind()))
         steps = (p * scale_of(equal.matrix)) @ Q.mT  # W <- W - lr sqrt(m / n) P Q^T
         for i, step, momentum in zip(equal.numbers, steps.unbind(), B.unbind(), strict=True):
-            updates[i], shards[i] = step, momentum
+            updates[i] = step
+            shards[i] = momentum
     for m, x in zip(chunk.momenta, engine.merge(chunk.indices, shards), strict=True):
         if m.data_ptr() != x.data_ptr():  # of a stack, or of matrices that were put together
             m.copy_(x.view(m.shape))
@@ -204,7 +207,8 @@ class Dion(BaseOptimizer):
         """The logical matrices of each parameter."""
         described = {}
         for parameter in self._parameters():
-            names, fraction = self.split_of(parameter).names(self.layout(parameter).shape[0]), self._fraction(parameter)
+            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+            fraction = self._fraction(parameter)
             described[parameter] = [
                 DescribedMatrix(name, x.shape, "low rank" if x.sharded else "local", sqrt(x.shape[0] / x.shape[1]), rms)
                 for name, x in zip(names, self.matrix_layouts(parameter), strict=True)
@@ -214,7 +218,8 @@ class Dion(BaseOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum and each matrix's basis."""
-        wide, fraction = torch.promote_types(parameter.dtype, torch.float32), self._fraction(parameter)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        fraction = self._fraction(parameter)
         bases = []
         for i, (end, x) in enumerate(zip(self.key_ends(parameter), self.matrix_layouts(parameter), strict=True)):
             rank = rank_of(fraction, *x.shape)
@@ -252,7 +257,8 @@ class Dion(BaseOptimizer):
             raise ValueError(f"{type(self).__name__}: rank_fraction must lie in (0, 1], got {fraction}")
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        name, indices = type(self).__name__, names_of_last(self.param_groups, shapes=False)
+        name = type(self).__name__
+        indices = names_of_last(self.param_groups, shapes=False)
         for parameter, called, index in zip(group["params"], names_of_last(self.param_groups), indices, strict=True):
             check_matrix(name, parameter, f"orthogonalizes matrices, but {index}")
             self._check_split(parameter)
@@ -268,7 +274,9 @@ class Dion(BaseOptimizer):
 
     def _chunks(self, accepted: Tensor) -> Iterator[Chunk]:
         """Parameters of each group and label, alike on all ranks."""
-        engine, flags, first = self.engine, accepted.unbind(), 0
+        engine = self.engine
+        flags = accepted.unbind()
+        first = 0
         for group in self.param_groups:
             alike: dict[str, list[int]] = {}
             for index, p in enumerate(group["params"], first):
@@ -277,25 +285,31 @@ class Dion(BaseOptimizer):
                     alike.setdefault(self.layout(p).label, []).append(index)
             first += len(group["params"])
             for _, indices in sorted(alike.items()):
-                chunk, nbytes = list[int](), 0
+                chunk = list[int]()
+                nbytes = 0
                 for i in indices:
                     size = sum(map(bytes_of, engine.matrices[i]))
                     if chunk and nbytes + size > MOST_BYTES:
                         yield self._chunk(chunk, flags, group)
-                        chunk, nbytes = [], 0
+                        chunk = []
+                        nbytes = 0
                     chunk.append(i)
                     nbytes += size
                 yield self._chunk(chunk, flags, group)
 
     def _chunk(self, indices: list[int], flags: Sequence[Tensor], group: Mapping[str, Any]) -> Chunk:
-        every, states = self._parameters(), self._states
-        parameters, kinds, number = [every[i] for i in indices], dict[Hashable, list[Any]](), 0
+        every = self._parameters()
+        states = self._states
+        parameters = [every[i] for i in indices]
+        kinds = dict[Hashable, list[Any]]()
+        number = 0
         momenta = [local(states.of(p)[MOMENTUM_BUFFER]) for p in parameters]
         pairs = zip(parameters, momenta, strict=True)
         gradients = [m if p.grad is None else local(p.grad).to(m.dtype) for p, m in pairs]
         for i, p in zip(indices, parameters, strict=True):
             for end, matrix in zip(self.key_ends(p), self.engine.matrices[i], strict=True):
-                Q, kind = local(states.kept[p][BASIS + end]), (matrix.shape, matrix.rectangles, matrix.itemsize)
+                Q = local(states.kept[p][BASIS + end])
+                kind = (matrix.shape, matrix.rectangles, matrix.itemsize)
                 kinds.setdefault(kind, []).append((matrix, number, flags[i], Q))
                 number += 1
         matrices = []
@@ -306,5 +320,6 @@ class Dion(BaseOptimizer):
                 _, numbers, of_each, bases = map(list, zip(*some, strict=True))
                 accepted = torch.stack(of_each)[:, None, None]
                 matrices.append(EqualMatrices(matrix, self.engine.shard(matrix), numbers, accepted, bases))
-        weights, accepted = list(map(local, parameters)), torch.stack([flags[i] for i in indices])
+        weights = list(map(local, parameters))
+        accepted = torch.stack([flags[i] for i in indices])
         return Chunk(indices, matrices, weights, momenta, gradients, accepted, group)

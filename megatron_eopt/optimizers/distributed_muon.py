@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 MOMENTUM_BUFFER = "momentum_buffer"
 
-_COEFFICIENTS, _LABEL = "simple", "dp"
+_COEFFICIENTS = "simple"
+_LABEL = "dp"
 
 
 class DistributedMuon(BaseOptimizer):

@@ -53,7 +53,8 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
 def scale_each(tensors: Tensors, factors: Tensors) -> None:
     """Multiply each tensor in place by its own factor."""
     for some in alike(tensors, factors):
-        first, factor = tensors[some[0]], stacked(factors, some)
+        first = tensors[some[0]]
+        factor = stacked(factors, some)
         factor = factor.to(torch.promote_types(first.dtype, torch.float32))
         factor = factor.view(-1, *[1] * first.ndim) if factor.ndim == 1 else factor
         if len(some) == 1:
@@ -120,7 +121,8 @@ def active(
 ) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...], Mask]]:
     """Bounded batches ``(group, parameters, mask)`` of equal parameters with gradients."""
     on_cpu = accepted.device.type == "cpu"  # which knows what is not accepted, and leaves it out
-    flags, most = iter(accepted.tolist() if on_cpu else accepted.unbind()), IN_CACHE if on_cpu else MOST_BYTES
+    flags = iter(accepted.tolist() if on_cpu else accepted.unbind())
+    most = IN_CACHE if on_cpu else MOST_BYTES
     for group in groups:
         kinds: dict[tuple[object, ...], list[tuple[Tensor, Any]]] = {}
         for p, flag in zip(group["params"], flags, strict=False):

@@ -43,7 +43,8 @@ OTHER_NAMES = {
     "use_nesterov": "nesterov",
 }
 MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
-DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
+DECOUPLED = "use_decoupled_weight_decay"
+METHOD = "weight_decay_method"
 MOMENTUM_STEPS = "momentum_steps"  # how many steps the momenta of a group have made, where that is counted
 
 

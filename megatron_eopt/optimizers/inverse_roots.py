@@ -40,11 +40,13 @@ def inverse_root(factor: Tensor, order: Literal[2, 4], damping: float, method: R
 
 def _coupled(scaled: Tensor, lower: float) -> tuple[Tensor, Tensor]:
     """Square root and inverse square root of eigenvalues in [lower^2, 1]."""
-    y, z = scaled, None
+    y = scaled
+    z = None
     for a, b in cubics(lower):
         step = b * (y if z is None else z @ y)
         step.diagonal(dim1=1, dim2=2).add_(a)
-        y, z = y @ step, step if z is None else step @ z
+        y = y @ step
+        z = step if z is None else step @ z
     assert z is not None
     return y, z
 
@@ -56,11 +58,15 @@ def cubics(lower: float) -> tuple[tuple[float, float], ...]:
     On [l, u] that is ``2 / d (s x - x^3)`` with ``s = l^2 + l u + u^2`` and ``d = 2 (s / 3)^1.5 + l u (l + u)``: it has
     the same distance from 1 at both ends and between them.
     """
-    polynomials, low, high = list[tuple[float, float]](), lower, 1.0
+    polynomials = list[tuple[float, float]]()
+    low = lower
+    high = 1.0
     while high - low > ENOUGH:
         s = low**2 + low * high + high**2
-        most, ends = 2 * (s / 3) ** 1.5, low * high * (low + high)
+        most = 2 * (s / 3) ** 1.5
+        ends = low * high * (low + high)
         polynomials.append((2 * s / (most + ends), -2 / (most + ends)))
         distance = (most - ends) / (most + ends)
-        low, high = 1 - distance, 1 + distance
+        low = 1 - distance
+        high = 1 + distance
     return tuple(polynomials)

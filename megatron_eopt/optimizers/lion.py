@@ -149,8 +149,10 @@ def lion(
     weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
     """One step of weights and momenta; waits for no device."""
-    lr, (beta1, beta2) = group["lr"], group["betas"]
-    weight_decay, method = group["weight_decay"], group["weight_decay_method"]
+    lr = group["lr"]
+    (beta1, beta2) = group["betas"]
+    weight_decay = group["weight_decay"]
+    method = group["weight_decay_method"]
     if group["maximize"]:
         gradients = list(torch._foreach_neg(gradients))
     if weight_decay != 0 and method == "l2":

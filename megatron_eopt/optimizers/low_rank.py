@@ -19,7 +19,9 @@ from megatron_eopt.parallel.records import Rectangle, whole
 
 PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before the first step
 # State keys: of a weight with _A and _B behind; of a parameter that is a factor itself the last two, as they are.
-FACTOR, MOMENTUM, U = "factor", "momentum_buffer", "u"
+FACTOR = "factor"
+MOMENTUM = "momentum_buffer"
+U = "u"
 Tensors = Callable[[Tensor, "Factor"], list[Tensor]]  # of a parameter: a factor, its momentum and its singular vector
 
 
@@ -183,7 +185,8 @@ def stacks(
             accepted = torch.stack([flags[p] for side in both for p, *_ in side]).view(2, -1).all(0)
             for side in both:
                 of_side, indices, (first, *_) = zip(*side, strict=True)
-                label, transposed = first.layout.label, first.transposed
+                label = first.layout.label
+                transposed = first.transposed
                 values, momenta, us = map(list, zip(*(tensors(p, factor) for p, _, factor in side), strict=True))
                 yield FactorStack(numbers, of_side, indices, label, transposed, accepted, group, values, momenta, us)
 
@@ -200,9 +203,12 @@ def project(
     """
     packed = []
     for rectangle, factor, turn in zip(rectangles, factors, turns, strict=True):
-        W, layout, (_, r) = rectangle, factor.matrix, factor.layout.shape
+        W = rectangle
+        layout = factor.matrix
+        (_, r) = factor.layout.shape
         if layout.group is not None and layout.sharded:
-            W, shard = rectangle.new_zeros(layout.shape), layout.rectangle
+            W = rectangle.new_zeros(layout.shape)
+            shard = layout.rectangle
             W[shard.top : shard.bottom, shard.left : shard.right] = rectangle
             W = all_reduce(W, layout.group).wait()
         if layout.rank == turn % layout.ranks:
@@ -214,7 +220,9 @@ def project(
             packed.append(W.new_empty(sum(layout.shape) * r + 1))
     projected = []
     for both, factor, turn in zip(packed, factors, turns, strict=True):
-        layout, shard, (_, r) = factor.matrix, factor.matrix.rectangle, factor.layout.shape
+        layout = factor.matrix
+        shard = factor.matrix.rectangle
+        (_, r) = factor.layout.shape
         if layout.group is not None:
             both = broadcast(both, turn % layout.ranks, layout.group).wait()
         A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])

@@ -75,7 +75,8 @@ def steps_of(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def muown(chunk: Chunk, engine: Engine) -> Program:
     """Muown's step of the parameters of a chunk: see :class:`Muown`."""
-    batches, matrices = [rows_of(batch) for batch in chunk.batches], engine.flat(chunk.indices)
+    batches = [rows_of(batch) for batch in chunk.batches]
+    matrices = engine.flat(chunk.indices)
     weights = [weight for batch in chunk.batches for weight in batch.weights]
     G = engine.split(chunk.indices, [gradient for batch in chunk.batches for gradient in batch.gradients])
     W = engine.split(chunk.indices, list(weights))
@@ -97,7 +98,8 @@ def muown(chunk: Chunk, engine: Engine) -> Program:
     W = engine.split(chunk.indices, list(weights))
     # v - lr s O, which is made twice, so that there is no copy of all of it
     squares = of_batches(batches, over_columns(engine, matrices, on_stacks(row_squares, a, W, b, O)))
-    shrinks, moves = list[Tensor](), list[Tensor]()
+    shrinks = list[Tensor]()
+    moves = list[Tensor]()
     for rows, of_g, x in zip(batches, gradients, squares, strict=True):
         v_norm = x.sqrt().to(rows.g.dtype)
         g = step_of_rows(rows, of_g, v_norm)
@@ -115,9 +117,13 @@ def muown(chunk: Chunk, engine: Engine) -> Program:
 
 def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
     """Adam's step of ``g``, which is returned; writes the state of rows that move."""
-    settings, lr = rows.batch.settings, rows.batch.lr
-    beta1, beta2, steps = settings["beta1"], settings["beta2"], rows.steps + 1
-    m, v = torch.lerp(rows.m, gradient, 1 - beta1), torch.lerp(rows.v, gradient.square(), 1 - beta2)
+    settings = rows.batch.settings
+    lr = rows.batch.lr
+    beta1 = settings["beta1"]
+    beta2 = settings["beta2"]
+    steps = rows.steps + 1
+    m = torch.lerp(rows.m, gradient, 1 - beta1)
+    v = torch.lerp(rows.v, gradient.square(), 1 - beta2)
     first, second = ((1 - beta**steps).to(m.dtype) for beta in (beta1, beta2))
     g = rows.g - lr * (m / first) / ((v / second).sqrt() + settings["eps"])
     g = g - lr * rows.batch.weight_decay * g
@@ -265,7 +271,8 @@ class Muown(TensorParallelMuon):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, what is kept of rows, and the steps."""
-        wide, ends = torch.promote_types(parameter.dtype, torch.float32), enumerate(self.key_ends(parameter))
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        ends = enumerate(self.key_ends(parameter))
         rows = [StateTensor(key + end, ("rows",), i, wide) for i, end in ends for key in ROWS]
         return [*super().state_tensors(parameter), *rows, StateTensor(STEPS, (), dtype=torch.float64)]
 

@@ -45,24 +45,28 @@ def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
     with a covariance of the identity: ``Q <- Q - rate / bound (G G^T - c I) Q``, ``c = entries / length``. It is turned
     towards a symmetric one by a step of the Procrustes problem.
     """
-    momentum, entries = x.momentum, x.momentum[0].numel()
+    momentum = x.momentum
+    entries = x.momentum[0].numel()
     sides = [PROBES * length for length in momentum.shape[1:] for _ in (0, 1)]
     noise, *probes = normals(step, entries + sum(sides), momentum).split([entries, *sides])
     damping = settings["damping_noise_scale"] + 1e-7 * momentum.abs()
     seen = preconditioned(x.factors, momentum + damping * noise.view(momentum.shape[1:]))
     rate = settings["precond_lr"] / (1 + (step - 1) / settings["precond_decay_steps"]) ** 0.5
     rate = max(rate, settings["min_precond_lr"])
-    factors, bounds = list[Tensor](), list[Tensor]()
+    factors = list[Tensor]()
+    bounds = list[Tensor]()
     for side, factor in enumerate(x.factors):
         length = factor.shape[1]
-        dense, target = factor.ndim == 3, entries / length
+        dense = factor.ndim == 3
+        target = entries / length
         if dense:
             covariance = seen @ seen.mT if side == 0 else seen.mT @ seen
             norm = largest_singular_value(covariance, probes[2 * side], covariance.diagonal(dim1=1, dim2=2).amax(1))
         else:
             covariance = seen.square().sum(2 - side)
             norm = covariance.amax(1)
-        beta, bound = settings["beta_lip"], x.bounds[:, side]
+        beta = settings["beta_lip"]
+        bound = x.bounds[:, side]
         bound = torch.maximum(beta * bound + (1 - beta) * (norm + target), norm + target)
         share = over(factor, rate / bound)
         if dense:
@@ -71,7 +75,8 @@ def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
             new = factor * (1 - share * (covariance - target))
         factors.append(new)
         bounds.append(bound)
-    fitted, before = (*balanced(factors), torch.stack(bounds, 1)), (*x.factors, x.bounds)
+    fitted = (*balanced(factors), torch.stack(bounds, 1))
+    before = (*x.factors, x.bounds)
     finite = torch.stack([y.isfinite().flatten(1).all(1) for y in fitted]).all(0)
     left, right, bound = (torch.where(over(y, finite), y, old) for y, old in zip(fitted, before, strict=True))
     return replace(x, factors=(left, right), bounds=bound)

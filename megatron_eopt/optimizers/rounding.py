@@ -42,7 +42,8 @@ def numbered(
     names: Sequence[str], layouts: Sequence[Layout], splits: Sequence[Split], device: torch.device
 ) -> list[Numbered]:
     """Locate the entries of parameters, once; waits for the device."""
-    words, counts = list[tuple[int, int, int, int]](), list[int]()
+    words = list[tuple[int, int, int, int]]()
+    counts = list[int]()
     for name, layout, split in zip(names, layouts, splits, strict=True):
         matrices = split_layout(layout, split)
         counts.append(len(matrices))
@@ -50,7 +51,8 @@ def numbered(
             seed = struct.unpack("<ii", blake2b(f"{name} {number}".encode(), digest_size=8).digest())
             words.append((*seed, matrix.rectangle.top, matrix.rectangle.left))
     places = iter(torch.tensor(words, dtype=torch.int32, device=device).view(-1, 4).unbind())
-    several, on_host = zip(layouts, splits, counts, strict=True), iter(words)
+    several = zip(layouts, splits, counts, strict=True)
+    on_host = iter(words)
     return [
         Numbered(
             local_rows(layout, split),

@@ -23,11 +23,15 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["kempnerforge", "schedulefree"]
 
-Z, EXP_AVG_SQ, X, KEPT = "z", "exp_avg_sq", "x", "y"
+Z = "z"
+EXP_AVG_SQ = "exp_avg_sq"
+X = "x"
+KEPT = "y"
 
 SCHEDULE = "schedule"  # three numbers in fp64: steps of a parameter, the sum of their weights, the largest rate so far
 # Settings of a group: steps of the optimizer so far, the same in all, and whether parameters are at y.
-COUNT, TRAIN_MODE = "k", "train_mode"
+COUNT = "k"
+TRAIN_MODE = "train_mode"
 
 
 class ScheduleFreeAdamW(BaseOptimizer):
@@ -103,7 +107,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
         super().__init__(params, {**defaults, **weights, "maximize": maximize})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name, r, power = type(self).__name__, group["r"], group["weight_lr_power"]
+        name = type(self).__name__
+        r = group["r"]
+        power = group["weight_lr_power"]
         check_adam_settings(name, group)
         check_count(f"{name}: warmup_steps", group["warmup_steps"], 0)
         check_choice(f"variant of {name}", group["variant"], get_args(Variant))
@@ -111,7 +117,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
             raise ValueError(f"{name}: r must be finite and weight_lr_power at least 0, got {r} and {power}")
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        name, r, power = type(self).__name__, group["r"], group["weight_lr_power"]
+        name = type(self).__name__
+        r = group["r"]
+        power = group["weight_lr_power"]
         if group["variant"] == "kempnerforge" and (r, power) != (0, 2):
             raise ValueError(
                 f"{name}: r={r} and weight_lr_power={power} would have no effect with variant 'kempnerforge', whose "
@@ -268,12 +276,16 @@ def schedule_free_adamw(
 
     Without: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, with ``z`` before its step. Nothing waits for a GPU.
     """
-    ys, gradients = [local(p) for p in parameters], [local(p.grad) for p in parameters if p.grad is not None]
+    ys = [local(p) for p in parameters]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     zs, xs, squares = ([local(state[key]) for state in states if key in state] for key in (Z, X, EXP_AVG_SQ))
     beta1, beta2 = group["betas"]
-    kempnerforge, weight_decay = group["variant"] == "kempnerforge", group["weight_decay"]
+    kempnerforge = group["variant"] == "kempnerforge"
+    weight_decay = group["weight_decay"]
 
-    schedules, count, warmup = [state[SCHEDULE] for state in states], group[COUNT], group["warmup_steps"]
+    schedules = [state[SCHEDULE] for state in states]
+    count = group[COUNT]
+    warmup = group["warmup_steps"]
     schedule = torch.stack(schedules)
     steps_made = torch.ones_like(schedule[:, 0]) if accepted is None else accepted.double()
     rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * steps_made
@@ -331,7 +343,9 @@ def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
                 "state_dict['_warmup_steps'] if there was a warmup"
             )
         return state_dict
-    count, groups, states = state_dict["_k"], [], {}
+    count = state_dict["_k"]
+    groups = []
+    states = {}
     for group in state_dict["param_groups"]:
         warmup = {"warmup_steps": state_dict["_warmup_steps"]} if "_warmup_steps" in state_dict else {}
         groups.append({**group, **warmup, "variant": "kempnerforge", COUNT: count})

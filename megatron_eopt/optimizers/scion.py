@@ -85,7 +85,8 @@ class Scion(TensorParallelMuon):
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration of a group's matrices, and its radius."""
-        of_group, radius = super().update_settings(group), group.get(RADIUS, self.radius)
+        of_group = super().update_settings(group)
+        radius = group.get(RADIUS, self.radius)
         check_scalars(type(self).__name__, {RADIUS: radius}, (RADIUS,))
         if not 0 < radius < inf:
             raise ValueError(f"{type(self).__name__}: radius must be a finite number above 0, got {radius}")

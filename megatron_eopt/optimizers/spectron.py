@@ -206,14 +206,16 @@ class Spectron(BaseOptimizer):
         self.num_power_iterations = num_power_iterations
         split = split_qkv, is_qkv_fn, qkv_split_shapes
         vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
-        self.pg_collection, self.symmetric_products = pg_collection, symmetric_products
+        self.pg_collection = pg_collection
+        self.symmetric_products = symmetric_products
         vars(self)["tp_mode"] = tp_mode
         defaults = {"lr": lr, "rank": rank, "momentum_beta": momentum_beta, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "pairs": False})
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
-        coefficients, precision = list(map(list, self.newton_schulz.schedule)), self.newton_schulz.fp32_matmul_prec
+        coefficients = list(map(list, self.newton_schulz.schedule))
+        precision = self.newton_schulz.fp32_matmul_prec
         further = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
         return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | further
 
@@ -276,7 +278,8 @@ class Spectron(BaseOptimizer):
                     )
             factors, self._factored = self._proposed_factors()
             kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
-            self._factors, self._prepared = factors, engine
+            self._factors = factors
+            self._prepared = engine
             self._done |= {p for p, w in self._factored.items() if not w.factors[0].in_state}
             for group in self.param_groups:
                 group[KERNEL] = kernel
@@ -313,8 +316,10 @@ class Spectron(BaseOptimizer):
         return Engine(described, self._parameters()[0].device, self.tp_mode), factored
 
     def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout]) -> list[Factor]:
-        group, names = self.group_of(parameter), self.split_of(parameter).names(self.layout(parameter).shape[0])
-        dtype, kind = torch.promote_types(parameter.dtype, torch.float32), KINDS[group["pairs"]]
+        group = self.group_of(parameter)
+        names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        kind = KINDS[group["pairs"]]
         numbered = enumerate(zip(matrices, names, self.key_ends(parameter), strict=True))
         return [x for i, (matrix, *name) in numbered for x in kind.factors(matrix, i, *name, group["rank"], dtype)]
 
@@ -323,7 +328,8 @@ class Spectron(BaseOptimizer):
         self.prepare()
         super().scale_rows(parameters, factors)
         for parameter, factor in zip(parameters, factors, strict=True):
-            w, of_entries = self._factored[parameter], factor[:, None].expand(local(parameter).shape)
+            w = self._factored[parameter]
+            of_entries = factor[:, None].expand(local(parameter).shape)
             of_matrices = self.engine.split([w.index], [of_entries])
             for A in (factor for factor in w.factors[::2] if factor.in_state):
                 scale_rows(self._tensors(parameter, A)[0], of_matrices[A.number][:, 0])
@@ -351,14 +357,16 @@ class Spectron(BaseOptimizer):
         check_rates(type(self).__name__, group, "momentum_beta")
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        name, number = type(self).__name__, len(self.param_groups) - 1
+        name = type(self).__name__
+        number = len(self.param_groups) - 1
         if self.tp_mode == "blockwise":
             raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
         check_count(f"{name}: rank", group["rank"])
         for key in (SCALE_MODE, EXTRA_SCALE):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
-        parameters, names = [], names_of_last(self.param_groups)
+        parameters = []
+        names = names_of_last(self.param_groups)
         indices = names_of_last(self.param_groups, shapes=False)
         for parameter, called, index in zip(group["params"], names, indices, strict=True):
             check_matrix(name, parameter, f"orthogonalizes matrices, but {index}")

@@ -187,7 +187,8 @@ class StepKernels:
                 for part, runs in enumerate(rows.runs):
                     other = others[matrix]
                     top = 0
-                    start, (of_row, of_col) = int(other.storage_offset()), map(int, other.stride())
+                    start = int(other.storage_offset())
+                    (of_row, of_col) = map(int, other.stride())
                     key = (number, *dtypes, other.dtype, stacks[matrix], scales[matrix] if scales else 1.0)
                     one, two, row, left = (0, 0, 0, 0) if words is None else words[part]
                     for layer, first, count in runs if other.numel() else ():
@@ -215,7 +216,8 @@ def _place(x: Tensor, stacked: bool, transposed: bool, layer: int, first: int) -
         of_row = x.stride(0)
         of_col = 1
     else:
-        of_layer, (of_row, of_col) = x.stride(0), x.stride()[-2:]
+        of_layer = x.stride(0)
+        (of_row, of_col) = x.stride()[-2:]
     if transposed:
         of_row, of_col = of_col, of_row
     return address(x) + x.itemsize * (layer * of_layer + first * of_row), of_row, of_col

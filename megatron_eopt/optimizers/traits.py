@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 from megatron_eopt.optimizers.modifiers import MODIFIERS
 
-STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
+STEPS = "num_ns_steps"
+COEFFICIENTS = "coefficient_type"
+SCALE_MODE = "scale_mode"
+EXTRA_SCALE = "extra_scale_factor"
 PLANNED_IN_GROUPS = tuple(
     key for key in (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE, *MODIFIERS) if key not in ("beta2", "eps")
 )

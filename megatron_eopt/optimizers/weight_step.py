@@ -48,7 +48,8 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
 def resized(squares: Tensor, inner: Tensor, rates: Tensor, modifiers: Modifiers) -> Tensor:
     """As :func:`on_spheres`, of other modifiers; ``rates`` are ``lr``, 0 where a matrix stays."""
     squared_weights, squared_updates = squares
-    norms, steps = squared_weights.sqrt(), rates
+    norms = squared_weights.sqrt()
+    steps = rates
     if modifiers.relative_update != "none":
         ratios = modifiers.update_ratio * norms / nonzero(squared_updates.sqrt())
         steps = steps * (ratios.clamp(max=1) if modifiers.relative_update == "bound" else ratios)
@@ -74,6 +75,7 @@ def _stacks(
         pieces += zip(x.split(height), update.split(height), repeat(row), strict=False)
     for some in foreach.alike(*zip(*pieces, strict=True)):
         xs, us, rows = map(list, zip(*(pieces[i] for i in some), strict=True))
-        before, update = torch.stack(xs), torch.stack(us)
+        before = torch.stack(xs)
+        update = torch.stack(us)
         numbers = torch.stack(rows).to(torch.promote_types(before.dtype, torch.float32))
         yield xs, before, update, numbers.view(*numbers.shape, *[1] * xs[0].ndim).unbind(1)

@@ -31,7 +31,8 @@ from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 
 # In AdamW's groups: their first rate, and that of the first group of matrices at that time.
-ADAM_LR, ADAM_LR_AT = "adam_lr", "adam_lr_at"
+ADAM_LR = "adam_lr"
+ADAM_LR_AT = "adam_lr_at"
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]

@@ -220,7 +220,8 @@ def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = 
         lower = _value(schedule[-1], lower)
         upper = 2 - lower
         if lower >= upper:  # equal to rounding
-            lower, upper = math.nextafter(1.0, 0.0), 1.0
+            lower = math.nextafter(1.0, 0.0)
+            upper = 1.0
     return tuple(schedule)
 
 
@@ -236,7 +237,9 @@ def best_quintic(lower: float, upper: float) -> Coefficients:
     if upper - lower < 1e-3 * upper:
         return with_safety(FIXED_POINT, (lower + upper) / 2)
     low = lower / upper
-    q, r, error = (3 * low + 1) / 4, (low + 3) / 4, math.inf
+    q = (3 * low + 1) / 4
+    r = (low + 3) / 4
+    error = math.inf
     signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64, device="cpu")
     # It converges in five rounds; more guard against a cycle in the last digit.
     for _ in range(20):
@@ -247,5 +250,6 @@ def best_quintic(lower: float, upper: float) -> Coefficients:
             break
         error = solved
         root = math.sqrt(9 * b * b - 20 * a * c)
-        q, r = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
+        q = math.sqrt((-3 * b - root) / (10 * c))
+        r = math.sqrt((-3 * b + root) / (10 * c))
     return with_safety((a, b, c), upper)

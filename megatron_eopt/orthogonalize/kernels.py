@@ -209,7 +209,8 @@ def check(
                 return f"{name} of {shape} in {dtype} is not written to out"
             with in_precision(wide, "highest"):
                 expected = multiply(Products(), None, *(matrix.to(wide) for matrix in matrices))
-            error, largest = (got.to(wide) - expected).abs(), expected.abs().max()
+            error = (got.to(wide) - expected).abs()
+            largest = expected.abs().max()
             if not bool((error <= relative * expected.abs() + absolute * largest).all()):
                 off = (error.max() / largest).item()
                 return f"{name} of {shape} in {dtype} is off by {off:.1e} of the largest entry"
@@ -236,7 +237,8 @@ def _wrong_norms(products: Products, shape: tuple[int, ...], dtype: torch.dtype,
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A stack of two, with as many columns as have room."""
-    stack, (short, long) = [min(2, n) for n in shape[:-2]], sorted(shape[-2:])
+    stack = [min(2, n) for n in shape[:-2]]
+    (short, long) = sorted(shape[-2:])
     most = max(short, MOST_ENTRIES // max(1, short * math.prod(stack)))
     long -= max(0, -(-(long - most) // KEPT)) * KEPT
     return (*stack, short, long) if shape[-2] <= shape[-1] else (*stack, long, short)
@@ -255,7 +257,8 @@ def _trials(
     b = a / 2
     b.diagonal(dim1=-2, dim2=-1).fill_(0.75)
     c = a.flip(-2, -1)
-    addmm, large = {"beta": -1.5, "alpha": 0.75}, {"beta": -4.775 / 2**14, "alpha": 2.0315 / 2**28}
+    addmm = {"beta": -1.5, "alpha": 0.75}
+    large = {"beta": -4.775 / 2**14, "alpha": 2.0315 / 2**28}
     trials: list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = [
         ("X X^T", lambda products, out, x: products.gram(x, out), (x.to(dtype),)),
         ("beta C + alpha A B", lambda products, out, *abc: products.addmm(*abc, **addmm, out=out), (c, a, b)),

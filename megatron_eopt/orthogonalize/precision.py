@@ -45,7 +45,8 @@ def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractCont
 def fp16_products() -> Iterator[None]:
     """Accumulate fp16 products in fp32 inside the block."""
     # By default a GPU may add them in fp16, up to 65504; in the Gram form they reach 2.7e8 before a factor of 7.6e-9.
-    cuda, names = torch.backends.cuda.matmul, ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
+    cuda = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
     allowed = [name for name in names if getattr(cuda, name, False)]
     for name in allowed:
         setattr(cuda, name, False)

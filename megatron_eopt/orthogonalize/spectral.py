@@ -76,11 +76,14 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     W = (matrix.mT if transposed else matrix).double()
     squares, U = torch.linalg.eigh(W @ W.mT)
     S = squares.clamp(min=0).sqrt().flip(0)
-    root, U = S[:rank].sqrt(), U.flip(1)[:, :rank]
+    root = S[:rank].sqrt()
+    U = U.flip(1)[:, :rank]
     # A B^T = U U^T W whatever rounding made of a small singular value
-    A, B = U * root, W.mT @ U / nonzero(root)
+    A = U * root
+    B = W.mT @ U / nonzero(root)
     dtype = _wide(matrix).dtype
-    A, B = A.to(dtype), B.to(dtype)
+    A = A.to(dtype)
+    B = B.to(dtype)
     return (B, A, S) if transposed else (A, B, S)
 
 

@@ -119,7 +119,8 @@ class Triton(Products):
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         # b is symmetric: A B = A B^T
-        precision, tiles = self.input_precision, self.tiles
+        precision = self.input_precision
+        tiles = self.tiles
         return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=precision, tiles=tiles)
 
     def normalized(

@@ -17,7 +17,8 @@ _OPTIONS = {"enable_fp_fusion": True}  # releases of triton differ in the defaul
 def normalized(x: Tensor, dtype: torch.dtype, *, unit: float, propagate_nan: bool, own: bool) -> Tensor:
     """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
     if not (x.is_contiguous() or x.mT.is_contiguous()):
-        x, own = x.contiguous(), True
+        x = x.contiguous()
+        own = True
     same = own and x.is_contiguous() and x.element_size() == dtype.itemsize
     # each entry takes the place of its own, perhaps as another 16 bits
     out = x.view(dtype) if same else torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -42,7 +43,8 @@ def rescaled(x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
 
 
 def _divide(x: Tensor, out: Tensor, power: Tensor, norm: Tensor, unit: float, *, DIVIDED: bool, KEEP_BAD: bool) -> None:
-    count, (rows, cols) = x[..., 0, 0].numel(), x.shape[-2:]
+    count = x[..., 0, 0].numel()
+    (rows, cols) = x.shape[-2:]
     if x.is_contiguous():
         rows, cols, height, width = 1, rows * cols, 1, _WIDE
         strides = [cols, cols, 1] * 2

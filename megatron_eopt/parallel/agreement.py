@@ -73,7 +73,8 @@ def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, A
         if rank is None:
             continue
         of_0, of_rank = values_of([0, rank], (plan, of_group, versions()), group)
-        (first, of_first, packages), (other, of_other, other_packages) = of_0, of_rank
+        (first, of_first, packages) = of_0
+        (other, of_other, other_packages) = of_rank
         difference = (
             _first_version(packages, other_packages)
             or _first_setting(of_first, of_other)
@@ -102,7 +103,8 @@ def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None
         times = in_turns(lambda: timing.times(*products), groups)
         kept, compiles = timing.fastest(-lowest_of_all(-times, groups)), {}  # what was timed is compiled
     choose_here = partial(choose, stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision)
-    agree, turns = partial(lowest_of_all, groups=groups), partial(in_turns, groups=compiles)
+    agree = partial(lowest_of_all, groups=groups)
+    turns = partial(in_turns, groups=compiles)
     return choose_here(agree=agree, take_turns=turns).kernel
 
 
@@ -179,7 +181,8 @@ def in_turns[T](compute: Callable[[], T], groups: Groups) -> T:
     These find in its cache what it compiled. All ranks of the groups call it; nodes are told apart by ``LOCAL_RANK``,
     as torchrun sets it, without which all compute at once.
     """
-    first, told = os.environ.get("LOCAL_RANK", "0") == "0", torch.zeros(1, dtype=torch.int32)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    told = torch.zeros(1, dtype=torch.int32)
     try:
         found = compute() if first else None
     finally:
@@ -192,11 +195,14 @@ def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> 
 
     An error on one rank, such as out of memory, is a ``RuntimeError`` on all.
     """
-    rows, rates, reason = 4096 if device.type == "cuda" else 1024, list[float](), None
+    rows = 4096 if device.type == "cuda" else 1024
+    rates = list[float]()
+    reason = None
     try:
         x = torch.randn(rows, rows, device=device).to(dtype)
         rates.append(2 * rows**3 / seconds(lambda: x @ x, device))
-        flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)
+        flag = torch.zeros(1, device=device)
+        sent = torch.zeros(_SENT_BYTES // 4, device=device)
         for group in groups.values():  # memory of an all-gather: without it, the others would wait for this rank there
             sent.new_empty(group.size(), sent.numel())
     except Exception as error:

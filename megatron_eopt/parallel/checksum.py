@@ -41,9 +41,11 @@ def checksum_of_some(
         row, column = divmod(start + done, width)
         left = len(bits) - done
         if column or left < width or width > _AT_ONCE:
-            rows, columns = 1, min(width - column, left, _AT_ONCE)
+            rows = 1
+            columns = min(width - column, left, _AT_ONCE)
         else:
-            rows, columns = min(left, _AT_ONCE) // width, width
+            rows = min(left, _AT_ONCE) // width
+            columns = width
         part = bits[done : done + rows * columns].view(rows, columns)
         along = torch.arange(first + column, first + column + columns, device=device)
         positions = _positions(row, rows, leading, device)[:, None] + along

@@ -44,9 +44,11 @@ class ParamSpec:
         """Its logical matrices with their layouts; none without a layout."""
         if self.layout is None:
             return []
-        iteration, itemsize = "", self.dtype.itemsize
+        iteration = ""
+        itemsize = self.dtype.itemsize
         if self.iteration is not None:
-            iteration, itemsize = self.iteration.name, self.iteration.sent_dtype(self.dtype).itemsize
+            iteration = self.iteration.name
+            itemsize = self.iteration.sent_dtype(self.dtype).itemsize
         names = [f"{self.name}[{part}]" if part else self.name for part in self.split.names(self.layout.shape[0])]
         named = zip(names, split_layout(self.layout, self.split), strict=True)
         return [(Matrix(name, x.shape, x.rectangles, x.label, itemsize, iteration), x) for name, x in named]
@@ -84,7 +86,8 @@ class Compiler:
 
     def work(self, name: str, matrices: Sequence[Matrix]) -> Work:
         """What costs are predicted with, equal on all ranks."""
-        iteration, share = self.iterations[name], 0.5
+        iteration = self.iterations[name]
+        share = 0.5
         matching = [i for i, matrix in enumerate(matrices) if matrix.iteration == name]
         if self.device.type == "cpu":
             short = max((min(matrices[i].shape) for i in matching), default=0)
@@ -104,7 +107,8 @@ class Compiler:
         """
         stacks = set()
         for bucket in plan.buckets if self.iterations else ():
-            matrix, (_, layout) = plan.matrices[bucket.matrices[0]], self.of_matrix[bucket.matrices[0]]
+            matrix = plan.matrices[bucket.matrices[0]]
+            (_, layout) = self.of_matrix[bucket.matrices[0]]
             shape = layout.rectangle.shape if bucket.scheme == "blockwise" else matrix.shape
             if not bucket.scheme.startswith("gram"):  # only shards are multiplied as they are, others short side first
                 shape = (min(shape), max(shape))
@@ -124,24 +128,29 @@ class Compiler:
         """
         kept = set(parameters)
         numbers = [m for m, (i, _) in enumerate(self.of_matrix) if i in kept]
-        part, of_chunks = subset(plan, numbers), dict[int, list[Bucket]]()
+        part = subset(plan, numbers)
+        of_chunks = dict[int, list[Bucket]]()
         for bucket in part.buckets:
             of_chunks.setdefault(bucket.chunk, []).append(bucket)
         needed = chunk_bytes(plan, self.workspace)  # of all parameters: the same whichever have gradients
         compiled = []
         for number, buckets in of_chunks.items():
-            jobs, stacked = list[Job](), list[list[int]]()
+            jobs = list[Job]()
+            stacked = list[list[int]]()
             for bucket in buckets:
                 order, runs = in_order(part, bucket)
                 of_bucket = [numbers[bucket.matrices[i]] for i in order]
-                matrix, (_, layout) = part.matrices[bucket.matrices[0]], self.of_matrix[of_bucket[0]]
+                matrix = part.matrices[bucket.matrices[0]]
+                (_, layout) = self.of_matrix[of_bucket[0]]
                 settings = self.iterations[matrix.iteration]
                 dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtype(m)) for m in of_bucket])
-                gram, distributed = bucket.scheme.startswith("gram"), bucket.scheme == "distributed"
+                gram = bucket.scheme.startswith("gram")
+                distributed = bucket.scheme == "distributed"
                 form: Form = "gram" if gram else "standard" if distributed else "auto"
                 shape = layout.rectangle.shape if bucket.scheme == "blockwise" else layout.shape
                 settings = replace(settings, products=products(min(shape)))
-                iteration, shapes = settings.compile(shape, dtype, self.device, form), self._shapes(of_bucket)
+                iteration = settings.compile(shape, dtype, self.device, form)
+                shapes = self._shapes(of_bucket)
                 group = self.groups.get(matrix.group)
                 jobs.append(Job(bucket, matrix, group, iteration, shapes, dtype, runs, self.first))
                 stacked.append(of_bucket)
@@ -154,7 +163,8 @@ class Compiler:
         slices = list[ParamSlice]()
         held = dict[str, Counter[int]]()  # entries of ranks, by their group
         for m in sorted(rows):
-            i, matrix = self.of_matrix[m][0], plan.matrices[m]
+            i = self.of_matrix[m][0]
+            matrix = plan.matrices[m]
             entries = Counter(dict(matrix.held))
             held.setdefault(matrix.group, Counter()).update(entries)
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())

@@ -236,9 +236,11 @@ def joint_group(partition: Partition, ranks: tuple[int, ...]) -> ProcessGroup:
     if len(ranks) == world.size():
         return world
     if sum(map(len, partition)) == world.size():
-        wanted, local = partition, False
+        wanted = partition
+        local = False
     elif getattr(world, "bound_device_id", None) is None:
-        wanted, local = (ranks,), True
+        wanted = (ranks,)
+        local = True
     else:
         raise ValueError(
             f"ranks {ranks} need a group, but only some of the {world.size()} ranks ask for it, and all have to take "

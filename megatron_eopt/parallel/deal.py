@@ -40,7 +40,8 @@ class Deal:
     by_size: tuple[float, ...]  # the same by the deal that this one replaces
 
     def __str__(self) -> str:
-        ms, before = max(self.seconds) * 1e3, max(self.by_size) * 1e3
+        ms = max(self.seconds) * 1e3
+        before = max(self.by_size) * 1e3
         return (
             f"{len(self.ranks)} parameters dealt to {len(self.seconds)} data-parallel ranks by predicted time: the "
             f"busiest needs {ms:.3g} ms a step; dealt by size {before:.3g} ms"
@@ -51,7 +52,8 @@ class Times:
     """Predicted seconds of a hand's step on its busiest rank."""
 
     def __init__(self, kinds: Sequence[Item], work: Works, mode: TpMode, rates: Rates) -> None:
-        self._kinds, self._settings = kinds, (mode, work, rates)
+        self._kinds = kinds
+        self._settings = (mode, work, rates)
         self._known: dict[Hand, float] = {}
         self._ranks = [max((matrix.ranks for matrix in kind.matrices), default=1) for kind in kinds]
         # As many as ranks can share evenly take their time again and again, whatever else is there.

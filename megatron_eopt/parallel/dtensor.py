@@ -34,20 +34,23 @@ def layout_of_dtensor(x: DTensor) -> Layout:
     ``ValueError`` for other placements than ``Replicate`` and shards, for a tensor that does not hold what they say or
     holds several rectangles, and if the group cannot be made.
     """
-    mesh, placements = x.device_mesh, x.placements
+    mesh = x.device_mesh
+    placements = x.placements
     described = f"a DTensor of shape {tuple(x.shape)} with placements {placements} on a mesh {tuple(mesh.shape)}"
     if mesh.get_coordinate() is None:
         raise ValueError(f"{described} that this rank is no part of: give each rank its own parameters only")
     if not all(isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements):
         raise ValueError(f"{described}: only Replicate and Shard can be laid out, redistribute it to those first")
-    shape, cuts = (x.shape[0], prod(x.shape[1:])), _cuts(x)
+    shape = (x.shape[0], prod(x.shape[1:]))
+    cuts = _cuts(x)
     if not cuts:
         return on_one_rank(shape)
     if tells_its_chunk(x):
         if x not in _known:
             _known[x] = _of_chunks(x, shape, list(cuts))
         return _known[x]
-    dims, rectangles = list(cuts), _rectangles(tuple(x.shape), tuple(cuts.values()))
+    dims = list(cuts)
+    rectangles = _rectangles(tuple(x.shape), tuple(cuts.values()))
     if rectangles is None:
         raise ValueError(
             f"{described}: a rank holds several separate parts of the matrix {shape}; use an order of shards that "
@@ -73,7 +76,8 @@ def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layou
     group, _, label = _group(x.device_mesh, dims)
     (chunk,) = x.__create_chunk_list__()
     ranges = [range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-    rows, columns = ranges[0], _flattened(ranges[1:], x.shape[1:])
+    rows = ranges[0]
+    columns = _flattened(ranges[1:], x.shape[1:])
     edges_here = (rows.start, rows.stop, *(columns or (-1, -1)))
     told = all_gather(torch.tensor(edges_here, device=x.device), group).wait()
     rectangles = tuple(Rectangle(*edges) for edges in told.view(-1, 4).tolist())
@@ -128,7 +132,8 @@ def _rectangles(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Rectangl
             _held(length, [(cut, rank) for cut, rank in zip(cuts, coordinates, strict=True) if cut[0] == dim])
             for dim, length in enumerate(shape)
         ]
-        rows, columns = ranges[0], _flattened(ranges[1:], shape[1:])
+        rows = ranges[0]
+        columns = _flattened(ranges[1:], shape[1:])
         if rows is None or columns is None:
             return None
         result.append(Rectangle(rows.start, rows.stop, *columns))
@@ -156,12 +161,14 @@ def _chunk(indices: Sequence[int], chunks: int, which: int) -> Sequence[int]:
 
 def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[int, int] | None:
     """A box's range in its flattened tensor; None for several."""
-    start, size = 0, 1
+    start = 0
+    size = 1
     for held, length in zip(ranges, shape, strict=True):
         # behind a dimension with several entries, all others have to be whole
         if held is None or (size > 1 and len(held) != length):
             return None
-        start, size = start * length + held.start, size * len(held)
+        start = start * length + held.start
+        size = size * len(held)
     return (start, start + size) if size else (prod(shape), prod(shape))
 
 

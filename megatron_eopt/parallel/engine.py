@@ -87,7 +87,8 @@ class Engine:
         self._shapes: dict[int, list[tuple[int, int]]] = {}
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
-        planned, of_matrix = list[Matrix](), list[tuple[int, Layout]]()
+        planned = list[Matrix]()
+        of_matrix = list[tuple[int, Layout]]()
         for i, p in enumerate(parameters):
             if p.layout is None:
                 continue
@@ -96,7 +97,8 @@ class Engine:
                     f"{p.name} has a layout and no iteration, but other parameters have one: an engine orthogonalizes "
                     f"all matrices of its plan, or none; give this parameter another engine"
                 )
-            self._rows[i], self._shapes[i] = local_rows(p.layout, p.split), []
+            self._rows[i] = local_rows(p.layout, p.split)
+            self._shapes[i] = []
             for matrix, layout in p.matrices():
                 planned.append(matrix)
                 of_matrix.append((i, layout))

@@ -46,7 +46,9 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
     for mode in _COMPARED:
         other = make_plan(plan.matrices, mode, work, rates, sharing, workspace)
         lines.append(_row(mode, "", "", plan_cost(other, work, rates)))
-    flops, sent, latency = rates.flops / 1e12, rates.bytes / 1e9, rates.latency * 1e6
+    flops = rates.flops / 1e12
+    sent = rates.bytes / 1e9
+    latency = rates.latency * 1e6
     modelled = f"{flops:.3g} TFLOP/s, {sent:.3g} GB/s and {latency:.3g} us a collective"
     lines += ["", f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped."]
     if apart > 1.01 * whole.seconds:

@@ -76,12 +76,14 @@ def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None =
         return layout
     if layout.group is None:
         return Layout(layout.shape, (whole(layout.shape),) * group.size(), group, label)
-    this_rank, copies = dist.get_rank(), dist.get_process_group_ranks(group)
+    this_rank = dist.get_rank()
+    copies = dist.get_process_group_ranks(group)
     ranks = [copy + rank - this_rank for copy in copies for rank in dist.get_process_group_ranks(layout.group)]
     if joint is None or dist.get_process_group_ranks(joint) != ranks:
         return layout
     shards = layout.shards or (layout.ranks if layout.dim == 0 else 1)
-    rectangles, label = layout.rectangles * len(copies), f"{layout.label} x {label}"
+    rectangles = layout.rectangles * len(copies)
+    label = f"{layout.label} x {label}"
     return replace(layout, rectangles=rectangles, group=joint, label=label, shards=shards)
 
 
@@ -136,7 +138,9 @@ def layout_of(
     rows, cols = parameter.shape[-2:]
     prefix = ""
     if is_expert(parameter):
-        tp_group, gtp_group, prefix = expert_tp_group, expert_gtp_group, "expt_"
+        tp_group = expert_tp_group
+        gtp_group = expert_gtp_group
+        prefix = "expt_"
     tp = tp_group if is_sharded(parameter) and tp_group is not None and tp_group.size() > 1 else None
     gtp = gtp_group if is_cut_again(parameter) and gtp_group is not None and gtp_group.size() > 1 else None
     ahead = parameter.ndim - 2
@@ -176,7 +180,8 @@ def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
     """Tensor-parallel shards, each cut like ``layout``; all ranks call together."""
     if tp is None or tp.size() == 1:
         return layout
-    (rows, cols), cut = layout.shape, replace(cut_over(layout.shape, dim, tp), shards=tp.size() if dim == 0 else 1)
+    (rows, cols) = layout.shape
+    cut = replace(cut_over(layout.shape, dim, tp), shards=tp.size() if dim == 0 else 1)
     if layout.group is None:
         return cut
     steps = [(i * rows, 0) if dim == 0 else (0, i * cols) for i in range(tp.size())]
@@ -193,7 +198,8 @@ def _over_both(
 ) -> tuple[ProcessGroup, tuple[Rectangle, ...]]:
     """The group of two axes, and its ranks' shards."""
     # Megatron numbers the ranks of a grid: a step along one axis is as far from every rank
-    this_rank, columns = dist.get_rank(), dist.get_process_group_ranks(other)
+    this_rank = dist.get_rank()
+    columns = dist.get_process_group_ranks(other)
     held = {
         first + second - this_rank: rectangle
         for first, row in zip(dist.get_process_group_ranks(tp), grid, strict=True)

@@ -140,7 +140,8 @@ def _chunks(
     chunk_of: dict[int, int] = {}
     for of_label in of_labels.values():
         largest = largest_iteration([draft.matrices[i] for bucket in of_label for i in bucket.matrices], work)
-        alone, first = replace(draft, buckets=tuple(of_label)), 1 + max(chunk_of.values(), default=-1)
+        alone = replace(draft, buckets=tuple(of_label))
+        first = 1 + max(chunk_of.values(), default=-1)
         chunk_of |= {i: first + chunk for i, chunk in in_chunks(alone, parameters, workspace, largest).items()}
     together = sum(chunk_bytes(replace(draft, buckets=tuple(buckets)), workspace))
     fit = together <= workspace.for_chunks(largest_iteration(draft.matrices, work))
@@ -188,7 +189,8 @@ def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, s
     options = by("owner")
     rest = len(indices) % matrix.ranks
     if 0 < rest < len(indices):
-        first, last = Bucket(indices[:-rest], "owner"), indices[-rest:]
+        first = Bucket(indices[:-rest], "owner")
+        last = indices[-rest:]
         options += [(first, Bucket(last, scheme)) for scheme in sums]
     options += by(*sums)
     if matrix.shape[0] * matrix.shape[1] <= SMALL_ENTRIES:
@@ -206,11 +208,13 @@ def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works,
         return costs.of_buckets(serve(picked)).seconds
 
     def improved(picked: list[tuple[Bucket, ...]]) -> list[tuple[Bucket, ...]]:
-        least, before = seconds(picked), float("inf")
+        least = seconds(picked)
+        before = float("inf")
         while least < before:
             before = least
             for i, choices in enumerate(options):
-                before_i, after_i = picked[:i], picked[i + 1 :]
+                before_i = picked[:i]
+                after_i = picked[i + 1 :]
                 for choice in choices if len(choices) > 1 else ():
                     trial = [*before_i, choice, *after_i]
                     needed = seconds(trial)
@@ -258,7 +262,8 @@ def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> t
         return compute_ranks
     # in an order that does not depend on that of the parameters, but for matrices that lie alike
     waiting = [deque(alike[held]) for held in sorted(alike)]
-    room, rank_of = Counter(compute_ranks), dict[int, int]()
+    room = Counter(compute_ranks)
+    rank_of = dict[int, int]()
     held_by = [(-entries, rank, kind) for kind, held in enumerate(sorted(alike)) for rank, entries in held]
     for _, rank, kind in sorted(triple for triple in held_by if room[triple[1]]):
         while room[rank] and waiting[kind]:
@@ -272,7 +277,9 @@ def _check(matrices: Sequence[Matrix]) -> None:
     names: set[str] = set()
     sizes: dict[str, int] = {}
     for matrix in matrices:
-        name, ranks, group = matrix.name, matrix.ranks, matrix.group
+        name = matrix.name
+        ranks = matrix.ranks
+        group = matrix.group
         if name in names:
             raise ValueError(f"two matrices have the name {name!r}")
         names.add(name)
@@ -313,7 +320,8 @@ def fingerprint(plan: Plan, label: str | None = None) -> str:
 
 def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str | None:
     """The first matrix in which two plans differ, and how."""
-    ours, theirs = _of_group(mine, label)[0], _of_group(other, label)[0]
+    ours = _of_group(mine, label)[0]
+    theirs = _of_group(other, label)[0]
     for i, (a, b) in enumerate(zip_longest(ours, theirs)):
         if a is None or b is None:
             return f"{(a or b).name!r} is in the {'second' if a is None else 'first'} only"

@@ -53,7 +53,8 @@ class Watched:
 
     def grams(self, iteration: Iteration) -> Watch:
         """Watch effective ranks (first Gram matrix) and residuals (last one)."""
-        last, first = len(iteration.schedule) - 1, deque[tuple[Tensor, Tensor]]()
+        last = len(iteration.schedule) - 1
+        first = deque[tuple[Tensor, Tensor]]()
 
         def watch(step: int, R: Tensor) -> None:
             if step not in (0, last):
@@ -63,7 +64,8 @@ class Watched:
             if step == 0:
                 first.append((trace, squares))
             if step == last:  # of the matrices that were the first of those before it
-                (norms, squared), short = first.popleft(), R.size(-1)
+                (norms, squared) = first.popleft()
+                short = R.size(-1)
                 rank = norms.square() / squared
                 if last == 0:  # the norm is not divided out yet
                     trace, squares = torch.ones_like(trace), squares / trace.square()

@@ -42,8 +42,10 @@ def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
 
     Shards, buffers, whole matrices and factors, without the iteration. The schemes show when each is freed.
     """
-    item, (rows, cols) = matrix.itemsize, matrix.shape
-    largest, on_rank = most * item, -(-count // matrix.ranks) * rows * cols * item
+    item = matrix.itemsize
+    (rows, cols) = matrix.shape
+    largest = most * item
+    on_rank = -(-count // matrix.ranks) * rows * cols * item
     if scheme in ("local", "blockwise"):
         return 2 * largest
     if scheme == "owner":
@@ -73,17 +75,21 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
         matrices_of.setdefault(parameters[i], []).append(i)
 
     def needed(some: Sequence[int], held: Mapping[int, int]) -> int:
-        counts, of_buckets = Counter(held), dict[int, dict[int, int]]()
+        counts = Counter(held)
+        of_buckets = dict[int, dict[int, int]]()
         counts.update(like[i] for p in some for i in matrices_of[p])
         for i, count in counts.items():
             of_buckets.setdefault(bucket_of[i], {})[i] = count
         return sum(_needed(plan, plan.buckets[n], of_bucket, workspace) for n, of_bucket in of_buckets.items())
 
-    room, of_all = workspace.for_chunks(largest), needed(list(matrices_of), {})
+    room = workspace.for_chunks(largest)
+    of_all = needed(list(matrices_of), {})
     most = min(room // IN_FLIGHT, of_all // OFFLOADED_CHUNKS) if workspace.state else room // IN_FLIGHT
     if of_all <= room and not workspace.state:
         return dict.fromkeys(bucket_of, 0)
-    chunk, held, chunk_of = 0, Counter[int](), dict[int, int]()
+    chunk = 0
+    held = Counter[int]()
+    chunk_of = dict[int, int]()
     for number, bucket in enumerate(plan.buckets):
         ranks = plan.matrices[bucket.matrices[0]].ranks if bucket.compute_ranks else 1
         waiting = list(dict.fromkeys(parameters[i] for i in bucket.matrices if parameters[i] not in chunk_of))
@@ -93,7 +99,8 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
             if needed(some, {}) > room:
                 some = some[:1]
             if held and needed(some, held) > most:
-                chunk, held = chunk + 1, Counter()
+                chunk = chunk + 1
+                held = Counter()
             held.update(like[i] for one in some for i in matrices_of[one])
             chunk_of |= dict.fromkeys(some, chunk)
             del waiting[: len(some)]
@@ -102,7 +109,8 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
 
 def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
     """Most bytes of each chunk on its busiest rank."""
-    of_each, like = Counter[int](), _like(plan)
+    of_each = Counter[int]()
+    like = _like(plan)
     for bucket in plan.buckets:
         of_each[bucket.chunk] += _needed(plan, bucket, Counter(like[i] for i in bucket.matrices), workspace)
     return [of_each[chunk] for chunk in sorted(of_each)]
@@ -121,5 +129,6 @@ def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Wo
     for i, count in counts.items():
         for rank, entries in plan.matrices[i].held:
             held[rank] += count * entries
-    matrix, most = plan.matrices[bucket.matrices[0]], max(held.values(), default=0)
+    matrix = plan.matrices[bucket.matrices[0]]
+    most = max(held.values(), default=0)
     return bucket_bytes(matrix, bucket.scheme, sum(counts.values()), most) + workspace.kept * most

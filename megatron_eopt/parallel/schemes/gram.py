@@ -20,7 +20,8 @@ _Exchange = Callable[[Tensor, _InPlace], Generator[None, None, Tensor]]
 
 def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``distributed``: the standard form; sums norms, then each Gram matrix."""
-    group, iteration = job.ranks, job.iteration
+    group = job.ranks
+    iteration = job.iteration
     dim = cut_dimension(job.matrix.shape, job.matrix.rectangles)
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
@@ -67,7 +68,8 @@ def replicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def split(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``gram_split``: each sum goes to a compute rank, for ``Q``."""
-    group, compute_ranks = job.ranks, job.bucket.compute_ranks
+    group = job.ranks
+    compute_ranks = job.bucket.compute_ranks
     full, rest = in_rounds(compute_ranks, group.size())  # the rest would be padded, so it goes one by one
 
     def exchange(grams: Tensor, factors: _InPlace) -> Generator[None, None, Tensor]:

@@ -96,7 +96,9 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: any shards, cut along both dimensions or in copies."""
-    group, here, sizes = job.ranks, job.runs_here, job.sizes
+    group = job.ranks
+    here = job.runs_here
+    sizes = job.sizes
     copy = job.matrix.copy_of(group.rank())
     pending = _to_copy(stack.view(-1), sizes, here, copy, group)
     del stack
@@ -131,8 +133,10 @@ def shards_of(flat: Tensor, shapes: Shapes) -> Factors:
 
 def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``share``: computes before it waits, while earlier results travel."""
-    group, counts = job.ranks, [job.bucket.compute_ranks.count(rank) for rank in range(job.ranks.size())]
-    first, count = sum(counts[: group.rank()]), counts[group.rank()]
+    group = job.ranks
+    counts = [job.bucket.compute_ranks.count(rank) for rank in range(job.ranks.size())]
+    first = sum(counts[: group.rank()])
+    count = counts[group.rank()]
     # as many matrices from every rank: the last one of some may stay empty
     sent = stack.new_zeros(max(counts), *job.matrix.shape)
     mine = sent[:count].copy_(stack[first : first + count])
@@ -150,7 +154,8 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def orthogonalized(stack: Tensor, job: Job) -> Tensor:
     """Orthogonal factors of a stack, perhaps empty, in its memory."""
-    iteration, watch = job.iteration, job.watch()
+    iteration = job.iteration
+    watch = job.watch()
 
     def run(x: Tensor) -> Tensor:
         with job.phase():
@@ -182,7 +187,8 @@ def bring(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
     """Start to bring each matrix to one rank, by all-to-all."""
-    rank, copy = group.rank(), matrices[0].copy_of(group.rank())
+    rank = group.rank()
+    copy = matrices[0].copy_of(group.rank())
     runs = [(of[rank], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
     pending = _to_copy(_by_rank(stacks, numbers), _sizes(numbers, matrices, rank), runs, copy, group)
     return lambda: assemble(pending.wait(), [[run] for run in of_copy(runs, copy)])
@@ -250,7 +256,8 @@ def assemble(received: Tensor, groups: Sequence[LayoutRuns], short_first: bool =
         short_first: store tall matrices transposed.
     """
     runs = [run for group in groups for run in group]
-    stacks, of_runs = list[Tensor](), list[Tensor]()
+    stacks = list[Tensor]()
+    of_runs = list[Tensor]()
     for group in groups:
         shape = group[0][1].shape
         transposed = short_first and shape[0] > shape[1]
@@ -275,7 +282,8 @@ def cut_up(stacks: Sequence[Tensor], runs: LayoutRuns) -> Tensor:
 
 def _pairs(flat: Tensor, stacks: Sequence[Tensor], runs: LayoutRuns) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of what several ranks have of a stack, in ``flat`` and in the stack."""
-    rank, start = 0, 0
+    rank = 0
+    start = 0
     for strip in strips(_cuts(runs)):
         sizes = [count * r.numel // strip.ranks for (count, _), r in zip(runs, strip.rectangles, strict=True)]
         size = sum(sizes)
@@ -285,7 +293,8 @@ def _pairs(flat: Tensor, stacks: Sequence[Tensor], runs: LayoutRuns) -> Iterator
             if part.numel():  # the ranks as the first dimension of both
                 place = cut_out(stack, rectangle).unflatten(dim + 1, (strip.ranks, -1)).movedim(dim + 1, 0)
                 yield part.view(place.shape), place
-        rank, start = rank + strip.ranks, start + size * strip.ranks
+        rank = rank + strip.ranks
+        start = start + size * strip.ranks
 
 
 def _cuts(runs: LayoutRuns) -> tuple[tuple[Rectangle, ...], ...]:

@@ -14,7 +14,7 @@ COMMANDS = {  # name -> module, help
     ),
     "verify-checkpoint": (
         "megatron_eopt.tools.verify.command",
-        "what is in a torch_dist checkpoint, whether it is whole and finite, and whether a run would load it",
+        "what is in a torch_dist checkpoint, and whether it is whole and finite",
     ),
     "doctor": ("megatron_eopt.tools.doctor", "what is installed, what works with it, and what to do about the rest"),
     "plot": ("megatron_eopt.tools.plot", "losses and figures of optimizers from TensorBoard files"),
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--" in given:
         cut = given.index("--")
         given, flags = given[:cut], given[cut + 1 :]
-    about = "Muon and its relatives for Megatron-Core: what a run will do, would load, or needs."
+    about = "Muon and its relatives for Megatron-Core: what a run will do, has saved, or needs."
     parser = argparse.ArgumentParser(prog="megatron-eopt", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""The walk of a gradient through one step stays short, and is what the docs say it is."""
+"""The walk of a gradient through one step is what the docs say it is."""
 
 import re
 from pathlib import Path
@@ -19,19 +19,6 @@ PAGE = (ROOT / "docs/reference/code.md").read_text()
 def walks():
     """Muon's, on one process and on one of two tensor-parallel ranks."""
     return {"one process": walk.one_step(TensorParallelMuon), "TP=2": walk.on_two_ranks(["muon"])["muon"]}
-
-
-def test_muon_on_one_process_enters_few_files(walks):
-    found = walks["one process"]
-    print("\n" + walk.line("muon", found))
-    assert len(found.files) <= 13
-    assert found.depth <= 10
-
-
-def test_muon_on_two_ranks_enters_few_files(walks):
-    found = walks["TP=2"]
-    print("\n" + walk.line("muon", found))
-    assert len(found.files) <= 15
 
 
 @pytest.mark.parametrize("where", ["one process", "TP=2"])

@@ -84,6 +84,7 @@ class Engine:
         self._parameters = list(parameters)
         iterated = {x.name: replace(x, max_bytes=workspace.iteration) for p in parameters if (x := p.iteration)}
         self._rows: dict[int, LocalRows] = {}
+        self._whole = set(range(len(parameters)))  # indices of those that are one matrix, or none
         self._shapes: dict[int, list[tuple[int, int]]] = {}
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
@@ -98,6 +99,8 @@ class Engine:
                     f"all matrices of its plan, or none; give this parameter another engine"
                 )
             self._rows[i] = local_rows(p.layout, p.split)
+            if not p.split.is_whole or p.layout.padding:
+                self._whole.discard(i)
             self._shapes[i] = []
             for matrix, layout in p.matrices():
                 planned.append(matrix)
@@ -230,13 +233,12 @@ class Engine:
             return tensors
         shards: list[Tensor] = []
         for i, x in zip(indices, tensors, strict=True):
-            rows = self._rows.get(i)
-            if rows is None:
-                shards.append(x)
-                continue
-            if x.ndim > 2 and not rows.stacked:
+            if x.ndim > 2 and i in self._rows and not self._rows[i].stacked:
                 x = x.flatten(1)
-            shards += rows.split(x)
+            if i in self._whole:
+                shards.append(x)
+            else:
+                shards += self._rows[i].split(x)
         tensors.clear()
         return shards
 
@@ -253,10 +255,10 @@ class Engine:
         remaining = iter(shards)
         merged = []
         for i in indices:
-            rows = self._rows.get(i)
-            merged.append(
-                next(remaining) if rows is None else rows.merge(list(islice(remaining, len(self.matrices[i]))))
-            )
+            if i in self._whole:
+                merged.append(next(remaining))
+            else:
+                merged.append(self._rows[i].merge(list(islice(remaining, len(self.matrices[i])))))
         return merged
 
     def orthogonalize(self, indices: Sequence[int], shards: Shards) -> Generator[Shards, list[Tensor], list[Tensor]]:

@@ -3,8 +3,6 @@
 import importlib
 import io
 import json
-import re
-import shlex
 import shutil
 import zipfile
 from dataclasses import is_dataclass
@@ -19,10 +17,8 @@ from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.cli import main
 from megatron_eopt.routing import from_json
-from megatron_eopt.tools.plan.described.model import described_run
-from megatron_eopt.tools.verify.would_load import SCHEDULER, parse_flags, would_load
 from tests.checkpoints import made
-from tests.megatron.runs import MUON, ROOT, SMALL_GPT, refused, train
+from tests.megatron.runs import MUON, refused, train
 
 RUN = ["--num-layers", "2", *MUON, "--train-iters", "4"]
 MOMENTUM = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
@@ -82,51 +78,6 @@ def test_a_whole_one(saved, capsys):
     assert ("fp32_param          4 tensors" in out) == bool(flags)
     assert ("TP 2" in out) == bool(flags)
     assert out.splitlines()[-1] == "OK"
-
-
-def of_page(page):
-    """The flags of the run on a page that saves checkpoints, spelled as they stand there."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    (command,) = re.findall(r"pretrain\.py((?: (?:\\\n|[^\n`])*)--save (?:\\\n|[^\n`])*)", text)
-    muon = re.search(r'MUON="(.*)"', text)
-    command = command.replace("\\\n", " ").replace('"$@"', muon[1] if muon else "")
-    return shlex.split(command.replace("$SMALL_GPT", shlex.join(SMALL_GPT)))
-
-
-@pytest.mark.parametrize("page", ["quick-start", "manifest"])
-def test_the_flags_of_a_page_would_load_what_they_saved(page, tmp_path):
-    """Saved are arguments as Megatron completes them."""
-    with described_run(of_page(page), 0) as run:
-        args = vars(run.args)
-    contents = read_contents(made.save(tmp_path, made.tensors(["momentum_buffer"]), made.common(**args)))
-    schedule = {key: args[flag] for flag, key in SCHEDULER.items()}
-    contents.common["opt_param_scheduler"].update(
-        schedule, lr_decay_steps=args["train_iters"] * args["global_batch_size"]
-    )
-    problems, notes = would_load(contents, *parse_flags(of_page(page)))
-    assert [f"{each.what}: {each.advice}" for each in problems if "half precision" not in each.what] == []
-    assert not any("not a whole command line" in note for note in notes)
-
-
-def test_the_same_run_would_load_it(saved, capsys):
-    folder, flags = saved
-    status, out, _ = verify(capsys, folder, "--no-data", "--", *SMALL_GPT, *RUN, *flags)
-    assert (status, out.splitlines()[-1]) == (0, "OK")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--num-layers", "4"], "num_layers was 2 and is 4"),
-        (["--optimizer", "adam"], "it holds the state of muon, and the run wants adam"),
-        (["--lr", "3e-3"], "lr was 0.01 and is 0.003"),
-    ],
-)
-def test_another_run_would_not(saved, capsys, flags, words):
-    folder, own = saved
-    status, out, _ = verify(capsys, folder, "--no-data", "--", *SMALL_GPT, *RUN, *own, *flags)
-    assert status == 1
-    assert words in out
 
 
 def test_a_flipped_bit(copy, capsys):

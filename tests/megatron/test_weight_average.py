@@ -8,11 +8,9 @@ from math import prod
 import pytest
 import torch
 
-from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.checkpoints.states import split_key
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE
 from megatron_eopt.tools.plan.described import planned_run
-from megatron_eopt.tools.verify.would_load import parse_flags, would_load
 from tests.megatron.runs import (
     EXPERTS,
     MUON,
@@ -297,25 +295,6 @@ def test_the_distributed_optimizer_goes_on_from_what_was_trained_where_the_model
     ran = [train(tmp_path / name, 2, *run, "--load", checkpoints / name)[0] for name in ("ema", "model")]
     assert_same_ranks(*ran)
     assert [rank["losses"] for rank in ran[0]] == [rank["losses"] for rank in ran[1]]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    ("saved", "flags", "said"),
-    [
-        ("none", [], ""),
-        ("none", EMA, ""),
-        ("ema", EMA, ""),
-        ("ema", [], "the average of weights is None and was ema:0.8: what there is of it is left out"),
-        ("ema", TAIL, "the average of weights is tail:4 and was ema:0.8: what there is of it is left out"),
-        ("model", EMA, ""),
-        ("model", [], "its model is the average ema:0.8 of weights, and the run has none and would go on from it"),
-    ],
-)
-def test_verify_checkpoint_says_the_same(checkpoints, saved, flags, said):
-    given = map(str, [*SMALL_GPT, *RUN, *MUON, *flags, "--train-iters", 3])
-    problems, _ = would_load(read_contents(folder(checkpoints / saved, 2)), *parse_flags(list(given)))
-    assert [problem.what for problem in problems] == ([said] if said else [])
 
 
 @pytest.mark.wide

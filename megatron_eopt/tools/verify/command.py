@@ -15,16 +15,21 @@ from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.routing import from_json, table
 from megatron_eopt.tools.verify import optimizers
 from megatron_eopt.tools.verify.data import Data, check_data, check_integrity, check_sums, check_tiling
-from megatron_eopt.tools.verify.would_load import SIZES, Flags, parse_flags, would_load
 
+_SIZES = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "expert_model_parallel_size": "EP",
+    "expert_tensor_parallel_size": "ETP",
+    "world_size": "world size",
+}
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = "Exit status: 0 without errors, 1 with errors, 2 if it cannot be read."
-    parser.usage = "%(prog)s [-h] [--json] [--manifest] [--no-data] [--trust-globals NAMES] DIR [-- FLAGS OF A RUN]"
-    parser.epilog = "Flags of a Megatron run after -- are compared with the checkpoint: would that run load it?"
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
@@ -40,9 +45,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     """Print the report of a checkpoint; returns the exit status."""
-    run = None if flags is None else parse_flags(flags)
+    if flags:
+        raise ValueError(f"nothing is expected after --, got {' '.join(flags)}: a run itself says what it cannot load")
     try:
-        report = _report(options, run)
+        report = _report(options)
         text = json.dumps(report, indent=1) if options.json else "\n".join(map(printable, _lines(report)))
     except Exception as error:  # what is damaged or hostile raises anything
         what = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
@@ -54,16 +60,11 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     return 0 if report["ok"] else 1
 
 
-def _report(options: argparse.Namespace, run: Flags | None) -> dict[str, Any]:
+def _report(options: argparse.Namespace) -> dict[str, Any]:
     contents = read_contents(newest(options.folder))
     data, problems = _checked(contents, options)
-    notes: list[str] = []
-    if run is not None:
-        of_run, notes = would_load(contents, *run)
-        problems += of_run
     report = _about(contents)
     report["data"] = data and {"archives": data.archives, "bytes": data.bytes, "compared": data.compared}
-    report["notes"] = notes
     report["problems"] = [problem._asdict() for problem in problems]
     report["errors"] = sum(problem.severity == "error" for problem in problems)
     report["warnings"] = len(problems) - report["errors"]
@@ -102,7 +103,7 @@ def _check_tracker(folder: Path) -> Iterator[Problem]:
 
 def _about(contents: Contents) -> dict[str, Any]:
     sizes = {}
-    for name, short in {**SIZES, "world_size": "world size"}.items():
+    for name, short in _SIZES.items():
         if name in contents.args:
             sizes[short] = contents.args[name]
     found = []
@@ -168,8 +169,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"data        {data['archives']:,} archives read, {data['bytes']:,} bytes; {compared}"
     else:
         yield "data        not read"
-    for note in report["notes"]:
-        yield f"note        {note}"
     for problem in report["problems"]:
         yield f"{problem['severity'] + ':':<11} {problem['what']}"
         yield f"{'':<11} -> {problem['advice']}"

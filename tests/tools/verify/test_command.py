@@ -86,14 +86,6 @@ def test_unreadable(capsys, tmp_path):
     assert (status, json.loads(out)["ok"]) == (2, False)
 
 
-def test_flags_of_a_run(capsys, folder):
-    status, out, _ = verify(capsys, folder, "--", "--num-layers", "3", "--optimizer", "muon")
-    assert status == 1
-    assert "error:      another model: num_layers was 2 and is 3" in out
-    status, out, _ = verify(capsys, folder, "--json", "--", "--optimizer", "muon", "--other", "1")
-    assert (status, json.loads(out)["notes"][-1]) == (0, "not compared: --other")
-
-
 @pytest.mark.parametrize(
     "arguments", [["--nonsense"], ["x", "--", "--num-layers", "two"], []], ids=["unknown", "flag", "none"]
 )

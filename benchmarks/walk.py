@@ -1,6 +1,6 @@
 """The walk of a gradient through one step: which files of the package it enters, how often, how deep.
 
-``make walk`` prints it, on one process and on two tensor-parallel ranks; ``tests/test_walk.py`` compares the docs with it.
+``make walk`` prints it, on one process and on two ranks; ``tests/test_walk.py`` compares the docs with it.
 """
 
 import os

@@ -66,7 +66,8 @@ def symmetric_products_from(config: Any) -> dict[str, str]:
     """The argument ``symmetric_products``, of Megatron's ``--muon-use-syrk``."""
     if not getattr(config, "muon_use_syrk", False):
         return {}
-    if (named := getattr(config, "muon_symmetric_products", None)) not in (None, "triton"):
+    named = getattr(config, "muon_symmetric_products", None)
+    if named not in (None, "triton"):
         raise ValueError(
             f"--muon-use-syrk asks for symmetric products by Triton, and --muon-symmetric-products for {named}: keep "
             f"one of the two"

@@ -134,10 +134,12 @@ class Redirections:
 def _replace(target: Any, name: str, make: Callable[[Any], Any], undoing: contextlib.ExitStack) -> tuple[Any, Any]:
     partial = functools.partial
     if isinstance(target, MutableMapping):
-        seen, put = target.get(name), target.__setitem__
+        seen = target.get(name)
+        put = target.__setitem__
         put_back = partial(put, name, seen) if name in target else partial(target.pop, name, None)
     else:
-        seen, put = getattr(target, name, None), partial(setattr, target)
+        seen = getattr(target, name, None)
+        put = partial(setattr, target)
         # not what was seen: it may be a bound classmethod, or inherited
         put_back = partial(put, name, vars(target)[name]) if name in vars(target) else partial(delattr, target, name)
     replacement = make(seen)

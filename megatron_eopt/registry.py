@@ -178,7 +178,8 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         """Take the entries out of Megatron's dict, and restore it."""
         if self.data is self._own:
             return
-        theirs, self.data = self.data, self._own
+        theirs = self.data
+        self.data = self._own
         for name, entry in self._own.items():
             if theirs.get(name) is not entry:
                 continue

@@ -123,7 +123,8 @@ def newest(folder: Path) -> Path:
 
 def read_contents(folder: Path) -> Contents:
     """Read a checkpoint's metadata, or raise a :class:`CheckpointError`."""
-    if fault := _fault(folder):
+    fault = _fault(folder)
+    if fault:
         raise CheckpointError(f"{folder} {fault}")
     contents = read_layout(folder)
     key = COMMON_KEY

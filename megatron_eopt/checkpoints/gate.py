@@ -104,7 +104,8 @@ class Load:
             return self.load_inner
         if (module, name) in _GENERATORS and not self.real:
             return _stand_in(path)  # the GPU that it names may not be here
-        if (found := harmless.NAMES.get((module, name))) is not None:
+        found = harmless.NAMES.get((module, name))
+        if found is not None:
             return found
         if harmless.is_imported(module, name):
             found = harmless.imported(module, name) if self.real else None
@@ -188,7 +189,8 @@ class _GatedUnpickler(_Unpickler):
 
     def load_build(self) -> None:
         """Give an instance its state, where that changes nothing else."""
-        state, instance = self.stack.pop(), self.stack[-1]
+        state = self.stack.pop()
+        instance = self.stack[-1]
         kind = type(instance)
         if isinstance(instance, Unknown):
             instance.arguments = (*instance.arguments, state)

@@ -64,7 +64,8 @@ def union(texts: Iterable[str]) -> list[str]:
 
 def refuse_different(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError on all ranks where settings differ."""
-    if lines := differences(by_first_rank(settings)):
+    lines = differences(by_first_rank(settings))
+    if lines:
         what = (
             "ranks have different settings, and would train a wrong model: start all with the same flags, files and "
             "packages"
@@ -100,7 +101,8 @@ def refuse_different_parameters(parameters: Sequence[ModelParameter], groups: An
 def _different_parameters(here: dict[str, str], group: ProcessGroup) -> list[str]:
     of_ranks = by_first_rank(here, group)
     names = dict.fromkeys(name for of_rank in of_ranks.values() for name in of_rank)
-    by_name, by_position = {}, {}
+    by_name = {}
+    by_position = {}
     for rank, of_rank in of_ranks.items():
         global_rank = dist.get_global_rank(group, rank)
         by_name[global_rank] = {name: of_rank.get(name, "missing") for name in names}

@@ -21,7 +21,8 @@ from megatron_eopt.redirect import around
 
 def check_rule(config: Any) -> None:
     """Refuse what is no rule of an average."""
-    if (rule := getattr(config, "optimizer_weight_average", None)) is not None:
+    rule = getattr(config, "optimizer_weight_average", None)
+    if rule is not None:
         AverageRule.parse(rule)
 
 
@@ -32,7 +33,8 @@ def average_weights(optimizers: Sequence[Optimizer], config: Any, args: Any) -> 
         return
 
     def remaining() -> int | None:
-        last, now = getattr(args, "train_iters", None), getattr(releases.training_args(), "curr_iteration", None)
+        last = getattr(args, "train_iters", None)
+        now = getattr(releases.training_args(), "curr_iteration", None)
         return None if last is None or now is None else last - now - 1
 
     WeightAverage(rule, *optimizers, remaining=remaining)

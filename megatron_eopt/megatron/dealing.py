@@ -35,7 +35,8 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
         original(self, optimizers, *layouts)
         kept = {parameter for group in groups for parameter in group["params"]}
         for name, ranks in HANDS:
-            if not (by_size := getattr(self, name)):
+            by_size = getattr(self, name)
+            if not by_size:
                 continue
             rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
             parameters = [parameter for params in whole for parameter in params if parameter in rank_of]

@@ -73,7 +73,8 @@ class OptimizerOfRun:
         self.groups = pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
         check_rule(config)
-        self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
+        self.tp_mode = config.muon_tp_mode
+        self.tp_mode_source = getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made
         self.seconds: dict[str, float] = {}  # of the phases of the start
@@ -86,7 +87,8 @@ class OptimizerOfRun:
         The seconds of each phase are printed.
         """
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
-        if (caveat := releases.caveat(self.facts.release)) is not None:
+        caveat = releases.caveat(self.facts.release)
+        if caveat is not None:
             agreement.say(caveat)
         for warning in unread(self.config):
             agreement.say(f"warning: {warning}")
@@ -119,7 +121,8 @@ class OptimizerOfRun:
     def phase(self, ended: str) -> None:
         """Note the time of a phase of the start, and begin the next."""
         now = time.perf_counter()
-        self.seconds[ended], self.began = now - self.began, now
+        self.seconds[ended] = now - self.began
+        self.began = now
 
     def describe(self) -> None:
         """Name the parameters, and mark them: as Megatron, and as declared."""
@@ -224,7 +227,8 @@ class OptimizerOfRun:
         agreement.say(f"the tp_mode of the checkpoint is {tp_mode}: {why}")
         self.tp_mode_of_checkpoint = tp_mode
         if keep:
-            self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
+            self.tp_mode = tp_mode
+            self.tp_mode_source = "checkpoint"
             if self.optimizer is not None:  # a framework may load what no flag names
                 self.prepare()
                 self.build_manifest()
@@ -333,5 +337,6 @@ def wrap_group_builder(
     else:
         wrapped = FP32Optimizer(optimizer, config, init_state)
     wrapped.grad_stats_parallel_group = kwargs["model_parallel_group"]
-    wrapped.tp_group, wrapped.expert_tp_group = groups.tp, groups.expt_tp
+    wrapped.tp_group = groups.tp
+    wrapped.expert_tp_group = groups.expt_tp
     return wrapped

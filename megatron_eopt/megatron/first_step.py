@@ -30,7 +30,9 @@ def check_steps(
     Fewer prove nothing at a learning rate of zero, as warmups begin with, or where gradients are not finite: then the
     next step counts. ``compare`` is called before every step, ``look`` before the first.
     """
-    step, proven, looked = optimizer.step, False, False
+    step = optimizer.step
+    proven = False
+    looked = False
     counting = [inner for inner in torch_optimizers(optimizer) if isinstance(inner, BaseOptimizer)]
     for inner in counting:  # a rank may have nothing of any gradient, and the count below tells what is missing
         inner._session.warns_without_gradients = False
@@ -71,7 +73,8 @@ def warn_of_unused(assigned: Sequence[Assignment]) -> None:
     reached: dict[str, list[Tensor]] = {}
     for each in assigned:
         if each.optimizer is not None and 0 not in (each.settings.get("lr"), each.settings.get("lr_mult")):
-            parameter, gradient = each.parameter.tensor, _gradient(each.parameter.tensor)
+            parameter = each.parameter.tensor
+            gradient = _gradient(each.parameter.tensor)
             none = torch.zeros((), dtype=torch.bool, device=parameter.device)
             head, experts, tail = each.name.partition(".experts.")
             name = head + experts + (_NUMBER_OF_EXPERT.sub("*", tail) if experts else "")
@@ -97,7 +100,8 @@ def refuse_partial_gradients(
     different models (as MLM 7452, finding 11). All ranks call it before the first step. A gradient differs where it is
     off the mean of the ranks by more than :data:`PARTIAL` of its norm. A ``RuntimeError`` is on all ranks of a group.
     """
-    names, distances = list[str](), list[Tensor]()
+    names = list[str]()
+    distances = list[Tensor]()
     for each in assigned:
         parameter = each.parameter.tensor
         group = expert_tp if is_expert(parameter) else tp

@@ -96,5 +96,6 @@ def build(config: Any, model_chunks: Sequence[Any], overrides: Overrides, groups
         distributed_optimizer_instance_id=ranks["inter_dist_opt_group"].rank() if instances else 0,
     )
     optimizer.grad_stats_parallel_group = ranks["intra_dist_opt_group"]
-    optimizer.tp_group, optimizer.expert_tp_group = groups.tp, groups.expt_tp
+    optimizer.tp_group = groups.tp
+    optimizer.expert_tp_group = groups.expt_tp
     return ChainedOptimizer([optimizer])

@@ -97,7 +97,8 @@ def split_of(
 
     ``splits_qkv`` and ``splits_glu`` are Megatron's settings of QKV, and of gate and up, for ``default``.
     """
-    own, parameter = assigned.settings.get("split"), assigned.parameter
+    own = assigned.settings.get("split")
+    parameter = assigned.parameter
     name: SplitName = own or of_run
     if is_declared(parameter):
         if own is not None:
@@ -108,7 +109,8 @@ def split_of(
         if is_transposed(parameter.tensor):
             raise ValueError(f"{parameter.name} is declared as transposed, but Megatron's weights are (out, in)")
         return declared_split(parameter.tensor)
-    if (made_of := fused(parameter)) is None:
+    made_of = fused(parameter)
+    if made_of is None:
         return None
     if assigned.optimizer is not None and traits_of(assigned.optimizer).pairs_rows:
         if name == "none" and made_of.matrices.order == "per_shard":
@@ -136,7 +138,8 @@ def _refuse_unmarked(parameter: ModelParameter) -> None:
     """Refuse QKV projections with other rows than their config says."""
     if not is_qkv_projection(parameter.path, parameter.tensor) or getattr(parameter.tensor, "is_qkv", False):
         return
-    config, rows = attention_config(parameter.chunk, parameter.path), parameter.info.shape[0]
+    config = attention_config(parameter.chunk, parameter.path)
+    rows = parameter.info.shape[0]
     shapes = get_qkv_split_shapes(config)
     raise ValueError(
         f"{parameter.name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} "
@@ -148,10 +151,12 @@ def fused(parameter: ModelParameter) -> Fused | None:
     """What a parameter is fused of; None for one matrix."""
     home, _, layer = parameter.path.rpartition(".")
     module = parameter.chunk.get_submodule(home)
-    config, name = getattr(module, "config", None), parameter.name
+    config = getattr(module, "config", None)
+    name = parameter.name
     if parameter.tensor.ndim not in (2, 3) or config is None:
         return None
-    queries, keys = "the queries of all heads", "the keys and values of all heads"
+    queries = "the queries of all heads"
+    keys = "the keys and values of all heads"
     match layer:
         case "linear_qkv":
             shapes = get_qkv_split_shapes(config)

@@ -142,7 +142,8 @@ def _row(
     rate = group.get("max_lr", config.lr) or 0.0
     lowest = group.get("min_lr", config.min_lr) or 0.0
     if getattr(config, "lr_decay_style", None) == "constant":  # Megatron's other schedules end at min_lr
-        if (source := sources.pop("min_lr", None)) is not None:
+        source = sources.pop("min_lr", None)
+        if source is not None:
             overruled.append(f"min_lr {lowest:g} by {source}, as the schedule is constant")
         lowest = rate
     return ManifestRow(
@@ -167,7 +168,8 @@ def _row(
 
 
 def _reason(assigned: Assignment) -> str:
-    info, sources = assigned.parameter.info, assigned.resolved.sources
+    info = assigned.parameter.info
+    sources = assigned.resolved.sources
     if assigned.optimizer is None:
         return f"excluded by {sources['exclude']}"
     kind = {0: "scalar", 1: "vector", 2: "matrix"}.get(len(info.shape), "stack of matrices")

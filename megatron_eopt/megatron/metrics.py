@@ -24,7 +24,8 @@ def interval_of(config: Any, args: Any) -> int:
 
 def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wise: bool) -> None:
     """Measure the ``step`` of Megatron's optimizer at every ``interval``-th iteration."""
-    step, steps = optimizer.step, 0
+    step = optimizer.step
+    steps = 0
     device = next(p.device for chunk in model_chunks for p in chunk.parameters())
     sampler = Sampler(torch_optimizers(optimizer), device)
 

@@ -216,7 +216,8 @@ def _global_name(path: str, last: str, ahead: dict[str, int]) -> str:
         if word.isdecimal():
             before = ".".join(path.split(".")[:index])
             words[index] = str(int(word) + ahead.get(f"{before}.{word}", ahead.get(f"{before}.*", 0)))
-    if grouped := re.fullmatch(r"(weight|bias)(\d+)", last):  # Transformer Engine numbers weights of experts
+    grouped = re.fullmatch(r"(weight|bias)(\d+)", last)
+    if grouped:  # Transformer Engine numbers weights of experts
         module = path.rpartition(".")[0]
         last = f"{grouped[1]}{int(grouped[2]) + ahead.get(f'{module}.linear_fc*.weight*', 0)}"
     return unwrapped(".".join([*words, last] if path else [last]))
@@ -228,7 +229,8 @@ def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
 
 
 def _global_shape(parameter: Tensor, pg_collection: Any) -> tuple[int, ...]:
-    shape, prefix = list(parameter.shape), "expt_" if is_expert(parameter) else ""
+    shape = list(parameter.shape)
+    prefix = "expt_" if is_expert(parameter) else ""
     group, again = (getattr(pg_collection, prefix + name, None) for name in ("tp", "gtp_remat"))
     if is_cut_again(parameter) and again is not None and again.size() > 1:
         shape[0] = shape[0] * again.size() - padding_of(parameter)

@@ -39,7 +39,8 @@ def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) ->
     wrong = []
     named = [x for chunk in model_chunks for x in chunk.named_modules() if hasattr(x[1], "core_attention")]
     for name, module in named:
-        core, config = module.core_attention, module.config
+        core = module.core_attention
+        config = module.config
         norms = (getattr(module, f"{which}_layernorm", None) for which in ("q", "k"))
         normalized = any(list(norm.parameters()) for norm in norms if norm is not None)
         if not hasattr(core, MAXIMA):
@@ -60,7 +61,8 @@ def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) ->
 @around
 def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_only: bool = False) -> float:
     """Replaces Megatron's ``clip_qk``; adam and sgd keep Megatron's."""
-    if not (optimizers := optimizers_of(model)):
+    optimizers = optimizers_of(model)
+    if not optimizers:
         return original(model, log_max_only=log_max_only)
     modules = [module for module in attentions(model) if getattr(module.core_attention, MAXIMA) is not None]
     if not modules:

@@ -136,7 +136,9 @@ def linear_attention_rows(module: Any) -> dict[str, int]:
         sizes = zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True)
         return {name: size * module.tp_size for name, size in sizes}
     if all(hasattr(module, each) for each in ("qk_dim", "v_dim", "num_value_heads")):
-        qk, v, heads = module.qk_dim, module.v_dim, module.num_value_heads
+        qk = module.qk_dim
+        v = module.v_dim
+        heads = module.num_value_heads
         return {"query": qk, "key": qk, "value": v, "z": v, "beta": heads, "alpha": heads}
     return {}
 
@@ -146,7 +148,8 @@ def delta_product_rows(module: Any) -> dict[str, int]:
 
     Each Householder step has its own V, K and b.
     """
-    steps, group = range(module.num_householder), module.ngroups * module.d_state
+    steps = range(module.num_householder)
+    group = module.ngroups * module.d_state
     values, keys = ({f"{name}{i}": rows for i in steps} for name, rows in (("V", module.d_inner), ("K", group)))
     betas = {f"b{i}": module.nheads for i in steps}
     return {"z": module.d_inner} | values | keys | {"Q": group} | betas | {"a": module.nheads}

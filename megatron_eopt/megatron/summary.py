@@ -40,11 +40,14 @@ def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
     modes = {optimizer.tp_mode for optimizer in with_parameters if isinstance(optimizer, TensorParallelMuon | Spectron)}
     text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
     text += "".join(f", tp_mode {mode} ({source})" for mode in modes)
-    if muons := [optimizer for optimizer in with_parameters if isinstance(optimizer, TensorParallelMuon)]:
-        if offloaded := sum(sum(optimizer.prepare().offloaded()) for optimizer in muons):
+    muons = [optimizer for optimizer in with_parameters if isinstance(optimizer, TensorParallelMuon)]
+    if muons:
+        offloaded = sum(sum(optimizer.prepare().offloaded()) for optimizer in muons)
+        if offloaded:
             text += f", {offloaded / 2**20:,.3g} MiB of their state in host memory"
         return f"{text}, {_orthogonalized(muons)}"
-    if factored := [optimizer for optimizer in with_parameters if isinstance(optimizer, Spectron)]:
+    factored = [optimizer for optimizer in with_parameters if isinstance(optimizer, Spectron)]
+    if factored:
         count = sum(optimizer.matrices_per_step for optimizer in factored)
         ranks = sorted({group["rank"] for optimizer in factored for group in optimizer.param_groups if group["params"]})
         listed = " or ".join(map(str, ranks))
@@ -54,7 +57,10 @@ def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
 
 
 def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
-    schemes, iterations, sizes, ranks = Counter[str](), Counter[tuple[int, str]](), set[float](), 1
+    schemes = Counter[str]()
+    iterations = Counter[tuple[int, str]]()
+    sizes = set[float]()
+    ranks = 1
     for muon in muons:
         described = muon.described_matrices()
         for group in muon.param_groups:
@@ -67,7 +73,8 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
                     if matrix.scheme != "local":
                         schemes[matrix.scheme] += 1
                         ranks = max(ranks, layout.ranks)
-    first, second_moment = muons[0], ""
+    first = muons[0]
+    second_moment = ""
     modified = first.modifiers.described(first.traits.has_modifiers)
     modifiers = "".join(f"{key} {value}, " for key, value in modified.items())
     if isinstance(first, TensorParallelAdaptiveMuon):

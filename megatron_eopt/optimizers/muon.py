@@ -101,7 +101,8 @@ def kept_momentum(chunk: Chunk, engine: Engine) -> list[Tensor]:
 def scaled(factors: list[Tensor], scales: Scales) -> list[Tensor]:
     """``s O`` of each logical matrix, in place."""
     pairs = list(zip(factors, scales, strict=True))
-    if on_device := [(x, scale) for x, scale in pairs if isinstance(scale, Tensor)]:
+    on_device = [(x, scale) for x, scale in pairs if isinstance(scale, Tensor)]
+    if on_device:
         foreach.scale_each(*map(list, zip(*on_device, strict=True)))
     on_host = [(x, scale) for x, scale in pairs if not isinstance(scale, Tensor)]
     for scale in dict.fromkeys(scale for _, scale in on_host):  # one for each shape

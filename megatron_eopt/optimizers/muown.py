@@ -289,7 +289,8 @@ class Muown(TensorParallelMuon):
         parameters = self._parameters()
         if len(self._begun) < len(parameters):
             active = (p for i, p in enumerate(parameters) if p.grad is not None or self._waited_for(i))
-            if waiting := [p for p in active if p not in self._begun]:
+            waiting = [p for p in active if p not in self._begun]
+            if waiting:
                 self._measure(waiting, dict(zip(parameters, accepted.unbind(), strict=True)))
         super()._take(accepted)
 

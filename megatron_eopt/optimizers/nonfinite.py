@@ -90,7 +90,8 @@ class NonFinite:
         norms: list[Tensor] = [self._zero] * len(gradients)
         filled = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
         for wide in (torch.float32, torch.float64):
-            if some := {i: x for i, x in filled if (x.dtype == torch.float64) == (wide == torch.float64)}:
+            some = {i: x for i, x in filled if (x.dtype == torch.float64) == (wide == torch.float64)}
+            if some:
                 for i, norm in zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True):
                     norms[i] = norm
         return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
@@ -188,7 +189,8 @@ def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:
 
 def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
     """Warn of parameters in fp16, whose range is too small."""
-    if half := [name for name, p in zip(names, parameters, strict=True) if p.dtype == torch.float16]:
+    half = [name for name, p in zip(names, parameters, strict=True) if p.dtype == torch.float16]
+    if half:
         logger.warning(
             f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "
             f"above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"

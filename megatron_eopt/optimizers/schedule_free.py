@@ -350,7 +350,8 @@ def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
         warmup = {"warmup_steps": state_dict["_warmup_steps"]} if "_warmup_steps" in state_dict else {}
         groups.append({**group, **warmup, "variant": "kempnerforge", COUNT: count})
         for index in group["params"]:
-            if state := state_dict["state"].get(index):
+            state = state_dict["state"].get(index)
+            if state:
                 total = state["weight_sum"] / (1 - group["betas"][0])  # theirs sums l (1 - beta1)
                 schedule = torch.tensor([count, total, 0.0], dtype=torch.float64)
                 states[index] = {Z: state["z"], EXP_AVG_SQ: state["v"], X: state["x"], SCHEDULE: schedule}

@@ -392,7 +392,8 @@ class Spectron(BaseOptimizer):
         # also without a gradient where others wait for this rank's part
         active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
         with fp32_products("highest"):
-            if waiting := [p for p in self._parameters() if p in active and p not in self._done]:
+            waiting = [p for p in self._parameters() if p in active and p not in self._done]
+            if waiting:
                 self._project(waiting, flags)
             self._session.changing = True
             programs = list(self._programs(active, flags))

@@ -348,9 +348,11 @@ def note_begun_anew(name: str, lacking: Sequence[str]) -> None:
 
 def note_loaded(name: str, converted: Iterable[str], lacking: Iterable[str]) -> None:
     """Warn of state that a load has converted, or that begins anew."""
-    if converted := sorted(converted):
+    converted = sorted(converted)
+    if converted:
         warn(f"{name} converts the state that it loads: {', '.join(converted)}")
-    if lacking := sorted(lacking):
+    lacking = sorted(lacking)
+    if lacking:
         warn(f"{name} loads a state without {' and '.join(lacking)}, which begins anew")
 
 

@@ -42,7 +42,8 @@ def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: 
     ``asked`` is that of the user, ``kept`` that of the checkpoint; ``reason`` says why kernels cannot serve here.
     ``agree`` takes the minimum over the ranks. Raises ``RuntimeError`` on all if kernels are named and one rank cannot.
     """
-    if (named := asked or kept) == "torch":
+    named = asked or kept
+    if named == "torch":
         return "torch"
     if bool(agree(torch.tensor([reason is None]).int()).all()):
         return "triton"
@@ -85,7 +86,8 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
 
     One rank may ask while others wait: neither plans nor layouts, which may need all ranks, are asked for.
     """
-    if reason := KERNELS["triton"].missing(device) or _modified(optimizer):
+    reason = KERNELS["triton"].missing(device) or _modified(optimizer)
+    if reason:
         return reason
     kinds = dict[tuple[torch.dtype, torch.dtype], None]()
     for name, parameter in zip(optimizer._names(), optimizer._parameters(), strict=True):
@@ -109,7 +111,8 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
 def _modified(optimizer: OrthogonalizedOptimizer) -> str:
     """What of the groups' modifiers kernels do not do; empty if they serve."""
     modifiers = [optimizer.modifiers_of(group) for group in optimizer.param_groups]
-    if by_torch := sorted(filter(None, {each.by_torch for each in modifiers})):
+    by_torch = sorted(filter(None, {each.by_torch for each in modifiers}))
+    if by_torch:
         return f"groups have {' and '.join(by_torch)}"
     differ = [key for key in ("weight_norm", "moment2_method") if len({getattr(each, key) for each in modifiers}) > 1]
     return f"groups differ in {' and '.join(differ)}" if differ else ""

@@ -342,7 +342,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             chunk = Chunk(chosen_batches, some, [scale for i in some for scale in scales[i]], watch, kernels)
             return self.streamed.around(chunk, engine, self.program) if offloads else self.program(chunk, engine)
 
-        if offloads := self.offload_fraction > 0:
+        offloads = self.offload_fraction > 0
+        if offloads:
             self.streamed.begin(batches, engine.order(indices), self.on_host)
         engine.run(indices, program)
         if offloads:
@@ -380,7 +381,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         free = self.modifiers.settable(self.traits.has_modifiers)  # what is fixed, every state has
         if modifiers.weight_norm == "hold":
             tensors += held_norms.radii(self.key_ends(parameter), optional="weight_norm" in free)
-        if (method := modifiers.moment2_method) != "none":
+        method = modifiers.moment2_method
+        if method != "none":
             ends = self.key_ends(parameter)
             layouts = self.matrix_layouts(parameter)
             tensors += second_moment.moments(method, ends, layouts, optional="moment2_method" in free)
@@ -645,7 +647,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         super().load_state_dict(state_dict)
         self._session.graphed = None  # the momenta that it was captured with are gone
         self._session.normed = None  # the state may lack norms that are to be held
-        if dropped := held_norms.drop_unused(self):
+        dropped = held_norms.drop_unused(self)
+        if dropped:
             warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -168,12 +168,14 @@ def reason_against(
     """Why a choice cannot serve on this rank, or None."""
     try:
         for _, kernel, _ in _entries(choice, kernels):
-            if reason := kernel.missing(device):
+            reason = kernel.missing(device)
+            if reason:
                 return reason
         for shape in shapes:
             products = made(choice, min(shape[-2:]), precision, kernels)
             for dtype in dtypes:
-                if reason := check(products, [shape], dtype, device, fp32_precision=precision):
+                reason = check(products, [shape], dtype, device, fp32_precision=precision)
+                if reason:
                     return reason
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -123,7 +123,8 @@ def check_replicas(
     of_weights = {(name, of): int(checksum(x, [0] * x.ndim, x.shape)) for name, of, x in weights}
     compared = held, (settings, versions()), list(of_weights), list(of_weights.values())
     rows = list(enumerate(told([hashed(x)[0] for x in compared], ranks)))
-    if pair := _differing((rank, row[0], row[1]) for rank, row in rows):
+    pair = _differing((rank, row[0], row[1]) for rank, row in rows)
+    if pair:
         one, other = pair
         (of_one, packages), (of_other, other_packages) = values_of(pair, (settings, versions()), ranks)
         difference = _first_version(packages, other_packages) or _first_setting(of_one, of_other)
@@ -131,7 +132,8 @@ def check_replicas(
             f"the optimizer's settings differ between ranks {one} and {other}, which hold the same parameters: "
             f"{difference}. Replicas need the same settings"
         )
-    if pair := _differing((rank, row[2], row[3]) for rank, row in rows):
+    pair = _differing((rank, row[2], row[3]) for rank, row in rows)
+    if pair:
         one, other = pair
         of_one, of_other = values_of(pair, of_weights, ranks)
         name = next(key[0] for key, x in of_one.items() if of_other[key] != x)

@@ -191,7 +191,8 @@ def subset(plan: Plan, kept: Sequence[int]) -> Plan:
     new = {old: i for i, old in enumerate(kept)}
     buckets = []
     for bucket in plan.buckets:
-        if left := [i for i, matrix in enumerate(bucket.matrices) if matrix in new]:
+        left = [i for i, matrix in enumerate(bucket.matrices) if matrix in new]
+        if left:
             compute_ranks = tuple(bucket.compute_ranks[i] for i in left) if bucket.compute_ranks else ()
             indices = tuple(new[bucket.matrices[i]] for i in left)
             buckets.append(replace(bucket, matrices=indices, compute_ranks=compute_ranks))

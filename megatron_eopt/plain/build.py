@@ -82,7 +82,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
             f"megatron_eopt.Muon(matrices, rest)"
         )
     given = given_fields(config)
-    optimizer_name, weight_decay = given["name"], given.get("weight_decay", OptimizerConfig.weight_decay)
+    optimizer_name = given["name"]
+    weight_decay = given.get("weight_decay", OptimizerConfig.weight_decay)
     builder = get_optimizer_builder(optimizer_name)
     if isinstance(config, str):
         config = _config_of_name(config)
@@ -100,7 +101,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         )
     kinds.mark_embeddings_and_outputs(model)
     tag_declared(trained)
-    if conv1d := kinds.declare_conv1d(model):
+    conv1d = kinds.declare_conv1d(model)
+    if conv1d:
         _log(f"{len(conv1d)} weights of Conv1D are (in, out), and read as transposed: {listed(conv1d)}")
     warn_of_unmatched([name for name, _ in named])
     for name, parameter in trained:
@@ -123,7 +125,8 @@ def _config_of_name(name: str) -> OptimizerConfig:
     """The class's default rate; AdamW beside it keeps the config's."""
     if name not in OWN:
         return OptimizerConfig(name=name)
-    rate, of_adamw = signature(OWN[name]).parameters["lr"].default, OptimizerConfig.lr
+    rate = signature(OWN[name]).parameters["lr"].default
+    of_adamw = OptimizerConfig.lr
     beside = f", {of_adamw:g} of AdamW beside it" if name in BESIDE_ADAMW else ""
     _log(f"{name}: lr {rate:g}{beside}, as a name alone says none")
     return OptimizerConfig(name=name, lr=rate, muon_adam_lr=of_adamw if beside else None)
@@ -134,7 +137,8 @@ def _warn_of_fields(config: OptimizerConfig) -> None:
     if config.name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
     changed = [x for x, default in vars(OptimizerConfig()).items() if getattr(config, x) not in (default, [])]
-    if without := [x for x in changed if x not in used]:
+    without = [x for x in changed if x not in used]
+    if without:
         _log(f"fields of the config have no effect on {config.name}: {', '.join(without)}", logging.WARNING)
 
 
@@ -145,7 +149,8 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
     attributes = (x if isinstance(x, list | tuple) else [x] for x in vars(optimizer).values())
     inside = [y for x in attributes for y in x if isinstance(y, Optimizer)]
     taken = {p for x in (optimizer, *inside) for group in x.param_groups for p in group["params"]}
-    if left_out := [called for called, parameter in trained if parameter not in taken]:
+    left_out = [called for called, parameter in trained if parameter not in taken]
+    if left_out:
         raise ValueError(
             f"the builder of {name!r} left out {len(left_out)} of {len(trained)} trainable parameters: "
             f"{listed(left_out)}. Give its optimizer the parameters of all groups, or freeze these by requires_grad"
@@ -160,7 +165,8 @@ def register_builders() -> None:
 
 def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
     copies = ({**group, "params": list(group["params"])} for group in groups)
-    filled, settings = [group for group in copies if group["params"]], config_of(config, name)
+    filled = [group for group in copies if group["params"]]
+    settings = config_of(config, name)
     return build_adamw(filled, settings) if name == "adamw" else build_of_row(OPTIMIZERS[name], filled, settings)
 
 
@@ -189,7 +195,8 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     elif row.cls is Spectron:
         factors, groups = kinds.without_factors(groups, config.spectron_factor_pairs)
     matrices, rest = kinds.divided(groups, why_adamw)
-    if adapters := kinds.adapters(matrices):
+    adapters = kinds.adapters(matrices)
+    if adapters:
         _log(
             f"{listed(adapters)}: adapters of small rank, which {config.name} takes for matrices of the model; leave "
             f"them to AdamW (set {kinds.MARK} = True on them), or pair them for spectron by spectron_factor_pairs",

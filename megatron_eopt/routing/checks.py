@@ -161,7 +161,8 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
             pairs[was.get(index), comes.get(index)].append(index)
         changed = defaultdict[str, list[Index]](list)
         for pair, indices in pairs.items():
-            if changes := "; ".join(_changes(*pair)):
+            changes = "; ".join(_changes(*pair))
+            if changes:
                 changed[changes] += indices
         for changes, indices in changed.items():
             like = (now.get(pattern) or before[pattern])[0].like

@@ -85,10 +85,12 @@ def _other_than_hidden(parameter: Tensor) -> str | None:
 
 def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list[Group]]:
     """Non-empty groups of matrices, and of the rest."""
-    matrices, rest = list[Group](), list[Group]()
+    matrices = list[Group]()
+    rest = list[Group]()
     for group in groups:
         for some, of_adamw in ((matrices, False), (rest, True)):
-            if params := [p for p in group["params"] if (why_adamw(p) is not None) == of_adamw]:
+            params = [p for p in group["params"] if (why_adamw(p) is not None) == of_adamw]
+            if params:
                 some.append({**group, "params": params})
     return matrices, rest
 
@@ -122,13 +124,16 @@ def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]
                 )
             pairs.append((match[0], other))
     counts = Counter(name for pair in pairs for name in pair)
-    if twice := sorted(name for name, count in counts.items() if count > 1):
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
         raise ValueError(f"{', '.join(twice)} would be in two pairs of factors: write narrower patterns")
-    found, others = [], []
+    found = []
+    others = []
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         own = {getattr(p, NAME, "") for p in group["params"]}
-        if of_group := [(named[a], named[b]) for a, b in pairs if a in own]:
+        of_group = [(named[a], named[b]) for a, b in pairs if a in own]
+        if of_group:
             found.append(factor_pairs(of_group, **settings))
         others.append({**group, "params": [p for p in group["params"] if getattr(p, NAME, "") not in counts]})
     return found, others

@@ -198,9 +198,11 @@ def _kernels() -> Kernels:
     if not torch.cuda.is_available():
         return Kernels(missing="torch.cuda finds no GPU")
     device = torch.device("cuda")
-    if (missing := KERNELS["triton"].missing(device)) is not None:
+    missing = KERNELS["triton"].missing(device)
+    if missing is not None:
         return Kernels(missing)
-    shapes, dtypes = ((1024, 1024), (512, 2048), (2, 256, 1024)), (torch.float16, torch.bfloat16, torch.float32)
+    shapes = ((1024, 1024), (512, 2048), (2, 256, 1024))
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
     return Kernels(failed=choose(shapes, dtypes, device).dropped.get("triton"))
 
 
@@ -209,7 +211,9 @@ def problems(facts: Facts) -> Iterator[Problem]:
     for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
         if releases.number(version) < releases.number(oldest):
             yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
-    engine, apex, core = facts.transformer_engine, facts.apex, facts.core
+    engine = facts.transformer_engine
+    apex = facts.apex
+    core = facts.core
     supported = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
     if engine is not None and engine.error is not None:
         yield Problem(
@@ -264,7 +268,10 @@ def notes(facts: Facts) -> Iterator[str]:
 
 
 def _text(facts: Facts, found: list[Problem]) -> str:
-    apex, megatron, missing, unknown = facts.apex, facts.megatron, "not installed", "unknown without Megatron-Core"
+    apex = facts.apex
+    megatron = facts.megatron
+    missing = "not installed"
+    unknown = "unknown without Megatron-Core"
     no_kernels = facts.kernels.missing or facts.kernels.failed
     installed = {
         "megatron_eopt": facts.eopt or "not installed as a package",

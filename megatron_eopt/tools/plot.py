@@ -71,7 +71,8 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
     panels = [(title, lines) for title, lines in panels if lines]
     if not panels:
         raise ValueError(f"{', '.join(runs)}: no loss and no figures of an optimizer (--optimizer-metrics-interval)")
-    rows, empty = -(-len(panels) // COLUMNS), -len(panels) % COLUMNS
+    rows = -(-len(panels) // COLUMNS)
+    empty = -len(panels) % COLUMNS
     figure = Figure(figsize=(4 * COLUMNS, 2.8 * rows), layout="constrained")
     colors: dict[str, str] = {}  # of runs; their Adams are pale
     for number, (title, lines) in enumerate(panels, 1 + empty):  # the first is as wide as leaves no place empty

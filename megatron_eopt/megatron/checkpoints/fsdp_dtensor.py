@@ -44,10 +44,12 @@ class SavedShards:
     """Saves and loads optimizer state of a Megatron-FSDP run."""
 
     def __init__(self, optimizer: Any, run: Any) -> None:
-        self._megatron, self._run = optimizer, run
+        self._megatron = optimizer
+        self._run = run
         self._optimizers: list[Optimizer] = list(torch_optimizers(optimizer))
         self._splits = {each.tensor: in_shards(each) for each in run.parameters}
-        optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
+        optimizer.sharded_state_dict = self.sharded_state_dict
+        optimizer.load_state_dict = self.load_state_dict
 
     def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
         """State and settings by parameters; NaN where to be loaded."""
@@ -79,12 +81,14 @@ class SavedShards:
         if state_dict[BLOCK]["run"] == _TO_LOAD:  # Megatron's --strict-fsdp-dtensor-load is off
             raise CheckpointError(f"the checkpoint holds no settings of optimizers: another program wrote it; {FRESH}")
         run = json.loads(state_dict[BLOCK]["run"])
-        if problem := too_new(run["format"]):
+        problem = too_new(run["format"])
+        if problem:
             raise CheckpointError(f"the checkpoint cannot serve this run: {problem}")
         self._run.adopt_tp_mode(run["tp_mode"])
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
-        if problems := union(self._problems(saved)):
+        problems = union(self._problems(saved))
+        if problems:
             raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
         for optimizer in self._optimizers:
             state = optimizer.state_dict()
@@ -113,15 +117,18 @@ class SavedShards:
         if not isinstance(data, DTensor):
             yield "", data
             return
-        layout, split = layout_of_dtensor(parameter), self._splits[parameter]
+        layout = layout_of_dtensor(parameter)
+        split = self._splits[parameter]
         dims: tuple[Dim, ...] = SIDES[: data.ndim] if tensor.dims is None else tensor.dims
         if tensor.dims is not None and len(layouts := optimizer.matrix_layouts(parameter)) > 1:
-            split, layout = WHOLE, layouts[tensor.matrix]
+            split = WHOLE
+            layout = layouts[tensor.matrix]
         if "rows" not in dims:
             split = WHOLE
         elif not split.is_whole and dims[0] != "rows":
             raise ValueError(f"{tensor.key} of fused matrices is saved along its rows, which come first; got {dims}")
-        parts, pieces = split_layout(layout, split), [local(data)]
+        parts = split_layout(layout, split)
+        pieces = [local(data)]
         if not split.is_whole:  # the order of the rows depends on the number of shards
             pieces = list(pieces[0].split([part.rectangle.shape[0] for part in parts]))
         for name, part, piece in zip(split.names(layout.shape[0]), parts, pieces, strict=True):
@@ -134,7 +141,8 @@ class SavedShards:
 
 def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequence[int]) -> DTensor:
     """A DTensor of global ``shape`` with ``piece`` at ``start`` here."""
-    stride, mesh = torch.empty(*shape, device="meta").stride(), like.device_mesh
+    stride = torch.empty(*shape, device="meta").stride()
+    mesh = like.device_mesh
     whole = DTensor.from_local(piece, mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
     shard: Any = whole._local_tensor
     chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=shard.shape)
@@ -145,7 +153,8 @@ def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequen
         data = TensorWriteData(chunk, metadata.TensorProperties.create_from_tensor(shard), x.size())
         return [WriteItem(metadata.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
-    shard.__create_chunk_list__, shard.__create_write_items__ = lambda: [chunk], write_items
+    shard.__create_chunk_list__ = lambda: [chunk]
+    shard.__create_write_items__ = write_items
     return whole
 
 
@@ -161,7 +170,9 @@ class _Model:
     def __init__(self, model: Any) -> None:
         while hasattr(model, "module"):
             model = model.module
-        self._model, self.config, self.named_modules = model, model.config, model.named_modules
+        self._model = model
+        self.config = model.config
+        self.named_modules = model.named_modules
 
     def get_parameter(self, name: str) -> Tensor:
         return self._model.get_parameter(re.sub(r"^(module\.)+", "", name))
@@ -189,7 +200,8 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
         for name, keys in wanted.items()
         if not keys.keys() <= set(has := held.get(f"optimizer.state.{name}", []))
     )
-    if problems := union(lacking):
+    problems = union(lacking)
+    if problems:
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
         raise CheckpointError(f"{path}: {problems[0]}: {reason} {FRESH}")
     tensors = ((name, key, x) for name, state in wanted.items() for key, x in state.items())

@@ -83,7 +83,8 @@ def _refusing(what: str, load: Load) -> Iterator[None]:
 @around
 def gated_metadata(read: Callable[..., Any], reader: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``FileSystemReader.read_metadata``."""
-    load, rank = _load(), kwargs.get("rank")
+    load = _load()
+    rank = kwargs.get("rank")
     if load is None or not isinstance(reader.path, Path):  # which is of object storage
         return read(reader, *args, **kwargs)
     path = reader.path / (METADATA if rank is None else f"__{rank}{METADATA}")
@@ -103,7 +104,8 @@ def gated_metadata(read: Callable[..., Any], reader: Any, *args: Any, **kwargs: 
 @around
 def gated_object(load_bytes: Callable[..., Any], planner: Any, item: Any, file: io.BytesIO) -> None:
     """Replaces ``DefaultLoadPlanner.load_bytes``, which puts an object into the state."""
-    load, key = _load(), item.dest_index.fqn
+    load = _load()
+    key = item.dest_index.fqn
     if load is None:
         load_bytes(planner, item, file)
         return
@@ -119,7 +121,8 @@ def gated_object(load_bytes: Callable[..., Any], planner: Any, item: Any, file: 
 @around
 def gated_common(load_common: Callable[..., Any], folder: Any) -> Any:
     """Replaces ``load_common``, which reads ``common.pt``."""
-    load, path = _load(), Path(folder, COMMON_FILE)
+    load = _load()
+    path = Path(folder, COMMON_FILE)
     if load is None or not path.is_file():
         return load_common(folder)
     with _refusing(str(path), load), open_file(path) as file:

@@ -39,7 +39,8 @@ from megatron_eopt.routing import ParamPattern, compare, from_json, to_json
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
-_FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
+_FIRST_MOMENT = "exp_avg"
+_SECOND_MOMENT = "exp_avg_sq"
 _DISTRIBUTED_MAIN = "param"  # the main copy, in what Megatron's distributed optimizer saves by parameter
 _FLAT = ".distributed."  # in keys of flat buffers
 _STACKED = re.compile(r"\.layers\.(?!\d)")
@@ -88,7 +89,8 @@ def checked_load(
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if not optimizers:  # of ours; Megatron checks the rest itself
         wanted = union(requested_of({"optimizer": sharded_state_dict["optimizer"]}))
-        if problem := of_another(None, wanted, blocks_of(stored.optimizer)):
+        problem = of_another(None, wanted, blocks_of(stored.optimizer))
+        if problem:
             raise CheckpointError(f"{checkpoint_dir}: {problem}")
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     _renumber(optimizers, stored.shapes)
@@ -151,7 +153,8 @@ def _sums_of(stored: Stored, folder: str) -> Sums:
 def _compare(saved: Sums, stored: Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
     tensors = (t for t in loaded_tensors(requested, loaded) if stored.shapes.get(t.key) == tuple(t.global_shape))
     sums = checksums(t for t in tensors if stored.dtypes[t.key] == t.dtype)
-    if without := sorted(sums.keys() - saved.keys()):
+    without = sorted(sums.keys() - saved.keys())
+    if without:
         say(
             f"warning: {len(without)} tensors have no checksum in the checkpoint, such as {without[0]}: nothing says "
             f"whether they are what was saved, which is right for quantized parameters alone"
@@ -172,7 +175,8 @@ def _compare(saved: Sums, stored: Stored, requested: Any, loaded: dict[str, Any]
 def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | None:
     """Why the checkpoint cannot serve, the same on every rank."""
     blocks = blocks_of(stored.optimizer)
-    if problem := too_new(max((block.get("format", 0) for block in blocks), default=0)):
+    problem = too_new(max((block.get("format", 0) for block in blocks), default=0))
+    if problem:
         return problem
     if not any(split_key(key)[0] for key in stored.shapes):
         if any(_FLAT in key for key in stored.shapes):
@@ -376,7 +380,8 @@ def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple
 
 def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
     """Say which state is converted to this run's dtype."""
-    if converted := union(f"{name} from {was} to {now}" for name, was, now in state if was != now):
+    converted = union(f"{name} from {was} to {now}" for name, was, now in state if was != now)
+    if converted:
         say(f"the state of the checkpoint is converted: {', '.join(converted)}")
 
 

@@ -151,7 +151,8 @@ def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
 
 def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
     """Bring what :func:`taken_out` loaded into the requested form, in place."""
-    optimizers, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
+    optimizers = loaded.pop(OPTIMIZERS, {})
+    numbers = itertools.count()
 
     def put(value: Any, rest: Any) -> Any:
         if not any(holding(value, BLOCK)):
@@ -169,7 +170,8 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
     saved = list(holding(common, "param_groups"))
     inner["param_groups"] = [group for each in saved for group in each["param_groups"]]
-    blocks, name = blocks_of(common), requested[BLOCK]["optimizer"]
+    blocks = blocks_of(common)
+    name = requested[BLOCK]["optimizer"]
     counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [
         ("Adam", each.get("state", {}).get("common_step")) for each in saved
     ]

@@ -41,7 +41,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices. A
     ValueError refuses a factory that is not cut along the rows, or whose rows are not the state's first dimension.
     """
-    saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]
+    saved = list(sharded_tensors([parameter]))
+    layout = layouts[tensor.matrix]
     in_rows = sum(shard.local_shape[0] for shard in saved) == parameter.data.shape[0]
     if not in_rows or any(shard.local_shape[1:] != saved[0].local_shape[1:] for shard in saved):
         raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
@@ -50,7 +51,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     held = layout.rectangle
     # Of rows and columns: the global length, and from where to where this rank has them.
     if isinstance(parameter, ShardedTensor) or len(layouts) > 1 or "rows" not in tensor.dims:
-        rows, columns = (layout.shape[0], held.top, held.bottom), (layout.shape[1], held.left, held.right)
+        rows = (layout.shape[0], held.top, held.bottom)
+        columns = (layout.shape[1], held.left, held.right)
         views = [(saved[0], parameter.key, data, rows, columns)]
     elif "rows" in tensor.dims[1:]:
         raise ValueError(
@@ -59,7 +61,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
         )
     else:
         views = [(s, s.key, view, *_sides(s)) for s, view in zip(saved, data.split(rows_of), strict=True)]
-    state, own = [], saved[0].replica_id
+    state = []
+    own = saved[0].replica_id
     if tensor.rank is None:
         replica_id = _replica_id(tensor.dims, layout, saved[0])
     elif copies(layout.shape, layout.rectangles) == 1:
@@ -86,7 +89,8 @@ def _sharded(
 ) -> ShardedTensor:
     """A shard with ``along`` each dimension: global length, start, end."""
     lengths, starts, ends = zip(*along, strict=True)
-    shape, ahead = [end - start for start, end in zip(starts, ends, strict=True)], of_parameter.prepend_axis_num
+    shape = [end - start for start, end in zip(starts, ends, strict=True)]
+    ahead = of_parameter.prepend_axis_num
     assert list(data.shape) == shape[: data.ndim]
     # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
     whole = data.view(*[1] * ahead, *shape)
@@ -132,7 +136,8 @@ def sharded_tensors(state_dict: Any) -> Iterator[ShardedTensor]:
 
 def stacked_index(parameter: Sharded) -> int:
     """Index among the layers and experts stacked under a key."""
-    first, index = next(sharded_tensors([parameter])), 0
+    first = next(sharded_tensors([parameter]))
+    index = 0
     for axis in range(first.prepend_axis_num):
         index = index * first.global_shape[axis] + first.global_offset[axis]
     return index
@@ -140,13 +145,16 @@ def stacked_index(parameter: Sharded) -> int:
 
 def _replica_id(dims: Sequence[str | int], layout: Layout, parameter: ShardedTensor) -> int | tuple[int, ...]:
     """The parameter's own, told apart where state has more copies."""
-    own, rows, columns = parameter.replica_id, "rows" in dims, "columns" in dims
+    own = parameter.replica_id
+    rows = "rows" in dims
+    columns = "columns" in dims
     shards = [(rows and (held.top, held.bottom), columns and (held.left, held.right)) for held in layout.rectangles]
     ranks = layout.ranks
     earlier = shards[: layout.rank].count(shards[layout.rank])  # ranks before this one that hold the same shard
     if ranks == 1 and any(parameter.global_offset[parameter.prepend_axis_num :]):
         # an elementwise optimizer knows no layout: the copy of the rank that has the first shard is saved
-        ranks, earlier = 2, 1
+        ranks = 2
+        earlier = 1
     if isinstance(own, int):
         return own * ranks + earlier
     pipeline, tensor, *data = own

@@ -38,14 +38,19 @@ class SavedState:
     """Saves and loads the state of one of Megatron's optimizers."""
 
     def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, whole: Any = None) -> None:
-        self._megatron, self._run, self._layers_differ = optimizer, run, layers_differ
+        self._megatron = optimizer
+        self._run = run
+        self._layers_differ = layers_differ
         self._whole = whole  # Megatron's layer-wise optimizer, of which this is a part
         # Megatron's layer-wise optimizer takes state dicts to be as in bf16, also where they are of fp32.
         self._nested = whole is not None and isinstance(optimizer, FP32Optimizer)
         self._torch = optimizer.optimizer
-        self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
-        optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
-        self._state_dict, optimizer.state_dict = optimizer.state_dict, self.state_dict
+        self._save = optimizer.sharded_state_dict
+        self._load = optimizer.load_state_dict
+        optimizer.sharded_state_dict = self.sharded_state_dict
+        optimizer.load_state_dict = self.load_state_dict
+        self._state_dict = optimizer.state_dict
+        optimizer.state_dict = self.state_dict
         asked = bool(getattr(getattr(optimizer, "config", None), "save_weight_average", False))
         self._exports = exports(optimizer, asked)  # whether the model of a checkpoint is an average
         self._with_trained = False  # whether the state dict at work has what is trained, too
@@ -59,7 +64,8 @@ class SavedState:
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Megatron's, with state of other shapes in :data:`BLOCK`."""
-        if (cut := next(filter(is_cut_again, self._parameters()), None)) is not None:
+        cut = next(filter(is_cut_again, self._parameters()), None)
+        if cut is not None:
             raise CheckpointError(
                 f"a weight of shape {tuple(cut.shape)} on this rank is cut a second time (gtp_remat), and whether a "
                 f"checkpoint of its optimizer state could be loaded is unproven: take the model alone "
@@ -81,7 +87,8 @@ class SavedState:
         state: dict[int, dict[str, Any]] = defaultdict(dict)  # what is not shaped as its parameter
         for index, parameter, tensor in self._described():
             if not tensor.like_parameter:
-                layouts, data = self._torch.matrix_layouts(parameter), local(self._torch.state[parameter][tensor.key])
+                layouts = self._torch.matrix_layouts(parameter)
+                data = local(self._torch.state[parameter][tensor.key])
                 state[index][tensor.key] = sharding.sharded_state(tensor, data, sharded[index], layouts)
         config = self._megatron.config
         sums = bool(getattr(config, "checksums", True))
@@ -96,7 +103,8 @@ class SavedState:
         else:
             block |= self._about(matching.torch_state(state_dict)["state"].get("common_step"))
             block |= {} if self._run is None else {"manifest": to_json(self._run.families)}
-            if (average := average_of(self._torch)) is not None:
+            average = average_of(self._torch)
+            if average is not None:
                 schedules = distinct((bool(self._parameters()), average.schedule()))
                 block["average"] = {"schedule": max(schedules)[1], "exported": self._exports}
             if self._exports:
@@ -232,7 +240,8 @@ class SavedState:
         flags = [local(value).isfinite().all().cpu() for value in tensors.values()]  # some may be in host memory
         finite = torch.stack(flags).tolist() if flags else []
         bad = [f"{key} of {self._names[index][0]}" for (index, key), ok in zip(tensors, finite, strict=True) if not ok]
-        if bad := union(bad):
+        bad = union(bad)
+        if bad:
             raise CheckpointError(
                 f"the checkpoint holds values that are not finite, in {len(bad)} tensors, such as {bad[0]}: a run "
                 f"would not get rid of them. Load an earlier checkpoint, or {loading.FRESH}"
@@ -249,8 +258,10 @@ class SavedState:
 def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or isinstance(shard, DTensor):
         return shard
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
+    mesh = parameter.device_mesh
+    placements = parameter.placements
+    shape = parameter.shape
+    stride = parameter.stride()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

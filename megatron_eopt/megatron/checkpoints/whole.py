@@ -70,7 +70,8 @@ def checked_base(
         for folder, step in folders:
             counts = not getattr(args, "finetune", False)  # which starts at iteration 0
             find = partial(damage_of_resumed, folder, step, args.ckpt_format, trusted_by(args).keys(), counts)
-            if problem := from_rank_0(find) if dist.is_initialized() else find():
+            problem = from_rank_0(find) if dist.is_initialized() else find()
+            if problem:
                 raise CheckpointError(printable(problem))
     with loading(args):
         base = load_base(load_dir, args, rank0, *rest, **kwargs)

@@ -118,7 +118,8 @@ def redirections() -> list[Redirection]:
     classes = {"Stream": _Stream, "Event": _Event, "ExternalStream": _ExternalStream, "device": _DeviceGuard}
     at_once = "what waits for the driver to start can run at once"
     unasked = "torch.optim and DataLoader would go on to ask the driver; torch.cuda.is_available said yes"
-    marks, nvtx = ("range_push", "range_pop", "mark"), "there is no NVTX to mark"
+    marks = ("range_push", "range_pop", "mark")
+    nvtx = "there is no NVTX to mark"
     return [
         *[Redirection(torch.cuda, name, answer(value), why) for why in answers for name, value in answers[why].items()],
         *[Redirection(torch.cuda, name, becomes(stand_in), finished) for name, stand_in in classes.items()],

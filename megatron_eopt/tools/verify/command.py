@@ -162,7 +162,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     for label, group in report["groups"].items():
         shown = {name: group[name] for name in _SHOWN if group.get(name) is not None}
         yield f"group {label:<5} {_settings(shown)}"
-    if data := report["data"]:
+    data = report["data"]
+    if data:
         compared = f"{_count(data['compared'], 'tensor')} compared with what was saved"
         if not data["compared"]:
             compared = "no checksums of tensors, so exchanged data would not show"
@@ -174,7 +175,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{'':<11} -> {problem['advice']}"
     ends = [] if report["errors"] else ["OK"]
     for kind in ("error", "warning"):
-        if number := report[f"{kind}s"]:
+        number = report[f"{kind}s"]
+        if number:
             ends.append(_count(number, kind))
     yield ", ".join(ends)
 

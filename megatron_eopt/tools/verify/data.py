@@ -81,7 +81,8 @@ def check_data(contents: Contents, saved: Sums) -> Data:
         for damage in damages:
             data.problems.append(Problem("error", f"{key} {damage}", _ANOTHER))
         counts = {"NaN": sum(look.nan for look in of_key), "infinite": sum(look.infinite for look in of_key)}
-        if found := " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count):
+        found = " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+        if found:
             advice = "the run had diverged, or a kernel failed, before it was saved: take an earlier checkpoint"
             data.problems.append(Problem("error", f"{key} has {found} entries", advice))
         sums = [look.sum for look in of_key if look.sum is not None]
@@ -99,7 +100,8 @@ def check_data(contents: Contents, saved: Sums) -> Data:
     if unordered:
         what = f"{_some(unordered)} is not stored entry by entry, so that its checksum is not compared"
         data.problems.append(Problem("warning", what, "a run compares it when it loads"))
-    if unchecked := sum(not look.checked for look in looks):
+    unchecked = sum(not look.checked for look in looks)
+    if unchecked:
         what = f"{unchecked} of {data.archives} archives were saved without checksums: damage would not show"
         data.problems.append(Problem("warning", what, "leave torch.serialization.set_crc32_options as it is"))
     return data
@@ -107,7 +109,8 @@ def check_data(contents: Contents, saved: Sums) -> Data:
 
 def check_sums(contents: Contents, saved: Sums) -> Iterator[Problem]:
     """Check that tensors and their checksums are the same ones."""
-    if gone := sorted(saved.keys() - contents.tensors.keys()):
+    gone = sorted(saved.keys() - contents.tensors.keys())
+    if gone:
         what = f"{_some(gone)} is not in it, and has a checksum"
         yield Problem("error", what, "take another checkpoint, or a good copy of this one")
     without = sorted(contents.tensors.keys() - saved.keys())

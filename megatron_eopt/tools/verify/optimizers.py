@@ -98,7 +98,8 @@ def check_states(contents: Contents) -> Iterator[Problem]:
             advice = "it was saved with --no-save-optim: load it with --no-load-optim or --finetune"
             yield Problem("warning", "there is no optimizer state", advice)
         return
-    if orphans := [key for key in kept if key not in model]:
+    orphans = [key for key in kept if key not in model]
+    if orphans:
         what = f"there is optimizer state for parameters that are not there: {_named(orphans)}"
         yield Problem("error", what, "the model was not saved with it: take another checkpoint")
     for optimizer in optimizer_states(contents):
@@ -108,12 +109,14 @@ def check_states(contents: Contents) -> Iterator[Problem]:
         partly = optimizer.block.get("partly") or {}
         for parameter, states in optimizer.kept.items():
             expected = frozenset(key for key in keys if parameter in partly.get(key, [parameter]))
-            if missing := expected - _keys(states):
+            missing = expected - _keys(states)
+            if missing:
                 what = f"{_listed(missing)} is missing for {parameter}; {optimizer.name} keeps {_listed(keys)}"
                 advice = "it cannot be resumed as it is: take another checkpoint, or load with --no-load-optim"
                 yield Problem("error", what, advice)
     trainable = [key for key, tensor in model.items() if tensor.dtype.is_floating_point and not _BUFFERS.search(key)]
-    if (without := [key for key in trainable if key not in kept]) and not flat:
+    without = [key for key in trainable if key not in kept]
+    if without and not flat:
         what = f"no optimizer keeps anything for {_named(without)}"
         yield Problem("warning", what, "right for frozen parameters and buffers, and for nothing else")
 

@@ -113,8 +113,10 @@ def problems_of_training(args: Namespace) -> list[str]:
 def refused(what: str) -> Iterator[None]:
     """Raise what Megatron raises or exits with as a ValueError."""
     begin = f"Megatron-Core {version()} {what}"
-    said, root = io.StringIO(), logging.getLogger()
-    handlers, disabled = list(root.handlers), root.manager.disable
+    said = io.StringIO()
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    disabled = root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(said):

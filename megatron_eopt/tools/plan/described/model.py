@@ -199,7 +199,8 @@ def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[
     from megatron.core.utils import get_model_config
 
     build = releases.gpt_builder(args, groups)
-    rank, last = groups.pp.rank(), groups.pp.size() - 1
+    rank = groups.pp.rank()
+    last = groups.pp.size() - 1
     stages = args.virtual_pipeline_model_parallel_size if last else None
     for stage in [None] if stages is None else range(stages):
         first = rank == 0 and not stage

@@ -55,9 +55,11 @@ def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> Pla
         )
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     refuse_unsupported(planned.facts)
-    config, entries = planned.config, all_entries(planned.config, run.config_overrides)
+    config = planned.config
+    entries = all_entries(planned.config, run.config_overrides)
     known = dict[str, list[tuple[int, ManifestRow]]]()  # what overrides say of experts -> rows, by number
-    rows, of_kinds = list[list[ManifestRow]](), list[tuple[list[str], float, str, Memory]]()
+    rows = list[list[ManifestRow]]()
+    of_kinds = list[tuple[list[str], float, str, Memory]]()
     of_ranks = _of_ranks(run)
     for parameters in of_ranks:
         mark(parameters)
@@ -79,10 +81,12 @@ def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> Pla
 
 def _of_ranks(run: DescribedRun) -> list[list[ModelParameter]]:
     """Parameters of each rank of expert parallelism, the shared ones once."""
-    groups, config = run.pg_collection, run.args
+    groups = run.pg_collection
+    config = run.args
     tag_as_megatron(run.model_chunks, groups)
     first = trainable(run.model_chunks, groups)
-    experts, ranks = [p for p in first if _is_of_one_rank(p.tensor)], groups.ep.size()
+    experts = [p for p in first if _is_of_one_rank(p.tensor)]
+    ranks = groups.ep.size()
 
     def renamed(parameter: ModelParameter, rank: int) -> ModelParameter:
         ahead = rank * (config.num_experts // ranks)

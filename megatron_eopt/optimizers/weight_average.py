@@ -78,15 +78,19 @@ class WeightAverage:
             one step less than a window, so that one ends with the last step.
 
     Raises:
-        ValueError: for another rule, for an optimizer that already has an average, and for Schedule-Free, which is one.
+        ValueError: for another rule, without optimizers, for an optimizer twice or with an average already, and for
+            Schedule-Free, which is one.
 
     [1] Kingma and Ba, Adam, arXiv 1412.6980.
     """
 
     def __init__(self, rule: str, *optimizers: Optimizer, remaining: Callable[[], int | None] = lambda: None) -> None:
         self.rule = AverageRule.parse(rule)
-        self._parts: list[AverageOfOne] = []
-        for part in [part for optimizer in optimizers for part in _parts(optimizer)]:
+        parts = [part for optimizer in optimizers for part in _parts(optimizer)]
+        if not parts or len(set(parts)) < len(parts):
+            found = ", ".join(type(part).__name__ for part in parts) or "none"
+            raise ValueError(f"an average of weights {rule} is beside one or more different optimizers, got {found}")
+        for part in parts:
             if getattr(getattr(part, "traits", None), "live_key", None) is not None:
                 raise ValueError(
                     f"{type(part).__name__} is an average of weights itself: leave {rule} away, or take another "
@@ -94,7 +98,7 @@ class WeightAverage:
                 )
             if average_of(part) is not None:
                 raise ValueError(f"{type(part).__name__} already has an average of weights, {average_of(part)}")
-            self._parts.append(AverageOfOne(self.rule, part, remaining))
+        self._parts = [AverageOfOne(self.rule, part, remaining) for part in parts]
 
     def __str__(self) -> str:
         return str(self.rule)
@@ -184,6 +188,11 @@ class AverageOfOne:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: parameters are at their averages, and a step would go on from there: "
                 f"step after the block of applied()"
+            )
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: a CUDA graph of the step would repeat the share of one step in the "
+                f"average of weights {self}: capture no step, or leave the average away"
             )
 
     @torch.no_grad()

@@ -239,6 +239,10 @@ def test_a_second_average_and_schedule_free_are_refused():
 def test_what_is_no_set_of_optimizers_is_refused():
     p = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.AdamW([p])
+    with pytest.raises(ValueError, match="one or more different optimizers, got none"):
+        WeightAverage("ema:0.9")
+    with pytest.raises(ValueError, match="one or more different optimizers, got AdamW, AdamW"):
+        WeightAverage("ema:0.9", optimizer, optimizer)
     with pytest.raises(ValueError, match=r"no optimizer of this average has the parameter of shape \(5,\)"):
         WeightAverage("ema:0.9", optimizer).of(torch.nn.Parameter(torch.ones(5)))
 

@@ -76,7 +76,8 @@ def optimizer_states(contents: Contents) -> list[OptimizerState]:
     rest = state_keys(contents)
     optimizers = []
     for block in blocks_of(contents.common.get("optimizer")):
-        members = [name for group in block.get("groups") or () for name in group["names"]]
+        # layers of a stacked tensor may be in several groups
+        members = dict.fromkeys(name for group in block.get("groups") or () for name in group["names"])
         kept = {parameter: rest.pop(parameter, {}) for parameter in members}
         optimizers.append(OptimizerState(str(block.get("optimizer")), "written down by megatron_eopt", kept, block))
     by_keys: dict[frozenset[str], Kept] = {}

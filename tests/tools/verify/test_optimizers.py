@@ -53,6 +53,15 @@ def test_what_the_package_wrote_down(tmp_path, wrapped):
     assert said(contents) == []
 
 
+def test_layers_of_a_stacked_tensor_may_be_in_several_groups(tmp_path):
+    written = block()
+    written["groups"] *= 2
+    state = {**common(), "optimizer": {"param_groups": [{"lr": 0.5}, {"lr": 0.1}], "megatron_eopt": written}}
+    contents = made(tmp_path, tensors(), state)
+    assert [*optimizer_states(contents)[0].kept["mlp.fc1"]] == ["momentum_buffer"]
+    assert said(contents) == []
+
+
 def test_one_optimizer_that_is_not_chained(tmp_path):
     state = {**common(), "optimizer": {"param_groups": [{"lr": 0.5}], "megatron_eopt": block()}}
     contents = made(tmp_path, tensors(), state)

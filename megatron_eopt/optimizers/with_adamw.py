@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.earlier_layout import as_now
-from megatron_eopt.optimizers.group_settings import check_adam_settings, plain, warn
+from megatron_eopt.optimizers.group_settings import check_adam_settings, plain, warn, warn_of_misspelt
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names
@@ -195,6 +195,7 @@ class Muon(Optimizer):
         given: list[Any] = list(adam_params)
         defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
         for group in given if given and isinstance(given[0], dict) else [{}]:
+            warn_of_misspelt(f"AdamW in {self._called}", group, defaults)
             check_adam_settings(f"AdamW in {self._called}", {**defaults, **adam_settings, **group})
         adamw = AdamW(given, **adam_settings) if given else None
         if adamw is not None and not any(group["params"] for group in adamw.param_groups):

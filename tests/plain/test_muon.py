@@ -254,3 +254,10 @@ def test_around_takes_what_adamw_needs_from_torchs_defaults():
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-3, (0.9, 0.999), 1e-8, 0.01)
     with pytest.raises(ValueError, match=r"AdamW in Scion: lr must be a finite number of at least 0, got -1"):
         Muon.around(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": -1})
+
+
+def test_a_misspelt_setting_of_adamws_groups_is_named(caplog):
+    matrix, vector = parameters((4, 3), (3,))
+    Muon([matrix], [{"params": [vector], "weight_decy": 0.5}])
+    assert "AdamW in Muon: 'weight_decy' is no setting of its groups" in caplog.text
+    assert "did you mean 'weight_decay'?" in caplog.text

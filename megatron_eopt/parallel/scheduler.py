@@ -97,12 +97,14 @@ class StartedChunk:
         if len(self._factors) < len(self.chunk.jobs):
             return False
         last = self.chunk.slices[-1]
+        rows = {n: list(factors) for n, factors in self._factors.items()}  # of a stack views, by one operation
+        self._factors.clear()
         for part, (running, views) in zip(self.chunk.slices, self._programs, strict=True):
-            factors = [self._factors[bucket][row] for bucket, row in part.rows]
+            factors = [rows[bucket][row] for bucket, row in part.rows]
             if not views:
                 factors = _copies(factors, part.dtypes)
             if part is last:
-                self._factors.clear()
+                rows.clear()
             resume(running, factors)
         return True
 
@@ -117,8 +119,15 @@ def resume(program: Program, factors: list[Tensor]) -> None:
 
 
 def _copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Contiguous copies, in memory of their own."""
-    copies = [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in zip(tensors, dtypes, strict=True)]
+    """Contiguous copies, alike ones in one memory of their own."""
+    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    for i, (x, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
+        alike.setdefault((x.shape, dtype), []).append(i)
+    copies = list(tensors)
+    for (shape, dtype), some in alike.items():
+        stack = torch.empty(len(some), *shape, dtype=dtype, device=tensors[0].device)
+        for i, x in zip(some, stack.unbind(), strict=True):
+            copies[i] = x
     torch._foreach_copy_(copies, list(tensors))
     return copies
 

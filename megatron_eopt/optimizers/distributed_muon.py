@@ -16,7 +16,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import check_rates
 from megatron_eopt.optimizers.parameters import names_of_last, parameter_names
-from megatron_eopt.optimizers.state import StateTensor, check_writer
+from megatron_eopt.optimizers.state import StateTensor, check_finite, check_writer
 from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
@@ -199,6 +199,11 @@ class DistributedMuon(BaseOptimizer):
                 f"the state has no momentum of {', '.join(missing)}, which rank {self.rank} computes: it is a part of "
                 f"another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
             )
+        # also of other ranks' matrices, so that all ranks refuse a state together
+        for p, index, name in named:
+            momentum = state.get(index, {}).get(MOMENTUM_BUFFER)
+            if isinstance(momentum, Tensor):
+                check_finite(type(self).__name__, [(f"{MOMENTUM_BUFFER!r} of {name}", momentum, p.dtype)])
         # of matrices of other ranks what users keep beside the momentum
         others = {i: {key: x for key, x in of_p.items() if key != MOMENTUM_BUFFER} for i, of_p in state.items()}
         kept = {index: state[index] for index, _ in mine if index in state}

@@ -22,6 +22,7 @@ from megatron_eopt.optimizers import distributed_muon
 from megatron_eopt.optimizers.distributed_muon import deal
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import message_of
 
 SHAPES = [(8, 6)] * 5 + [(4, 12)] * 2 + [(9, 3)] + [(3, 2, 2)]
 STEPS = 4
@@ -331,6 +332,24 @@ def test_a_checkpoint_of_torch_goes_on_at_another_number_of_ranks(tmp_path, worl
     run_ranks(in_torch_checkpoint, 2, tmp_path, False)
     for results in run_ranks(in_torch_checkpoint, world_size, tmp_path, True):
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def load_what_one_rank_computes(rank, world_size, saved):
+    """What each rank says of a momentum that is not finite, of a matrix of the first rank."""
+    optimizer = DistributedMuon(parameters())
+    first = next(i for i, p in enumerate(optimizer.param_groups[0]["params"]) if optimizer.compute_ranks[p] == 0)
+    saved["state"][first]["momentum_buffer"].fill_(torch.nan)
+    return message_of(lambda: optimizer.load_state_dict(saved))
+
+
+def test_all_ranks_refuse_a_momentum_that_one_of_them_would_keep():
+    """Else the others would wait for it in the next step."""
+    optimizer = DistributedMuon(parameters())
+    set_gradients(optimizer.param_groups[0]["params"], 0)
+    optimizer.step()
+    for said in run_ranks(load_what_one_rank_computes, 2, optimizer.state_dict()):
+        assert "'momentum_buffer' of parameter" in said
+        assert "not finite" in said
 
 
 def test_the_part_of_one_rank_is_refused():

@@ -38,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == [name]:  # --help and --version import no torch
             import_module(module).add_flags(command)
     options, unknown = parser.parse_known_args(given)
+    takes_flags = "[-- " in str(options.parser.usage)
+    if flags and not takes_flags:
+        options.parser.error(f"nothing is expected after --, got {' '.join(flags)}")
     if unknown:
-        ends = " (the flags of a run stand after --)" if flags is None and "[-- " in str(options.parser.usage) else ""
+        ends = " (the flags of a run stand after --)" if flags is None and takes_flags else ""
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{ends}")
     try:
         status: int = options.run(options, flags)

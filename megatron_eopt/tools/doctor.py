@@ -101,8 +101,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
-    if rest:
-        raise ValueError(f"nothing is expected after --, got {' '.join(rest)}")
     facts = collect()
     found = list(problems(facts))
     if options.json:

@@ -125,8 +125,8 @@ def _copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Te
         alike.setdefault((x.shape, dtype), []).append(i)
     copies = list(tensors)
     for (shape, dtype), some in alike.items():
-        stack = torch.empty(len(some), *shape, dtype=dtype, device=tensors[0].device)
-        for i, x in zip(some, stack.unbind(), strict=True):
+        _, places = _room(tensors[0].device, (len(some), *shape), dtype)
+        for i, x in zip(some, places, strict=True):
             copies[i] = x
     torch._foreach_copy_(copies, list(tensors))
     return copies

@@ -155,6 +155,11 @@ def check_flag(name: str, key: str, value: object) -> None:
         raise TypeError(f"{name}: {key} must be True or False, got {value!r}")
 
 
+def class_of_ours(cls: type) -> Any:
+    """The nearest class of this package, the class itself or a base."""
+    return next(filter(is_ours, cls.__mro__))
+
+
 @functools.cache
 def arguments_of(cls: type) -> dict[str, Any]:
     """Argument -> annotation, of this package's constructors of a class."""

@@ -15,11 +15,11 @@ from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.group_settings import (
     DECOUPLED,
     METHOD,
-    OURS,
     DecayMethod,
     Scalar,
     check_rates,
     decay_method,
+    is_ours,
 )
 from megatron_eopt.optimizers.modifiers import NONE, Modifiers
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
@@ -257,7 +257,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _of_user(self, *names: str) -> list[str]:
         """Which of these methods a user has overridden or set."""
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
-        return [name for name, cls in owners.items() if name in vars(self) or not cls.__module__.startswith(OURS)]
+        return [name for name, cls in owners.items() if name in vars(self) or not is_ours(cls)]
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step: see :class:`OrthogonalizedOptimizer`."""

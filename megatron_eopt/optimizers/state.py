@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_eopt.matrices import is_transposed
-from megatron_eopt.optimizers.group_settings import is_ours, plain, warn
+from megatron_eopt.optimizers.group_settings import class_of_ours, plain, warn
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
@@ -211,12 +211,13 @@ class States:
 
 def name_in_states(cls: type) -> str:
     """A class's name in states; users' subclasses use their base's."""
-    return next(filter(is_ours, cls.__mro__)).__name__
+    name: str = class_of_ours(cls).__name__
+    return name
 
 
 def mark_of(optimizer: Any) -> str:
     """Its :func:`name_in_states`, and, as JSON, settings that groups lack and that are no default."""
-    arguments = inspect.signature(next(filter(is_ours, type(optimizer).__mro__)).__init__).parameters  # type: ignore[misc]
+    arguments = inspect.signature(class_of_ours(type(optimizer)).__init__).parameters
     known = plain(optimizer.settings() | optimizer.settings_of_groups())
     told = (known.keys() & arguments.keys()) - optimizer.defaults.keys() - UNMARKED
     given = {key: x for key, x in known.items() if key in told and x != arguments[key].default}

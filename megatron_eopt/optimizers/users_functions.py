@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.optimizers.group_settings import is_ours, warn
+from megatron_eopt.optimizers.group_settings import class_of_ours, warn
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, cut_dimension
@@ -33,7 +33,7 @@ HOOKS_OF_OTHERS = (
 
 def warn_of_uncalled(cls: Any) -> None:
     """Warn, once for all of them, of methods of a user's class that no step of ours calls."""
-    ours = next(filter(is_ours, cls.__mro__))
+    ours = class_of_ours(cls)
     names = [name for name in (*OF_USERS, *HOOKS_OF_OTHERS) if hasattr(cls, name) and not hasattr(ours, name)]
     if names and cls._take is ours._take and cls.step is ours.step:
         warn(

@@ -240,7 +240,7 @@ def _wrong_norms(products: Products, shape: tuple[int, ...], dtype: torch.dtype,
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A stack of two, with as many columns as have room."""
     stack = [min(2, n) for n in shape[:-2]]
-    (short, long) = sorted(shape[-2:])
+    short, long = sorted(shape[-2:])
     most = max(short, MOST_ENTRIES // max(1, short * math.prod(stack)))
     long -= max(0, -(-(long - most) // KEPT)) * KEPT
     return (*stack, short, long) if shape[-2] <= shape[-1] else (*stack, long, short)

@@ -44,7 +44,7 @@ def rescaled(x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
 
 def _divide(x: Tensor, out: Tensor, power: Tensor, norm: Tensor, unit: float, *, DIVIDED: bool, KEEP_BAD: bool) -> None:
     count = x[..., 0, 0].numel()
-    (rows, cols) = x.shape[-2:]
+    rows, cols = x.shape[-2:]
     if x.is_contiguous():
         rows, cols, height, width = 1, rows * cols, 1, _WIDE
         strides = [cols, cols, 1] * 2

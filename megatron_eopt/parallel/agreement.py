@@ -73,8 +73,8 @@ def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, A
         if rank is None:
             continue
         of_0, of_rank = values_of([0, rank], (plan, of_group, versions()), group)
-        (first, of_first, packages) = of_0
-        (other, of_other, other_packages) = of_rank
+        first, of_first, packages = of_0
+        other, of_other, other_packages = of_rank
         difference = (
             _first_version(packages, other_packages)
             or _first_setting(of_first, of_other)

@@ -180,7 +180,7 @@ def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
     """Tensor-parallel shards, each cut like ``layout``; all ranks call together."""
     if tp is None or tp.size() == 1:
         return layout
-    (rows, cols) = layout.shape
+    rows, cols = layout.shape
     cut = replace(cut_over(layout.shape, dim, tp), shards=tp.size() if dim == 0 else 1)
     if layout.group is None:
         return cut

@@ -64,7 +64,7 @@ class Watched:
             if step == 0:
                 first.append((trace, squares))
             if step == last:  # of the matrices that were the first of those before it
-                (norms, squared) = first.popleft()
+                norms, squared = first.popleft()
                 short = R.size(-1)
                 rank = norms.square() / squared
                 if last == 0:  # the norm is not divided out yet

@@ -150,7 +150,7 @@ def lion(
 ) -> None:
     """One step of weights and momenta; waits for no device."""
     lr = group["lr"]
-    (beta1, beta2) = group["betas"]
+    beta1, beta2 = group["betas"]
     weight_decay = group["weight_decay"]
     method = group["weight_decay_method"]
     if group["maximize"]:

@@ -205,7 +205,7 @@ def project(
     for rectangle, factor, turn in zip(rectangles, factors, turns, strict=True):
         W = rectangle
         layout = factor.matrix
-        (_, r) = factor.layout.shape
+        _, r = factor.layout.shape
         if layout.group is not None and layout.sharded:
             W = rectangle.new_zeros(layout.shape)
             shard = layout.rectangle
@@ -222,7 +222,7 @@ def project(
     for both, factor, turn in zip(packed, factors, turns, strict=True):
         layout = factor.matrix
         shard = factor.matrix.rectangle
-        (_, r) = factor.layout.shape
+        _, r = factor.layout.shape
         if layout.group is not None:
             both = broadcast(both, turn % layout.ranks, layout.group).wait()
         A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])

@@ -188,7 +188,7 @@ class StepKernels:
                     other = others[matrix]
                     top = 0
                     start = int(other.storage_offset())
-                    (of_row, of_col) = map(int, other.stride())
+                    of_row, of_col = map(int, other.stride())
                     key = (number, *dtypes, other.dtype, stacks[matrix], scales[matrix] if scales else 1.0)
                     one, two, row, left = (0, 0, 0, 0) if words is None else words[part]
                     for layer, first, count in runs if other.numel() else ():
@@ -217,7 +217,7 @@ def _place(x: Tensor, stacked: bool, transposed: bool, layer: int, first: int) -
         of_col = 1
     else:
         of_layer = x.stride(0)
-        (of_row, of_col) = x.stride()[-2:]
+        of_row, of_col = x.stride()[-2:]
     if transposed:
         of_row, of_col = of_col, of_row
     return address(x) + x.itemsize * (layer * of_layer + first * of_row), of_row, of_col

@@ -108,7 +108,7 @@ class Compiler:
         stacks = set()
         for bucket in plan.buckets if self.iterations else ():
             matrix = plan.matrices[bucket.matrices[0]]
-            (_, layout) = self.of_matrix[bucket.matrices[0]]
+            _, layout = self.of_matrix[bucket.matrices[0]]
             shape = layout.rectangle.shape if bucket.scheme == "blockwise" else matrix.shape
             if not bucket.scheme.startswith("gram"):  # only shards are multiplied as they are, others short side first
                 shape = (min(shape), max(shape))
@@ -141,7 +141,7 @@ class Compiler:
                 order, runs = in_order(part, bucket)
                 of_bucket = [numbers[bucket.matrices[i]] for i in order]
                 matrix = part.matrices[bucket.matrices[0]]
-                (_, layout) = self.of_matrix[of_bucket[0]]
+                _, layout = self.of_matrix[of_bucket[0]]
                 settings = self.iterations[matrix.iteration]
                 dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtype(m)) for m in of_bucket])
                 gram = bucket.scheme.startswith("gram")

@@ -43,7 +43,7 @@ def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
     Shards, buffers, whole matrices and factors, without the iteration. The schemes show when each is freed.
     """
     item = matrix.itemsize
-    (rows, cols) = matrix.shape
+    rows, cols = matrix.shape
     largest = most * item
     on_rank = -(-count // matrix.ranks) * rows * cols * item
     if scheme in ("local", "blockwise"):

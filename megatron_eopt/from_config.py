@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
 from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.settings.records import MOMENTUM_DTYPES
 
 
 def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: Any) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types as get_supported_coefficient_types
 from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type as validate_coefficient_type
 
@@ -349,7 +348,7 @@ def takes_matrices(name: str) -> bool:
     return counts or issubclass(cls, OrthogonalizedOptimizer)
 
 
-def traits_of(name: str) -> Traits:
-    """Traits of a registered optimizer; defaults for unknown classes."""
+def class_of_ours(name: str) -> type[BaseOptimizer]:
+    """Class of a registered optimizer; the base of ours for others."""
     cls = optimizer_class(name)
-    return cls.traits if issubclass(cls, BaseOptimizer) else Traits()
+    return cls if issubclass(cls, BaseOptimizer) else BaseOptimizer

@@ -81,7 +81,7 @@ def test_a_run_without_its_flags_builds_it_with_their_defaults(row):
         if row.takes(flag.setting) and flag.setting not in OF_MUON:
             assert kwargs[flag.setting] == flag.default
     assert optimizer.param_groups[0]["lr"] == 0.1
-    assert optimizer.param_groups[0]["weight_decay"] == (0.2 if row.cls.traits.decays_weights else 0.0)
+    assert optimizer.param_groups[0]["weight_decay"] == (0.2 if row.cls.decays_weights else 0.0)
 
 
 @rows

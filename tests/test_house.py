@@ -15,6 +15,7 @@ PACKAGE = Path(megatron_eopt.__file__).parent
 FLOORS = [
     {"redirect", "orthogonalize", "matrices"},
     {"parallel"},
+    {"settings"},
     {"optimizers"},
     {"from_config"},
     {"family"},

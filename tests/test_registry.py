@@ -215,10 +215,10 @@ def test_what_makes_an_optimizer_may_be_a_partial_or_a_function(made_by, known):
     assert type(optimizer) is TensorParallelMuon
     assert (optimizer.param_groups[0]["lr"], name_of(optimizer)) == (0.5, "made")
     assert registry.takes_matrices("made") is known
-    assert not registry.traits_of("made").pairs_rows
-    assert registry.traits_of("made").decays_weights
+    assert not registry.class_of_ours("made").pairs_rows
+    assert registry.class_of_ours("made").decays_weights
     registry.register_optimizer("factors", registry.EmergingOptimizerEntry(partial(SOAP)))
-    assert registry.traits_of("factors").pairs_rows
+    assert registry.class_of_ours("factors").pairs_rows
 
 
 def test_what_a_partial_has_is_not_taken_from_the_config():

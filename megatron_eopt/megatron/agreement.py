@@ -16,7 +16,6 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.optimizers import step_choice
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.group_settings import is_plain, plain
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
@@ -25,6 +24,7 @@ from megatron_eopt.parallel.collectives import lowest, told, values_of
 from megatron_eopt.parallel.layout import is_expert
 from megatron_eopt.routing import OverrideError
 from megatron_eopt.routing.entries import Entry
+from megatron_eopt.settings.groups import is_plain, plain
 
 # Texts that are no choice are names and paths, which a node may have of its own, but for those of the data's order.
 _DATA = ("split", "step_batch_size_schedule", "data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -159,7 +159,7 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     checked by ``prepare``.
     """
     ours = [optimizer for optimizer in optimizers if isinstance(optimizer, BaseOptimizer)]
-    choosing = [optimizer for optimizer in ours if KERNEL in optimizer.traits.carried_settings]
+    choosing = [optimizer for optimizer in ours if KERNEL in optimizer.carried_settings]
     devices = [next(p for group in x.param_groups for p in group["params"]).device for x in choosing]
     timed = [x for x, device in zip(choosing, devices, strict=True) if timing.is_timed(device)]
     found = [(x.symmetric_products or x.param_groups[0].get(KERNEL), x.kernel_products()) for x in timed]

@@ -18,14 +18,14 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.megatron.support.run import on
-from megatron_eopt.optimizers.muon_arguments import MOMENTUM_DTYPES
-from megatron_eopt.optimizers.presets import PRESETS
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.redirect import Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
+from megatron_eopt.settings.presets import PRESETS
+from megatron_eopt.settings.records import MOMENTUM_DTYPES, SECOND_MOMENT, names_of
 
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"
@@ -255,7 +255,7 @@ def builds(args: argparse.Namespace) -> bool:
 def _reads(name: str, flag: Flag) -> bool:
     if name == flag.optimizer:
         return True
-    if name in OPTIMIZERS and flag.setting in MUON:
+    if name in OPTIMIZERS and flag.setting in (*MUON, *names_of(SECOND_MOMENT)):
         return flag.optimizer == "muon" and flag.setting in OPTIMIZERS[name].of_muon
     return flag.shared and takes_matrices(name)
 

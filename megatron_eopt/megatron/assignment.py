@@ -12,7 +12,7 @@ from megatron_eopt.megatron.agreement import distinct, from_rank_0, of_entries, 
 from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices, traits_of
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, class_of_ours, create_emerging_optimizer, takes_matrices
 from megatron_eopt.routing import OverrideError, Resolved, resolve
 from megatron_eopt.routing.entries import Entry
 from megatron_eopt.routing.rules import match_counts
@@ -213,7 +213,7 @@ def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:
     by_user = {key: source for key in ("weight_decay", *ENDS) if (source := assigned.user_source(key))}
     if not by_user:
         return
-    wrong = None if traits_of(name).decays_weights else next((key for key in by_user if settings[key]), None)
+    wrong = None if class_of_ours(name).decays_weights else next((key for key in by_user if settings[key]), None)
     if wrong is not None:
         of_parameter = f"got {settings[wrong]:g} for {assigned.name}"
         raise OverrideError(f"{by_user[wrong]}: {wrong}: {name} has no weight decay, {of_parameter}: leave it out")

@@ -70,7 +70,7 @@ def _averages(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def exports(wrapper: Any, average: bool = False) -> bool:
     """Whether the model is to be an average: Schedule-Free's always, others' if asked for."""
-    own = isinstance(wrapper.optimizer, BaseOptimizer) and wrapper.optimizer.traits.live_key is not None
+    own = isinstance(wrapper.optimizer, BaseOptimizer) and wrapper.optimizer.live_key is not None
     return own or average
 
 
@@ -84,7 +84,7 @@ def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
 
 def trained(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
     """Parameters to save as state where the model is an average (others have an fp32 copy)."""
-    key = wrapper.optimizer.traits.live_key if exports(wrapper) else TRAINED
+    key = wrapper.optimizer.live_key if exports(wrapper) else TRAINED
     return {i: (key, own.detach()) for i, (own, model) in enumerate(_pairs(wrapper)) if own is model}
 
 

@@ -46,12 +46,12 @@ from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer
 from megatron_eopt.optimizers.factored import FactoredOptimizer
-from megatron_eopt.optimizers.presets import PRESETS, described
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
+from megatron_eopt.settings.presets import PRESETS, described
 
 
 class OptimizerOfRun:
@@ -194,7 +194,7 @@ class OptimizerOfRun:
         for optimizer in ours:
             kernel = self.decided.factors_kernel if isinstance(optimizer, FactoredOptimizer) else self.decided.kernel
             kept = {KERNEL: kernel, RATES: self.decided.rates, STEP_KERNELS: self.decided.step_kernels}
-            for key in kept.keys() & optimizer.traits.carried_settings:
+            for key in kept.keys() & optimizer.carried_settings:
                 for group in optimizer.param_groups if kept[key] is not None else ():
                     group.setdefault(key, kept[key])
         agreement.choose_kernels(here)

@@ -17,9 +17,7 @@ from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import plain
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
-from megatron_eopt.optimizers.presets import preset_line
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
@@ -37,6 +35,8 @@ from megatron_eopt.routing import (
 )
 from megatron_eopt.routing.checks import listed_twice
 from megatron_eopt.routing.patterns import LogicalMatrix
+from megatron_eopt.settings.groups import plain
+from megatron_eopt.settings.presets import preset_line
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
 _RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in OPTIMIZERS.values()}

@@ -15,6 +15,7 @@ from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.weight_average import average_of
+from megatron_eopt.settings.groups import iteration_of
 
 
 def print_summary(optimizer: Any, tp_mode_source: str) -> None:
@@ -64,7 +65,7 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
     for muon in muons:
         described = muon.described_matrices()
         for group in muon.param_groups:
-            settings = muon.update_settings(group).newton_schulz
+            settings = iteration_of(muon.effective(group))
             coefficients = settings.coefficient_type if isinstance(settings.coefficient_type, str) else "custom"
             for parameter in group["params"]:
                 for matrix, layout in zip(described[parameter], muon.matrix_layouts(parameter), strict=True):
@@ -75,7 +76,7 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
                         ranks = max(ranks, layout.ranks)
     first = muons[0]
     second_moment = ""
-    modified = first.modifiers.described(first.traits.has_modifiers)
+    modified = first.given_modifiers()
     modifiers = "".join(f"{key} {value}, " for key, value in modified.items())
     if isinstance(first, TensorParallelAdaptiveMuon):
         method = first.moment2_method

@@ -1,28 +1,26 @@
 """Muon with a second moment in fp32: AdaMuon, NorMuon, NAMO."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.group_settings import DecayMethod, warn
-from megatron_eopt.optimizers.modifiers import Modifiers
 from megatron_eopt.optimizers.muon import Chunk
-from megatron_eopt.optimizers.muon_arguments import Execution, spelled_out
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.second_moment import adaptive_muon
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.optimizers.tensor_parallel_muon import Execution, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.scheduler import Program
-
-METHODS = ("adamuon", "normuon", "namo")
+from megatron_eopt.settings.groups import DECOUPLED, METHOD, warn
+from megatron_eopt.settings.of_class import check_values, settings_of, with_settings
+from megatron_eopt.settings.records import DecayMethod
 
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon):
@@ -50,7 +48,11 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
 
-    @spelled_out(Execution, TensorParallelMuon)
+    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "beta2", "eps")
+    moment2_method: Literal["adamuon", "normuon", "namo"]
+    align_rms: bool
+
+    @with_settings(Execution, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -74,41 +76,21 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         eps: float = 1e-8,
         align_rms: bool = True,
         weight_decay_method: DecayMethod | None = None,
-        **execution: Unpack[Execution],
+        **settings: Unpack[Execution],
     ) -> None:
-        check_choice("moment2_method", moment2_method, METHODS)
-        if not align_rms and moment2_method != "adamuon":
-            warn(f"{type(self).__name__}: align_rms=False has no effect with {moment2_method}, it is adamuon's")
-        self.moment2_method = moment2_method
-        self.align_rms = align_rms
-        aligned = align_rms or moment2_method != "adamuon"
-        has = {**self.traits.has_modifiers, "moment2_method": (moment2_method,), "align_rms": (aligned,)}
-        self.traits = replace(self.traits, keeps_momenta=moment2_method == "namo", has_modifiers=has)
-        self._further = {"beta2": beta2, "eps": eps}
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            nesterov,
-            weight_decay,
-            use_decoupled_weight_decay,
-            split_qkv,
-            is_qkv_fn,
-            qkv_split_shapes,
-            fp32_matmul_prec,
-            coefficient_type,
-            num_ns_steps,
-            scale_mode,
-            extra_scale_factor,
-            pg_collection,
-            tp_mode,
-            weight_decay_method=weight_decay_method,
-            moment2_method=moment2_method,
-            align_rms=aligned,
-            **execution,
-        )
+        self._begin(params, locals())
 
-    def _check_functions(self, modifiers: Modifiers) -> None:
+    def _settle(self, values: dict[str, Any]) -> None:
+        name = type(self).__name__
+        method = values["moment2_method"]
+        check_values(name, {key: settings_of(type(self))[key] for key in ("moment2_method", "align_rms")}, values)
+        if not values["align_rms"] and method != "adamuon":
+            warn(f"{name}: align_rms=False has no effect with {method}, it is adamuon's")
+            values["align_rms"] = True
+        self.only = MappingProxyType({**self.only, "moment2_method": (method,), "align_rms": (values["align_rms"],)})
+        super()._settle(values)
+
+    def _check_functions(self, settings: Mapping[str, Any]) -> None:
         for key in ("orthogonalize", "scaled_orthogonalize_fn"):
             if self._of_user(key):
                 raise TypeError(
@@ -116,7 +98,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                     f"needs the orthogonal factors of all matrices together, before they are scaled: set "
                     f"orthogonalize_fn, override program, or take TensorParallelMuon"
                 )
-        super()._check_functions(modifiers)
+        super()._check_functions(settings)
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""

@@ -1,7 +1,7 @@
 """AdEMAMix: Adam with a second, slow momentum."""
 
 from collections.abc import Mapping, Sequence
-from math import inf, log
+from math import log
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.settings.records import ADAM, Setting
+from megatron_eopt.settings.values import AT_LEAST_0, BELOW_1, Scalar, count
 
 FAST = "exp_avg_fast"
 SLOW = "exp_avg_slow"
@@ -58,6 +58,14 @@ class AdEMAMix(BaseOptimizer):
     [1] Pagliardini et al., The AdEMAMix Optimizer: Better, Faster, Older, arXiv 2409.03137.
     """
 
+    own_settings = (
+        *ADAM,
+        Setting("beta3", "Decay rate of the slow momentum, in [0, 1).", BELOW_1),
+        Setting("alpha", "Weight of the slow momentum in the update.", AT_LEAST_0),
+        Setting("alpha_warmup", "Steps in which alpha grows; take those of the run.", count(0), metavar="STEPS"),
+        Setting("beta3_warmup", "Steps in which beta3 grows; take those of the run.", count(0), metavar="STEPS"),
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -73,18 +81,7 @@ class AdEMAMix(BaseOptimizer):
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        self.pg_collection = pg_collection
-        adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        slow = {"beta3": beta3, "alpha": alpha, "alpha_warmup": alpha_warmup, "beta3_warmup": beta3_warmup}
-        super().__init__(params, {**adam, **slow})
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        check_adam_settings(name, group, "beta3")
-        if not 0 <= group["alpha"] < inf:
-            raise ValueError(f"{name}: alpha must be a finite number of at least 0, got {group['alpha']}")
-        for warmup in ("alpha_warmup", "beta3_warmup"):
-            check_count(f"{name}: {warmup}", group[warmup], 0)
+        super().__init__(params, locals())
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Both momenta, the second moment, and the steps."""

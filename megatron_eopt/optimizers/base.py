@@ -3,7 +3,8 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, overload
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
-from megatron_eopt.optimizers import group_settings
-from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16, warned_without_gradients
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -21,6 +20,7 @@ from megatron_eopt.optimizers.parameters import (
     check_parameters,
     check_scalable,
     check_split,
+    checked_split,
     comparable,
     in_order,
     local,
@@ -43,9 +43,9 @@ from megatron_eopt.optimizers.state import (
     note_forgotten,
     note_loaded,
 )
-from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
+from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters
@@ -56,6 +56,10 @@ from megatron_eopt.parallel.plan import validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace
+from megatron_eopt.settings import groups as of_groups
+from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, settings_of
+from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.values import without_dimensions
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL = "symmetric_products"
@@ -77,7 +81,18 @@ class BaseOptimizer(Optimizer):
     have (:meth:`_check_group`) and its step (:meth:`_take`).
     """
 
-    traits = Traits()
+    # What a class says of itself.
+    own_settings: ClassVar[tuple[Setting, ...]] = ()  # records of settings that no other optimizer has
+    group_keys: ClassVar[tuple[str, ...]] = ()  # settings that every group has; by default all that are not ``whole``
+    only: Mapping[str, tuple[object, ...]] = MappingProxyType({})  # setting -> values, where some have no place
+    carried_settings: ClassVar[frozenset[str]] = frozenset()  # made by itself, and needed to go on alike
+    split_lengths: ClassVar[tuple[int, ...]] = (3, 4)  # how many logical matrices a fused projection may have
+    decays_weights: ClassVar[bool] = True  # without, what fills settings from a run's leaves the weight decay at 0
+    multiplies: ClassVar[bool] = False  # whether the kernel's products are its own, and nothing is orthogonalized
+    weight_keys: ClassVar[tuple[str, ...]] = ()  # state that is a copy of the weight, which ``scale_rows`` scales too
+    live_key: ClassVar[str | None] = None  # state of the training weights, where checkpoints hold ``exported()`` ones
+    pairs_rows: ClassVar[bool] = False  # whether state pairs rows with rows, so that their order is part of it
+    keeps_momenta: bool = False  # whether the program needs momenta after they were orthogonalized
     # Names of further arguments of a user's, which groups have too, and which may be anything.
     users_settings: frozenset[str] = frozenset()
 
@@ -94,18 +109,33 @@ class BaseOptimizer(Optimizer):
 
     _session: Session
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        group_settings.check_flags(type(self), vars(self))
-        validate_tp_mode(self.tp_mode)
-        warn_of_uncalled(type(self))
+    def __init__(self, params: ParamsT, arguments: Mapping[str, Any], further: Mapping[str, Any] | None = None) -> None:
+        """Check and keep the arguments of a constructor.
+
+        ``arguments`` are its ``locals()``: of these its settings are taken. ``further`` ones are a user's, of groups.
+        """
+        cls = type(self)
+        known = settings_of(cls)
+        check_named(cls.__name__, arguments.get("settings", {}), known)
+        given = {**arguments, **arguments.get("settings", {})}
+        values = {key: given.get(key, setting.default) for key, setting in known.items()}
+        in_groups = self.group_keys or [key for key, setting in known.items() if not setting.whole]
+        own = {key: value for key, value in values.items() if key not in in_groups}
+        self._check_place(own)
+        check_values(cls.__name__, known, own)
+        if "split_qkv" in known:
+            values |= checked_split(cls.__name__, values, self.split_lengths)
+        warn_of_uncalled(cls)
         self._session = Session()
-        super().__init__(params, defaults)
+        self._settle(values)
+        vars(self).update({key: value for key, value in values.items() if key not in in_groups})
+        super().__init__(params, {**{key: values[key] for key in in_groups}, **(further or {})})
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes, torch's state and what parameters say of themselves, for a copy."""
         self.refuse_half_step()
         ours: set[str] = set()
-        for cls in filter(group_settings.is_ours, type(self).__mro__):
+        for cls in filter(is_ours, type(self).__mro__):
             ours |= vars(cls).keys() | cls.__annotations__.keys()
         kept = {}
         for key, value in vars(self).items():
@@ -128,8 +158,14 @@ class BaseOptimizer(Optimizer):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Describe a parameter's state, alike on all sharing ranks."""
 
+    def _settle(self, values: dict[str, Any]) -> None:
+        """Refuse a constructor's settings that do not go together; set what follows from them."""
+
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse, by a ``ValueError``, what a new group cannot have."""
+
+    def _check_together(self, settings: Mapping[str, Any]) -> None:
+        """Refuse settings of a group that do not go together, each of which is valid."""
 
     @abstractmethod
     def _take(self, accepted: Tensor) -> None:
@@ -140,8 +176,28 @@ class BaseOptimizer(Optimizer):
         return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
 
     def settings_of_groups(self) -> dict[str, Any]:
-        """Settings that groups may have -> their default values."""
-        return dict(self.defaults)
+        """Settings that groups may have -> their values where a group says nothing."""
+        known = settings_of(type(self))
+        further = {key: vars(self)[key] for key in known.keys() & vars(self).keys() if not known[key].whole}
+        settings = {**self.defaults, **further}
+        for key, setting in known.items():
+            if setting.only_with is None:
+                continue
+            other, wanted = setting.only_with
+            if other in self.only and not {*self.only[other]} & {*wanted}:
+                settings.pop(key, None)
+        return {key: value for key, value in settings.items() if len(self.only.get(key, (0, 1))) > 1}
+
+    def planned_in_groups(self) -> list[dict[str, Any]]:
+        """Each group's own settings on which the plan depends."""
+        planned = [key for key, setting in settings_of(type(self)).items() if setting.planned]
+        return [{key: group[key] for key in planned if key in group} for group in self.param_groups]
+
+    def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a group in a step: its own, else the optimizer's."""
+        known = settings_of(type(self))
+        own = {key: value for key, value in vars(self).items() if key in known}
+        return {**own, **self.defaults, **group}
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Multiply rows of parameters between steps, as QK-clip does.
@@ -155,7 +211,7 @@ class BaseOptimizer(Optimizer):
         """
         for parameter, factor in zip(parameters, factors, strict=True):
             state = self.state.get(parameter, {})
-            for weight in (parameter, *(state[key] for key in self.traits.weight_keys if key in state)):
+            for weight in (parameter, *(state[key] for key in self.weight_keys if key in state)):
                 scale_rows(local(weight), factor)
 
     def exported(self, parameter: Tensor) -> Tensor:
@@ -177,23 +233,27 @@ class BaseOptimizer(Optimizer):
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         """Refuse settings of a new, loaded or changed group that no step could use, without waiting."""
-        cls: type = type(self)
-        known = {key: group[key] for key in self.defaults if key in group and key not in self.users_settings}
-        group_settings.check_flags(cls, known)
-        numbers = group_settings.numbers_of(cls) & known.keys()
-        group_settings.check_scalars(cls.__name__, group, numbers)
-        for key, value in known.items():
-            group[key] = group_settings.without_dimensions(value)
-        self._check_ranges({**group, **{key: group_settings.without_tensors(group[key]) for key in numbers}})
+        name = type(self).__name__
+        known = {key: setting for key, setting in settings_of(type(self)).items() if not setting.whole}
+        own = {key: group[key] for key in known if key in group and key not in self.users_settings}
+        self._check_place(own)
+        check_values(name, known, own)
+        group |= {key: without_dimensions(value) for key, value in own.items()}
+        self._check_together(self.effective(group))
+
+    def _check_place(self, values: Mapping[str, Any]) -> None:
+        """Refuse values that have no place in this optimizer."""
+        for key in [key for key in self.only if key in values]:
+            if values[key] not in self.only[key]:
+                wanted = " or ".join(map(repr, self.only[key]))
+                raise ValueError(
+                    f"{type(self).__name__} has no {key} {values[key]!r}, only {wanted}: take the setting away"
+                )
 
     def _check_all_settings(self, groups: Sequence[dict[str, Any]]) -> None:
         for number, group in enumerate(groups):
-            with group_settings.named(number, groups):
+            with of_groups.named(number, groups):
                 self._check_settings(group)
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        """Refuse numbers out of their range and unknown names."""
-        group_settings.check_rates(type(self).__name__, group)
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         check_gradients(type(self).__name__, parameters, self.param_groups)
@@ -215,7 +275,7 @@ class BaseOptimizer(Optimizer):
     def split_of(self, parameter: Tensor) -> Split:
         """The logical matrices of a parameter, declared or by ``split_qkv``."""
         is_qkv_fn = self.is_qkv_fn if self.split_qkv else None
-        split = split_of(parameter, is_qkv_fn, self.qkv_split_shapes, self.traits.split_lengths) or WHOLE
+        split = split_of(parameter, is_qkv_fn, self.qkv_split_shapes, self.split_lengths) or WHOLE
         return in_order(split, parameter, self.layout(parameter)) if isinstance(parameter, DTensor) else split
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
@@ -264,24 +324,24 @@ class BaseOptimizer(Optimizer):
             ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
         """
         name = type(self).__name__
-        traits = self.traits
         session = self._session
         if isinstance(param_group, dict):  # else torch says what is wrong
-            group_settings.rename(name, traits, param_group, self.defaults)
+            of_groups.rename(name, param_group, self.defaults)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         session.engine = session.nonfinite = None
         session.scalable = False
         try:
             check_parameters(name, self.param_groups)
-            with group_settings.named(len(self.param_groups) - 1, self.param_groups):
+            with of_groups.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
             self._check_group(group)
         except Exception:
             self.param_groups.pop()
             raise
-        known = {"params", *self.defaults, *self.settings_of_groups(), *traits.carried_settings} - self.users_settings
-        group_settings.warn_of_misspelt(name, group, known)
+        known = {"params", *self.defaults, *self.settings_of_groups(), *self.carried_settings} - self.users_settings
+        for key, meant in misspelt(group, known).items():
+            of_groups.warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant!r}?")
         group[STATE_OF] = mark_of(self)
 
     def take_tp_mode(self, tp_mode: TpMode) -> None:
@@ -335,10 +395,9 @@ class BaseOptimizer(Optimizer):
         Nothing is changed then.
         """
         name = type(self).__name__
-        traits = self.traits
         check_writer(type(self), state_dict, unmarked=True)
         state_dict = without_unused(self, state_dict)
-        needed = self.defaults.keys() | traits.carried_settings | {STATE_OF, *MODIFIERS, *traits.planned_in_groups}
+        needed = self.defaults.keys() | self.settings_of_groups().keys() | self.carried_settings | {STATE_OF}
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise ValueError(
@@ -348,7 +407,7 @@ class BaseOptimizer(Optimizer):
         groups = list[dict[str, Any]]()
         for of_state, own in zip(saved, self.param_groups, strict=True):
             group = dict(of_state)
-            group_settings.rename(name, traits, group, self.defaults)
+            of_groups.rename(name, group, self.defaults)
             groups.append({**{key: own[key] for key in needed & own.keys()}, **group, STATE_OF: mark_of(self)})
         self._check_all_settings(groups)
         note_forgotten(self, saved, groups)
@@ -380,7 +439,7 @@ class BaseOptimizer(Optimizer):
         """Make the engine of :meth:`prepare`, before ranks agree on it."""
         parameters = self._parameters()
         keys = self.settings_of_groups().keys() | self.defaults.keys()
-        settings = group_settings.by_parameter(
+        settings = of_groups.by_parameter(
             self.param_groups, keys, {**self._session.beside, **self.settings()}, self.users_settings
         )
         named = zip(self._names(), parameters, strict=True)
@@ -391,7 +450,7 @@ class BaseOptimizer(Optimizer):
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if self.offload_fraction]
         state = max(of_entries, default=0)
-        keeps = self.traits.keeps_momenta or any(group.get("moment2_method") == "namo" for group in self.param_groups)
+        keeps = self.keeps_momenta or any(group.get("moment2_method") == "namo" for group in self.param_groups)
         workspace = Workspace(bytes=self.workspace, kept=4 * keeps + state, state=state)
         return Engine(described, device, self.tp_mode, used, workspace)
 
@@ -414,7 +473,7 @@ class BaseOptimizer(Optimizer):
         if session.engine is None or session.engine_of != wanted:
             engine = self.proposed()
             given = self.symmetric_products, self.param_groups[0].get(KERNEL)
-            chooses = self.traits.multiplies and (any(given) or times_kernels(*given, engine.device))
+            chooses = self.multiplies and (any(given) or times_kernels(*given, engine.device))
             own = self.kernel_products() if parameters and chooses else None
             try:
                 kernel = engine.prepare(*given, comparable(self), own)
@@ -423,7 +482,7 @@ class BaseOptimizer(Optimizer):
                 raise
             for group in self.param_groups if kernel is not None else ():
                 group[KERNEL] = kernel
-                if RATES in self.traits.carried_settings:
+                if RATES in self.carried_settings:
                     group[RATES] = asdict(engine.rates)
             # shards that are taken for matrices step each by itself
             session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
@@ -438,6 +497,7 @@ class BaseOptimizer(Optimizer):
             if len(devices) > 1:
                 raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
             session.nonfinite = NonFinite(self._names(), torch.device(devices[0]))
+        session.settings = list(map(self.effective, self.param_groups))
         return session.engine
 
     @property
@@ -485,7 +545,7 @@ class BaseOptimizer(Optimizer):
         changed = self._seen() != session.checked  # schedulers change settings between steps
         if changed:
             for group in self.param_groups:
-                group_settings.rename(type(self).__name__, self.traits, group, self.defaults)
+                of_groups.rename(type(self).__name__, group, self.defaults)
             self._check_all_settings(self.param_groups)
         self._check_gradients(parameters)
         if parameters[0].grad is None and session.warns_without_gradients:

@@ -1,6 +1,6 @@
 """What a step knows of groups: parameters, state and settings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.foreach import Mask
-from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar
-from megatron_eopt.optimizers.modifiers import NONE, Modifiers
 from megatron_eopt.optimizers.rounding import Numbered
+from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.settings.values import Scalar
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Batch:
     momenta: list[Tensor]  # of each momentum
     gradients: list[Tensor]  # of each gradient; chosen() has them in the dtype of averages
     further: list[dict[str, Tensor]]  # by key, what else is kept of each parameter and changed in a step
-    settings: dict[str, Any]  # of the group
+    settings: Mapping[str, Any]  # effective ones of the group
+    own: Mapping[str, Any]  # those that the group has itself, for methods of users
     lr: Scalar
     beta: float  # of the momentum in this step
     nesterov: bool
@@ -32,7 +33,11 @@ class Batch:
     decay_method: DecayMethod
     accepted: Mask = None
     rounded: list[Numbered] | None = None  # the entries of momenta in bf16: random bits follow from them
-    modifiers: Modifiers = NONE
+
+    @property
+    def cautious(self) -> bool:
+        """Whether weight decay waits for the signs of the update."""
+        return bool(self.settings.get("cautious_weight_decay"))
 
     @property
     def changed(self) -> list[list[Tensor]]:

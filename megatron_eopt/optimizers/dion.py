@@ -13,24 +13,23 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_matrix,
     check_shard,
-    checked_split,
     local,
     names_of_last,
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements
-from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.orthogonalize.spectral import start_basis
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, Rectangle
+from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 
 MOMENTUM_BUFFER = "momentum_buffer"
 BASIS = "Q"
@@ -171,7 +170,13 @@ class Dion(BaseOptimizer):
     [1] Ahn et al., Dion: Distributed Orthonormalized Updates, arXiv 2504.05295.
     """
 
-    traits = Traits()
+    own_settings = (
+        Setting(
+            "rank_fraction",
+            "Rank of updates, as a part of the short side of a matrix, in (0, 1].",
+            ABOVE_0_UP_TO_1,
+        ),
+    )
 
     _updated: int = 0
 
@@ -188,11 +193,7 @@ class Dion(BaseOptimizer):
         qkv_split_shapes: Sequence[int] | None = None,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        split = split_qkv, is_qkv_fn, qkv_split_shapes
-        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
-        self.pg_collection = pg_collection
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "rank_fraction": rank_fraction}
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
@@ -250,11 +251,6 @@ class Dion(BaseOptimizer):
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_rates(type(self).__name__, group, "momentum")
-        if not 0 < (fraction := group["rank_fraction"]) <= 1:
-            raise ValueError(f"{type(self).__name__}: rank_fraction must lie in (0, 1], got {fraction}")
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__

@@ -14,15 +14,12 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.group_settings import check_rates
 from megatron_eopt.optimizers.parameters import names_of_last, parameter_names
 from megatron_eopt.optimizers.state import StateTensor, check_finite, check_writer
-from megatron_eopt.optimizers.traits import Traits
-from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
-from megatron_eopt.orthogonalize.kernels import KERNELS, made
+from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype, validate_matmul_precision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_replicas, check_same, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -31,6 +28,7 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, whole
 from megatron_eopt.parallel.scheduler import rounds
+from megatron_eopt.settings.records import Setting
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +89,15 @@ class DistributedMuon(BaseOptimizer):
     [1] https://kellerjordan.github.io/posts/muon/, as in the speedruns of modded-nanogpt.
     """
 
-    traits = Traits(carried_settings=frozenset({KERNEL}))
+    own_settings = (
+        Setting("ns_steps"),
+        Setting("process_group", whole=True),
+        Setting("collective_state_dict", whole=True),
+    )
+    carried_settings = frozenset({KERNEL})
+    fp32_matmul_prec: MatmulPrecision
+    process_group: ProcessGroup | None
+    collective_state_dict: bool | None
 
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _consolidated: dict[str, Any] | None = None
@@ -110,18 +116,12 @@ class DistributedMuon(BaseOptimizer):
         collective_state_dict: bool | None = None,
         symmetric_products: str | None = None,
     ) -> None:
-        validate_matmul_precision(fp32_matmul_prec)
-        check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
-        self.fp32_matmul_prec = fp32_matmul_prec
-        self.symmetric_products = symmetric_products
-        group = self.process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
+        process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        self.rank, self.ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
         self.compute_ranks: dict[Tensor, int] = {}
         self.rounds: list[list[Bucket]] = []
         self.loads = [0] * self.ranks  # bytes that each rank has been dealt
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        self.collective_state_dict = collective_state_dict
-        super().__init__(params, defaults | {"weight_decay": weight_decay})
+        super().__init__(params, locals())
         if collective_state_dict is None and self.ranks > 1 and self.rank == 0:
             logger.warning(
                 f"{type(self).__name__}: each of {self.ranks} ranks keeps the momenta of its own matrices, so "
@@ -210,9 +210,8 @@ class DistributedMuon(BaseOptimizer):
         super().load_state_dict({**state_dict, "state": others | kept})
         self._consolidated = None
 
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_rates(type(self).__name__, group, "momentum")
-        get_coefficients(_COEFFICIENTS, group["ns_steps"])
+    def _check_together(self, settings: Mapping[str, Any]) -> None:
+        get_coefficients(_COEFFICIENTS, settings["ns_steps"])
 
     def _check_group(self, group: dict[str, Any]) -> None:
         called = type(self).__name__

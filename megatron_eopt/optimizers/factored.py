@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.held_norms import begin_norms, followed, radii
 from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.whole_matrices import CLOCK, MatrixStack, ParameterStep, Planned, WholeMatrixOptimizer
-from megatron_eopt.orthogonalize.choices import check_choice, check_count
-from megatron_eopt.orthogonalize.kernels import KEPT, KERNELS, Shapes, made
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, validate_matmul_precision
+from megatron_eopt.orthogonalize.kernels import KEPT, Shapes, made
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
+from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 
 STEPS = "steps"
 
@@ -46,9 +45,11 @@ class FactoredOptimizer(WholeMatrixOptimizer):
     (:attr:`side_keys`) and the moments that lie as the parameter (:attr:`moments`).
     """
 
-    traits = Traits(carried_settings=frozenset({CLOCK, KERNEL}), pairs_rows=True, multiplies=True)
+    own_settings: ClassVar[tuple[Setting, ...]] = (FACTOR_PRECISION,)
+    carried_settings = frozenset({CLOCK, KERNEL})
+    pairs_rows = True
+    multiplies = True
     side_keys: ClassVar[tuple[tuple[str, str], tuple[str, str]]]  # of the rows and of the columns, as Side
-    choices: ClassVar[tuple[tuple[str, object], ...]] = (("weight_decay_method", Decay), ("weight_norm", WeightNorm))
 
     share_over_dp: bool
     _based: set[Tensor] | None = None  # parameters known to have factors
@@ -57,10 +58,6 @@ class FactoredOptimizer(WholeMatrixOptimizer):
     def rests(self, group: Mapping[str, Any]) -> bool:
         """Whether the first gradient makes the factors alone."""
         return False
-
-    def _set(self, *split: Any, **attributes: Any) -> None:
-        check_choice("symmetric_products", attributes["symmetric_products"] or "torch", KERNELS)
-        super()._set(*split, **attributes)
 
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter; a vector is a column."""
@@ -94,14 +91,6 @@ class FactoredOptimizer(WholeMatrixOptimizer):
 
     def _holds(self, parameter: Tensor) -> bool:
         return parameter.ndim > 1 and self.group_of(parameter)["weight_norm"] == "hold"
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        check_count(f"{name}: precondition_frequency", group["precondition_frequency"], 1)
-        check_count(f"{name}: max_dim", group["max_dim"], 0)
-        for key, choices in self.choices:
-            check_choice(f"{key} of {name}", group[key], get_args(choices))
-        validate_matmul_precision(group["fp32_matmul_prec"])
 
     def _check_factors(self, group: Mapping[str, Any], why: str = "") -> None:
         """Refuse a matrix without a factor in the last group."""

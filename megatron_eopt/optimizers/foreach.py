@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar
+from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.settings.values import Scalar
 
 Tensors = Sequence[Tensor]
 Mask = Tensor | None  # which of several parameters step; None for all

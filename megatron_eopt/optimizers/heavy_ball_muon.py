@@ -1,43 +1,49 @@
 """Muon with heavy-ball momentum, as its original has it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.foreach import heavy_ball
-from megatron_eopt.optimizers.group_settings import UpdateSettings
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.optimizers.traits import PLANNED_IN_GROUPS, STEPS
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.scheduler import Program
-
-NS_STEPS = "ns_steps"  # setting of a group
+from megatron_eopt.settings.groups import DECOUPLED, METHOD
+from megatron_eopt.settings.of_class import with_settings
+from megatron_eopt.settings.records import Setting
 
 
 class HeavyBallMuon(TensorParallelMuon):
     """The matrices of Muon beside AdamW: heavy-ball momentum, any dimensions."""
 
-    traits = replace(
-        TensorParallelMuon.traits,
-        planned_in_groups=(*PLANNED_IN_GROUPS, NS_STEPS),
-        has_modifiers={"moment2_method": ("none",)},
-    )
+    own_settings = (Setting("ns_steps", planned=True),)
+    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "ns_steps")
+    only = MappingProxyType({"moment2_method": ("none",)})
 
-    @property
-    def _further(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return {NS_STEPS: self.newton_schulz.steps}
+    @with_settings(Transport, TensorParallelMuon)
+    def __init__(self, params: ParamsT, ns_steps: int = 5, **settings: Any) -> None:
+        self._begin(params, locals())
 
-    def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """As in Muon, with the steps as ``ns_steps`` alone."""
-        if STEPS in group:
-            raise ValueError(f"the Newton-Schulz steps of a group are {NS_STEPS!r} here, not {STEPS!r}")
-        return super().update_settings({**group, STEPS: group[NS_STEPS]} if NS_STEPS in group else group)
+    def _settle(self, values: dict[str, Any]) -> None:
+        values["num_ns_steps"] = values["ns_steps"]
+        super()._settle(values)
+
+    def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a group in a step: its Newton-Schulz steps are ``ns_steps``."""
+        settings = super().effective(group)
+        return {**settings, "num_ns_steps": settings["ns_steps"]}
+
+    def _refuse_decided(self, group: Mapping[str, Any]) -> None:
+        if "num_ns_steps" in group:
+            raise ValueError("the Newton-Schulz steps of a group are 'ns_steps' here, not 'num_ns_steps'")
+        super()._refuse_decided(group)
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step, of parameters read as matrices."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS
+from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS, holds, needs_norm
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
@@ -28,10 +28,10 @@ def find_norms(optimizer: OrthogonalizedOptimizer) -> None:
     needing = list[Tensor]()
     held = set[Tensor]()
     for group in optimizer.param_groups:
-        modifiers = optimizer.modifiers_of(group)
-        if modifiers.needs_norm:
+        settings = optimizer.effective(group)
+        if needs_norm(settings):
             needing += group["params"]
-        if modifiers.weight_norm == "hold":
+        if holds(settings):
             held.update(group["params"])
     begin_norms(optimizer, type(optimizer).__name__, needing, held)
 

@@ -1,13 +1,14 @@
 """Muon on a hyperball: matrices keep their initial norm."""
 
-from dataclasses import replace
-from typing import Any, Literal, Unpack
+from types import MappingProxyType
+from typing import Literal, Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, Moment2Method
-from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
+from megatron_eopt.settings.of_class import with_settings
+from megatron_eopt.settings.records import Moment2Method
 
 
 class MuonHyperball(TensorParallelMuon):
@@ -38,7 +39,7 @@ class MuonHyperball(TensorParallelMuon):
         weight_norm: ``hold``.
         moment2_method: a second moment, as in Muon: ``normuon`` makes it NorMuon on a hyperball. So are ``beta2``,
             ``eps`` and ``align_rms``.
-        **transport: these, ``momentum`` and ``nesterov`` are those of
+        **settings: these, ``momentum`` and ``nesterov`` are those of
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
@@ -48,16 +49,20 @@ class MuonHyperball(TensorParallelMuon):
     [1] Wen et al., Fantastic Pretraining Optimizers and Where to Find Them 2.1: Hyperball Optimization (2025).
     """
 
-    traits = replace(
-        TensorParallelMuon.traits,
-        decays_weights=False,
-        size_rule="lr times the norm of the matrix",
-        measures=True,
-        instead_of_decay=INSTEAD_OF_DECAY,
-        has_modifiers={"weight_norm": ("hold",), "relative_update": ("none",), "cautious_weight_decay": (False,)},
+    decays_weights = False
+    size_rule = "lr times the norm of the matrix"
+    measures = True
+    instead_of_decay = INSTEAD_OF_DECAY
+    only = MappingProxyType(
+        {
+            "weight_norm": ("hold",),
+            "relative_update": ("none",),
+            "cautious_weight_decay": (False,),
+            "align_rms": (True,),
+        }
     )
 
-    @spelled_out(Transport, TensorParallelMuon)
+    @with_settings(Transport, TensorParallelMuon)
     def __init__(  # type: ignore[misc]  # an argument of Muon's has another default
         self,
         params: ParamsT,
@@ -71,8 +76,6 @@ class MuonHyperball(TensorParallelMuon):
         beta2: float = 0.95,
         eps: float = 1e-8,
         align_rms: bool = True,
-        **transport: Unpack[Transport],
+        **settings: Unpack[Transport],
     ) -> None:
-        modifiers: dict[str, Any] = {"weight_norm": weight_norm, "moment2_method": moment2_method}
-        modifiers |= {"beta2": beta2, "eps": eps, "align_rms": align_rms}
-        super().__init__(params, lr, momentum, nesterov, weight_decay, **modifiers, **transport)
+        self._begin(params, locals())

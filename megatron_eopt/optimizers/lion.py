@@ -1,8 +1,7 @@
 """Lion and Signum: updates are signs of a momentum."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,27 +9,16 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, check_betas, check_rates
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.settings.values import Scalar
 
 EXP_AVG = "exp_avg"  # the momentum, named as where Megatron-Core creates the state itself
 
 
 class Signs(BaseOptimizer):
     """The step that Lion and Signum share."""
-
-    averages: tuple[str, ...] = ()  # settings of a group that are the beta of one
-
-    def __init__(self, params: ParamsT, pg_collection: TensorParallelGroups | None, **defaults: Any) -> None:
-        self.pg_collection = pg_collection
-        super().__init__(params, defaults)
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_rates(type(self).__name__, group, *self.averages)
-        method = group["weight_decay_method"]
-        check_choice(f"weight_decay_method of {type(self).__name__}", method, get_args(DecayMethod))
 
     @abstractmethod
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
@@ -92,16 +80,11 @@ class Lion(Signs):
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
-        super().__init__(params, pg_collection, lr=lr, betas=betas, **decay, maximize=maximize)
+        super().__init__(params, locals())
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
         """Return the group's own."""
         return cast(tuple[float, float], group["betas"])
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_betas(type(self).__name__, group["betas"])
-        super()._check_ranges(group)
 
 
 class Signum(Signs):
@@ -124,8 +107,6 @@ class Signum(Signs):
     [1] Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, arXiv 1802.04434.
     """
 
-    averages = ("momentum",)
-
     def __init__(
         self,
         params: ParamsT,
@@ -137,8 +118,7 @@ class Signum(Signs):
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
-        super().__init__(params, pg_collection, lr=lr, momentum=momentum, **decay, maximize=maximize)
+        super().__init__(params, locals())
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
         """One beta serves both."""

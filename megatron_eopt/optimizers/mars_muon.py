@@ -1,8 +1,7 @@
 """MARS-Muon: Muon of variance-reduced gradients."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import inf
+from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
@@ -12,15 +11,18 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.held_norms import norms_of_shards
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract, with_gradients
-from megatron_eopt.optimizers.muon_arguments import Transport, refuse_blockwise, spelled_out
+from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
+from megatron_eopt.settings.groups import DECOUPLED, METHOD
+from megatron_eopt.settings.of_class import with_settings
+from megatron_eopt.settings.records import DecayMethod, Setting
+from megatron_eopt.settings.values import AT_LEAST_0
 
 PREVIOUS_GRADIENT = "previous_gradient"
 HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a step with a rate above 0
@@ -57,7 +59,7 @@ class MarsMuon(TensorParallelMuon):
         nesterov: whether to look ahead, as Muon does and the paper does not.
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to ``c``.
         gamma: strength of the correction, at least 0; 0 leaves Muon of clipped gradients.
-        **transport: these, and what is not named here, as in
+        **settings: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
@@ -66,9 +68,13 @@ class MarsMuon(TensorParallelMuon):
     [1] Yuan et al., MARS: Unleashing the Power of Variance Reduction for Training Large Models, arXiv 2411.10438.
     """
 
-    traits = replace(TensorParallelMuon.traits, has_modifiers={"moment2_method": ("none",)})
+    own_settings = (
+        Setting("gamma", "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients.", AT_LEAST_0),
+    )
+    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "gamma")
+    only = MappingProxyType({"moment2_method": ("none",)})
 
-    @spelled_out(Transport, TensorParallelMuon)
+    @with_settings(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -82,26 +88,9 @@ class MarsMuon(TensorParallelMuon):
         scale_mode: ScaleMode = "spectral",
         extra_scale_factor: float = 1.0,
         weight_decay_method: DecayMethod | None = None,
-        **transport: Unpack[Transport],
+        **settings: Unpack[Transport],
     ) -> None:
-        self._further = {"gamma": gamma}
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            nesterov,
-            weight_decay,
-            use_decoupled_weight_decay,
-            scale_mode=scale_mode,
-            extra_scale_factor=extra_scale_factor,
-            weight_decay_method=weight_decay_method,
-            **transport,
-        )
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        super()._check_ranges(group)
-        if not 0 <= (gamma := group["gamma"]) < inf:
-            raise ValueError(f"{type(self).__name__}: gamma must be a finite number of at least 0, got {gamma}")
+        self._begin(params, locals())
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

@@ -12,14 +12,14 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import MomentumRule, Tensors
-from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS
-from megatron_eopt.optimizers.modifiers import RADIUS
+from megatron_eopt.optimizers.modifiers import RADIUS, holds, measures
 from megatron_eopt.optimizers.rounding import store
 from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.optimizers.weight_step import decay_cautiously, move, on_spheres, resized
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, Shards
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
+from megatron_eopt.settings.groups import MOMENTUM_STEPS
 
 Scales = Sequence[float | Tensor]  # of logical matrices
 
@@ -56,7 +56,7 @@ def decay(chunk: Chunk) -> None:
     Kernels do it when they subtract; cautious decay waits for the update.
     """
     for batch in chunk.batches if chunk.kernels is None else ():
-        if batch.decays and batch.decay_method != "l2" and not batch.modifiers.cautious_weight_decay:
+        if batch.decays and batch.decay_method != "l2" and not batch.cautious:
             factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
             foreach.scale(batch.weights, factor, batch.accepted)
 
@@ -123,12 +123,12 @@ def subtract(chunk: Chunk, engine: Engine, factors: list[Tensor], scales: Scales
     if chunk.watch is not None:
         chunk.watch(chunk.indices, updates)
     for batch, of_batch in of_batches:
-        if batch.decays and batch.modifiers.cautious_weight_decay:
+        if batch.decays and batch.cautious:
             rate = foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
             decay_cautiously(batch.weights, _merged(batch, engine, of_batch), 1 - batch.column(rate))
-    coefficients = iter(_coefficients(engine, [each for each in of_batches if each[0].modifiers.measures]))
+    coefficients = iter(_coefficients(engine, [each for each in of_batches if measures(each[0].settings)]))
     for batch, of_batch in of_batches:
-        if not batch.modifiers.measures:
+        if not measures(batch.settings):
             foreach.subtract(batch.weights, _merged(batch, engine, of_batch), batch.lr, batch.accepted)
             continue
         shards = engine.split(batch.indices, list(batch.weights))
@@ -151,7 +151,7 @@ def _by_kernels(
         dtypes = [weight.dtype for of_batch in several for count, weight in of_batch for _ in range(count)]
         copies = [x.to(dtype, copy=True) for x, dtype in zip(factors, dtypes, strict=True)]
         chunk.watch(chunk.indices, scaled(copies, scales))
-    if of_batches[0][0].modifiers.measures:  # all hold norms, else kernels do not serve
+    if measures(of_batches[0][0].settings):  # all hold norms, else kernels do not serve
         kernels.rotate(chunk.batches, factors, torch.cat(_coefficients(engine, of_batches)).float())
     else:
         kernels.subtract(chunk.batches, factors, scales)
@@ -186,12 +186,12 @@ def _coefficients(engine: Engine, of_batches: Sequence[tuple[Batch, list[Tensor]
     for batch, of_batch in of_batches:
         at = slice(done, done := done + len(of_batch))
         counts = counts_of(engine, batch)
-        if batch.modifiers.weight_norm == "hold":
+        if holds(batch.settings):
             radii = torch.stack([radius for of_one in batch.of_matrices(RADIUS) for radius in of_one])
             lengths = batch.masked(radii * batch.lr, counts)
             coefficients.append(on_spheres(squares[:, at], inner[at], radii, lengths))
         else:
-            coefficients.append(resized(squares[:, at], inner[at], batch.column(batch.lr, counts), batch.modifiers))
+            coefficients.append(resized(squares[:, at], inner[at], batch.column(batch.lr, counts), batch.settings))
     return coefficients
 
 

@@ -1,9 +1,9 @@
 """Muown: Muon of directions beside Adam of the norms of rows."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import batched
-from math import inf
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
@@ -13,17 +13,20 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.group_settings import DECOUPLED, METHOD, check_rates
 from megatron_eopt.optimizers.muon import Chunk, momentum, scaled, with_gradients
-from megatron_eopt.optimizers.muon_arguments import Transport, refuse_blockwise, spelled_out
+from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.parameters import local, names_of_last, scale_rows
 from megatron_eopt.optimizers.state import StateTensor, check_placements
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import Program
+from megatron_eopt.settings.groups import DECOUPLED, METHOD
+from megatron_eopt.settings.of_class import with_settings
+from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.values import ABOVE_0, BELOW_1
 
 ROWS = ("g", "v_norm", "m_g", "v_g")  # state keys, each with an entry for every row of a logical matrix
 STEPS = "steps"  # of a parameter, with a rate above 0
@@ -213,7 +216,7 @@ class Muown(TensorParallelMuon):
         beta1: of Adam's first moment of ``g``, in [0, 1).
         beta2: of its second moment, in [0, 1).
         eps: added to the root of the second moment, above 0.
-        **transport: these, and what is not named here, as in
+        **settings: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
@@ -223,20 +226,26 @@ class Muown(TensorParallelMuon):
     [1] Lion et al., Muown: Row-Norm Control for Muon Optimization, arXiv 2605.10797.
     """
 
-    traits = replace(
-        TensorParallelMuon.traits,
-        no_settings=frozenset({DECOUPLED, METHOD}),
-        has_modifiers={
+    own_settings = (
+        Setting("beta1", "Decay rate of Adam's first moment of the norms of rows, in [0, 1).", BELOW_1),
+        Setting("beta2", "Decay rate of its second moment, in [0, 1).", BELOW_1),
+        Setting("eps", "Added to the root of the second moment.", ABOVE_0),
+    )
+    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "beta1", "beta2", "eps")
+    only = MappingProxyType(
+        {
+            DECOUPLED: (True,),
+            METHOD: (None,),
             "weight_norm": ("none",),
             "relative_update": ("none",),
             "cautious_weight_decay": (False,),
             "moment2_method": ("none",),
-        },
+        }
     )
 
     _begun: frozenset[Tensor] = frozenset()  # parameters that are known to have made a step
 
-    @spelled_out(Transport, TensorParallelMuon)
+    @with_settings(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -250,17 +259,9 @@ class Muown(TensorParallelMuon):
         eps: float = 1e-8,
         scale_mode: ScaleMode = "spectral",
         extra_scale_factor: float = 1.0,
-        **transport: Unpack[Transport],
+        **settings: Unpack[Transport],
     ) -> None:
-        self._further = {"beta1": beta1, "beta2": beta2, "eps": eps}
-        size: dict[str, Any] = {"scale_mode": scale_mode, "extra_scale_factor": extra_scale_factor}
-        super().__init__(params, lr, momentum, nesterov, weight_decay, **size, **transport)
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        super()._check_ranges(group)
-        check_rates(type(self).__name__, group, "beta1", "beta2")
-        if not 0 < group["eps"] < inf:
-            raise ValueError(f"{type(self).__name__}: eps must be a finite number above 0, got {group['eps']}")
+        self._begin(params, locals())
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

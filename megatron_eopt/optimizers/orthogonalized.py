@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,34 +12,20 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.batches import Batch
-from megatron_eopt.optimizers.group_settings import (
-    DECOUPLED,
-    METHOD,
-    DecayMethod,
-    Scalar,
-    check_rates,
-    decay_method,
-    is_ours,
-)
-from megatron_eopt.optimizers.modifiers import NONE, Modifiers
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
-from megatron_eopt.optimizers.parameters import (
-    check_matrix,
-    checked_split,
-    local,
-    names_of_last,
-    parameter_names,
-    rows_of,
-)
+from megatron_eopt.optimizers.parameters import check_matrix, local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
+from megatron_eopt.settings.groups import DECOUPLED, METHOD, decay_method
+from megatron_eopt.settings.of_class import is_ours
+from megatron_eopt.settings.records import DecayMethod, Setting
+from megatron_eopt.settings.values import BELOW_1, Scalar
 
 MOMENTUM_BUFFER = "momentum_buffer"
 # Methods that users override, or set: of whole parameters or matrices, and all.
@@ -55,13 +41,23 @@ def check_given(optimizer: BaseOptimizer, given: Mapping[str, Any]) -> None:
         raise TypeError(f"{type(optimizer).__name__}.orthogonalize() has no setting {', '.join(sorted(unknown))}")
 
 
+def refuse_blockwise(optimizer: BaseOptimizer, measured: str, otherwise: str = "") -> None:
+    """Refuse ``blockwise`` where global matrices are measured, at every number of ranks."""
+    if optimizer.tp_mode == "blockwise":
+        raise ValueError(
+            f"{type(optimizer).__name__}: with tp_mode blockwise the {measured} would be those of shards, which belong "
+            f"to no matrix of the model and to no other number of ranks: take an exact tp_mode (auto, duplicated, ...)"
+            f"{otherwise}"
+        )
+
+
 class OrthogonalizedOptimizer(BaseOptimizer):
     """Momentum, orthogonalized and scaled, as the update of matrices.
 
     For a parameter ``p`` with gradient ``g``, in this order:
 
     1. weight decay: ``p -= lr * weight_decay * p``, or (L2) ``g + weight_decay * p`` replaces ``g``; see
-       :data:`~megatron_eopt.optimizers.group_settings.DecayMethod` for two more;
+       :data:`~megatron_eopt.settings.records.DecayMethod` for two more;
     2. momentum, an exponential moving average: ``m += (1 - beta) (g - m)``;
     3. Nesterov's look-ahead ``u = (1 - beta) g + beta m``, or ``u = m``;
     4. ``p -= lr * orthogonalize(p, u)``.
@@ -105,15 +101,18 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         TypeError: for a flag that is no bool.
     """
 
-    traits = Traits(
-        split_lengths=(3,),
-        momentum_key="momentum_beta",
-        nesterov_key="use_nesterov",
+    own_settings: ClassVar[tuple[Setting, ...]] = (
+        Setting("momentum_beta", check=BELOW_1),
+        Setting("orthogonalize_fn", whole=True),
+        Setting("scale_factor_fn", whole=True),
     )
+    group_keys: ClassVar[tuple[str, ...]] = ("lr", "momentum_beta", "use_nesterov", "weight_decay", DECOUPLED, METHOD)
+    split_lengths: ClassVar[tuple[int, ...]] = (3,)
+    momentum_key = "momentum_beta"
+    nesterov_key = "use_nesterov"
+
     fp32_matmul_prec: MatmulPrecision = fixed("fp32_matmul_prec", "medium")
     momentum_dtype: torch.dtype | None = None  # None for that of each parameter
-
-    _further: Mapping[str, Any] = {}  # settings of groups that relatives have, set before this constructor
 
     def __init__(
         self,
@@ -132,37 +131,25 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         weight_decay_method: DecayMethod | None = None,
         **kwargs: Any,
     ) -> None:
-        name = type(self).__name__
-        vars(self).update(
-            checked_split(name, split_qkv, is_qkv_fn, qkv_split_shapes, self.traits.split_lengths),
-            fp32_matmul_prec=fp32_matmul_prec,
-        )
-        validate_matmul_precision(fp32_matmul_prec)
-        if orthogonalize_fn is not None:
-            vars(self)["orthogonalize_fn"] = orthogonalize_fn
-        if scale_factor_fn is not None:
-            vars(self)["scale_factor_fn"] = scale_factor_fn
-        for key, done in (("orthogonalize_fn", "orthogonalized"), ("scale_factor_fn", "scaled")):
+        self.users_settings = frozenset(kwargs)
+        super().__init__(params, locals(), kwargs)
+
+    def _settle(self, values: dict[str, Any]) -> None:
+        """Set functions of the user's; warn of missing ones."""
+        done = {"orthogonalize_fn": "orthogonalized", "scale_factor_fn": "scaled"}
+        for key in done.keys() & values.keys():
+            function = values.pop(key)
+            if function is not None:
+                vars(self)[key] = function
+        for key, what in done.items():
             users = self._of_user(key, "scaled_orthogonalize_fn")
             if not users and getattr(type(self), key) is getattr(OrthogonalizedOptimizer, key):
-                warnings.warn(f"{name} has no {key}: updates are not {done}", stacklevel=3)
-        self.users_settings = frozenset(kwargs)
-        defaults = {
-            "lr": lr,
-            self.traits.momentum_key: momentum_beta,
-            self.traits.nesterov_key: use_nesterov,
-            "weight_decay": weight_decay,
-            DECOUPLED: use_decoupled_weight_decay,
-            METHOD: weight_decay_method,
-            **self._further,
-            **kwargs,
-        }
-        super().__init__(params, defaults)
+                warnings.warn(f"{type(self).__name__} has no {key}: updates are not {what}", stacklevel=4)
 
     @property
     def use_nesterov(self) -> bool:
         """Whether groups look ahead by default."""
-        return bool(self.defaults[self.traits.nesterov_key])
+        return bool(self.defaults[self.nesterov_key])
 
     @property
     def use_decoupled_weight_decay(self) -> bool:
@@ -171,9 +158,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     # Groups.
 
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_rates(type(self).__name__, group, self.traits.momentum_key)
-        decay_method(type(self).__name__, group)
+    def _check_together(self, settings: Mapping[str, Any]) -> None:
+        decay_method(type(self).__name__, settings)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
@@ -187,7 +173,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _check_split(self, parameter: Tensor) -> None:
         split = self.split_of(parameter)
-        if len(self.traits.split_lengths) > 1 or declared_split(parameter) is not None or split.is_whole:
+        if len(self.split_lengths) > 1 or declared_split(parameter) is not None or split.is_whole:
             super()._check_split(parameter)
             return
         shapes = [part.rows or 0 for part in split.parts]
@@ -204,10 +190,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Describe the momentum."""
         return [StateTensor(MOMENTUM_BUFFER, dtype=self.momentum_dtype)]
-
-    def modifiers_of(self, group: Mapping[str, Any]) -> Modifiers:
-        """What a group has done between updates and weights."""
-        return NONE
 
     # The step.
 
@@ -310,8 +292,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         batches = []
         first = 0
         key = MOMENTUM_BUFFER
-        modifiers = self._session.modifiers or [NONE] * len(self.param_groups)
-        for group, of_group in zip(self.param_groups, modifiers, strict=True):
+        for group, settings in zip(self.param_groups, self._session.settings, strict=True):
             params = group["params"]
             # a parameter whose gradient is left out has a momentum, too
             known = {
@@ -324,7 +305,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             first += len(params)
             if not chosen:
                 continue
-            settings = {key: value for key, value in group.items() if key not in NO_SETTINGS}
+            own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
             beta, weight_decay = self._rates_of(group)
             momenta = [known[i] for i in indices]
             weights = chosen
@@ -340,23 +321,23 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     momenta=momenta,
                     gradients=gradients,
                     further=[self._further_state(p) if more else {} for p in chosen],
-                    settings=settings | {self.traits.momentum_key: beta},
+                    settings=settings,
+                    own=own | {self.momentum_key: beta},
                     lr=group["lr"],
                     beta=beta,
-                    nesterov=group[self.traits.nesterov_key],
+                    nesterov=group[self.nesterov_key],
                     weight_decay=weight_decay,
                     decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
                     decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
                     accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
                     rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in chosen],
-                    modifiers=of_group,
                 )
             )
         return batches
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
         """Momentum and weight decay of a group's next step."""
-        return group[self.traits.momentum_key], group["weight_decay"]
+        return group[self.momentum_key], group["weight_decay"]
 
     def _waited_for(self, index: int) -> bool:
         """Whether other ranks need this one's part, gradient or not."""

@@ -1,7 +1,7 @@
 """Names, layouts and logical matrices of parameters."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.matrices import Split, check_split_shapes, declared_split
-from megatron_eopt.optimizers.group_settings import check_flag, warn
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import (
     Layout,
@@ -25,6 +24,7 @@ from megatron_eopt.parallel.layout import (
     within,
 )
 from megatron_eopt.parallel.records import Matrix, Shape
+from megatron_eopt.settings.groups import warn
 
 logger = logging.getLogger(__name__)
 
@@ -210,15 +210,11 @@ def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, c
         matrix_layout(parameter, pg_collection)  # which refuses what nothing here can lay out
 
 
-def checked_split(
-    name: str,
-    split_qkv: bool,
-    is_qkv_fn: Callable[[Tensor], bool] | None,
-    qkv_split_shapes: Sequence[int] | None,
-    lengths: Sequence[int],
-) -> dict[str, Any]:
-    """The attributes that describe fused projections, of ``lengths`` logical matrices."""
-    check_flag(name, "split_qkv", split_qkv)
+def checked_split(name: str, values: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+    """The settings that describe fused projections, of ``lengths`` logical matrices."""
+    split_qkv = values["split_qkv"]
+    is_qkv_fn = values["is_qkv_fn"]
+    qkv_split_shapes = values["qkv_split_shapes"]
     if is_qkv_fn is not None and not callable(is_qkv_fn):
         raise TypeError(f"{name}: is_qkv_fn must be a function of a parameter, got {is_qkv_fn!r}")
     if is_qkv_fn is not None and not split_qkv:
@@ -228,7 +224,7 @@ def checked_split(
     if split_qkv and (qkv_split_shapes is not None or len(lengths) == 1):
         # else each parameter may bring its own
         qkv_split_shapes = check_split_shapes(qkv_split_shapes, lengths)
-    return {"split_qkv": split_qkv, "is_qkv_fn": is_qkv_fn, "qkv_split_shapes": qkv_split_shapes}
+    return {"qkv_split_shapes": qkv_split_shapes}
 
 
 def check_matrix(name: str, parameter: Tensor, called: str) -> None:

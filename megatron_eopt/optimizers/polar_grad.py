@@ -1,17 +1,17 @@
 """PolarGrad: orthogonal factors of the momentum, times its nuclear norm."""
 
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Chunk, decay, kept_momentum, subtract
-from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import StatisticsRequest
+from megatron_eopt.settings.of_class import with_settings
+from megatron_eopt.settings.records import DecayMethod
 
 
 class PolarGrad(TensorParallelMuon):
@@ -32,7 +32,7 @@ class PolarGrad(TensorParallelMuon):
         params: matrices, or groups of them with their own ``lr``, ``momentum``, ``weight_decay``, ``num_ns_steps`` or
             ``coefficient_type``.
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
-        **transport: these, and what is not named here, as in
+        **settings: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
@@ -42,19 +42,18 @@ class PolarGrad(TensorParallelMuon):
     arXiv 2505.21799.
     """
 
-    traits = replace(
-        TensorParallelMuon.traits,
-        size_rule="the nuclear norm of the momentum",
-        measures=True,
-        keeps_momenta=True,
-        has_modifiers={
+    size_rule = "the nuclear norm of the momentum"
+    measures = True
+    keeps_momenta = True
+    only = MappingProxyType(
+        {
             "weight_norm": ("none", "brake"),
             "relative_update": ("none", "bound"),
             "moment2_method": ("none",),
-        },
+        }
     )
 
-    @spelled_out(Transport, TensorParallelMuon)
+    @with_settings(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -64,11 +63,9 @@ class PolarGrad(TensorParallelMuon):
         weight_decay: float = 0.01,
         *,
         weight_decay_method: DecayMethod | None = None,
-        **transport: Unpack[Transport],
+        **settings: Unpack[Transport],
     ) -> None:
-        super().__init__(
-            params, lr, momentum, nesterov, weight_decay, weight_decay_method=weight_decay_method, **transport
-        )
+        self._begin(params, locals())
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step."""

@@ -1,7 +1,6 @@
 """PSGD-Kron: momentum whitened by fitted Kronecker factors."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -9,11 +8,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.foreach import stacked
-from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.whole_matrices import (
     CLOCK,
     EXP_AVG,
@@ -23,9 +20,10 @@ from megatron_eopt.optimizers.whole_matrices import (
     first_moment,
     refreshes,
 )
-from megatron_eopt.orthogonalize.choices import check_count
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.values import ABOVE_0, ABOVE_0_UP_TO_1, AT_LEAST_0, BELOW_1, Scalar, count
 
 FACTORS = ("Q_L", "Q_R")
 BOUNDS = "bounds"
@@ -90,7 +88,26 @@ class PSGDKron(WholeMatrixOptimizer):
     [2] Li, Stochastic Hessian Fittings with Lie Groups, arXiv 2402.11858.
     """
 
-    traits = Traits(carried_settings=frozenset({CLOCK}), pairs_rows=True)
+    own_settings = (
+        FACTOR_PRECISION,
+        Setting(
+            "precond_lr", "Rate of the factors, above 0 and at most 1.", ABOVE_0_UP_TO_1
+        ),  # more turns one negative
+        Setting("min_precond_lr", "Least rate of the factors.", AT_LEAST_0),
+        Setting("precond_decay_steps", "Steps by which the rate of the factors decays.", count(1), metavar="STEPS"),
+        Setting("precondition_frequency", "Steps from one fit of the factors to the next.", count(1)),
+        Setting("precond_init_scale", "The factors start as so many identities.", ABOVE_0),
+        Setting(
+            "damping_noise_scale",
+            "Noise that is added where factors are fitted; emerging-optimizers has 0.1.",
+            AT_LEAST_0,
+        ),
+        Setting("beta_lip", check=BELOW_1),
+        Setting("max_update_rms", "Largest RMS of the entries of an update; 0 for no bound.", AT_LEAST_0),
+        Setting("max_dim", "The longest side that has a factor; a longer one has its diagonal.", count(0)),
+    )
+    carried_settings = frozenset({CLOCK})
+    pairs_rows = True
 
     def __init__(
         self,
@@ -115,24 +132,7 @@ class PSGDKron(WholeMatrixOptimizer):
         qkv_split_shapes: Sequence[int] | None = None,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        self._set(split_qkv, is_qkv_fn, qkv_split_shapes, pg_collection=pg_collection)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "max_update_rms": max_update_rms,
-            "precond_lr": precond_lr,
-            "min_precond_lr": min_precond_lr,
-            "precond_decay_steps": precond_decay_steps,
-            "precondition_frequency": precondition_frequency,
-            "precond_init_scale": precond_init_scale,
-            "damping_noise_scale": damping_noise_scale,
-            "beta_lip": beta_lip,
-            "max_dim": max_dim,
-            "maximize": maximize,
-            "fp32_matmul_prec": fp32_matmul_prec,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, and each matrix's factors and bounds."""
@@ -146,24 +146,13 @@ class PSGDKron(WholeMatrixOptimizer):
             tensors.append(StateTensor(BOUNDS + plan.end, (2,), part, wide, plan.compute_rank))
         return tensors
 
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        check_rates(name, group, "momentum", "beta_lip")
-        check_count(f"{name}: precond_decay_steps", group["precond_decay_steps"], 1)
-        check_count(f"{name}: precondition_frequency", group["precondition_frequency"], 1)
-        check_count(f"{name}: max_dim", group["max_dim"], 0)
-        for key in ("min_precond_lr", "damping_noise_scale", "max_update_rms"):
-            if not 0 <= group[key] < inf:
-                raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
-        scale = group["precond_init_scale"]
-        if not 0 < scale < inf:
-            raise ValueError(f"{name}: precond_init_scale must be a finite number above 0, got {scale}")
-        if not 0 < group["precond_lr"] <= 1:  # more could turn a factor negative
-            raise ValueError(f"{name}: precond_lr must lie in (0, 1], got {group['precond_lr']}")
-        if group["min_precond_lr"] > group["precond_lr"]:
-            rates = f"{group['min_precond_lr']} and {group['precond_lr']}"
-            raise ValueError(f"{name}: min_precond_lr must be at most precond_lr, got {rates}")
-        validate_matmul_precision(group["fp32_matmul_prec"])
+    def _check_together(self, settings: Mapping[str, Any]) -> None:
+        least = settings["min_precond_lr"]
+        rate = settings["precond_lr"]
+        if least > rate:
+            raise ValueError(
+                f"{type(self).__name__}: min_precond_lr must be at most precond_lr, got {least} and {rate}"
+            )
 
     def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
         plan = super()._plan(end, layout, longest)

@@ -1,9 +1,8 @@
 """Schedule-Free AdamW: gradients at one point, evaluation at an average."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from math import inf, isfinite
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,12 +11,12 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor, check_state_dict
-from megatron_eopt.optimizers.traits import Traits
-from megatron_eopt.orthogonalize.choices import check_choice, check_count
+from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.settings.records import ADAM, Setting
+from megatron_eopt.settings.values import AT_LEAST_0, FINITE, Scalar, count
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,20 @@ class ScheduleFreeAdamW(BaseOptimizer):
     [1] Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
     """
 
-    traits = Traits(carried_settings=frozenset({TRAIN_MODE, COUNT}), live_key=KEPT, weight_keys=(Z, X, KEPT))
+    own_settings = (
+        *ADAM,
+        Setting("warmup_steps", "Steps in which its rate grows; take --lr-decay-style constant with it.", count(0)),
+        Setting(
+            "variant",
+            "The weights of the average: the rate, or, as schedulefree, a power of the largest rate so far; "
+            "schedulefree also decays by y.",
+        ),
+        Setting("r", "For schedulefree: power of a step's number in the weight of the step.", FINITE),
+        Setting("weight_lr_power", "For schedulefree: power of the largest rate in the weight of a step.", AT_LEAST_0),
+    )
+    carried_settings = frozenset({TRAIN_MODE, COUNT})
+    live_key = KEPT
+    weight_keys = (Z, X, KEPT)
 
     _constant: list[float | None] | None = None  # the first rates of the groups
     _warned: bool = False  # whether a change of them was warned of
@@ -101,20 +113,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        self.pg_collection = pg_collection
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
-        weights = {"variant": variant, "r": r, "weight_lr_power": weight_lr_power}
-        super().__init__(params, {**defaults, **weights, "maximize": maximize})
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        r = group["r"]
-        power = group["weight_lr_power"]
-        check_adam_settings(name, group)
-        check_count(f"{name}: warmup_steps", group["warmup_steps"], 0)
-        check_choice(f"variant of {name}", group["variant"], get_args(Variant))
-        if not (isfinite(r) and 0 <= power < inf):
-            raise ValueError(f"{name}: r must be finite and weight_lr_power at least 0, got {r} and {power}")
+        super().__init__(params, locals())
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__

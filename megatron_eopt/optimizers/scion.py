@@ -1,18 +1,16 @@
 """Scion for hidden matrices."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from math import inf
+from types import MappingProxyType
 from typing import Any, Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
-from megatron_eopt.optimizers.muon_arguments import Transport, spelled_out
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.optimizers.traits import PLANNED_IN_GROUPS
-
-RADIUS = "radius"
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
+from megatron_eopt.settings.groups import DECOUPLED, METHOD, also_called
+from megatron_eopt.settings.of_class import with_settings
+from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.values import ABOVE_0, Scalar, is_readable
 
 
 class Scion(TensorParallelMuon):
@@ -42,7 +40,7 @@ class Scion(TensorParallelMuon):
         constrained: whether the ball bounds the matrices (the paper's Scion), or the steps alone (its unconstrained
             Scion).
         weight_decay: 0; here for those who fill it from a config.
-        **transport: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
+        **settings: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for ``lr`` or ``radius`` out of its range, a weight decay, and scale settings.
@@ -50,23 +48,27 @@ class Scion(TensorParallelMuon):
     [1] Pethick et al., Training Deep Learning Models with Norm-Constrained LMOs, arXiv 2502.07529.
     """
 
-    traits = replace(
-        TensorParallelMuon.traits,
-        planned_in_groups=(*PLANNED_IN_GROUPS, RADIUS),
-        decays_weights=False,
-        size_rule="radius * sqrt(rows / cols)",
-        no_settings=frozenset({"nesterov"}),
-        instead_of_decay="constrained=True bounds matrices by their radius",
-        has_modifiers={
+    own_settings = (
+        Setting("radius", "Radius of the ball of every matrix.", ABOVE_0, planned=True),
+        Setting("constrained", "Bound the steps alone, not the matrices.", whole=True),
+    )
+    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "radius")
+    decays_weights = False
+    size_rule = "radius * sqrt(rows / cols)"
+    instead_of_decay = "constrained=True bounds matrices by their radius"
+    only = MappingProxyType(
+        {
+            "nesterov": (False,),
             "weight_norm": ("none", "brake"),
             "relative_update": ("none", "bound"),
             "moment2_method": ("none",),
             "cautious_weight_decay": (False,),
-        },
+        }
     )
+    constrained: bool
 
-    @also_called(spectral_radius=RADIUS)
-    @spelled_out(Transport, TensorParallelMuon)
+    @also_called(spectral_radius="radius")
+    @with_settings(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -76,33 +78,26 @@ class Scion(TensorParallelMuon):
         radius: float = 50.0,
         constrained: bool = True,
         weight_decay: float = 0.0,
-        **transport: Unpack[Transport],
+        **settings: Unpack[Transport],
     ) -> None:
-        self.radius = radius
-        self.constrained = constrained
-        self._further = {RADIUS: radius}
-        super().__init__(params, lr, momentum, nesterov=False, weight_decay=weight_decay, **transport)
+        self._begin(params, {"nesterov": False, **locals()})
 
-    def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """The iteration of a group's matrices, and its radius."""
-        of_group = super().update_settings(group)
-        radius = group.get(RADIUS, self.radius)
-        check_scalars(type(self).__name__, {RADIUS: radius}, (RADIUS,))
-        if not 0 < radius < inf:
-            raise ValueError(f"{type(self).__name__}: radius must be a finite number above 0, got {radius}")
-        return UpdateSettings(of_group.newton_schulz, "unit_rms_norm", radius)
+    def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a group in a step: the radius is the scale."""
+        settings = super().effective(group)
+        return {**settings, "scale_mode": "unit_rms_norm", "extra_scale_factor": settings["radius"]}
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
         return super().settings() | {"constrained": self.constrained}
 
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        if self.constrained and not 0 <= group["lr"] <= 1:
+    def _check_together(self, settings: Mapping[str, Any]) -> None:
+        if self.constrained and is_readable(settings["lr"]) and settings["lr"] > 1:
             raise ValueError(
                 f"{type(self).__name__}: lr must lie in [0, 1], since a constrained step goes that part of the way to "
-                f"the boundary, got {group['lr']}"
+                f"the boundary, got {settings['lr']}"
             )
-        super()._check_ranges(group)
+        super()._check_together(settings)
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
         # (1 - lr) W, which is what a constrained step leaves of the matrix

@@ -14,9 +14,10 @@ each method and group of ranks.
 [1] AdaMuon, arXiv 2507.11005.  [2] NorMuon, arXiv 2510.05491.  [3] NAMO, arXiv 2602.17080.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,9 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER, Modifiers
+from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
 from megatron_eopt.optimizers.muon import Chunk, counts_of, decay, kept_momentum, subtract
-from megatron_eopt.optimizers.muon_arguments import refuse_blockwise
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer, refuse_blockwise
 from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
@@ -40,7 +40,7 @@ def adaptive_muon(chunk: Chunk, engine: Engine) -> Program:
     """Muon's step with second moments, in the groups that have one."""
     decay(chunk)  # p -= lr * weight_decay * p
     u = kept_momentum(chunk, engine)  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
-    kept = list(u) if any(batch.modifiers.moment2_method == "namo" for batch in chunk.batches) else []
+    kept = list(u) if any(batch.settings["moment2_method"] == "namo" for batch in chunk.batches) else []
     factors = yield from engine.orthogonalize(chunk.indices, u)  # O of each whole logical matrix
     scales = second_moment(chunk, engine, factors, kept)  # U
     subtract(chunk, engine, factors, scales)  # p -= lr * s U
@@ -54,8 +54,8 @@ def second_moment(chunk: Chunk, engine: Engine, factors: list[Tensor], updates: 
     start = 0
     for batch in chunk.batches:
         end = start + sum(counts_of(engine, batch))
-        batches.setdefault(batch.modifiers.moment2_method, []).append(batch)
-        numbers.setdefault(batch.modifiers.moment2_method, []).extend(range(start, end))
+        batches.setdefault(batch.settings["moment2_method"], []).append(batch)
+        numbers.setdefault(batch.settings["moment2_method"], []).extend(range(start, end))
         start = end
     for method, of_method in batches.items():
         own = [factors[n] for n in numbers[method]]
@@ -100,16 +100,17 @@ def check_moments(optimizer: OrthogonalizedOptimizer, parameter: Tensor, called:
     check_placements(f"{name}: {called}", parameter, optimizer.state_tensors(parameter), optimizer.matrix_layouts)
 
 
-def first_rms(modifiers: Modifiers, muon: float, scale: float, momentum: float, nesterov: bool) -> float:
+def first_rms(settings: Mapping[str, Any], muon: float, scale: float) -> float:
     """RMS of a matrix's first update, before the learning rate, where Muon's is ``muon``.
 
     The first second moment is ``1 - beta2`` times its first value, so entries of AdaMuon without ``align_rms`` are
     ``+-scale / sqrt(1 - beta2)``. NAMO's first ``g'`` is ``(1 - b) G``, times ``1 + b`` with Nesterov's look-ahead.
     """
-    root = sqrt(1 - modifiers.beta2)
-    if modifiers.moment2_method == "namo":
-        return muon * (1 - momentum) * (1 + momentum if nesterov else 1) / root
-    return muon if modifiers.moment2_method != "adamuon" or modifiers.align_rms else scale / root
+    root = sqrt(1 - settings["beta2"])
+    if settings["moment2_method"] == "namo":
+        momentum = settings["momentum"]
+        return muon * (1 - momentum) * (1 + momentum if settings["nesterov"] else 1) / root
+    return muon if settings["moment2_method"] != "adamuon" or settings["align_rms"] else scale / root
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ def moments_of(batches: Sequence[Batch]) -> list[Moment]:
     of_batches = list[Moment]()
     for batch in batches:
         for n, of_parameter in enumerate(batch.of_matrices(MOMENT2_BUFFER)):
-            of_batches += [Moment(v, batch.flag(n), batch.modifiers.beta2, batch.modifiers.eps) for v in of_parameter]
+            of_batches += [
+                Moment(v, batch.flag(n), batch.settings["beta2"], batch.settings["eps"]) for v in of_parameter
+            ]
     return of_batches
 
 
@@ -154,7 +157,7 @@ def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
         torch._foreach_add_(roots, [moments[i].eps for i in some])
         torch._foreach_div_(wide, roots)
     new = engine.split(indices, directions)
-    if all(batch.modifiers.align_rms for batch in batches):
+    if all(batch.settings["align_rms"] for batch in batches):
         ratios = list(_alignment(*_squared_norms(engine, indices, factors, new)).unbind())
         torch._foreach_mul_(ratios, scales)
         foreach.scale_each(new, ratios)

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.modifiers import Modifiers
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.rounding import Numbered
@@ -40,7 +39,7 @@ class Session:
     also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
     beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
     checked: list[object] | None = None  # settings of groups, and functions of the user's, as they were checked last
-    modifiers: list[Modifiers] = field(default_factory=list)  # of each group, by these settings
+    settings: list[dict[str, Any]] = field(default_factory=list)  # effective ones of each group, by these
     scalable: bool = False  # whether a GradScaler has been checked
     told_unmarked: bool = False
     warns_without_gradients: bool = True  # until it has; Megatron's first step says more

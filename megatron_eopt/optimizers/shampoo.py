@@ -17,12 +17,13 @@ from megatron_eopt.optimizers.factored import (
     gram,
     steps_taken,
 )
-from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.inverse_roots import RootMethod, inverse_root
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.whole_matrices import MatrixStack, first_moment, refreshes
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
+from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.values import BETWEEN_0_AND_1, Scalar, count
 
 Scale = Literal[ScaleMode, "none"]
 
@@ -68,7 +69,19 @@ class Preconditioning(FactoredOptimizer):
 
     side_keys = (("L", "P_L"), ("R", "P_R"))
     whitens: ClassVar[bool] = False  # whether gradients are whitened by the other side before a factor follows them
-    choices = (*FactoredOptimizer.choices, ("root_method", RootMethod), ("scale_mode", Scale))
+    own_settings = (
+        FACTOR_PRECISION,
+        Setting("damping", "Added to the factors, relative to them.", BETWEEN_0_AND_1),
+        Setting(
+            "precondition_frequency",
+            "Steps from one making of the roots to the next, counted from the first step.",
+            count(1),
+        ),
+        Setting("root_method", "How inverse roots are made: by eigenvectors, or by products alone."),
+        Setting("scale_mode", "How the size of an update follows from the shape."),
+        Setting("weight_norm", "Whether every matrix keeps the norm that it starts with."),
+        Setting("max_dim", "The longest side that has a factor; a matrix without one is refused.", count(0)),
+    )
 
     def __init__(
         self,
@@ -94,41 +107,13 @@ class Preconditioning(FactoredOptimizer):
         share_over_dp: bool = False,
         symmetric_products: str | None = None,
     ) -> None:
-        self._set(
-            split_qkv,
-            is_qkv_fn,
-            qkv_split_shapes,
-            pg_collection=pg_collection,
-            share_over_dp=share_over_dp,
-            symmetric_products=symmetric_products,
-        )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "scale_mode": scale_mode,
-            "weight_norm": weight_norm,
-            "weight_decay": weight_decay,
-            "weight_decay_method": weight_decay_method,
-            "shampoo_beta": shampoo_beta,
-            "max_dim": max_dim,
-            "precondition_frequency": precondition_frequency,
-            "damping": damping,
-            "root_method": root_method,
-            "maximize": maximize,
-            "fp32_matmul_prec": fp32_matmul_prec,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        check_rates(name, group, "momentum", "shampoo_beta")
-        damping = group["damping"]
-        if not 0 < damping < 1:
-            raise ValueError(f"{name}: damping must be above 0 and below 1, got {damping}")
-        if group["root_method"] == "cans" and damping < LEAST_DAMPING:
+    def _check_together(self, settings: Mapping[str, Any]) -> None:
+        damping = settings["damping"]
+        if settings["root_method"] == "cans" and damping < LEAST_DAMPING:
             needs = f"at least {LEAST_DAMPING:g}, which the products of root_method 'cans' need"
-            raise ValueError(f"{name}: damping must be {needs}, got {damping}")
-        super()._check_ranges(group)
+            raise ValueError(f"{type(self).__name__}: damping must be {needs}, got {damping}")
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

@@ -8,12 +8,14 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
 from megatron_eopt.optimizers.foreach import stacked
-from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.soap_math import BasisMethod, Preconditioned, SortBases, update_of
 from megatron_eopt.optimizers.whole_matrices import EXP_AVG, MatrixStack, first_moment
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.settings.groups import also_called
+from megatron_eopt.settings.records import ADAM, FACTOR_PRECISION, Setting
+from megatron_eopt.settings.values import Scalar, count
 
 EXP_AVG_SQ = "exp_avg_sq"
 
@@ -121,12 +123,18 @@ class SOAP(FactoredOptimizer):
     takes = "matrices and vectors"
     side_keys = (("L", "Q_L"), ("R", "Q_R"))
     moments = (EXP_AVG, EXP_AVG_SQ)
-    choices = (
-        *FactoredOptimizer.choices,
-        ("basis_method", BasisMethod),
-        ("basis_of", Gradients),
-        ("sort_bases", SortBases),
-        ("scale_mode", ScaleMode),
+    own_settings = (
+        *ADAM,
+        FACTOR_PRECISION,
+        Setting("use_kl_shampoo", "Factors as Shampoo has them, which is the default from Python."),
+        Setting("basis_of", "Whether a gradient is seen in a basis made before it, as published, or with it."),
+        Setting("basis_method", "How bases are refreshed."),
+        Setting("sort_bases", "Whether eigenvalues are sorted before a refresh, as published, or after it."),
+        Setting("weight_norm", "Whether every matrix keeps the norm that it starts with (KL-SOAP-H)."),
+        Setting("nesterov", "Whether the first moment looks ahead."),
+        Setting("orthogonalize", "Updates are orthogonalized (SOAP-Muon)."),
+        Setting("scale_mode", "How the size of an orthogonalized update follows from the shape."),
+        Setting("max_dim", "The longest side that has a factor and a basis.", count(0)),
     )
 
     @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim="max_dim")
@@ -160,40 +168,7 @@ class SOAP(FactoredOptimizer):
         share_over_dp: bool = False,
         symmetric_products: str | None = None,
     ) -> None:
-        self._set(
-            split_qkv,
-            is_qkv_fn,
-            qkv_split_shapes,
-            pg_collection=pg_collection,
-            share_over_dp=share_over_dp,
-            symmetric_products=symmetric_products,
-        )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "nesterov": nesterov,
-            "correct_bias": correct_bias,
-            "weight_decay": weight_decay,
-            "weight_decay_method": weight_decay_method,
-            "shampoo_beta": shampoo_beta,
-            "use_kl_shampoo": use_kl_shampoo,
-            "max_dim": max_dim,
-            "precondition_frequency": precondition_frequency,
-            "basis_method": basis_method,
-            "basis_of": basis_of,
-            "maximize": maximize,
-            "fp32_matmul_prec": fp32_matmul_prec,
-            "sort_bases": sort_bases,
-            "weight_norm": weight_norm,
-            "orthogonalize": orthogonalize,
-            "scale_mode": scale_mode,
-        }
-        super().__init__(params, defaults)
-
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_adam_settings(type(self).__name__, group, "shampoo_beta")
-        super()._check_ranges(group)
+        super().__init__(params, locals())
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

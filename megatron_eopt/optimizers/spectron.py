@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE
-from megatron_eopt.optimizers import foreach, group_settings, low_rank
+from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_rates
 from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Factor, Factored, FactorStack
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.parameters import (
@@ -23,17 +22,13 @@ from megatron_eopt.optimizers.parameters import (
     TensorParallelGroups,
     check_matrix,
     check_shard,
-    checked_split,
     comparable,
     local,
     names_of_last,
     scale_rows,
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements, check_writer
-from megatron_eopt.optimizers.traits import EXTRA_SCALE, PLANNED_IN_GROUPS, SCALE_MODE, Traits
-from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import power_iterations
@@ -42,6 +37,9 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule
+from megatron_eopt.settings.records import SCALE, Setting, names_of
+from megatron_eopt.settings.values import BELOW_1, Scalar, count
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +167,15 @@ class Spectron(BaseOptimizer):
     [1] Spectron, arXiv 2602.12429.
     """
 
-    traits = Traits(carried_settings=frozenset({KERNEL}))
+    own_settings = (
+        Setting("rank", "Rank of the two factors of every weight.", count(1)),
+        Setting("momentum_beta", "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95.", BELOW_1),
+        Setting("num_power_iterations", "Power iterations of a step, for the spectral norms.", count(1), whole=True),
+    )
+    group_keys = ("lr", "rank", "momentum_beta", "weight_decay")
+    carried_settings = frozenset({KERNEL})
+    newton_schulz: NewtonSchulz
+    num_power_iterations: int
     newton_schulz_calls: int = 0
 
     _factors: Engine  # made by prepare(), as is _factored
@@ -197,20 +203,11 @@ class Spectron(BaseOptimizer):
         tp_mode: TpMode = "duplicated",
         symmetric_products: str | None = None,
     ) -> None:
-        check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
-        check_count("Spectron: num_power_iterations", num_power_iterations)
-        self.newton_schulz = NewtonSchulz(
-            steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
-        )
-        group_settings.note_short_schedule(self.newton_schulz)
-        self.num_power_iterations = num_power_iterations
-        split = split_qkv, is_qkv_fn, qkv_split_shapes
-        vars(self).update(checked_split(type(self).__name__, *split, self.traits.split_lengths))
-        self.pg_collection = pg_collection
-        self.symmetric_products = symmetric_products
-        vars(self)["tp_mode"] = tp_mode
-        defaults = {"lr": lr, "rank": rank, "momentum_beta": momentum_beta, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "pairs": False})
+        super().__init__(params, locals(), {"pairs": False})
+
+    def _settle(self, values: dict[str, Any]) -> None:
+        self.newton_schulz = iteration_of(values)
+        note_short_schedule(self.newton_schulz)
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
@@ -220,13 +217,8 @@ class Spectron(BaseOptimizer):
         return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | further
 
     def settings_of_groups(self) -> dict[str, Any]:
-        """Also those of the iteration; ``pairs`` is no setting."""
-        further = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
-        iteration = self.newton_schulz
-        return further | {
-            group_settings.STEPS: iteration.steps,
-            group_settings.COEFFICIENTS: iteration.coefficient_type,
-        }
+        """Without ``pairs``, which is no setting."""
+        return {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
 
     @property
     def projection_errors(self) -> dict[str, float]:
@@ -290,11 +282,10 @@ class Spectron(BaseOptimizer):
         return self._proposed_factors()[0].stacks()
 
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
-        return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz
+        return iteration_of(self.effective(group))
 
     def _planned_settings(self) -> object:
-        planned = group_settings.own_settings(self.param_groups, PLANNED_IN_GROUPS)
-        return planned, [group["rank"] for group in self.param_groups]
+        return self.planned_in_groups(), [group["rank"] for group in self.param_groups]
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -353,16 +344,12 @@ class Spectron(BaseOptimizer):
         super().load_state_dict(state_dict)
         self._done = frozenset()
 
-    def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        check_rates(type(self).__name__, group, "momentum_beta")
-
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
         number = len(self.param_groups) - 1
         if self.tp_mode == "blockwise":
             raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
-        check_count(f"{name}: rank", group["rank"])
-        for key in (SCALE_MODE, EXTRA_SCALE):
+        for key in names_of(SCALE):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
         parameters = []

@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_eopt.matrices import is_transposed
-from megatron_eopt.optimizers.group_settings import class_of_ours, plain, warn
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Shape
+from megatron_eopt.settings.groups import plain, warn
+from megatron_eopt.settings.of_class import class_of_ours
 
 logger = logging.getLogger(__name__)
 

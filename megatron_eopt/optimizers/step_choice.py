@@ -14,14 +14,16 @@ from torch import Tensor
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
+from megatron_eopt.optimizers.modifiers import by_torch
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.step_kernels import DTYPES, StepForm, StepKernels
+from megatron_eopt.optimizers.step_kernels import DTYPES, StepKernels
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import is_cut_again, on_one_rank, padding_of
+from megatron_eopt.settings.records import StepForm
 
 STEP_KERNELS = "step_kernels"
 """Setting of a group: the form of its step."""
@@ -110,11 +112,11 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
 
 def _modified(optimizer: OrthogonalizedOptimizer) -> str:
     """What of the groups' modifiers kernels do not do; empty if they serve."""
-    modifiers = [optimizer.modifiers_of(group) for group in optimizer.param_groups]
-    by_torch = sorted(filter(None, {each.by_torch for each in modifiers}))
-    if by_torch:
-        return f"groups have {' and '.join(by_torch)}"
-    differ = [key for key in ("weight_norm", "moment2_method") if len({getattr(each, key) for each in modifiers}) > 1]
+    of_groups = [optimizer.effective(group) for group in optimizer.param_groups]
+    wanted = sorted(filter(None, map(by_torch, of_groups)))
+    if wanted:
+        return f"groups have {' and '.join(dict.fromkeys(wanted))}"
+    differ = [key for key in ("weight_norm", "moment2_method") if len({each[key] for each in of_groups}) > 1]
     return f"groups differ in {' and '.join(differ)}" if differ else ""
 
 
@@ -138,6 +140,7 @@ def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> s
         gradients=gradients,
         further=[{}] * 3,
         settings={},
+        own={},
         lr=0.02,
         beta=0.9,
         nesterov=True,

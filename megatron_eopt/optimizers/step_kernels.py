@@ -8,7 +8,7 @@ what a CPU takes; the kernels round where these do.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS, Scalar
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.settings.groups import MOMENTUM_STEPS
+from megatron_eopt.settings.values import Scalar
 
-StepForm = Literal["triton", "torch"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _MOST_TABLES = 512  # kept: two for each chunk

@@ -5,7 +5,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,61 +13,35 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import held_norms, reports, second_moment
-from megatron_eopt.optimizers.base import KERNEL, RATES, fixed
+from megatron_eopt.optimizers import held_norms, modifiers, reports, second_moment
+from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer, fixed
 from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.group_settings import (
-    DECOUPLED,
-    METHOD,
-    MOMENTUM_STEPS,
-    DecayMethod,
-    Scalar,
-    UpdateSettings,
-    check_scalars,
-    decay_method,
-    note_short_schedule,
-    own_settings,
-    warn,
-)
-from megatron_eopt.optimizers.modifiers import (
-    MODIFIERS,
-    NONE,
-    NUMBERS,
-    OF_MOMENT,
-    Modifiers,
-    Moment2Method,
-    RelativeUpdate,
-    WeightNorm,
-)
 from megatron_eopt.optimizers.muon import Chunk, chosen, muon, scaled
-from megatron_eopt.optimizers.muon_arguments import (
-    MOMENTUM_DTYPES,
-    check_decay,
-    check_execution,
-    check_graphs,
-    check_kept,
-    check_shards,
+from megatron_eopt.optimizers.offload import Streamed
+from megatron_eopt.optimizers.orthogonalized import (
+    OF_PARAMETERS,
+    OrthogonalizedOptimizer,
+    check_given,
     refuse_blockwise,
 )
-from megatron_eopt.optimizers.offload import Streamed
-from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer, check_given
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_matrix,
+    check_shard,
     local,
     names_of_last,
 )
 from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry, check_writer
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form
-from megatron_eopt.optimizers.traits import COEFFICIENTS, EXTRA_SCALE, SCALE_MODE, STEPS, Traits
 from megatron_eopt.optimizers.users_functions import OF_USERS, factors_by_user, of_whole, scaled_by_user, scales_of
+from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
@@ -76,10 +50,65 @@ from megatron_eopt.parallel.plan import sharing_pays
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.watched import Watched
+from megatron_eopt.settings.groups import (
+    DECOUPLED,
+    METHOD,
+    MOMENTUM_STEPS,
+    decay_method,
+    iteration_of,
+    note_short_schedule,
+    warn,
+)
+from megatron_eopt.settings.of_class import check_effect, settings_of
+from megatron_eopt.settings.records import (
+    MODIFIERS,
+    MOMENTUM_DTYPES,
+    SCALE,
+    DecayMethod,
+    Moment2Method,
+    RelativeUpdate,
+    WeightNorm,
+    names_of,
+)
+from megatron_eopt.settings.values import Scalar
+
+
+class Execution(TypedDict, total=False):
+    """Settings of Muon that say where and how steps are computed, and modifiers of weights."""
+
+    cautious_weight_decay: bool
+    weight_norm: WeightNorm
+    brake_outward: float
+    brake_inward: float
+    relative_update: RelativeUpdate
+    update_ratio: float
+    cuda_graphs: bool
+    data_parallel_group: ProcessGroup | None
+    plan_rates: Rates | Literal["measure"]
+    symmetric_products: str | None
+    workspace: int
+    offload_fraction: float
+    momentum_dtype: torch.dtype | None
+    momentum_warmup: int
+    step_kernels: str | None
+
+
+class Transport(Execution, total=False):
+    """Also those for finding, orthogonalizing and exchanging matrices."""
+
+    split_qkv: bool
+    is_qkv_fn: Callable[[Tensor], bool] | None
+    qkv_split_shapes: Sequence[int] | None
+    fp32_matmul_prec: MatmulPrecision
+    coefficient_type: str | Sequence[Coefficients]
+    num_ns_steps: int
+    pg_collection: TensorParallelGroups | None
+    tp_mode: TpMode
+
 
 OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")
-DECIDED_BY = {STEPS: OF_MATRICES, COEFFICIENTS: OF_MATRICES} | dict.fromkeys(
-    (SCALE_MODE, EXTRA_SCALE), ("scaled_orthogonalize_fn", "scale_factor_fn")
+DECIDED_BY = {"num_ns_steps": OF_MATRICES, "coefficient_type": OF_MATRICES} | dict.fromkeys(
+    names_of(SCALE), ("scaled_orthogonalize_fn", "scale_factor_fn")
 )
 """Settings of a group -> functions of the user's that decide in their place."""
 
@@ -133,7 +162,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             default that of the checkpoint, else the fastest that serves here.
         cuda_graphs: capture the step as a CUDA graph and replay it; only where no parameter is sharded.
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
-            :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
+            :data:`~megatron_eopt.settings.records.DecayMethod`; None for what ``use_decoupled_weight_decay``
             says.
         workspace: bytes of a step's temporaries on this rank, beside what one iteration of its largest matrix needs.
         offload_fraction: share, in [0, 1], of parameter-shaped state (momenta, above all) kept in host memory, pinned
@@ -173,13 +202,22 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         TypeError: for a flag that is no bool, as by a call in the positional order of emerging-optimizers.
     """
 
-    traits = Traits(
-        carried_settings=frozenset({KERNEL, RATES, STEP_KERNELS, MOMENTUM_STEPS}),
-    )
+    group_keys: ClassVar[tuple[str, ...]] = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD)
+    carried_settings = frozenset({KERNEL, RATES, STEP_KERNELS, MOMENTUM_STEPS})
+    split_lengths = (3, 4)
+    momentum_key = "momentum"
+    nesterov_key = "nesterov"
+    size_rule: ClassVar[str | None] = None  # how large an update is, where the scale settings have no effect
+    instead_of_decay: ClassVar[str] = ""  # what replaces weight decay, for messages
+    measures: ClassVar[bool] = False  # whether each step measures global matrices for the size of updates
+
     newton_schulz: NewtonSchulz = fixed("newton_schulz")
     scale_mode: ScaleMode = fixed("scale_mode", "spectral")
     extra_scale_factor: float = fixed("extra_scale_factor", 1.0)
-    modifiers: Modifiers = NONE
+    cuda_graphs: bool
+    data_parallel_group: ProcessGroup | None
+    momentum_warmup: int
+    step_kernels: str | None
     newton_schulz_calls: int = 0
 
     def __init__(
@@ -221,64 +259,35 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         eps: float = 1e-8,
         align_rms: bool = True,
     ) -> None:
+        self._begin(params, locals())
+
+    def _begin(self, params: ParamsT, arguments: Mapping[str, Any]) -> None:
+        """Take a constructor's ``locals()``, this one's or a relative's."""
+        BaseOptimizer.__init__(self, params, arguments)
+        if self.cuda_graphs:
+            check_graphs(self)
+
+    def _settle(self, values: dict[str, Any]) -> None:
+        super()._settle(values)
         name = type(self).__name__
-        check_form(step_kernels)
-        iteration = NewtonSchulz(
-            steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
-        )
+        known = settings_of(type(self))
+        # True by default, which does not contradict what is said of the method
+        values[DECOUPLED] = values[METHOD] != "l2" and values[DECOUPLED]
+        iteration = iteration_of(values)
         note_short_schedule(iteration)
-        vars(self).update(
-            newton_schulz=iteration, scale_mode=scale_mode, extra_scale_factor=extra_scale_factor, tp_mode=tp_mode
-        )
-        self.pg_collection = pg_collection
-        self.data_parallel_group = data_parallel_group
-        self.cuda_graphs = cuda_graphs
-        self.plan_rates = plan_rates
-        self.symmetric_products = symmetric_products
-        self.step_kernels = step_kernels
-        self.workspace = workspace
-        self.offload_fraction = offload_fraction
-        self.momentum_dtype = momentum_dtype
-        self.momentum_warmup = momentum_warmup
-        check_execution(self)
-        given = {
-            "cautious_weight_decay": cautious_weight_decay,
-            "weight_norm": weight_norm,
-            "brake_outward": brake_outward,
-            "brake_inward": brake_inward,
-            "relative_update": relative_update,
-            "update_ratio": update_ratio,
-            "moment2_method": moment2_method,
-            "beta2": beta2,
-            "eps": eps,
-            "align_rms": align_rms,
-        }
-        self.modifiers = self.modifiers_of(given).checked(name, self.traits.has_modifiers)
-        self.modifiers.check_effect(self.modifiers.described())
-        rule = self.traits.size_rule or self.modifiers.sizes
-        if rule and (scale_mode, extra_scale_factor) != ("spectral", 1.0):
+        vars(self)["newton_schulz"] = iteration
+        of_all = [key for key in names_of(MODIFIERS) if key not in self.group_keys]
+        given = [key for key in of_all if values[key] != known[key].default]
+        check_effect(known, given, values)
+        rule = self.size_rule or modifiers.sizes(values)
+        scale = [values[key] for key in names_of(SCALE)]
+        if rule and scale != ["spectral", 1.0]:
             raise ValueError(
-                f"{name}: scale_mode {scale_mode!r} and extra_scale_factor {extra_scale_factor} have no effect here: "
+                f"{name}: scale_mode {scale[0]!r} and extra_scale_factor {scale[1]} have no effect here: "
                 f"the size of an update is {rule}; take them away, and set lr"
             )
-        if moment2_method == "namo":
-            self.traits = replace(self.traits, keeps_momenta=True)
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            nesterov,
-            weight_decay,
-            # True by default, which does not contradict what is said of the method
-            weight_decay_method != "l2" and use_decoupled_weight_decay,
-            split_qkv,
-            is_qkv_fn,
-            qkv_split_shapes,
-            fp32_matmul_prec,
-            weight_decay_method=weight_decay_method,
-        )
-        if cuda_graphs:
-            check_graphs(self)
+        if values["moment2_method"] == "namo":
+            self.keeps_momenta = True
 
     # The step, and the hooks of relatives.
 
@@ -297,13 +306,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step, :func:`muon` or :func:`adaptive_muon`; a relative has its own."""
-        adapts = any(batch.modifiers.moment2_method != "none" for batch in chunk.batches)
+        adapts = any(batch.settings["moment2_method"] != "none" for batch in chunk.batches)
         return (adaptive_muon if adapts else muon)(chunk, engine)
 
     def _reads_all(self) -> bool:
         """Whether the program has copies of all entries of a chunk, and reads gradients."""
         own = type(self).program is not TensorParallelMuon.program
-        return own or any(modifiers.moment2_method != "none" for modifiers in self._session.modifiers)
+        return own or any(settings["moment2_method"] != "none" for settings in self._session.settings)
 
     def _take(self, accepted: Tensor) -> None:
         session = self._session
@@ -356,32 +365,17 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             beta = WARMUP_FROM + (beta - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
         return beta, weight_decay
 
-    def modifiers_of(self, group: Mapping[str, Any]) -> Modifiers:
-        """The modifiers of a group; an error for impossible ones."""
-        name = type(self).__name__
-        own = self._modifiers_in(group)
-        check_scalars(name, own, [key for key in NUMBERS if key in own])
-        try:
-            return self.modifiers.of_group(own)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from None
-
-    def _modifiers_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        # a relative without second moments may have betas of another kind
-        others = OF_MOMENT[1:] if self.traits.has_modifiers.get("moment2_method") == ("none",) else ()
-        return {key: group[key] for key in MODIFIERS if key in group and key not in others}
-
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, held norms of matrices, and second moments."""
         group: Mapping[str, Any] = {}
         with suppress(KeyError):  # of a tensor that is no parameter
             group = self.group_of(parameter)
         tensors = super().state_tensors(parameter)
-        modifiers = self.modifiers_of(group)
-        free = self.modifiers.settable(self.traits.has_modifiers)  # what is fixed, every state has
-        if modifiers.weight_norm == "hold":
+        settings = self.effective(group)
+        free = self.settings_of_groups()  # what is fixed, every state has
+        if modifiers.holds(settings):
             tensors += held_norms.radii(self.key_ends(parameter), optional="weight_norm" in free)
-        method = modifiers.moment2_method
+        method = settings["moment2_method"]
         if method != "none":
             ends = self.key_ends(parameter)
             layouts = self.matrix_layouts(parameter)
@@ -390,7 +384,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
-        held = [p for p in parameters if self.modifiers_of(self.group_of(p)).weight_norm == "hold"]
+        held = [p for p in parameters if modifiers.holds(self.effective(self.group_of(p)))]
         with held_norms.followed(self, held):
             super().scale_rows(parameters, factors)
 
@@ -439,7 +433,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if index is not None:
             known_group = self.group_of(p)
             group = {**known_group, **group}
-            known = grad.dtype == p.dtype and self.update_settings(group) == self.update_settings(known_group)
+            asked = self.effective(group)
+            planned = self.effective(known_group)
+            alike = all(asked[key] == planned[key] for key in names_of(SCALE))
+            known = grad.dtype == p.dtype and alike and iteration_of(asked) == iteration_of(planned)
         else:
             self._check_parameter(p, "p")
             check_shards(self, p, "p")
@@ -474,7 +471,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def scale_factor_fn(self, rows: int, cols: int) -> float:
         """The scale of a matrix; users may replace it."""
-        return self.update_settings({}).scale(rows, cols)
+        return scale_of(self.effective({}), rows, cols)
 
     def _waited_for(self, index: int) -> bool:
         return self.engine.shares(index)
@@ -503,7 +500,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Also find scales, which a user's function may get wrong."""
         engine = super().prepare()
         session = self._session
-        session.modifiers = list(map(self.modifiers_of, self.param_groups))
         if session.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             session.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
@@ -518,34 +514,27 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 )
         return engine
 
-    def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """A group's iteration and scale; a ``ValueError`` for impossible ones."""
+    def _refuse_decided(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group's settings in whose place something else decides."""
         for key in DECIDED_BY.keys() & group.keys():
             users = self._of_user(*DECIDED_BY[key])
             decides = f"{users[0]} of your own decides" if users else ""
-            if not users and key in (SCALE_MODE, EXTRA_SCALE):
-                rule = self.traits.size_rule or self.modifiers_of(group).sizes
+            if not users and key in names_of(SCALE):
+                rule = self.size_rule or modifiers.sizes(self.effective(group))
                 decides = f"the size of an update is {rule}; set lr" if rule else ""
             if decides:
                 raise ValueError(f"{key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
-        return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""
-        rates = {**self.defaults, **(group or {})}
+        settings = self.effective({**self.defaults, **(group or {})})
         users = self._of_user(*OF_PARAMETERS, "scale_factor_fn", "program")
-        modifiers = self.modifiers_of(rates)
-        unknown = self.traits.measures or users or modifiers.needs_norm
-        if unknown:
+        if self.measures or users or modifiers.needs_norm(settings):
             return None
-        settings = self.update_settings(group or {})
-        muon_rms = settings.predicted_rms(rows, cols)
-        scale = settings.scale(rows, cols)
-        if modifiers.moment2_method == "none":
+        muon_rms = predicted_update_rms(rows, cols, settings["scale_mode"], settings["extra_scale_factor"])
+        if settings["moment2_method"] == "none":
             return muon_rms
-        momentum = rates[self.traits.momentum_key]
-        nesterov = rates[self.traits.nesterov_key]
-        return second_moment.first_rms(modifiers, muon_rms, scale, momentum, nesterov)
+        return second_moment.first_rms(settings, muon_rms, scale_of(settings, rows, cols))
 
     def explain(self) -> str:
         """The plan of a step, a table; all ranks ask."""
@@ -578,57 +567,64 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
-        keys = (self.traits.nesterov_key, DECOUPLED, METHOD)
-        decay = ({key: group[key] for key in keys if group[key] != self.defaults[key]} for group in self.param_groups)
-        planned = own_settings(self.param_groups, self.traits.planned_in_groups)
-        said = enumerate(own | more for own, more in zip(planned, decay, strict=True))
-        of_groups = {number: settings for number, settings in said if settings}
+        keys = (self.nesterov_key, DECOUPLED, METHOD)
+        of_groups = {}
+        for number, (group, planned) in enumerate(zip(self.param_groups, self.planned_in_groups(), strict=True)):
+            own = planned | {key: group[key] for key in keys if group[key] != self.defaults[key]}
+            if own:
+                of_groups[number] = own
         [kept] = [name for name, dtype in MOMENTUM_DTYPES.items() if dtype == self.momentum_dtype]
         return super().settings() | {
             "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
-            **{key: x for key, x in self.settings_of_groups().items() if key in (SCALE_MODE, EXTRA_SCALE)},
+            **{key: x for key, x in self.settings_of_groups().items() if key in names_of(SCALE)},
             METHOD: decay_method(type(self).__name__, self.defaults),
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
-            **self.modifiers.described(self.traits.has_modifiers),
+            **self.given_modifiers(),
             **({} if kept == "fp32" else {"momentum_dtype": kept}),
             **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
             **({"of_groups": of_groups} if of_groups else {}),
         }
 
+    def given_modifiers(self) -> dict[str, Any]:
+        """Modifiers of all groups that are not the default, for checkpoints."""
+        known = settings_of(type(self))
+        of_groups = self.settings_of_groups()
+        free = [key for key in names_of(MODIFIERS) if key in of_groups and key not in self.defaults]
+        return {key: of_groups[key] for key in free if of_groups[key] != known[key].default}
+
     def settings_of_groups(self) -> dict[str, Any]:
-        """Also effective settings of the iteration and the scale."""
-        iteration = {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
-        without = (
-            self.traits.no_settings if self.traits.decays_weights else self.traits.no_settings | {DECOUPLED, METHOD}
-        )
-        sized_otherwise = self.traits.size_rule or self._of_user("scale_factor_fn")
-        sizes = {} if sized_otherwise else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
-        free = self.modifiers.settable(self.traits.has_modifiers)
-        known = free | super().settings_of_groups() | iteration | sizes
-        return {key: value for key, value in known.items() if key not in without}
+        """Without settings in whose place something else decides."""
+        settings = super().settings_of_groups()
+        no_place: set[str] = set()
+        if not self.decays_weights:
+            no_place |= {DECOUPLED, METHOD}
+        if self.size_rule or self._of_user("scale_factor_fn"):
+            no_place |= set(names_of(SCALE))
+        return {key: value for key, value in settings.items() if key not in no_place}
 
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> ParamSpec:
-        settings = self.update_settings(self.group_of(parameter) if group is None else group)
+        settings = self.effective(self.group_of(parameter) if group is None else group)
         dtype = local(parameter).dtype
         layout = self.layout(parameter)
         split = self.split_of(parameter)
         of_entry = bytes_of_entry(parameter, self.state_tensors(parameter))
         offloaded = self.on_host(parameter) * parameter.numel() * of_entry
-        return ParamSpec(name, dtype, layout, split, settings.newton_schulz, offloaded=offloaded)
+        return ParamSpec(name, dtype, layout, split, iteration_of(settings), offloaded=offloaded)
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
         """The scale of a group's matrices; None for 1."""
         if self._of_user("scale_factor_fn"):
             return self.scale_factor_fn
-        measures = self.traits.measures or self.modifiers_of(group).sizes
-        return None if measures else self.update_settings(group).scale
+        settings = self.effective(group)
+        if self.measures or modifiers.sizes(settings):
+            return None
+        return partial(scale_of, settings)
 
     def _planned_settings(self) -> object:
         functions = [vars(self).get(name) for name in OF_USERS]
-        # lists may be written to
-        return functions, deepcopy(own_settings(self.param_groups, self.traits.planned_in_groups))
+        return functions, deepcopy(self.planned_in_groups())  # lists may be written to
 
     # Checks.
 
@@ -653,17 +649,17 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        iteration = self.update_settings(group).newton_schulz
-        modifiers = self.modifiers_of(group)
+        settings = self.effective(group)
+        iteration = iteration_of(settings)
         if iteration != self.newton_schulz:
             note_short_schedule(iteration)
         # unlike a loaded group, which may have settings of another optimizer
-        modifiers.check_effect(self._modifiers_in(group))
+        check_effect(settings_of(type(self)), group.keys() - self.defaults.keys(), settings)
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             check_kept(self, parameter)
             check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
-            if modifiers.moment2_method != "none":
-                second_moment.check_moments(self, parameter, called, modifiers.moment2_method)
+            if settings["moment2_method"] != "none":
+                second_moment.check_moments(self, parameter, called, settings["moment2_method"])
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
         check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
@@ -671,20 +667,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
-        name = type(self).__name__
-        traits = self.traits
         check_form(group.get(STEP_KERNELS))
-        for key in traits.no_settings & self.defaults.keys():
-            if group[key] != self.defaults[key]:
-                raise ValueError(f"{name} has no {key}, got {group[key]!r}: take the setting away")
-        modifiers = self.modifiers_of(group).checked(name, traits.has_modifiers)
-        self.update_settings(group)
-        check_decay(self, group, modifiers)
-        if traits.measures or modifiers.measures:
-            refuse_blockwise(self, "norms")
-        self._check_functions(modifiers)
+        if MOMENTUM_STEPS in group:
+            check_count(f"{type(self).__name__}: {MOMENTUM_STEPS} of a group", group[MOMENTUM_STEPS], least=0)
+        self._refuse_decided(group)
+        check_decay(self, group)
 
-    def _check_functions(self, modifiers: Modifiers) -> None:
+    def _check_together(self, settings: Mapping[str, Any]) -> None:
+        super()._check_together(settings)
+        modifiers.check_modifiers(type(self).__name__, settings)
+        iteration_of(settings)
+        if self.measures or modifiers.measures(settings):
+            refuse_blockwise(self, "norms")
+        self._check_functions(settings)
+
+    def _check_functions(self, settings: Mapping[str, Any]) -> None:
         """Refuse functions of the user's that do not go with other settings."""
         name = type(self).__name__
         users = self._of_user(*OF_PARAMETERS)
@@ -693,12 +690,94 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
                 f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
             )
-        rule = self.traits.size_rule or modifiers.sizes
+        rule = self.size_rule or modifiers.sizes(settings)
         if rule and self._of_user("scale_factor_fn"):
             raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
-        if users and modifiers.moment2_method != "none" and "moment2_method" not in self.traits.has_modifiers:
+        if users and settings["moment2_method"] != "none" and "moment2_method" not in self.only:
             raise ValueError(
-                f"{name} has an {users[0]} of its own, and moment2_method {modifiers.moment2_method!r} needs the "
+                f"{name} has an {users[0]} of its own, and moment2_method {settings['moment2_method']!r} needs the "
                 f"orthogonal factors of all matrices together: leave the setting away, or take "
                 f"TensorParallelAdaptiveMuon"
             )
+
+
+def scale_of(settings: Mapping[str, Any], rows: int, cols: int) -> float:
+    """Factor of a (rows x cols) matrix's orthogonal factor."""
+    factor: float = settings["extra_scale_factor"]
+    return factor * muon_scale_factor(rows, cols, settings["scale_mode"])
+
+
+def check_graphs(optimizer: TensorParallelMuon) -> None:
+    """Refuse to capture a step that a graph cannot replay."""
+    if optimizer.offload_fraction or optimizer.momentum_dtype or optimizer.momentum_warmup:
+        raise ValueError(
+            "cuda_graphs cannot work with offload_fraction, momentum_dtype or momentum_warmup, by which steps differ: "
+            "leave it off"
+        )
+    for parameter in optimizer._parameters():
+        if parameter.device.type != "cuda" or optimizer.layout(parameter).ranks > 1:
+            raise ValueError(
+                f"cuda_graphs cannot work for parameters that other ranks share, or that are not on a CUDA device, got "
+                f"one on {parameter.device}: leave it off"
+            )
+
+
+def check_kept(optimizer: TensorParallelMuon, parameter: Tensor) -> None:
+    """Refuse a parameter whose momentum cannot be kept as asked for."""
+    name = type(optimizer).__name__
+    shape = tuple(parameter.shape)
+    if optimizer.offload_fraction and isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{name}: state of a DTensor cannot be in host memory, got one of shape {shape}: leave offload_fraction at "
+            f"0"
+        )
+    if optimizer.momentum_dtype is not None and parameter.dtype == torch.float64:
+        raise ValueError(
+            f"{name}: momenta with a momentum_dtype are averaged in fp32, got a parameter in fp64 of shape {shape}: "
+            f"leave it away"
+        )
+
+
+def check_shards(optimizer: TensorParallelMuon, parameter: Tensor, called: str) -> None:
+    """Refuse a shard without the group of its ranks."""
+    if optimizer.tp_mode != "blockwise":
+        otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
+        check_shard(parameter, optimizer.pg_collection, called, otherwise)
+
+
+def check_decay(optimizer: TensorParallelMuon, group: Mapping[str, Any]) -> None:
+    """Refuse a group's weight decay that does not go with its modifiers."""
+    name = type(optimizer).__name__
+    settings = optimizer.effective(group)
+    method = decay_method(name, group)
+    decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
+    if settings["moment2_method"] == "namo" and decays and method == "l2":
+        raise ValueError(
+            f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
+            f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
+        )
+    if settings["cautious_weight_decay"] and method == "l2":
+        raise ValueError(
+            f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
+            f"take another {METHOD}, or leave it off"
+        )
+    if optimizer.decays_weights and not modifiers.holds(settings):
+        return
+    instead_of_decay = optimizer.instead_of_decay
+    if not instead_of_decay:
+        name += " with weight_norm 'hold'"
+        instead_of_decay = modifiers.INSTEAD_OF_DECAY
+    if method != "decoupled":
+        raise ValueError(
+            f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
+            f"and {DECOUPLED} away"
+        )
+    # by these Megatron's scheduler sets that of a group that has one
+    schedule = ("start_wd", "end_wd") if optimizer.decays_weights else ()
+    set_to = [group[key] for key in schedule if key in group] or [group["weight_decay"]]
+    # a group that is to be loaded is not one of the optimizer's yet
+    if any(set_to) and any(own is group for own in optimizer.param_groups):
+        raise ValueError(
+            f"{name} has no weight decay, got {max(set_to)}: {instead_of_decay}; set the weight_decay of its matrices "
+            f"to 0"
+        )

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.optimizers.group_settings import class_of_ours, warn
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, cut_dimension
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
+from megatron_eopt.settings.groups import warn
+from megatron_eopt.settings.of_class import class_of_ours
 
 OF_USERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn")
 """Methods that users may override where updates are orthogonalized."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.optimizers.group_settings import warn
 from megatron_eopt.optimizers.parameters import local, parameter_names
 from megatron_eopt.optimizers.state import check_finite
+from megatron_eopt.settings.groups import warn
 
 AVERAGE = "weight_average"  # in the state of a parameter, in fp32 at least
 SCHEDULE = "weight_average_schedule"  # beside it, three numbers in fp64: the rule's two, and how many steps are in it
@@ -91,7 +91,7 @@ class WeightAverage:
             found = ", ".join(type(part).__name__ for part in parts) or "none"
             raise ValueError(f"an average of weights {rule} is beside one or more different optimizers, got {found}")
         for part in parts:
-            if getattr(getattr(part, "traits", None), "live_key", None) is not None:
+            if getattr(part, "live_key", None) is not None:
                 raise ValueError(
                     f"{type(part).__name__} is an average of weights itself: leave {rule} away, or take another "
                     f"optimizer"

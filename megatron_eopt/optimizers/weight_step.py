@@ -1,14 +1,14 @@
 """The mathematics of :mod:`~megatron_eopt.optimizers.modifiers`, over lists of shards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.modifiers import Modifiers
 from megatron_eopt.orthogonalize.forms import nonzero
 
 
@@ -45,19 +45,19 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
     return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
 
 
-def resized(squares: Tensor, inner: Tensor, rates: Tensor, modifiers: Modifiers) -> Tensor:
+def resized(squares: Tensor, inner: Tensor, rates: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """As :func:`on_spheres`, of other modifiers; ``rates`` are ``lr``, 0 where a matrix stays."""
     squared_weights, squared_updates = squares
     norms = squared_weights.sqrt()
     steps = rates
-    if modifiers.relative_update != "none":
-        ratios = modifiers.update_ratio * norms / nonzero(squared_updates.sqrt())
-        steps = steps * (ratios.clamp(max=1) if modifiers.relative_update == "bound" else ratios)
+    if settings["relative_update"] != "none":
+        ratios = settings["update_ratio"] * norms / nonzero(squared_updates.sqrt())
+        steps = steps * (ratios.clamp(max=1) if settings["relative_update"] == "bound" else ratios)
     resize = torch.ones_like(norms)
-    if modifiers.weight_norm == "brake":
+    if settings["weight_norm"] == "brake":
         after = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0).sqrt()
         change = after - norms
-        kept = torch.where(change > 0, modifiers.brake_outward, modifiers.brake_inward)
+        kept = torch.where(change > 0, settings["brake_outward"], settings["brake_inward"])
         resize = (norms + kept * change) / nonzero(after)
     return torch.stack([(steps != 0) & (squared_updates > 0), steps, resize], 1)
 

@@ -6,7 +6,7 @@ alone have the further state of a matrix, and come back, by one collective of th
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
@@ -19,13 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.foreach import decay_power, stacked
-from megatron_eopt.optimizers.group_settings import Scalar
 from megatron_eopt.optimizers.modifiers import RADIUS
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     check_matrix,
     check_shard,
-    checked_split,
     local,
     names_of_last,
 )
@@ -35,6 +33,7 @@ from megatron_eopt.parallel.engine import Engine, Spread
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
+from megatron_eopt.settings.values import Scalar
 
 CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
 EXP_AVG = "exp_avg"
@@ -221,18 +220,6 @@ class WholeMatrixOptimizer(BaseOptimizer):
         tensors = yield from self.engine.scatter_back(tensors, spread)
         subtract(stacks, tensors, self.engine)  # p <- (1 - lr weight_decay) p - lr U
         write_copies(stacks, self.engine)
-
-    def _set(
-        self,
-        split_qkv: bool,
-        is_qkv_fn: Callable[[Tensor], bool] | None,
-        qkv_split_shapes: Sequence[int] | None,
-        **attributes: Any,
-    ) -> None:
-        """Set the attributes that constructors share, checked."""
-        name = type(self).__name__
-        split = checked_split(name, split_qkv, is_qkv_fn, qkv_split_shapes, self.traits.split_lengths)
-        vars(self).update(split | attributes)
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""

@@ -13,7 +13,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.earlier_layout import as_now
-from megatron_eopt.optimizers.group_settings import check_adam_settings, plain, warn, warn_of_misspelt
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names
@@ -26,13 +25,17 @@ from megatron_eopt.optimizers.state import (
     name_in_states,
     note_begun_anew,
 )
-from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
+from megatron_eopt.settings.groups import plain, warn
+from megatron_eopt.settings.of_class import check_values, misspelt, settings_of
+from megatron_eopt.settings.records import ADAM, RECORDS
 
 # In AdamW's groups: their first rate, and that of the first group of matrices at that time.
 ADAM_LR = "adam_lr"
 ADAM_LR_AT = "adam_lr_at"
+
+OF_ADAMW = {record.name: record for record in (RECORDS["lr"], RECORDS["weight_decay"], *ADAM)}
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -142,8 +145,8 @@ class Muon(Optimizer):
         adam_fused: bool | None = False,
         **muon_settings: Any,
     ) -> None:
-        taken = {**inspect.signature(Muon).parameters, **inspect.signature(HeavyBallMuon).parameters}
-        known = [name for name in taken if name not in ("muon_settings", "params", STEPS)]
+        taken = {**inspect.signature(Muon).parameters, **settings_of(HeavyBallMuon)}
+        known = [name for name in taken if name not in ("muon_settings", "num_ns_steps")]
         check_named(type(self).__name__, muon_settings, known)
         settings = {
             "nesterov": False,
@@ -158,7 +161,7 @@ class Muon(Optimizer):
             lr=lr,
             momentum=momentum,
             weight_decay=weight_decay,
-            num_ns_steps=ns_steps,
+            ns_steps=ns_steps,
             **settings,
         )
         if "fp32_matmul_prec" not in muon_settings and any(p.is_cuda for p in muon._parameters()):
@@ -195,8 +198,9 @@ class Muon(Optimizer):
         given: list[Any] = list(adam_params)
         defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
         for group in given if given and isinstance(given[0], dict) else [{}]:
-            warn_of_misspelt(f"AdamW in {self._called}", group, defaults)
-            check_adam_settings(f"AdamW in {self._called}", {**defaults, **adam_settings, **group})
+            for key, meant in misspelt(group, defaults).items():
+                warn(f"AdamW in {self._called}: {key!r} is no setting, so it has no effect, did you mean {meant!r}?")
+            check_values(f"AdamW in {self._called}", OF_ADAMW, {**defaults, **adam_settings, **group})
         adamw = AdamW(given, **adam_settings) if given else None
         if adamw is not None and not any(group["params"] for group in adamw.param_groups):
             adamw = None

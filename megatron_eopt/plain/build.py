@@ -18,12 +18,10 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
-from megatron_eopt.optimizers.heavy_ball_muon import NS_STEPS
 from megatron_eopt.optimizers.nonfinite import listed, warn_of_fp16
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields, nearest_field
@@ -219,7 +217,7 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     settings = _settings(config, row.cls)
     if row.takes("tp_mode") and row.cls is not Spectron:
         settings.setdefault("tp_mode", DEFAULT_TP_MODE)
-    if not row.cls.traits.decays_weights:
+    if not row.cls.decays_weights:
         settings["weight_decay"] = 0.0
         matrices = [{**group, "weight_decay": 0.0} for group in matrices]
         _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
@@ -235,7 +233,7 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
     found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
     taken = {key: x for key, x in found.items() if x is not None and key in signature(cls).parameters}
     known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}
-    steps = {STEPS} if NS_STEPS in known else set()  # the same by its other name
+    steps = {"num_ns_steps"} if "ns_steps" in known else set()  # the same by its other name
     both = sorted((known.keys() | steps) & config.options.keys())
     if both:
         by_fields = ", ".join(filter(None, map(nearest_field, both))) or "these"

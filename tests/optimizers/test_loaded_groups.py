@@ -26,7 +26,7 @@ def test_a_setting_that_a_state_lacks_is_the_one_that_the_optimizer_was_built_wi
     second.load_state_dict(saved)
     assert second.param_groups[0].keys() >= first.defaults.keys()
     take(second, 2, start=2)
-    if key not in type(first).traits.carried_settings:  # those are what the optimizer itself has counted or chosen
+    if key not in type(first).carried_settings:  # those are what the optimizer itself has counted or chosen
         assert second.param_groups[0][key] == build(name, matrices()).param_groups[0][key]
         for p, q in zip(params, straight.param_groups[0]["params"], strict=True):
             assert torch.equal(p, q)

@@ -200,8 +200,14 @@ def test_a_norm_that_becomes_held_is_that_of_the_next_step():
 
 
 REFUSED = {
-    "unknown norm": ({"weight_norm": "keep"}, "unknown weight_norm 'keep': expected one of none, hold, brake"),
-    "unknown size": ({"relative_update": "clip"}, "unknown relative_update 'clip': expected one of none, match, bound"),
+    "unknown norm": (
+        {"weight_norm": "keep"},
+        "unknown weight_norm of TensorParallelMuon 'keep': expected one of none, hold, brake",
+    ),
+    "unknown size": (
+        {"relative_update": "clip"},
+        "unknown relative_update of TensorParallelMuon 'clip': expected one of none, match, bound",
+    ),
     "part above 1": ({"weight_norm": "brake", "brake_outward": 1.5}, r"brake_outward must lie in \[0, 1\], got 1.5"),
     "ratio of 0": (
         {"relative_update": "bound", "update_ratio": 0},
@@ -260,7 +266,7 @@ def test_relatives_that_decide_themselves_refuse_others(name, settings):
         cls([matrix()], **settings)
     with pytest.raises(ValueError, match=f"{cls.__name__} has no {key} {value!r}, only "):
         cls([{"params": [matrix()], **settings}])
-    assert len(cls.traits.has_modifiers[key]) > 1 or key not in cls([matrix()]).settings_of_groups()
+    assert len(cls.only[key]) > 1 or key not in cls([matrix()]).settings_of_groups()
 
 
 @pytest.mark.parametrize("settings", [{"weight_norm": "hold", "weight_decay": 0.0}, {"relative_update": "bound"}])

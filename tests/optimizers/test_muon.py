@@ -89,7 +89,7 @@ def test_a_parameters_own_split_wins():
     ("settings", "message"),
     [
         ({"tp_mode": "duplicate"}, "unknown tp_mode 'duplicate': expected one of blockwise, duplicated, distributed"),
-        ({"scale_mode": "spectal"}, "unknown scale mode 'spectal'"),
+        ({"scale_mode": "spectal"}, "unknown scale_mode of .* 'spectal'"),
         ({"coefficient_type": "quintc"}, "unknown coefficient type 'quintc'"),
         ({"num_ns_steps": 0}, "at least 1, got 0"),
         ({"num_ns_steps": 6}, "cannot be served in 6"),

@@ -7,8 +7,8 @@ import torch
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.megatron.arguments import amend
 from megatron_eopt.megatron.factory import with_preset
-from megatron_eopt.optimizers.presets import PRESETS
 from megatron_eopt.orthogonalize import predicted_update_rms
+from megatron_eopt.settings.presets import PRESETS
 
 SIZES = {"megatron": 1.0, "match_adamw": 0.2, "eo-0.5": 0.2, "kimi-k2": 0.2, "deepseek-v4": 0.18}
 

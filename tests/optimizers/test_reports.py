@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers.group_settings import by_parameter
 from megatron_eopt.optimizers.reports import show_updates
+from megatron_eopt.settings.groups import by_parameter
 
 
 class Shown:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_eopt.optimizers.hyperball import MuonHyperball
-from megatron_eopt.optimizers.modifiers import OF_MOMENT
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.registry import kwargs_from_config
+from megatron_eopt.settings.records import SECOND_MOMENT, names_of
 from tests.matrices.models import merge_rows, split_rows
 from tests.optimizers.field import assert_close, gradient, matrix, run
 
@@ -63,9 +63,9 @@ def test_the_signature_names_all_arguments_for_help_and_for_configs(kind):
     own = inspect.signature(kind).parameters
     shared = own.keys() - {"lr", "momentum", "nesterov", "weight_decay", "weight_decay_method", "radius", "constrained"}
     no_place = {"nesterov", "use_decoupled_weight_decay", "scale_mode", "extra_scale_factor", "lr", "momentum"}
-    no_place |= set() if kind is MuonHyperball else set(OF_MOMENT)
+    no_place |= set() if kind is MuonHyperball else set(names_of(SECOND_MOMENT))
     assert shared == of_muon.keys() - no_place - {"weight_decay", "weight_decay_method"}
-    fixed = kind.traits.has_modifiers
+    fixed = kind.only
     defaults = {name: fixed.get(name, (of_muon[name].default,))[0] for name in shared - {"params"}}
     assert {name: own[name].default for name in defaults} == defaults
     config = SimpleNamespace(muon_momentum=0.7, muon_num_ns_steps=10, muon_tp_mode="auto", muon_scale_mode="spectral")

@@ -19,10 +19,10 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.modifiers import MODIFIERS
 from megatron_eopt.optimizers.state import NO_SETTINGS
 from megatron_eopt.registry import list_optimizers, optimizer_class
 from megatron_eopt.routing.patterns import compressed as boxes_of
+from megatron_eopt.settings.records import MODIFIERS, names_of
 
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"
@@ -37,7 +37,7 @@ _SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_
 _OVERRIDES = frozenset(
     {
         *("optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode"),
-        *("extra_scale_factor", *MODIFIERS),
+        *("extra_scale_factor", *names_of(MODIFIERS)),
     }
 )
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
@@ -96,7 +96,7 @@ def settings_after_load(
 
 def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """:func:`settings_after_load` of one group; changes are printed."""
-    carried = optimizer.traits.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
+    carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
     from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
     settings, changed = settings_after_load(optimizer.param_groups[number], saved, carried, from_checkpoint)
     if changed:

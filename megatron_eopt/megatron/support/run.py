@@ -150,7 +150,7 @@ class Run:
     @property
     def averages(self) -> bool:
         """Whether an optimizer evaluates and saves an average."""
-        return any(registry.traits_of(name).live_key is not None for name in self.names)
+        return any(registry.class_of_ours(name).live_key is not None for name in self.names)
 
     @property
     def weight_average(self) -> str | None:

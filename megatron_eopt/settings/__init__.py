@@ -1,0 +1,1 @@
+"""Settings of optimizers: what a constructor's signature cannot say of them is said here once."""

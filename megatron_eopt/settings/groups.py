@@ -1,0 +1,151 @@
+"""What groups of parameters say: names, values, and errors that name the group."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast, get_args
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.settings.records import DecayMethod
+
+logger = logging.getLogger(__name__)
+
+OTHER_NAMES = {
+    "momentum": "momentum_beta",
+    "momentum_beta": "momentum",
+    "nesterov": "use_nesterov",
+    "use_nesterov": "nesterov",
+}
+DECOUPLED = "use_decoupled_weight_decay"
+METHOD = "weight_decay_method"
+MOMENTUM_STEPS = "momentum_steps"  # how many steps the momenta of a group have made, where that is counted
+
+
+def rename(name: str, group: dict[str, Any], known: Mapping[str, Any]) -> None:
+    """Rename a group's settings as an optimizer has them; complete its decay by ``known``, its defaults."""
+    for key, other in OTHER_NAMES.items():
+        if other not in group or other in known or key not in known:
+            continue
+        if group.get(key, group[other]) != group[other]:
+            raise ValueError(
+                f"{name}: a group has {key}={group[key]!r} and {other}={group[other]!r}, two names of one setting: "
+                f"leave {other!r} out"
+            )
+        group[key] = group.pop(other)
+    if DECOUPLED not in known:
+        return
+    method = group.get(METHOD, known[METHOD])
+    if method is not None and group.get(METHOD) == method:
+        group.setdefault(DECOUPLED, method != "l2")
+    elif method is not None and group.get(DECOUPLED, method != "l2") != (method != "l2"):
+        group.setdefault(METHOD, None)  # the group's flag says otherwise
+
+
+@contextlib.contextmanager
+def named(number: int, groups: Sequence[object]) -> Iterator[None]:
+    """Name the group in errors, where there are several."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if len(groups) == 1 or f"group {number}" in str(error):
+            raise
+        raise type(error)(f"group {number}: {error}") from error
+
+
+def warn(message: str) -> None:
+    """Warn on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(message)
+
+
+def iteration_of(settings: Mapping[str, Any]) -> NewtonSchulz:
+    """The iteration of a group's matrices; a ``ValueError`` for an impossible one."""
+    return NewtonSchulz(
+        steps=settings["num_ns_steps"],
+        coefficient_type=settings["coefficient_type"],
+        fp32_matmul_prec=settings["fp32_matmul_prec"],
+    )
+
+
+def note_short_schedule(settings: NewtonSchulz) -> None:
+    """Warn of fewer, worse steps than were fitted together."""
+    if settings.steps >= set_length(settings.coefficient_type):
+        return
+    low, high = composite_range(settings.schedule)
+    if max(1 - low, high - 1) >= 0.005:
+        warn(
+            f"{settings.steps} Newton-Schulz steps of {settings.coefficient_type} are fewer than were fitted together: "
+            f"singular values in [0.01, 1] become {low:.2f} to {high:.2f} instead of 1"
+        )
+
+
+def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
+    """A group's ``weight_decay_method``, else what the flag says."""
+    method = group[METHOD]
+    decoupled = group[DECOUPLED]
+    if method is None:
+        return "decoupled" if decoupled else "l2"
+    check_choice(f"{METHOD} of {name}", method, get_args(DecayMethod))
+    if decoupled != (method != "l2"):
+        raise ValueError(
+            f"{name}: {METHOD} {method!r} contradicts {DECOUPLED} {decoupled}, which is False for 'l2' and True for "
+            f"every other method: set both, or {DECOUPLED} alone"
+        )
+    return cast(DecayMethod, method)
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that ranks can compare; scalar tensors become numbers."""
+    numbers = {k: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for k, x in settings.items()}
+    return {key: value for key, value in numbers.items() if is_plain(value)}
+
+
+def by_parameter(
+    groups: Sequence[Mapping[str, Any]], keys: Iterable[str], of_all: Mapping[str, Any], users: Collection[str]
+) -> dict[Tensor, dict[str, Any]]:
+    """Plain settings of each parameter, for ranks to compare.
+
+    Those of its group under ``keys`` win over those ``of_all``. What users added, ``users``, may differ between ranks,
+    and the plan has the coefficients.
+    """
+    settings_of: dict[Tensor, dict[str, Any]] = {}
+    for group in groups:
+        settings = {**of_all, **{key: group[key] for key in sorted(keys) if key in group}}
+        compared = plain({key: x for key, x in settings.items() if key != "coefficients" and key not in users})
+        settings_of |= dict.fromkeys(group["params"], compared)
+    return settings_of
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is plain: scalars, None, lists thereof."""
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
+
+
+def also_called[**P](**names: str | tuple[str, dict[Any, Any]]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Let a constructor take arguments by further names.
+
+    ``names`` maps such a name to the argument, or to it and a dict of values there -> values here.
+    """
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(init)
+        def accepting(*args: P.args, **kwargs: P.kwargs) -> None:
+            for other, meant in names.items():
+                if other not in kwargs:
+                    continue
+                name, values = (meant, {}) if isinstance(meant, str) else meant
+                if name in kwargs:
+                    raise TypeError(f"{other} is another name for {name}: give one of the two")
+                value = kwargs.pop(other)
+                kwargs[name] = values.get(value, value)
+            init(*args, **kwargs)
+
+        return accepting
+
+    return decorate

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
@@ -19,7 +18,7 @@ from megatron_eopt.optimizers.whole_matrices import (
     EXP_AVG,
     MatrixStack,
     Planned,
-    WholeMatrixOptimizer,
+    StackedOptimizer,
     first_moment,
     refreshes,
 )
@@ -31,7 +30,7 @@ FACTORS = ("Q_L", "Q_R")
 BOUNDS = "bounds"
 
 
-class PSGDKron(WholeMatrixOptimizer):
+class PSGDKron(StackedOptimizer):
     """Momentum whitened by two factors that are fitted to it [1].
 
     For a matrix ``p`` (m x n) with gradient ``g``, and ``P X = (Q_L^T Q_L) X (Q_R^T Q_R)``:
@@ -190,7 +189,7 @@ class PSGDKron(WholeMatrixOptimizer):
             return [momentum]
         group = stack.group
         accepted = stack.accepted[stack.own]
-        left, right, bounds = (stacked(stack.kept(key)) for key in (*FACTORS, BOUNDS))
+        left, right, bounds = (stack.kept(key) for key in (*FACTORS, BOUNDS))
         whitened = started(Whitened(momentum, (left, right), bounds), group["precond_init_scale"])
         with fp32_products(group["fp32_matmul_prec"]):
             if refreshes(group):
@@ -199,9 +198,9 @@ class PSGDKron(WholeMatrixOptimizer):
         # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
         fits = accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1)
         new_left, new_right = whitened.factors
-        stack.write(FACTORS[0], torch.where(over(left, fits), new_left, left))
-        stack.write(FACTORS[1], torch.where(over(right, fits), new_right, right))
-        stack.write(BOUNDS, torch.where(over(bounds, fits), whitened.bounds, bounds))
+        stack.keep(FACTORS[0], torch.where(over(left, fits), new_left, left))
+        stack.keep(FACTORS[1], torch.where(over(right, fits), new_right, right))
+        stack.keep(BOUNDS, torch.where(over(bounds, fits), whitened.bounds, bounds))
         if group["max_update_rms"]:
             rms = update.square().mean((1, 2), keepdim=True).sqrt()
             update = update * (group["max_update_rms"] / rms).clamp(max=1)

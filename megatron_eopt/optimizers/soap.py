@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
-from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.soap_math import BasisMethod, Preconditioned, SortBases, update_of
@@ -216,7 +215,7 @@ class SOAP(FactoredOptimizer):
     def gathered(self, stack: MatrixStack) -> list[Tensor]:
         """Gradients and both moments."""
         gradient, momentum = first_moment(stack, stack.group["betas"][0])
-        return [gradient, momentum, stacked(stack.shards[EXP_AVG_SQ])]
+        return [gradient, momentum, stack.read(EXP_AVG_SQ)]
 
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
         """``U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``, and ``V``; also ``L``, ``R``, ``Q_L`` and ``Q_R``."""
@@ -227,6 +226,6 @@ class SOAP(FactoredOptimizer):
             accepted = stack.accepted[stack.own]
             matrices = Preconditioned(gradient, momentum, squares, steps_taken(stack), accepted, left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
-                update = update_of(matrices, stack.group, stack.first)
-            self._write_sides(stack, [left, right])
+                update = update_of(matrices, stack.group, stack.one.first)
+            self._keep_sides(stack, [left, right])
         return [] if update is None else [update, squares]

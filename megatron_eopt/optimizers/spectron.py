@@ -95,7 +95,8 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
 
 def _sum_gradients(stacks: Sequence[FactorStack], engine: Engine) -> None:
     cut = [stack for stack in stacks if stack.summed_over]
-    sums = engine.sums([stack.gradients for stack in cut], [stack.summed_over for stack in cut])
+    tensors: list[Any] = [stack.gradients for stack in cut]
+    sums = engine.sums(tensors, [stack.summed_over for stack in cut])
     for stack, gradients in zip(cut, sums, strict=True):
         stack.gradients = gradients
 

@@ -160,7 +160,7 @@ class Dion(StackedOptimizer):
                     raise ValueError(
                         f"{type(self).__name__} keeps a basis of rank {rank} for the parameter of shape "
                         f"{tuple(parameter.shape)}, whose group now has rank_fraction {self._fraction(parameter)}: set "
-                        f"it back, it cannot change"
+                        "it back, it cannot change"
                     )
         return super().prepare()
 

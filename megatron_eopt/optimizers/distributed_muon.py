@@ -125,9 +125,9 @@ class DistributedMuon(BaseOptimizer):
         if collective_state_dict is None and self.ranks > 1 and self.rank == 0:
             logger.warning(
                 f"{type(self).__name__}: each of {self.ranks} ranks keeps the momenta of its own matrices, so "
-                f"state_dict() on one rank alone will be an error. Before each save, outside of 'if rank == 0', write "
-                f"optimizer.consolidate_state_dict(), and pass collective_state_dict=False to drop this warning; or "
-                f"pass True, and call state_dict() on all ranks"
+                "state_dict() on one rank alone will be an error. Before each save, outside of 'if rank == 0', write "
+                "optimizer.consolidate_state_dict(), and pass collective_state_dict=False to drop this warning; or "
+                "pass True, and call state_dict() on all ranks"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -179,8 +179,8 @@ class DistributedMuon(BaseOptimizer):
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self.rank} keeps the momenta of its own matrices alone: before state_dict(), call "
-                f"consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on "
-                f"each. With collective_state_dict=True, state_dict() collects it where all ranks call it"
+                "consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on "
+                "each. With collective_state_dict=True, state_dict() collects it where all ranks call it"
             )
         # torch's checkpoints change what they get
         groups = [dict(group) for group in self._consolidated["param_groups"]]
@@ -197,7 +197,7 @@ class DistributedMuon(BaseOptimizer):
         if any(state.values()) and missing:
             raise ValueError(
                 f"the state has no momentum of {', '.join(missing)}, which rank {self.rank} computes: it is a part of "
-                f"another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
+                "another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
             )
         # also of other ranks' matrices, so that all ranks refuse a state together
         for p, index, name in named:
@@ -222,7 +222,7 @@ class DistributedMuon(BaseOptimizer):
             if isinstance(parameter, DTensor) or is_sharded(parameter):
                 raise ValueError(
                     f"{called} is for parameters that every rank has whole, and {name} is a shard: take "
-                    f"TensorParallelMuon"
+                    "TensorParallelMuon"
                 )
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:

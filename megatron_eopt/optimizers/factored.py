@@ -111,7 +111,7 @@ class FactoredOptimizer(StackedOptimizer):
                     raise ValueError(
                         f"{type(self).__name__}{why} needs a factor of every matrix, and {called} has none: it is for "
                         f"matrices with a side of at most max_dim, here {group['max_dim']}; give it to another "
-                        f"optimizer, such as AdamW"
+                        "optimizer, such as AdamW"
                     )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ class NonFinite:
             if count:
                 raise RuntimeError(
                     f"{name} has a gradient on some of the ranks that share it, none on others: let its module take "
-                    f"part in the loss on all of them or on none"
+                    "part in the loss on all of them or on none"
                 )
         names = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
         if max(names.values(), default=0) >= MAX_IN_A_ROW:
@@ -163,7 +163,7 @@ def check_gradients(
         raise ValueError(
             f"{name} takes gradients that lie as their parameters, but that of {called} has placements {found}, and "
             f"the parameter {expected}: before the step, set parameter.grad to "
-            f"parameter.grad.redistribute(placements=parameter.placements)"
+            "parameter.grad.redistribute(placements=parameter.placements)"
         )
 
 
@@ -181,8 +181,8 @@ def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:
         return False
     logger.warning(
         f"{name} makes a step in which none of its parameters ({len(parameters)}) has a gradient, and leaves them as "
-        f"they are: fully_shard replaces the parameters of a model, so build the optimizer after it, of those that "
-        f"the model has then; without fully_shard, call backward() before step(), and zero_grad() after it"
+        "they are: fully_shard replaces the parameters of a model, so build the optimizer after it, of those that "
+        "the model has then; without fully_shard, call backward() before step(), and zero_grad() after it"
     )
     return True
 
@@ -193,7 +193,7 @@ def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
     if half:
         logger.warning(
             f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "
-            f"above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"
+            "above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"
         )
 
 

@@ -145,7 +145,7 @@ def warned_of_unmarked(
         logger.warning(
             f"{optimizer}: {', '.join(unmarked)} have a partition_dim and no tensor_model_parallel, so each of the "
             f"{tp.size()} tensor-parallel ranks takes its own for a whole matrix: set tensor_model_parallel = True on "
-            f"a shard, False on what is whole"
+            "a shard, False on what is whole"
         )
     return bool(unmarked)
 
@@ -171,8 +171,8 @@ def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParall
         if not known.issuperset(shared.values()):
             raise ValueError(
                 f"torch's GradScaler does not ask all ranks of {', '.join(shared)}, which share {name}, for an inf in "
-                f"its gradient: some would make a step that others leave out. Train in bf16 without a scaler, or shard "
-                f"all parameters alike as DTensors, as FSDP2 does"
+                "its gradient: some would make a step that others leave out. Train in bf16 without a scaler, or shard "
+                "all parameters alike as DTensors, as FSDP2 does"
             )
 
 
@@ -263,5 +263,5 @@ def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool
         raise ValueError(
             f"tp_mode blockwise cannot split a parameter of {rows} rows over {layout.ranks} ranks, whose shards end "
             f"inside the {period} rows that hold all of its logical matrices: take duplicated or "
-            f"distributed"
+            "distributed"
         )

@@ -123,7 +123,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         if group["variant"] == "kempnerforge" and (r, power) != (0, 2):
             raise ValueError(
                 f"{name}: r={r} and weight_lr_power={power} would have no effect with variant 'kempnerforge', whose "
-                f"weights are the rates: leave them away, or take variant='schedulefree'"
+                "weights are the rates: leave them away, or take variant='schedulefree'"
             )
         if self.live == "x":
             raise ValueError(f"{name}: parameters are at x, for evaluation: call train_params() before adding a group")
@@ -229,7 +229,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         if self.live == "x":
             raise RuntimeError(
                 f"{type(self).__name__} steps with gradients taken at y, but the parameters are at x, for evaluation: "
-                f"call train_params() before the forward pass"
+                "call train_params() before the forward pass"
             )
         super()._check_gradients(parameters)
 

@@ -205,7 +205,7 @@ class SOAP(FactoredOptimizer):
         if scale_mode != "shape_scaling" and not inherited:
             raise ValueError(
                 f"{type(self).__name__}: scale_mode {scale_mode!r} has no effect without orthogonalize: set "
-                f"orthogonalize=True, or take it away"
+                "orthogonalize=True, or take it away"
             )
 
     def rests(self, group: Mapping[str, Any]) -> bool:

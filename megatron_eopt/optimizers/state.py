@@ -264,7 +264,7 @@ def check_writer(cls: type, state_dict: Mapping[str, Any], unmarked: bool = Fals
     if unmarked and "" in writers and any(state_dict["state"].values()):
         warn(
             f"{called} loads a state that does not say which optimizer wrote it, and takes it for one of its own: "
-            f"tensors of another one with the same keys and shapes, such as torch's, would mean another thing"
+            "tensors of another one with the same keys and shapes, such as torch's, would mean another thing"
         )
 
 
@@ -278,8 +278,8 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
         raise ValueError(
             f"{tensor.key!r} has shape {_told(own)}, expected {_told(expected)} for the parameter of shape "
             f"{tuple(parameter.shape)}: the state is of another model or layout, or ranks had dealt matrices "
-            f"otherwise: group parameters as before, and load a whole state into DTensors by torch's "
-            f"set_optimizer_state_dict"
+            "otherwise: group parameters as before, and load a whole state into DTensors by torch's "
+            "set_optimizer_state_dict"
         )
 
 
@@ -334,7 +334,7 @@ def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -
         if dtype.is_floating_point and not local(found).to(dtype).isfinite().all():
             raise ValueError(
                 f"{name}: {of} in the state has values that are not finite in {dtype}, which would stay in it for "
-                f"ever: load an earlier state, or go on with fresh state from the weights alone"
+                "ever: load an earlier state, or go on with fresh state from the weights alone"
             )
 
 
@@ -343,7 +343,7 @@ def note_begun_anew(name: str, lacking: Sequence[str]) -> None:
     if lacking:  # on every rank, each of which may lack other ones
         logger.warning(
             f"{name} loads a state without any of {listed(lacking)}: it begins anew, as that of a parameter that never "
-            f"had a gradient"
+            "had a gradient"
         )
 
 
@@ -411,5 +411,5 @@ def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTenso
                 f"{where} is a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}, which "
                 f"cut its logical matrix {tensor.matrix}, {layout.shape}, into {rectangles}: no placement says that of "
                 f"{tensor.key!r}, and it could not be saved. Shard it along columns, or so that each rank has as many "
-                f"whole groups of rows as the others, or make its matrices parameters of their own"
+                "whole groups of rows as the others, or make its matrices parameters of their own"
             )

@@ -263,7 +263,7 @@ class DistributedMuon(BaseOptimizer):
     def _kernel_products(self, parameters: Sequence[Tensor]) -> KernelProducts:
         device = parameters[0].device
         sizes = set()
-        dtypes = set()
+        dtypes = set[torch.dtype]()
         for p in parameters:
             if p.numel():
                 sides = len(p), p[0].numel()

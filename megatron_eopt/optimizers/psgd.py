@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import Scalar, check_rates
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
-from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
+from megatron_eopt.optimizers.psgd_math import Whitened, preconditioned, refreshed, started, where
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.traits import Traits
 from megatron_eopt.optimizers.whole_matrices import (
@@ -189,18 +189,17 @@ class PSGDKron(StackedOptimizer):
             return [momentum]
         group = stack.group
         accepted = stack.accepted[stack.own]
-        left, right, bounds = (stack.kept(key) for key in (*FACTORS, BOUNDS))
-        whitened = started(Whitened(momentum, (left, right), bounds), group["precond_init_scale"])
+        old = Whitened(momentum, [stack.kept(key) for key in FACTORS], stack.kept(BOUNDS))
+        new = started(old, group["precond_init_scale"])
         with fp32_products(group["fp32_matmul_prec"]):
             if refreshes(group):
-                whitened = refreshed(whitened, group[CLOCK], group)
-            update = preconditioned(whitened.factors, momentum)
+                new = refreshed(new, group[CLOCK], group)
+            update = preconditioned(new.factors, momentum)
         # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
-        fits = accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1)
-        new_left, new_right = whitened.factors
-        stack.keep(FACTORS[0], torch.where(over(left, fits), new_left, left))
-        stack.keep(FACTORS[1], torch.where(over(right, fits), new_right, right))
-        stack.keep(BOUNDS, torch.where(over(bounds, fits), whitened.bounds, bounds))
+        new = where(accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1), new, old)
+        for key, factor in zip(FACTORS, new.factors, strict=True):
+            stack.keep(key, factor)
+        stack.keep(BOUNDS, new.bounds)
         if group["max_update_rms"]:
             rms = update.square().mean((1, 2), keepdim=True).sqrt()
             update = update * (group["max_update_rms"] / rms).clamp(max=1)

@@ -175,7 +175,7 @@ class StepKernels:
         scales: Sequence[float],
         constants: dict[str, bool],
     ) -> list[Launch]:
-        alike: dict[tuple[Any, ...], list[Piece]] = {}
+        alike: dict[tuple[int, object], list[Piece]] = {}
         matrix = 0
         for number, batch in enumerate(batches):
             for n, index in enumerate(batch.indices):

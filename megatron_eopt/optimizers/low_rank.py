@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import batched
 from typing import Any
 
@@ -47,19 +48,41 @@ def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, A
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A factor of a logical matrix, and the state that is its own."""
+    """A factor of a logical matrix."""
 
     parameter: Tensor
     index: int  # among the factors of all parameters
     name: str  # behind that of its parameter
     number: int  # of the matrix, among those of its parameter
     matrix: Layout  # of which it is a factor, one object where they are equal; where it is a parameter, its own
-    layout: Layout  # (rows x r)
-    transposed: bool  # the parameter is (r x rows)
-    value: StateTensor | None  # None where it is the parameter
-    momentum: StateTensor
-    u: StateTensor  # its singular vector
+    dim: int  # 0 with rows of the matrix, 1 with columns
+    rank: int
+    end: str  # of its state keys
+    in_state: bool  # or it is the parameter
     nbytes: int  # of the largest shard of any rank and matrix of the parameter, in the dtype of the factors
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Its layout (rows x r)."""
+        return _side(self.matrix, self.dim, self.rank)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a parameter (r x rows)."""
+        return self.dim == 1 and not self.in_state
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its state."""
+        return torch.promote_types(self.parameter.dtype, torch.float32)
+
+    def state_tensors(self) -> list[StateTensor]:
+        """Itself where it is in the state, its momentum and its singular vector."""
+        side: Dim = SIDES[self.dim]
+        keys = (FACTOR, MOMENTUM) if self.in_state else (MOMENTUM,)
+        dims = (side, self.rank) if self.in_state else None
+        tensors = [StateTensor(key + self.end, dims, self.number, self.dtype) for key in keys]
+        return [*tensors, StateTensor(U + self.end, (side,), self.number, self.dtype, start=start_vector)]
 
 
 @dataclass(frozen=True)
@@ -71,54 +94,30 @@ class Kept:
     u: Tensor
 
 
-def factors_of_weight(
-    parameter: Tensor, first: int, matrices: Sequence[Layout], names: Sequence[str], ends: Sequence[str], rank: int
+def factors_of(
+    parameter: Tensor,
+    first: int,
+    matrices: Sequence[Layout],
+    names: Sequence[str],
+    ends: Sequence[str],
+    group: Mapping[str, Any],
 ) -> list[Factor]:
-    """``A`` and ``B`` of each logical matrix of a weight, which state keeps."""
+    """``A`` and ``B`` of each logical matrix of a weight, or the parameter itself."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-    nbytes = _largest(matrices, dtype)
+    nbytes = dtype.itemsize * max(rectangle.numel for matrix in matrices for rectangle in matrix.rectangles)
+    if group["pairs"]:
+        [matrix] = matrices
+        dim = int(matrix.shape[0] < matrix.shape[1])  # squares count as tall
+        return [Factor(parameter, first, "", 0, matrix, dim, min(matrix.shape), "", False, nbytes)]
     factors: list[Factor] = []
     for number, (matrix, name, end) in enumerate(zip(matrices, names, ends, strict=True)):
         for dim, letter in enumerate("AB"):
-            side: Dim = SIDES[dim]
-            factor = Factor(
-                parameter=parameter,
-                index=first + len(factors),
-                name=f"[{name} {letter}]" if name else f"[{letter}]",
-                number=number,
-                matrix=matrix,
-                layout=_side(matrix, dim, rank),
-                transposed=False,
-                value=StateTensor(f"{FACTOR}_{letter}{end}", (side, rank), number, dtype),
-                momentum=StateTensor(f"{MOMENTUM}_{letter}{end}", (side, rank), number, dtype),
-                u=StateTensor(f"{U}_{letter}{end}", (side,), number, dtype, start=start_vector),
-                nbytes=nbytes,
-            )
+            called = f"[{name} {letter}]" if name else f"[{letter}]"
+            index = first + len(factors)
+            end_of_keys = f"_{letter}{end}"
+            factor = Factor(parameter, index, called, number, matrix, dim, group["rank"], end_of_keys, True, nbytes)
             factors.append(factor)
     return factors
-
-
-def factor_itself(parameter: Tensor, index: int, matrix: Layout) -> Factor:
-    """A parameter of a pair, whose short side is the rank."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    dim = int(matrix.shape[0] < matrix.shape[1])  # squares count as tall
-    return Factor(
-        parameter=parameter,
-        index=index,
-        name="",
-        number=0,
-        matrix=matrix,
-        layout=_side(matrix, dim, min(matrix.shape)),
-        transposed=dim == 1,
-        value=None,
-        momentum=StateTensor(MOMENTUM, dtype=dtype),
-        u=StateTensor(U, (SIDES[dim],), 0, dtype, start=start_vector),
-        nbytes=_largest([matrix], dtype),
-    )
-
-
-def _largest(matrices: Iterable[Layout], dtype: torch.dtype) -> int:
-    return dtype.itemsize * max(rectangle.numel for matrix in matrices for rectangle in matrix.rectangles)
 
 
 def _side(layout: Layout, dim: int, rank: int) -> Layout:

@@ -16,7 +16,7 @@ from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, group_settings, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_rates
-from megatron_eopt.optimizers.low_rank import PROJECTED, Chunk, Factor, FactorStack, Kept
+from megatron_eopt.optimizers.low_rank import FACTOR, MOMENTUM, PROJECTED, Chunk, Factor, FactorStack, Kept, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -274,21 +274,20 @@ class Spectron(BaseOptimizer):
         if self._prepared is engine:
             return engine
         factors = self._proposed_factors()
-        for parameter, of_parameter in factors.items():
-            value = of_parameter[0].value
-            kept = self.state.get(parameter, {}).get(value.key) if value is not None else None
-            rank = self.group_of(parameter)["rank"]
-            if kept is not None and kept.shape[1] != rank:
+        for first, *_ in factors.values():
+            kept = self.state.get(first.parameter, {}).get(FACTOR + first.end)
+            if kept is not None and kept.shape[1] != first.rank:
                 raise ValueError(
                     f"{type(self).__name__} keeps factors of rank {kept.shape[1]} for the parameter of shape "
-                    f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
+                    f"{tuple(first.parameter.shape)}, whose group now has rank {first.rank}: set it back, it cannot "
+                    "change"
                 )
         of_factors = self._proposed_engine(factors)
         kernel = of_factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
         self._factors = factors
         self._engine_of_factors = of_factors
         self._prepared = engine
-        self._done |= {p for p, (first, *_) in factors.items() if first.value is None}
+        self._done |= {p for p, (first, *_) in factors.items() if not first.in_state}
         for group in self.param_groups:
             group[KERNEL] = kernel
         return engine
@@ -323,16 +322,14 @@ class Spectron(BaseOptimizer):
         for name, (parameter, of_parameter) in zip(self._names(), factors.items(), strict=True):
             iteration = self._iteration(self.group_of(parameter))
             for factor in of_parameter:
-                spec = ParamSpec(name + factor.name, _dtype(factor), factor.layout, WHOLE, iteration)
+                spec = ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration)
                 described.append(spec)
         return Engine(described, self._parameters()[0].device, self.tp_mode)
 
     def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout], first: int = 0) -> list[Factor]:
-        group = self.group_of(parameter)
-        if group["pairs"]:
-            return [low_rank.factor_itself(parameter, first, matrices[0])]
         names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-        return low_rank.factors_of_weight(parameter, first, matrices, names, self.key_ends(parameter), group["rank"])
+        ends = self.key_ends(parameter)
+        return low_rank.factors_of(parameter, first, matrices, names, ends, self.group_of(parameter))
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale rows of the first factors."""
@@ -343,19 +340,16 @@ class Spectron(BaseOptimizer):
             of_entries = scale[:, None].expand(local(parameter).shape)
             of_matrices = self.engine.split([index_of[parameter]], [of_entries])
             for A in self._factors[parameter][::2]:
-                if A.value is not None:
+                if A.in_state:
                     scale_rows(self._kept(A).value, of_matrices[A.number][:, 0])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, momenta and singular vectors; without factors for pairs."""
         factors = self._factors_of(parameter, self.matrix_layouts(parameter))
-        if factors[0].value is None:
-            return [factors[0].momentum, factors[0].u]
-        tensors = [StateTensor(PROJECTED, (), 0, _dtype(factors[0]))]
+        tensors = [StateTensor(PROJECTED, (), 0, factors[0].dtype)] if factors[0].in_state else []
         for pair in batched(factors, 2):
-            tensors += [factor.value for factor in pair if factor.value is not None]
-            tensors += [factor.momentum for factor in pair]
-            tensors += [factor.u for factor in pair]
+            for both in zip(*(factor.state_tensors() for factor in pair), strict=True):
+                tensors += both
         return tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -442,9 +436,9 @@ class Spectron(BaseOptimizer):
         return chunks
 
     def _kept(self, factor: Factor) -> Kept:
-        state = self._states.of(factor.parameter, factor.u.key)
-        value = factor.parameter if factor.value is None else state[factor.value.key]
-        return Kept(local(value), local(state[factor.momentum.key]), local(state[factor.u.key]))
+        state = self._states.of(factor.parameter, U + factor.end)
+        value = state[FACTOR + factor.end] if factor.in_state else factor.parameter
+        return Kept(local(value), local(state[MOMENTUM + factor.end]), local(state[U + factor.end]))
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Project weights in their first step; the host waits."""
@@ -459,7 +453,7 @@ class Spectron(BaseOptimizer):
         index_of = {p: i for i, p in enumerate(self._parameters())}
         first_factors = [A for p in new for A in self._factors[p][::2]]
         second_factors = [B for p in new for B in self._factors[p][1::2]]
-        shards = (x.to(_dtype(self._factors[p][0])) for p in new for x in self.engine.split([index_of[p]], [local(p)]))
+        shards = (x.to(self._factors[p][0].dtype) for p in new for x in self.engine.split([index_of[p]], [local(p)]))
         projected = low_rank.project(shards, first_factors)
         names = dict(zip(self._parameters(), self._names(), strict=True))
         largest: dict[str, float] = {}
@@ -487,10 +481,3 @@ class Spectron(BaseOptimizer):
                 of_factor.u.copy_(rows[:, 0])
             self.state[A.parameter][PROJECTED].fill_(1)
         self._done |= set(new)
-
-
-def _dtype(factor: Factor) -> torch.dtype:
-    """The dtype of a factor's state."""
-    dtype = factor.momentum.dtype
-    assert dtype is not None
-    return dtype

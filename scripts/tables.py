@@ -23,12 +23,12 @@ from support_matrix import RELEASES, support_matrix
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.releases import MAIN
-from megatron_eopt.settings.records import SECOND_MOMENT, names_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, optimizers_with, settings_of
+from megatron_eopt.settings.records import SECOND_MOMENT, names_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -144,7 +144,9 @@ def plain() -> str:
 
 def _plain_options(row: OptimizerSpec) -> list[str]:
     # of the config, and what Muon with AdamW lacks
-    of_fields = ("momentum", "num_ns_steps", *names_of(SECOND_MOMENT)) if row.name == "muon" else ("warmup_steps", "eps")
+    of_fields = (
+        ("momentum", "num_ns_steps", *names_of(SECOND_MOMENT)) if row.name == "muon" else ("warmup_steps", "eps")
+    )
     return [
         flag.setting
         for flag in row.flags

@@ -105,34 +105,33 @@ def ademamix(
     """One step of parameters and states; waits for no device."""
     weights = [local(p) for p in parameters]
     given = [local(p.grad) for p in parameters if p.grad is not None]
-    fast, slow, squares = ([local(state[key]) for state in states] for key in (FAST, SLOW, EXP_AVG_SQ))
+    fast = [local(state[FAST]) for state in states]
+    slow = [local(state[SLOW]) for state in states]
+    squares = [local(state[EXP_AVG_SQ]) for state in states]
     beta1, beta2 = group["betas"]
 
     kept = [state[STEPS] for state in states]
-    steps = torch.stack(kept)
-    steps = steps + (1.0 if accepted is None else accepted.double())
+    steps = torch.stack(kept) + (1.0 if accepted is None else accepted.double())
     torch._foreach_copy_(kept, list(steps.unbind()))
     steps = steps.clamp(min=1)  # of what is not accepted, to divide by
     alpha, changes = scheduled(steps, group)
-    times = torch._foreach_mul_ if accepted is None else foreach.scale_each  # few launches, at the price of copies
 
     gradients = [g.to(m.dtype) for g, m in zip(given, fast, strict=True)]
     if group["maximize"]:
         gradients = list(torch._foreach_neg(gradients))
-    new = list(torch._foreach_mul(gradients, gradients))
-    torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
-    torch._foreach_lerp_(squares, foreach.masked(new, squares, accepted), 1 - beta2)
+    foreach.follow_squares(squares, gradients, beta2, accepted)
     torch._foreach_lerp_(fast, foreach.masked(gradients, fast, accepted), 1 - beta1)
     from_gradients = torch._foreach_sub(slow, foreach.masked(gradients, slow, accepted))
-    times(from_gradients, changes.unbind())
+    foreach.times(from_gradients, changes, accepted)
     torch._foreach_add_(slow, from_gradients)
 
-    updates, roots = (list(torch._foreach_mul(x, 1.0)) for x in (fast, squares))
-    times(updates, (1 / (1 - beta1**steps)).unbind())
-    mixed = list(torch._foreach_mul(slow, 1.0))
-    times(mixed, alpha.unbind())
+    updates = torch._foreach_mul(fast, 1.0)
+    foreach.times(updates, 1 / (1 - beta1**steps), accepted)
+    mixed = torch._foreach_mul(slow, 1.0)
+    foreach.times(mixed, alpha, accepted)
     torch._foreach_add_(updates, mixed)
-    times(roots, (1 / (1 - beta2**steps)).unbind())
+    roots = torch._foreach_mul(squares, 1.0)
+    foreach.times(roots, 1 / (1 - beta2**steps), accepted)
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, group["eps"])
     torch._foreach_div_(updates, roots)
@@ -143,7 +142,11 @@ def ademamix(
 
 def scheduled(steps: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """``alpha`` and ``beta3 - 1`` in steps of these numbers."""
-    alpha_share, beta3_share = ((steps / max(1, group[key])).clamp(max=1) for key in ("alpha_warmup", "beta3_warmup"))
+    alpha_share = (steps / max(1, group["alpha_warmup"])).clamp(max=1)
+    beta3_share = (steps / max(1, group["beta3_warmup"])).clamp(max=1)
+    beta1, _ = group["betas"]
+    beta3 = group["beta3"]
     # a beta of 0 has the logarithm -inf, and the sum of two -0.0 is -0.0
-    start, end = (1 / log(beta) if beta > 0 else -0.0 for beta in (group["betas"][0], group["beta3"]))
+    start = 1 / log(beta1) if beta1 > 0 else -0.0
+    end = 1 / log(beta3) if beta3 > 0 else -0.0
     return alpha_share * group["alpha"], ((1 - beta3_share) * start + beta3_share * end).reciprocal().expm1()

@@ -14,19 +14,20 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.parameters import names_of_last, parameter_names
+from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor, check_finite, check_writer
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
+from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_replicas, check_same, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import is_sharded
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.settings.records import Setting
 
@@ -125,9 +126,9 @@ class DistributedMuon(BaseOptimizer):
         if collective_state_dict is None and self.ranks > 1 and self.rank == 0:
             logger.warning(
                 f"{type(self).__name__}: each of {self.ranks} ranks keeps the momenta of its own matrices, so "
-                f"state_dict() on one rank alone will be an error. Before each save, outside of 'if rank == 0', write "
-                f"optimizer.consolidate_state_dict(), and pass collective_state_dict=False to drop this warning; or "
-                f"pass True, and call state_dict() on all ranks"
+                "state_dict() on one rank alone will be an error. Before each save, outside of 'if rank == 0', write "
+                "optimizer.consolidate_state_dict(), and pass collective_state_dict=False to drop this warning; or "
+                "pass True, and call state_dict() on all ranks"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -135,9 +136,11 @@ class DistributedMuon(BaseOptimizer):
         super().add_param_group(param_group)
         parameters = self._parameters()
         added = self.param_groups[-1]["params"]
-        self.rounds.append(deal([(p.shape, p.dtype) for p in added], self.loads, len(parameters) - len(added)))
-        for bucket in self.rounds[-1]:
-            self.compute_ranks |= zip([parameters[i] for i in bucket.matrices], bucket.compute_ranks, strict=True)
+        dealt = deal([(p.shape, p.dtype) for p in added], self.loads, len(parameters) - len(added))
+        self.rounds.append(dealt)
+        for bucket in dealt:
+            for i, rank in zip(bucket.matrices, bucket.compute_ranks, strict=True):
+                self.compute_ranks[parameters[i]] = rank
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum on the compute rank; nothing elsewhere."""
@@ -155,14 +158,14 @@ class DistributedMuon(BaseOptimizer):
         kept = to in (None, self.rank)
         parameters = self._parameters()
         for bucket in chain(*self.rounds):
-            of_round = [parameters[i] for i in bucket.matrices]
-            mine = self._own(bucket)
-            momentum = torch.empty_like(of_round[0]) if mine is None else self.state[of_round[mine]][MOMENTUM_BUFFER]
-            momenta = self._exchange(bucket, momentum)()
-            if kept:
-                for index, momentum in zip(bucket.matrices, momenta, strict=True):
-                    further = collected["state"].get(index, {})
-                    collected["state"][index] = {**further, MOMENTUM_BUFFER: momentum.cpu()}
+            own = self._own(bucket, parameters)
+            like = parameters[bucket.matrices[0]]
+            mine = torch.empty_like(like) if own is None else self.state[own][MOMENTUM_BUFFER]
+            for index, momentum in zip(bucket.matrices, self._exchange(bucket, mine)(), strict=True):
+                if kept:
+                    of_parameter = dict(collected["state"].get(index, {}))
+                    of_parameter[MOMENTUM_BUFFER] = momentum.cpu()
+                    collected["state"][index] = of_parameter
         self._consolidated = collected if kept else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,8 +182,8 @@ class DistributedMuon(BaseOptimizer):
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self.rank} keeps the momenta of its own matrices alone: before state_dict(), call "
-                f"consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on "
-                f"each. With collective_state_dict=True, state_dict() collects it where all ranks call it"
+                "consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on "
+                "each. With collective_state_dict=True, state_dict() collects it where all ranks call it"
             )
         # torch's checkpoints change what they get
         groups = [dict(group) for group in self._consolidated["param_groups"]]
@@ -190,24 +193,26 @@ class DistributedMuon(BaseOptimizer):
         """Load a state; this rank keeps its own momenta."""
         check_writer(type(self), state_dict)
         state = state_dict["state"]
-        saved_as = [index for group in state_dict["param_groups"] for index in group["params"]]
-        named = list(zip(self._parameters(), saved_as, parameter_names(self.param_groups), strict=False))
-        mine = [(index, name) for p, index, name in named if self.compute_ranks.get(p) == self.rank]
-        missing = [name for index, name in mine if not state.get(index)]
-        if any(state.values()) and missing:
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        kept = {}
+        missing = []
+        for p, index, name in zip(self._parameters(), indices, self._names(), strict=False):
+            of_parameter = dict(state.get(index, {}))
+            momentum = of_parameter.get(MOMENTUM_BUFFER)
+            if isinstance(momentum, Tensor):  # also of other ranks' matrices, so that all ranks refuse a state together
+                check_finite(type(self).__name__, [(f"{MOMENTUM_BUFFER!r} of {name}", momentum, p.dtype)])
+            if self.compute_ranks.get(p) != self.rank:
+                of_parameter.pop(MOMENTUM_BUFFER, None)  # what users keep beside it stays
+            elif not of_parameter:
+                missing.append(name)
+            if index in state:
+                kept[index] = of_parameter
+        if missing and any(state.values()):
             raise ValueError(
                 f"the state has no momentum of {', '.join(missing)}, which rank {self.rank} computes: it is a part of "
-                f"another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
+                "another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
             )
-        # also of other ranks' matrices, so that all ranks refuse a state together
-        for p, index, name in named:
-            momentum = state.get(index, {}).get(MOMENTUM_BUFFER)
-            if isinstance(momentum, Tensor):
-                check_finite(type(self).__name__, [(f"{MOMENTUM_BUFFER!r} of {name}", momentum, p.dtype)])
-        # of matrices of other ranks what users keep beside the momentum
-        others = {i: {key: x for key, x in of_p.items() if key != MOMENTUM_BUFFER} for i, of_p in state.items()}
-        kept = {index: state[index] for index, _ in mine if index in state}
-        super().load_state_dict({**state_dict, "state": others | kept})
+        super().load_state_dict({**state_dict, "state": kept})
         self._consolidated = None
 
     def _check_together(self, settings: Mapping[str, Any]) -> None:
@@ -221,42 +226,50 @@ class DistributedMuon(BaseOptimizer):
             if isinstance(parameter, DTensor) or is_sharded(parameter):
                 raise ValueError(
                     f"{called} is for parameters that every rank has whole, and {name} is a shard: take "
-                    f"TensorParallelMuon"
+                    "TensorParallelMuon"
                 )
 
+    @property
+    def _groups(self) -> dict[str, ProcessGroup]:
+        return {} if self.process_group is None else {_LABEL: self.process_group}
+
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        groups = {} if self.process_group is None else {_LABEL: self.process_group}
-        return ParamSpec(name, parameter.dtype, groups=groups)
+        return ParamSpec(name, parameter.dtype, groups=self._groups)
 
     def prepare(self) -> Engine:
         """Compare parameters and rounds between ranks, and choose the kernel; all call it together."""
         parameters = self._parameters()
         if self._session.engine is None and parameters:
             matrices = []
-            groups = {} if self.process_group is None else {_LABEL: self.process_group}
             for name, p in zip(self._names(), parameters, strict=True):
                 shape = (len(p), p[:1].numel())
                 matrices.append(Matrix(name, shape, (whole(shape),) * self.ranks, _LABEL, p.itemsize))
-            check_same(Plan(tuple(matrices), tuple(chain(*self.rounds))), groups)
-            products = self._kernel_products([each.shape for each in matrices])
+            check_same(Plan(tuple(matrices), tuple(chain(*self.rounds))), self._groups)
             given = self.symmetric_products, self.param_groups[0].get(KERNEL)
             if times_kernels(*given, parameters[0].device) and self.ranks > 1:
                 weights = [(name, "", p.detach()) for name, p in zip(self._names(), parameters, strict=True)]
                 check_replicas(None, {}, weights, self.process_group)
-            kernel = agreed_kernel(products, *given, groups)
+            kernel = agreed_kernel(self._kernel_products(parameters), *given, self._groups)
             for group in self.param_groups:
                 group[KERNEL] = kernel
         self.init_state()
         return super().prepare()
 
-    def _kernel_products(self, shapes: Sequence[Shape]) -> KernelProducts:
-        parameters = self._parameters()
-        precision = self.fp32_matmul_prec
+    @property
+    def _fp32(self) -> Fp32Precision:
+        return "tf32" if self.fp32_matmul_prec == "high" else "ieee"
+
+    def _kernel_products(self, parameters: Sequence[Tensor]) -> KernelProducts:
         device = parameters[0].device
-        factors = {product_dtype(p.dtype, precision) for p in parameters}
-        dtypes = {x for dtype in factors for x in (dtype, gram_dtype(dtype, device)) if x}
-        sizes = sorted({(min(shape), max(shape)) for shape in shapes if 0 not in shape})
-        return sizes, sorted(dtypes, key=str), device, "tf32" if precision == "high" else "ieee"
+        sizes = set()
+        dtypes = set[torch.dtype]()
+        for p in parameters:
+            if p.numel():
+                sides = len(p), p[0].numel()
+                sizes.add((min(sides), max(sides)))
+            dtype = product_dtype(p.dtype, self.fp32_matmul_prec)
+            dtypes.update(x for x in (dtype, gram_dtype(dtype, device)) if x)
+        return sorted(sizes), sorted(dtypes, key=str), device, self._fp32
 
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
@@ -272,34 +285,39 @@ class DistributedMuon(BaseOptimizer):
         self, bucket: Bucket, group: dict[str, Any], parameters: Sequence[Tensor], flags: Sequence[Tensor]
     ) -> Generator[None, None, None]:
         matrices = [parameters[i] for i in bucket.matrices]
-        accepted = torch.stack([flags[i] for i in bucket.matrices])
-        if self.ranks == 1 and matrices[0].grad is None:
+        first = matrices[0]
+        if self.ranks == 1 and first.grad is None:
             return  # with others, who wait for it, the round is made, and its result is left out
-        # M <- M + (1 - momentum) (g - M), and its factor O, of the matrix that this rank computes
-        received = self._exchange(bucket, self._factor(bucket, matrices, accepted, group))
+        accepted = torch.stack([flags[i] for i in bucket.matrices])
+        own = self._own(bucket, parameters)
+        if own is None:
+            factor = first.new_empty(first.flatten(1).shape, dtype=product_dtype(first.dtype, self.fp32_matmul_prec))
+        else:
+            # M <- M + (1 - momentum) (g - M), and its factor O, of the matrix that this rank computes
+            index = bucket.compute_ranks.index(self.rank)
+            factor = self._factor(own, accepted[index : index + 1], group)
+        received = self._exchange(bucket, factor)
         yield
         updates = [factor.to(W.dtype).view_as(W) for W, factor in zip(matrices, received(), strict=True)]
         # W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O
         foreach.scale(matrices, 1 - group["lr"] * group["weight_decay"], accepted)
-        scale = muon_scale_factor(len(matrices[0]), matrices[0][:1].numel(), "shape_scaling")
+        scale = muon_scale_factor(len(first), first[:1].numel(), "shape_scaling")
         foreach.subtract(matrices, updates, group["lr"] * scale, accepted)
 
-    def _factor(self, bucket: Bucket, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> Tensor:
-        dtype = product_dtype(parameters[0].dtype, self.fp32_matmul_prec)
-        index = self._own(bucket)
-        if index is None:
-            return parameters[0].new_empty(parameters[0].flatten(1).shape, dtype=dtype)
-        parameter = parameters[index]
+    def _factor(self, parameter: Tensor, accepted: Tensor, group: dict[str, Any]) -> Tensor:
         momentum = self._states.of(parameter)[MOMENTUM_BUFFER]
         gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
-        flag = accepted[index : index + 1]
-        steps = group["ns_steps"]
-        [update] = foreach.average([momentum], [gradient], group["momentum"], group["nesterov"], flag)
+        [update] = foreach.average([momentum], [gradient], group["momentum"], group["nesterov"], accepted)
         update = update.flatten(1)
-        precision = self.fp32_matmul_prec
-        products = made(group[KERNEL], min(update.shape), "tf32" if precision == "high" else "ieee")
-        settings: dict[str, Any] = {"fp32_matmul_prec": precision, "propagate_nan": True, "products": products}
-        return newton_schulz(update, steps, _COEFFICIENTS, **settings).to(dtype)
+        factor = newton_schulz(
+            update,
+            group["ns_steps"],
+            _COEFFICIENTS,
+            fp32_matmul_prec=self.fp32_matmul_prec,
+            propagate_nan=True,
+            products=made(group[KERNEL], min(update.shape), self._fp32),
+        )
+        return factor.to(product_dtype(parameter.dtype, self.fp32_matmul_prec))
 
     def _exchange(self, bucket: Bucket, mine: Tensor) -> Callable[[], list[Tensor]]:
         """Start to exchange a round's tensors; calling the result waits."""
@@ -309,12 +327,17 @@ class DistributedMuon(BaseOptimizer):
         if len(bucket.compute_ranks) == self.ranks:
             gathered = all_gather(mine, group)
             return lambda: list(gathered.wait())
-        buffers = [mine if rank == self.rank else torch.empty_like(mine) for rank in bucket.compute_ranks]
-        sent = [broadcast(x, rank, group) for x, rank in zip(buffers, bucket.compute_ranks, strict=True)]
+        sent = []
+        for rank in bucket.compute_ranks:
+            sent.append(broadcast(mine if rank == self.rank else torch.empty_like(mine), rank, group))
         return lambda: [one.wait() for one in sent]
 
-    def _own(self, bucket: Bucket) -> int | None:
-        return bucket.compute_ranks.index(self.rank) if self.rank in bucket.compute_ranks else None
+    def _own(self, bucket: Bucket, parameters: Sequence[Tensor]) -> Tensor | None:
+        """The parameter of a round that this rank computes."""
+        for i, rank in zip(bucket.matrices, bucket.compute_ranks, strict=True):
+            if rank == self.rank:
+                return parameters[i]
+        return None
 
 
 def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], first: int = 0) -> list[Bucket]:

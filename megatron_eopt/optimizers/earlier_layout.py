@@ -125,6 +125,6 @@ def _in_order(saved: Sequence[Group], groups: Sequence[Group], called: str) -> l
     if by_name:
         raise ValueError(
             f"AdamW in {called} has groups of the parameters {own}, but the state was saved with {names}: build the "
-            f"optimizer for the model as it was"
+            "optimizer for the model as it was"
         )
     return names

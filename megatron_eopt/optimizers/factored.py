@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,16 +13,14 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.base import KERNEL
-from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.held_norms import begin_norms, followed, radii
 from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.whole_matrices import CLOCK, MatrixStack, ParameterStep, Planned, WholeMatrixOptimizer
+from megatron_eopt.optimizers.whole_matrices import CLOCK, MatrixStack, ParameterStep, Planned, StackedOptimizer
 from megatron_eopt.orthogonalize.kernels import KEPT, Shapes, made
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.parallel.agreement import KernelProducts
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 
@@ -31,14 +30,15 @@ Decay = Literal["decoupled", "independent", "palm"]
 WeightNorm = Literal["none", "hold"]
 
 
-class Side(NamedTuple):
+@dataclass(frozen=True)
+class Side:
     """Stacked factors (n, length, length) of the rows or columns, and what is made of each."""
 
     factor: Tensor
     made: Tensor  # eigenbases of SOAP, inverse roots of Shampoo
 
 
-class FactoredOptimizer(WholeMatrixOptimizer):
+class FactoredOptimizer(StackedOptimizer):
     """Optimizers that keep a factor of the rows and one of the columns of each matrix.
 
     Each whole logical matrix has a compute rank, which alone keeps its factors. A subclass names the state of the sides
@@ -100,7 +100,7 @@ class FactoredOptimizer(WholeMatrixOptimizer):
                     raise ValueError(
                         f"{type(self).__name__}{why} needs a factor of every matrix, and {called} has none: it is for "
                         f"matrices with a side of at most max_dim, here {group['max_dim']}; give it to another "
-                        f"optimizer, such as AdamW"
+                        "optimizer, such as AdamW"
                     )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -122,11 +122,11 @@ class FactoredOptimizer(WholeMatrixOptimizer):
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
-        with followed(self, [parameter for parameter in parameters if self._holds(parameter)]):
+        with followed(self, list(filter(self._holds, parameters))):
             super().scale_rows(parameters, factors)
 
     def _take(self, accepted: Tensor) -> None:
-        held = [parameter for parameter in self._parameters() if self._holds(parameter)]
+        held = list(filter(self._holds, self._parameters()))
         if held and self._radii_of is not self.engine:
             begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
             self._radii_of = self.engine
@@ -137,49 +137,49 @@ class FactoredOptimizer(WholeMatrixOptimizer):
 
     def _steps_of(self, accepted: Tensor) -> list[ParameterStep]:
         """Also looks which parameters have factors, or make them now; the host waits for that."""
-        based = self._based = set() if self._based is None else self._based
+        if self._based is None:
+            self._based = set()
         steps = super()._steps_of(accepted)
-        starting = [p for p in steps if p.parameter not in based and any(plan.cost for plan in p.plans)]
+        starting = [p for p in steps if p.parameter not in self._based and any(plan.cost for plan in p.plans)]
         if starting:  # a device is waited for until all factors are known to be there, and no longer
-            for p, has_factors, makes_them in zip(starting, *_known(starting, self.engine), strict=True):
-                p.first = not has_factors
+            has_factors, makes_them = self._known(starting)
+            for p, has, makes in zip(starting, has_factors, makes_them, strict=True):
+                p.first = not has
                 p.rests = self.rests(p.group)
-                if has_factors or makes_them:
-                    based.add(p.parameter)
-            steps = [p for p in steps if not p.first or p.parameter in based]
+                if has or makes:
+                    self._based.add(p.parameter)
+            steps = [p for p in steps if not p.first or p.parameter in self._based]
         if steps:
             counts = [p.state[STEPS] for p in steps]
             counted = torch.stack(counts) + torch.stack([p.accepted for p in steps])
             torch._foreach_copy_(counts, list(counted.unbind()))
         return steps
 
+    def _known(self, parameters: Sequence[ParameterStep]) -> list[list[bool]]:
+        """Which parameters have factors, and which can make them now."""
+        has_entries = []  # what is made of a factor of nothing would follow the gradients to come only step by step
+        for p in parameters:
+            shards = self.engine.split([p.index], [p.gradient])
+            nonzero = [shard.any() for plan, shard in zip(p.plans, shards, strict=True) if plan.cost]
+            has_entries.append(torch.stack(nonzero).any().float())
+        some = torch.stack(self.engine.sums(has_entries, [p.label for p in parameters])) > 0
+        steps = torch.stack([p.state.get(STEPS, torch.zeros_like(has_entries[0])) for p in parameters])
+        accepted = torch.stack([p.accepted for p in parameters])
+        known: list[list[bool]] = torch.stack([steps > 0, accepted & some]).tolist()
+        return known
+
     def _sides(self, stack: MatrixStack) -> list[Side | None]:
         """The sides of own matrices; None where they have no factor."""
         sides = list[Side | None]()
-        for (factor, made_of_it), has_factor in zip(self.side_keys, stack.has_factor, strict=True):
-            side = Side(stacked(stack.kept(factor)), stacked(stack.kept(made_of_it))) if has_factor else None
-            sides.append(side)
+        for (factor, made_of_it), has_factor in zip(self.side_keys, stack.matrices[0].plan.has_factor, strict=True):
+            sides.append(Side(stack.kept(factor), stack.kept(made_of_it)) if has_factor else None)
         return sides
 
-    def _write_sides(self, stack: MatrixStack, sides: Sequence[Side | None]) -> None:
+    def _keep_sides(self, stack: MatrixStack, sides: Sequence[Side | None]) -> None:
         for (factor, made_of_it), side in zip(self.side_keys, sides, strict=True):
             if side is not None:
-                stack.write(factor, side.factor)
-                stack.write(made_of_it, side.made)
-
-
-def _known(parameters: Sequence[ParameterStep], engine: Engine) -> tuple[list[bool], list[bool]]:
-    """Which parameters have factors, and which can make them now."""
-    has_entries = []  # what is made of a factor of nothing would follow the gradients to come only step by step
-    for p in parameters:
-        shards = engine.split([p.index], [p.gradient])
-        nonzero = [shard.any() for plan, shard in zip(p.plans, shards, strict=True) if plan.cost]
-        has_entries.append(torch.stack(nonzero).any().float())
-    some = torch.stack(engine.sums(has_entries, [p.label for p in parameters])) > 0
-    steps = torch.stack([p.state.get(STEPS, torch.zeros_like(has_entries[0])) for p in parameters])
-    accepted = torch.stack([p.accepted for p in parameters])
-    has_factors, makes_them = torch.stack([steps > 0, accepted & some]).tolist()
-    return has_factors, makes_them
+                stack.keep(factor, side.factor)
+                stack.keep(made_of_it, side.made)
 
 
 def factor_stacks(plans: Iterable[Planned]) -> Shapes:

@@ -26,11 +26,12 @@ MOST_BYTES = 2**24  # of further copies that are in memory at a time, where a si
 def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
     """``new`` where accepted, ``old`` elsewhere."""
     result = list(new)
-    for some in alike(new) if accepted is not None else ():
-        assert accepted is not None
-        flags = _column(accepted, some, new[some[0]])
+    if accepted is None:
+        return result
+    for some in alike(new):
+        stack = stacked(new, some)
         otherwise = old if isinstance(old, float) else stacked(old, some)
-        stack = torch.where(flags, stacked(new, some), otherwise)
+        stack = torch.where(_column(accepted, some, stack[0]), stack, otherwise)
         for i, x in zip(some, stack.unbind(), strict=True):
             result[i] = x
     return result
@@ -38,30 +39,45 @@ def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
 
 def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
     """The power of ``lr`` that multiplies the weight decay."""
-    return 1.0 if method == "independent" else lr * lr if method == "palm" else lr
+    if method == "independent":
+        return 1.0
+    return lr * lr if method == "palm" else lr
 
 
 def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
     """Multiply tensors in place."""
-    if accepted is None:
-        if tensors[0].device.type == "cpu":  # which would round a number to the dtype of the tensors
-            factor = torch.as_tensor(factor, dtype=torch.float64)
-        torch._foreach_mul_(list(tensors), factor)
+    if accepted is not None:
+        scale_each(tensors, torch.where(accepted, factor, 1.0).unbind())
         return
-    scale_each(tensors, torch.where(accepted, factor, 1.0).unbind())
+    if tensors[0].device.type == "cpu":  # which would round a number to the dtype of the tensors
+        factor = torch.as_tensor(factor, dtype=torch.float64)
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def scale_each(tensors: Tensors, factors: Tensors) -> None:
     """Multiply each tensor in place by its own factor."""
     for some in alike(tensors, factors):
         first = tensors[some[0]]
-        factor = stacked(factors, some)
-        factor = factor.to(torch.promote_types(first.dtype, torch.float32))
-        factor = factor.view(-1, *[1] * first.ndim) if factor.ndim == 1 else factor
+        factor = stacked(factors, some).to(torch.promote_types(first.dtype, torch.float32))
+        if factor.ndim == 1:
+            factor = factor.view(-1, *[1] * first.ndim)
         if len(some) == 1:
             first.mul_(factor[0])  # without a copy, of what may be large
         else:
             torch._foreach_copy_([tensors[i] for i in some], (stacked(tensors, some) * factor).unbind())
+
+
+def times(tensors: Tensors, factors: Tensor, accepted: Mask) -> None:
+    """Multiply each tensor by an entry, in few launches; with a mask at the price of copies."""
+    multiply = torch._foreach_mul_ if accepted is None else scale_each
+    multiply(list(tensors), factors.unbind())
+
+
+def follow_squares(squares: Tensors, gradients: Tensors, beta: float, accepted: Mask) -> None:
+    """``v += (1 - beta) (g^2 - v)``."""
+    new = list(torch._foreach_mul(list(gradients), list(gradients)))
+    torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
+    torch._foreach_lerp_(list(squares), masked(new, squares, accepted), 1 - beta)
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
@@ -125,7 +141,7 @@ def active(
     flags = iter(accepted.tolist() if on_cpu else accepted.unbind())
     most = IN_CACHE if on_cpu else MOST_BYTES
     for group in groups:
-        kinds: dict[tuple[object, ...], list[tuple[Tensor, Any]]] = {}
+        kinds: dict[object, list[tuple[Tensor, Any]]] = {}
         for p, flag in zip(group["params"], flags, strict=False):
             if p.grad is not None and flag is not False:
                 kinds.setdefault((p.nbytes, p.dtype, kind(p)), []).append((p, flag))

@@ -1,8 +1,9 @@
 """Low-rank factors of weights, as state or parameters."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import batched
 from typing import Any
 
@@ -22,7 +23,6 @@ PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before
 FACTOR = "factor"
 MOMENTUM = "momentum_buffer"
 U = "u"
-Tensors = Callable[[Tensor, "Factor"], list[Tensor]]  # of a parameter: a factor, its momentum and its singular vector
 
 
 def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
@@ -46,58 +46,102 @@ def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, A
     return {"params": params, "pairs": True, **settings}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Factor:
-    """A factor of a logical matrix and its state."""
+    """A factor of a logical matrix."""
 
+    parameter: Tensor
+    index: int  # among the factors of all parameters
     name: str  # behind that of its parameter
     number: int  # of the matrix, among those of its parameter
     matrix: Layout  # of which it is a factor, one object where they are equal; where it is a parameter, its own
-    layout: Layout  # (rows x r)
-    dtype: torch.dtype  # of what is kept
+    dim: int  # 0 with rows of the matrix, 1 with columns
+    rank: int
+    end: str  # of its state keys
     in_state: bool  # or it is the parameter
-    transposed: bool  # that is (r x rows)
-    kept: list[StateTensor]  # itself where it is in the state, its momentum and its singular vector
+    nbytes: int  # of the largest shard of any rank and matrix of the parameter, in the dtype of the factors
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Its layout (rows x r)."""
+        return _side(self.matrix, self.dim, self.rank)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a parameter (r x rows)."""
+        return self.dim == 1 and not self.in_state
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its state."""
+        return torch.promote_types(self.parameter.dtype, torch.float32)
+
+    def state_tensors(self) -> list[StateTensor]:
+        """Itself where it is in the state, its momentum and its singular vector."""
+        side: Dim = SIDES[self.dim]
+        keys = (FACTOR, MOMENTUM) if self.in_state else (MOMENTUM,)
+        dims = (side, self.rank) if self.in_state else None
+        tensors = [StateTensor(key + self.end, dims, self.number, self.dtype) for key in keys]
+        return [*tensors, StateTensor(U + self.end, (side,), self.number, self.dtype, start=start_vector)]
 
 
-def factors_of_weight(matrix: Layout, i: int, name: str, end: str, rank: int, dtype: torch.dtype) -> list[Factor]:
-    """Factors of a weight's ``i``-th matrix, kept in state."""
-    factors = []
-    for dim, letter in enumerate("AB"):
-        side: Dim = SIDES[dim]
-        kept = [StateTensor(f"{key}_{letter}{end}", (side, rank), i, dtype) for key in (FACTOR, MOMENTUM)]
-        kept += [StateTensor(f"{U}_{letter}{end}", (side,), i, dtype, start=start_vector)]
-        called = f"[{name} {letter}]" if name else f"[{letter}]"
-        factors.append(Factor(called, i, matrix, _side(matrix, dim, rank), dtype, True, False, kept))
+@dataclass(frozen=True)
+class Kept:
+    """Tensors of a factor, this rank's rows of it."""
+
+    value: Tensor
+    momentum: Tensor
+    u: Tensor
+
+
+def factors_of(
+    parameter: Tensor,
+    first: int,
+    matrices: Sequence[Layout],
+    names: Sequence[str],
+    ends: Sequence[str],
+    group: Mapping[str, Any],
+) -> list[Factor]:
+    """``A`` and ``B`` of each logical matrix of a weight, or the parameter itself."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    nbytes = dtype.itemsize * max(rectangle.numel for matrix in matrices for rectangle in matrix.rectangles)
+    if group["pairs"]:
+        [matrix] = matrices
+        dim = int(matrix.shape[0] < matrix.shape[1])  # squares count as tall
+        return [Factor(parameter, first, "", 0, matrix, dim, min(matrix.shape), "", False, nbytes)]
+    factors: list[Factor] = []
+    for number, (matrix, name, end) in enumerate(zip(matrices, names, ends, strict=True)):
+        for dim, letter in enumerate("AB"):
+            called = f"[{name} {letter}]" if name else f"[{letter}]"
+            index = first + len(factors)
+            end_of_keys = f"_{letter}{end}"
+            factor = Factor(parameter, index, called, number, matrix, dim, group["rank"], end_of_keys, True, nbytes)
+            factors.append(factor)
     return factors
-
-
-def factor_of_pair(matrix: Layout, i: int, name: str, end: str, rank: int, dtype: torch.dtype) -> list[Factor]:
-    """The parameter itself, whose short side is the rank."""
-    dim = int(matrix.shape[0] < matrix.shape[1])  # squares count as tall
-    kept = [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (SIDES[dim],), 0, dtype, start=start_vector)]
-    return [Factor("", i, matrix, _side(matrix, dim, min(matrix.shape)), dtype, False, dim == 1, kept)]
 
 
 def _side(layout: Layout, dim: int, rank: int) -> Layout:
     shape = layout.shape[dim], rank
-    edges = ((x.left, x.right) if dim else (x.top, x.bottom) for x in layout.rectangles)
-    rectangles = tuple(Rectangle(*edge, 0, rank) for edge in edges)
+    rectangles = []
+    for x in layout.rectangles:
+        edge = (x.left, x.right) if dim else (x.top, x.bottom)
+        rectangles.append(Rectangle(*edge, 0, rank))
     if set(rectangles) == {whole(shape)}:  # each rank treats as its own what it has whole
         return on_one_rank(shape)
-    return replace(layout, shape=shape, rectangles=rectangles)
+    return replace(layout, shape=shape, rectangles=tuple(rectangles))
 
 
 def check_weights(name: str, rank: int, parameters: Sequence[tuple[str, Layout, Split]]) -> None:
     """Refuse weights too small for factors of this rank."""
     for called, layout, split in parameters:
         for part, matrix in zip(split.names(layout.shape[0]), split_layout(layout, split), strict=True):
-            if rank > min(matrix.shape):
+            most = min(matrix.shape)
+            if rank > most:
                 of_part = f"{called} ({part})" if part else called
                 raise ValueError(
-                    f"{name}: rank must lie in [1, {min(matrix.shape)}] for {of_part}, a matrix {matrix.shape}, got "
-                    f"{rank}: set rank (options={{'rank': ...}} of build_optimizer, or in a group of its own), or take "
-                    f"another optimizer"
+                    f"{name}: rank must lie in [1, {most}] for {of_part}, a matrix {matrix.shape}, got {rank}: set "
+                    "rank (options={'rank': ...} of build_optimizer, or in a group of its own), or take another "
+                    "optimizer"
                 )
 
 
@@ -109,7 +153,7 @@ def check_pairs(name: str, rank: int, parameters: Sequence[tuple[str, Layout, Sp
         if int(layout.shape[0] >= layout.shape[1]) in layout.cut_dims:
             raise ValueError(
                 f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side "
-                f"(under FSDP2 a shard_placement_fn says so), or keep it whole"
+                "(under FSDP2 a shard_placement_fn says so), or keep it whole"
             )
     if len(parameters) % 2:
         raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(parameters)}")
@@ -117,115 +161,144 @@ def check_pairs(name: str, rank: int, parameters: Sequence[tuple[str, Layout, Sp
         if min(a.shape) not in b.shape or min(b.shape) not in a.shape:
             raise ValueError(
                 f"{name}: {of_a} and {of_b} are no factors of one weight: {a.shape} and {b.shape} have no rank in "
-                f"common"
+                "common"
             )
 
 
 @dataclass(eq=False)
 class FactorStack:
-    """Factors of equal layout, from several pairs, on this rank."""
+    """First, or second, factors of equal matrices of a chunk."""
 
-    pairs: Sequence[int]  # their numbers among those of the program
-    parameters: Sequence[Tensor]  # each one's
-    indices: Sequence[int]  # among the factors that are orthogonalized together
-    label: str  # of the ranks that hold other rows; empty where this rank holds all
-    transposed: bool  # values, momenta and gradients are (r x rows)
-    accepted: Tensor  # whether the pairs step, on their device
+    factors: Sequence[Factor]
+    numbers: Sequence[int]  # of their matrices among those of the chunk
+    accepted: Tensor  # whether the matrices step, on their device
     settings: Mapping[str, Any]  # of their group
-    values: list[Tensor]  # (rows x r), written to as the next two are
+    values: list[Tensor]  # (rows x r), written to as the next two are; of a transposed parameter (r x rows)
     momenta: list[Tensor]
     us: list[Tensor]  # (rows,), the singular vectors that the last step found
-    gradients: Any = ()  # of each one, or a stack; taken out when the momenta have them
+    gradients: Sequence[Tensor] | Tensor = ()  # of each one, or a stack; taken out when the momenta have them
     summed_over: str = ""  # label of the ranks whose stacks of gradients are to be summed
+
+    @property
+    def label(self) -> str:
+        """The ranks that hold other rows; empty where this rank holds all."""
+        return self.factors[0].layout.label
 
     def upright(self, x: Tensor) -> Tensor:
         """Factors as (rows x r), one or a stack."""
-        return x.mT if self.transposed else x
+        return x.mT if self.factors[0].transposed else x
 
     def stack(self) -> Tensor:
-        """Copy of the values, (pairs x rows x r)."""
+        """Copy of the values, (matrices x rows x r)."""
         return self.upright(torch.stack(self.values))
 
 
 @dataclass(frozen=True, eq=False)
-class Factored:
-    """A parameter and the factors of its logical matrices."""
+class Chunk:
+    """Parameters of a group that are worked on together."""
 
-    index: int  # of the parameter
-    first: int  # index of its first factor among those of all parameters
-    factors: list[Factor]
-    nbytes: int  # of the largest shard of any rank and matrix, in the dtype of the factors
+    parameters: list[Tensor]
+    indices: list[int]  # of these
+    pairs: list[tuple[FactorStack, FactorStack]]  # A and B of equal matrices
+    in_state: bool  # whether the parameters are weights, and not factors
 
 
-def chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Factored]) -> Iterable[Mapping[Tensor, Factored]]:
-    """Parameters to work on together, alike on all ranks."""
-    chunks: dict[object, dict[Tensor, Factored]] = {}
+def alike(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Sequence[Factor]]) -> Iterable[list[Tensor]]:
+    """Parameters to work on together, of bounded size, on all ranks the same."""
+    chunks: dict[object, list[Tensor]] = {}
     nbytes: Counter[object] = Counter()
     for unit in units:
-        of_unit = {p: known[p] for p in unit}
-        alike = tuple((p.dtype, w.factors[0].matrix.label) for p, w in of_unit.items())
-        nbytes[alike] += sum(w.nbytes * len(w.factors[::2]) for w in of_unit.values())
-        chunks.setdefault((alike, nbytes[alike] // foreach.MOST_BYTES), {}).update(of_unit)
+        kind = tuple((p.dtype, known[p][0].matrix.label) for p in unit)
+        for p in unit:
+            nbytes[kind] += sum(factor.nbytes for factor in known[p][::2])
+        chunks.setdefault((kind, nbytes[kind] // foreach.MOST_BYTES), []).extend(unit)
     return chunks.values()
 
 
 def stacks(
-    factored: Mapping[Tensor, Factored], group: Mapping[str, Any], flags: Mapping[Tensor, Tensor], tensors: Tensors
-) -> Iterator[FactorStack]:
-    """First and second factors of equal pairs, of bounded size."""
-    factors = [(p, i, factor) for p, w in factored.items() for i, factor in enumerate(w.factors, w.first)]
-    alike: dict[tuple[int, ...], list[Any]] = {}
-    for number, pair in enumerate(batched(factors, 2)):
-        alike.setdefault(tuple(id(factor.matrix) for *_, factor in pair), []).append((number, pair))
-    for equal in alike.values():
-        nbytes = max(1, *(factored[p].nbytes for p, *_ in equal[0][1]))
-        for some in batched(equal, max(1, foreach.MOST_BYTES // nbytes)):
-            numbers, pairs = zip(*some, strict=True)
-            both = list(zip(*pairs, strict=True))
-            accepted = torch.stack([flags[p] for side in both for p, *_ in side]).view(2, -1).all(0)
-            for side in both:
-                of_side, indices, (first, *_) = zip(*side, strict=True)
-                label = first.layout.label
-                transposed = first.transposed
-                values, momenta, us = map(list, zip(*(tensors(p, factor) for p, _, factor in side), strict=True))
-                yield FactorStack(numbers, of_side, indices, label, transposed, accepted, group, values, momenta, us)
+    factors: Iterable[Factor],
+    group: Mapping[str, Any],
+    flags: Mapping[Tensor, Tensor],
+    kept: Callable[[Factor], Kept],
+) -> list[tuple[FactorStack, FactorStack]]:
+    """Stacks of equal pairs, of bounded size."""
+    kinds: dict[tuple[int, int], list[tuple[int, Factor, Factor]]] = {}
+    for number, (a, b) in enumerate(batched(factors, 2)):
+        kinds.setdefault((id(a.matrix), id(b.matrix)), []).append((number, a, b))
+    pairs = []
+    for equal in kinds.values():
+        _, first, second = equal[0]
+        most = max(1, foreach.MOST_BYTES // max(1, first.nbytes, second.nbytes))
+        for some in batched(equal, most):
+            numbers, of_a, of_b = zip(*some, strict=True)
+            accepted = torch.stack([flags[factor.parameter] for factor in (*of_a, *of_b)]).view(2, -1).all(0)
+            both = []
+            for of_side in (of_a, of_b):
+                tensors = [kept(factor) for factor in of_side]
+                stack = FactorStack(
+                    factors=of_side,
+                    numbers=numbers,
+                    accepted=accepted,
+                    settings=group,
+                    values=[x.value for x in tensors],
+                    momenta=[x.momentum for x in tensors],
+                    us=[x.u for x in tensors],
+                )
+                both.append(stack)
+            pairs.append((both[0], both[1]))
+    return pairs
 
 
-def project(
-    rectangles: Iterable[Tensor], factors: Sequence[Factor], turns: Sequence[int]
-) -> list[tuple[Tensor, Tensor, float]]:
+@dataclass(frozen=True)
+class Projection:
+    """Local rows of ``A`` and ``B``, and the relative error of ``A B^T``."""
+
+    A: Tensor
+    B: Tensor
+    error: float  # NaN for a weight that is zero or not finite
+
+
+def project(shards: Iterable[Tensor], factors: Sequence[Factor]) -> list[Projection]:
     """Low-rank factors of matrices of which this rank holds shards.
 
-    A cut matrix is put together on all ranks of its group, one at a time. One rank, by its turn, decomposes it and
-    sends the factors to the others, so that all have the same bits. The host reads once, at the end. ``factors`` has
-    each matrix's first one. Returns local rows of ``A`` and ``B``, and the relative error: NaN for a weight that is
-    zero or not finite.
+    A cut matrix is put together on all ranks of its group, one at a time. One rank, in turn, decomposes it and sends
+    the factors to the others, so that all have the same bits. The host reads once, at the end. ``factors`` has each
+    matrix's first one.
     """
-    packed = []
-    for rectangle, factor, turn in zip(rectangles, factors, turns, strict=True):
-        W = rectangle
+    packed = [_decomposed(shard, factor) for shard, factor in zip(shards, factors, strict=True)]
+    rows = []
+    errors = []
+    for both, factor in zip(packed, factors, strict=True):
         layout = factor.matrix
-        _, r = factor.layout.shape
-        if layout.group is not None and layout.sharded:
-            W = rectangle.new_zeros(layout.shape)
-            shard = layout.rectangle
-            W[shard.top : shard.bottom, shard.left : shard.right] = rectangle
-            W = all_reduce(W, layout.group).wait()
-        if layout.rank == turn % layout.ranks:
-            A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
-            squares = S.double().square()
-            error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
-            packed.append(torch.cat([A.reshape(-1), B.reshape(-1), error[None]]))
-        else:
-            packed.append(W.new_empty(sum(layout.shape) * r + 1))
-    projected = []
-    for both, factor, turn in zip(packed, factors, turns, strict=True):
-        layout = factor.matrix
-        shard = factor.matrix.rectangle
+        shard = layout.rectangle
         _, r = factor.layout.shape
         if layout.group is not None:
-            both = broadcast(both, turn % layout.ranks, layout.group).wait()
+            both = broadcast(both, _turn(factor), layout.group).wait()
         A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
-        projected.append((A.view(-1, r)[shard.top : shard.bottom], B.view(-1, r)[shard.left : shard.right], error))
-    errors = torch.cat([error for *_, error in projected]).tolist()
-    return [(A, B, error) for (A, B, _), error in zip(projected, errors, strict=True)]
+        rows.append((A.view(-1, r)[shard.top : shard.bottom], B.view(-1, r)[shard.left : shard.right]))
+        errors.append(error)
+    found = torch.cat(errors).tolist()
+    return [Projection(A, B, error) for (A, B), error in zip(rows, found, strict=True)]
+
+
+def _decomposed(shard: Tensor, factor: Factor) -> Tensor:
+    """``A``, ``B`` and the error in one vector, to be received where it is another rank's turn."""
+    layout = factor.matrix
+    _, r = factor.layout.shape
+    W = shard
+    if layout.group is not None and layout.sharded:
+        W = shard.new_zeros(layout.shape)
+        own = layout.rectangle
+        W[own.top : own.bottom, own.left : own.right] = shard
+        W = all_reduce(W, layout.group).wait()
+    if layout.rank != _turn(factor):
+        return W.new_empty(sum(layout.shape) * r + 1)
+    A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
+    squares = S.double().square()
+    error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
+    return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])
+
+
+def _turn(factor: Factor) -> int:
+    """The rank that decomposes the matrix of a first factor."""
+    return factor.index // 2 % factor.matrix.ranks

@@ -1,8 +1,8 @@
 """Muown: Muon of directions beside Adam of the norms of rows."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import batched
+from itertools import chain, compress, islice
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -21,73 +21,72 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Tr
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0, BELOW_1
 
-ROWS = ("g", "v_norm", "m_g", "v_g")  # state keys, each with an entry for every row of a logical matrix
+# State keys, each with an entry for every row of a logical matrix: norms of rows and of directions, and Adam's moments.
+NORM = "g"
+V_NORM = "v_norm"
+EXP_AVG = "m_g"
+EXP_AVG_SQ = "v_g"
+ROWS = (NORM, V_NORM, EXP_AVG, EXP_AVG_SQ)
 STEPS = "steps"  # of a parameter, with a rate above 0
 SMALLEST = 1e-12  # norm that a row of zeros starts with
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What is kept of the rows of a batch, one matrix after another."""
+    """State of the rows of a batch."""
 
     batch: Batch
-    lengths: list[int]  # of each matrix
-    g: Tensor
-    v_norm: Tensor
-    m: Tensor  # Adam's moments of g
-    v: Tensor
-    steps: Tensor  # so far, of each row's parameter
-    moves: Tensor  # whether its row takes the step
+    kept: dict[str, list[Tensor]]  # by key, of each logical matrix
+    old: dict[str, Tensor]  # copies, one matrix after another
+    lengths: list[int]  # rows of each parameter
+    steps: Tensor  # of each parameter so far
+    moved: Tensor  # whether it makes one
 
     def split(self, x: Tensor) -> list[Tensor]:
         """What belongs to the rows of each matrix."""
-        return list(x.split(self.lengths))
+        return list(x.split([len(g) for g in self.kept[NORM]]))
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """What is of each parameter, for each of its rows."""
+        return torch.cat([entry.expand(length) for entry, length in zip(x.unbind(), self.lengths, strict=True)])
 
 
 def rows_of(batch: Batch) -> Rows:
-    """Copies of the state of a batch's rows."""
-    kept = [of_matrix for of_p in batch.further for of_matrix in matrices_of(of_p)]
-    owners = [n for n, of_p in enumerate(batch.further) for _ in matrices_of(of_p)]
-    counts, moved = steps_of(batch)
-    each = [torch.cat(tensors) for tensors in zip(*kept, strict=True)]
-    lengths = [len(g) for g, *_ in kept]
-    of_rows = [
-        [x.unbind()[n].expand(length) for n, length in zip(owners, lengths, strict=True)] for x in (counts, moved)
-    ]
-    return Rows(batch, lengths, *each, *map(torch.cat, of_rows))
-
-
-def matrices_of(kept: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """The state of the rows of each logical matrix of a parameter."""
-    return batched((x for key, x in kept.items() if key != STEPS), len(ROWS))
-
-
-def steps_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Steps of a batch's parameters so far, and whether each makes one."""
-    counts = torch.stack([of_p[STEPS] for of_p in batch.further])
-    accepted = torch.ones_like(counts).bool() if batch.accepted is None else batch.accepted
-    return counts, accepted & torch.as_tensor(batch.lr != 0)
+    """Read the state of a batch's rows."""
+    kept = {}
+    old = {}
+    for key in ROWS:
+        of_parameters = batch.of_matrices(key)
+        kept[key] = list(chain(*of_parameters))
+        old[key] = torch.cat(kept[key])
+        lengths = [sum(map(len, of_matrices)) for of_matrices in of_parameters]
+    steps = torch.stack([of_p[STEPS] for of_p in batch.further])
+    accepted = torch.ones_like(steps).bool() if batch.accepted is None else batch.accepted
+    moved = accepted & torch.as_tensor(batch.lr != 0)
+    return Rows(batch, kept, old, lengths, steps, moved)
 
 
 def muown(chunk: Chunk, engine: Engine) -> Program:
     """Muown's step of the parameters of a chunk: see :class:`Muown`."""
     batches = [rows_of(batch) for batch in chunk.batches]
-    matrices = engine.flat(chunk.indices)
     weights = [weight for batch in chunk.batches for weight in batch.weights]
     G = engine.split(chunk.indices, [gradient for batch in chunk.batches for gradient in batch.gradients])
     W = engine.split(chunk.indices, list(weights))
-    along = of_batches(batches, over_columns(engine, matrices, on_stacks(row_products, G, W)))
-    gradients = [x.to(rows.g.dtype) / nonzero(rows.g) for rows, x in zip(batches, along, strict=True)]  # <G, W> / g
-    pairs = zip(batches, gradients, strict=True)
-    a = [x for rows in batches for x in rows.split(rows.g / nonzero(rows.v_norm))]
-    b = [x for rows, of_g in pairs for x in rows.split(of_g / nonzero(rows.v_norm))]
+    products = over_columns(engine, chunk.indices, on_stacks(row_products, G, W))
+    gradients = list[Tensor]()  # of g
+    a = list[Tensor]()
+    b = list[Tensor]()
+    for rows, x in zip(batches, of_batches(batches, products), strict=True):
+        gradient = x.to(rows.old[NORM].dtype) / nonzero(rows.old[NORM])  # <G, W> / g
+        gradients.append(gradient)
+        a += rows.split(rows.old[NORM] / nonzero(rows.old[V_NORM]))
+        b += rows.split(gradient / nonzero(rows.old[V_NORM]))
     of_v = engine.merge(chunk.indices, on_stacks(combined, a, G, b, W))  # (g G - grad_g W) / ||v||
     of_v = [x.to(w.dtype).view(w.shape) for x, w in zip(of_v, weights, strict=True)]
     del G, W
@@ -95,19 +94,22 @@ def muown(chunk: Chunk, engine: Engine) -> Program:
     O = yield from engine.orthogonalize(chunk.indices, u)  # noqa: E741
     if chunk.watch is not None:
         chunk.watch(chunk.indices, scaled([x.clone() for x in O], chunk.scales))
-    a = [x for rows in batches for x in rows.split(rows.v_norm / nonzero(rows.g))]
-    b = [x for rows in batches for x in rows.split(torch.ones_like(rows.g) * rows.batch.lr)]
+    a = []
+    b = []
+    for rows in batches:
+        a += rows.split(rows.old[V_NORM] / nonzero(rows.old[NORM]))
+        b += rows.split(torch.ones_like(rows.old[NORM]) * rows.batch.lr)
     b = scaled(b, chunk.scales)
     W = engine.split(chunk.indices, list(weights))
     # v - lr s O, which is made twice, so that there is no copy of all of it
-    squares = of_batches(batches, over_columns(engine, matrices, on_stacks(row_squares, a, W, b, O)))
+    squares = over_columns(engine, chunk.indices, on_stacks(row_squares, a, W, b, O))
     shrinks = list[Tensor]()
     moves = list[Tensor]()
-    for rows, of_g, x in zip(batches, gradients, squares, strict=True):
-        v_norm = x.sqrt().to(rows.g.dtype)
-        g = step_of_rows(rows, of_g, v_norm)
+    for rows, gradient, x in zip(batches, gradients, of_batches(batches, squares), strict=True):
+        v_norm = x.sqrt().to(gradient.dtype)
+        g = step_of_rows(rows, gradient, v_norm)
         shrinks += rows.split(g / nonzero(v_norm))
-        moves += rows.split(rows.moves)
+        moves += rows.split(rows.repeated(rows.moved))
     for some in foreach.alike(W):
         old = foreach.stacked(W, some)
         new = combined(*(foreach.stacked(xs, some) for xs in (a, W, b, O))) * foreach.stacked(shrinks, some)[..., None]
@@ -124,27 +126,29 @@ def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
     lr = rows.batch.lr
     beta1 = settings["beta1"]
     beta2 = settings["beta2"]
-    steps = rows.steps + 1
-    m = torch.lerp(rows.m, gradient, 1 - beta1)
-    v = torch.lerp(rows.v, gradient.square(), 1 - beta2)
-    first, second = ((1 - beta**steps).to(m.dtype) for beta in (beta1, beta2))
-    g = rows.g - lr * (m / first) / ((v / second).sqrt() + settings["eps"])
+    steps = rows.repeated(rows.steps) + 1
+    m = torch.lerp(rows.old[EXP_AVG], gradient, 1 - beta1)
+    v = torch.lerp(rows.old[EXP_AVG_SQ], gradient.square(), 1 - beta2)
+    first = (1 - beta1**steps).to(m.dtype)
+    second = (1 - beta2**steps).to(m.dtype)
+    g = rows.old[NORM] - lr * (m / first) / ((v / second).sqrt() + settings["eps"])
     g = g - lr * rows.batch.weight_decay * g
-    pairs = (g, rows.g), (v_norm, rows.v_norm), (m, rows.m), (v, rows.v)
-    new = [torch.where(rows.moves, after, before) for after, before in pairs]
-    kept = zip(*(of_matrix for of_p in rows.batch.further for of_matrix in matrices_of(of_p)), strict=True)
-    for tensors, x in zip(kept, new, strict=True):
-        torch._foreach_copy_(list(tensors), rows.split(x))
-    counts, moved = steps_of(rows.batch)
-    torch._foreach_copy_([of_p[STEPS] for of_p in rows.batch.further], list((counts + moved).unbind()))
-    return new[0]
+    moves = rows.repeated(rows.moved)
+    new = {NORM: g, V_NORM: v_norm, EXP_AVG: m, EXP_AVG_SQ: v}
+    for key, x in new.items():
+        new[key] = torch.where(moves, x, rows.old[key])
+        torch._foreach_copy_(rows.kept[key], rows.split(new[key]))
+    steps_of_parameters = [of_p[STEPS] for of_p in rows.batch.further]
+    torch._foreach_copy_(steps_of_parameters, list((rows.steps + rows.moved).unbind()))
+    return new[NORM]
 
 
 def on_stacks(function: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]:
     """What a function makes of stacks of equal tensors, for each of them."""
     results = list(lists[0])
     for some in foreach.alike(*lists):
-        for i, x in zip(some, function(*(foreach.stacked(xs, some) for xs in lists)).unbind(), strict=True):
+        made = function(*(foreach.stacked(xs, some) for xs in lists))
+        for i, x in zip(some, made.unbind(), strict=True):
             results[i] = x
     return results
 
@@ -165,12 +169,15 @@ def row_squares(a: Tensor, X: Tensor, b: Tensor, Y: Tensor) -> Tensor:
     return combined(a, X, b, Y).square().sum(-1, dtype=torch.float64)
 
 
-def over_columns(engine: Engine, matrices: Sequence[Matrix], sums: list[Tensor]) -> list[Tensor]:
+def over_columns(engine: Engine, indices: Sequence[int], sums: list[Tensor]) -> list[Tensor]:
     """Sums of whole rows where shards have a part of them: one all-reduce."""
-    cut = [i for i, W in enumerate(matrices) if any(shard.shape[1] != W.shape[1] for shard in W.rectangles)]
-    whole = engine.side_sums([sums[i][:, None] for i in cut], [matrices[i] for i in cut], 0)
-    for i, x in zip(cut, whole, strict=True):
-        shard = engine.shard(matrices[i])
+    cut = {}
+    for i, W in enumerate(engine.flat(indices)):
+        if any(shard.shape[1] != W.shape[1] for shard in W.rectangles):
+            cut[i] = W
+    whole = engine.side_sums([sums[i][:, None] for i in cut], list(cut.values()), 0)
+    for (i, W), x in zip(cut.items(), whole, strict=True):
+        shard = engine.shard(W)
         sums[i] = x[shard.top : shard.bottom, 0]
     return sums
 
@@ -178,7 +185,7 @@ def over_columns(engine: Engine, matrices: Sequence[Matrix], sums: list[Tensor])
 def of_batches(batches: Sequence[Rows], of_matrices: Sequence[Tensor]) -> list[Tensor]:
     """Vectors of matrices, one after another for each batch."""
     remaining = iter(of_matrices)
-    return [torch.cat([next(remaining) for _ in rows.lengths]) for rows in batches]
+    return [torch.cat(list(islice(remaining, len(rows.kept[NORM])))) for rows in batches]
 
 
 class Muown(TensorParallelMuon):
@@ -273,9 +280,10 @@ class Muown(TensorParallelMuon):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, what is kept of rows, and the steps."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        ends = enumerate(self.key_ends(parameter))
-        rows = [StateTensor(key + end, ("rows",), i, wide) for i, end in ends for key in ROWS]
-        return [*super().state_tensors(parameter), *rows, StateTensor(STEPS, (), dtype=torch.float64)]
+        tensors = super().state_tensors(parameter)
+        for i, end in enumerate(self.key_ends(parameter)):
+            tensors += [StateTensor(key + end, ("rows",), i, wide) for key in ROWS]
+        return [*tensors, StateTensor(STEPS, (), dtype=torch.float64)]
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """None: how far rows turn depends on their norms."""
@@ -289,8 +297,10 @@ class Muown(TensorParallelMuon):
     def _take(self, accepted: Tensor) -> None:
         parameters = self._parameters()
         if len(self._begun) < len(parameters):
-            active = (p for i, p in enumerate(parameters) if p.grad is not None or self._waited_for(i))
-            waiting = [p for p in active if p not in self._begun]
+            waiting = []
+            for i, p in enumerate(parameters):
+                if p not in self._begun and (p.grad is not None or self._waited_for(i)):
+                    waiting.append(p)
             if waiting:
                 self._measure(waiting, dict(zip(parameters, accepted.unbind(), strict=True)))
         super()._take(accepted)
@@ -298,16 +308,18 @@ class Muown(TensorParallelMuon):
     def _measure(self, waiting: Sequence[Tensor], accepted: Mapping[Tensor, Tensor]) -> None:
         """Norms of rows of parameters without a step; the host waits."""
         counts = torch.stack([self._states.of(p, STEPS)[STEPS] for p in waiting]).tolist()
-        self._begun |= {p for p, steps in zip(waiting, counts, strict=True) if steps}
+        self._begun |= set(compress(waiting, counts))
+        new = [p for p in waiting if p not in self._begun]
         index_of = {p: i for i, p in enumerate(self._parameters())}
-        new = sorted((p for p in waiting if p not in self._begun), key=index_of.__getitem__)
         indices = [index_of[p] for p in new]
         W = self.engine.split(indices, [local(p.detach()) for p in new])
-        norms = over_columns(self.engine, self.engine.flat(indices), on_stacks(row_products, W, W))
-        kept = [(p, *of_matrix) for p in new for of_matrix in matrices_of(self._further_state(p))]
-        for (p, g, v_norm, *_), squares in zip(kept, norms, strict=True):
-            g.copy_(torch.where(accepted[p], squares.sqrt().clamp(min=SMALLEST).to(g.dtype), g))
-            v_norm.copy_(g)
+        squares = iter(over_columns(self.engine, indices, on_stacks(row_products, W, W)))
+        for p in new:
+            state = self._further_state(p)
+            for end in self.key_ends(p):
+                g = state[NORM + end]
+                g.copy_(torch.where(accepted[p], next(squares).sqrt().clamp(min=SMALLEST).to(g.dtype), g))
+                state[V_NORM + end].copy_(g)
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms of rows."""
@@ -316,9 +328,9 @@ class Muown(TensorParallelMuon):
         index_of = {p: i for i, p in enumerate(self._parameters())}
         for parameter, factor in zip(parameters, factors, strict=True):
             of_matrices = self.engine.split([index_of[parameter]], [factor[:, None].expand(local(parameter).shape)])
-            kept = matrices_of(self._further_state(parameter))
-            for (g, *_), of_rows in zip(kept, of_matrices, strict=True):
-                scale_rows(g, of_rows[:, 0])
+            state = self._further_state(parameter)
+            for end, of_rows in zip(self.key_ends(parameter), of_matrices, strict=True):
+                scale_rows(state[NORM + end], of_rows[:, 0])
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """One chunk's step."""

@@ -87,10 +87,12 @@ class NonFinite:
 
     def _usable(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Which gradients have a norm of at most :data:`LARGEST_NORM`."""
-        norms: list[Tensor] = [self._zero] * len(gradients)
-        filled = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
+        norms = [self._zero] * len(gradients)
         for wide in (torch.float32, torch.float64):
-            some = {i: x for i, x in filled if (x.dtype == torch.float64) == (wide == torch.float64)}
+            some = {}
+            for i, x in enumerate(gradients):
+                if x is not None and x.numel() and (x.dtype == torch.float64) == (wide == torch.float64):
+                    some[i] = x
             if some:
                 for i, norm in zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True):
                     norms[i] = norm
@@ -111,7 +113,7 @@ class NonFinite:
             if count:
                 raise RuntimeError(
                     f"{name} has a gradient on some of the ranks that share it, none on others: let its module take "
-                    f"part in the loss on all of them or on none"
+                    "part in the loss on all of them or on none"
                 )
         names = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
         if max(names.values(), default=0) >= MAX_IN_A_ROW:
@@ -149,22 +151,25 @@ def check_gradients(
         gradient = parameter.grad
         if gradient is None:
             continue
-        sparse = gradient.layout is not torch.strided
-        if not sparse and not (placements and isinstance(gradient, DTensor) | isinstance(parameter, DTensor)):
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"{name} takes dense gradients, but that of {_called(parameter, groups)} is sparse ({gradient.layout})"
+            )
+        if not placements or not isinstance(gradient, DTensor) | isinstance(parameter, DTensor):
             continue
-        if not sparse and not _is_summand(gradient) and local(gradient).shape == local(parameter).shape:
-            continue
-        in_groups = [p for group in groups for p in group["params"]]
-        called = dict(zip(in_groups, parameter_names(groups), strict=True))[parameter]
-        if sparse:
-            raise ValueError(f"{name} takes dense gradients, but that of {called} is sparse ({gradient.layout})")
-        found = getattr(gradient, "placements", None)
-        expected = getattr(parameter, "placements", None)
-        raise ValueError(
-            f"{name} takes gradients that lie as their parameters, but that of {called} has placements {found}, and "
-            f"the parameter {expected}: before the step, set parameter.grad to "
-            f"parameter.grad.redistribute(placements=parameter.placements)"
-        )
+        if _is_summand(gradient) or local(gradient).shape != local(parameter).shape:
+            raise ValueError(
+                f"{name} takes gradients that lie as their parameters, but that of {_called(parameter, groups)} has "
+                f"placements {getattr(gradient, 'placements', None)}, and the parameter "
+                f"{getattr(parameter, 'placements', None)}: "
+                "before the step, set parameter.grad to "
+                "parameter.grad.redistribute(placements=parameter.placements)"
+            )
+
+
+def _called(parameter: Tensor, groups: Sequence[dict[str, Any]]) -> str:
+    in_groups = [p for group in groups for p in group["params"]]
+    return dict(zip(in_groups, parameter_names(groups), strict=True))[parameter]
 
 
 def _is_summand(gradient: Tensor) -> bool:
@@ -181,8 +186,8 @@ def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:
         return False
     logger.warning(
         f"{name} makes a step in which none of its parameters ({len(parameters)}) has a gradient, and leaves them as "
-        f"they are: fully_shard replaces the parameters of a model, so build the optimizer after it, of those that "
-        f"the model has then; without fully_shard, call backward() before step(), and zero_grad() after it"
+        "they are: fully_shard replaces the parameters of a model, so build the optimizer after it, of those that "
+        "the model has then; without fully_shard, call backward() before step(), and zero_grad() after it"
     )
     return True
 
@@ -193,7 +198,7 @@ def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
     if half:
         logger.warning(
             f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "
-            f"above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"
+            "above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"
         )
 
 

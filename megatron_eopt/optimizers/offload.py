@@ -25,10 +25,12 @@ class Streamed:
     """Moves state from host memory to a device and back."""
 
     def __init__(self, device: torch.device) -> None:
-        self.fetched = self.stored = 0  # bytes copied to the device and back so far
+        self.fetched = 0  # bytes copied to the device so far
+        self.stored = 0  # and back
         self.held = 0  # bytes of the slots of the last step
         self._device = device
-        self._arriving, self._leaving = (_Lane(device) for _ in range(2))
+        self._arriving = _Lane(device)
+        self._leaving = _Lane(device)
         self._left: Event = None  # comes when all is at home that was taken back
         self._slots: list[Tensor] = []  # two, in turn: while a chunk is computed, the next one's state arrives
         self._waiting: list[list[Tensor]] = []  # the state of each chunk, at home
@@ -42,8 +44,9 @@ class Streamed:
         homes: dict[int, list[Tensor]] = {}
         for batch in batches:
             states = zip(batch.indices, batch.parameters, batch.weights, batch.momenta, batch.further, strict=True)
-            there = ((i, w, (m, *further.values())) for i, p, w, m, further in states if kept(p))
-            homes |= {i: [x for x in state if x.shape == w.shape] for i, w, state in there}
+            for i, p, weight, momentum, further in states:
+                if kept(p):
+                    homes[i] = [x for x in (momentum, *further.values()) if x.shape == weight.shape]
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []
         sizes = [sum(map(_room, tensors)) for tensors in self._waiting]
@@ -66,15 +69,20 @@ class Streamed:
             self._home = {id(here): home for home, here in self._pairs}
             self._fetch(number + 1)
 
-        def here(tensors: Iterable[Tensor]) -> list[Tensor]:
-            return [self._here.get(id(x), x) for x in tensors]
+        moved = []
+        for batch in batches:
+            moved.append(
+                replace(
+                    batch,
+                    momenta=list(map(self._on_device, batch.momenta)),
+                    gradients=list(map(self._on_device, batch.gradients)),  # where one is missing, the momentum is
+                    further=[{key: self._on_device(x) for key, x in kept.items()} for kept in batch.further],
+                )
+            )
+        return moved
 
-        def all_here(further: dict[str, Tensor]) -> dict[str, Tensor]:
-            return dict(zip(further, here(further.values()), strict=True))
-
-        # a momentum stands in for a gradient that is missing
-        moved = ((b, here(b.momenta), here(b.gradients), list(map(all_here, b.further))) for b in batches)
-        return [replace(batch, momenta=m, gradients=g, further=further) for batch, m, g, further in moved]
+    def _on_device(self, x: Tensor) -> Tensor:
+        return self._here.get(id(x), x)
 
     def around(self, chunk: Chunk, engine: Engine, program: Callable[[Chunk, Engine], Program]) -> Program:
         """Wrap a program with its chunk's state on the device."""

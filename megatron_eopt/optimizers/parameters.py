@@ -78,17 +78,19 @@ def in_order(split: Split, parameter: Tensor, layout: Layout) -> Split:
 
 def parameter_names(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
     """Names of all parameters: torch's, their attribute, or their index."""
-    return [name for end in range(1, len(groups) + 1) for name in names_of_last(groups[:end], shapes)]
+    return [name for number, group in enumerate(groups) for name in _names(group, number, shapes)]
 
 
 def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
     """Names of the last group's parameters, indices with ``shapes``."""
+    return _names(groups[-1], len(groups) - 1, shapes)
+
+
+def _names(group: dict[str, Any], number: int, shapes: bool) -> list[str]:
     names = []
-    last = groups[-1]
-    for index, parameter in enumerate(last["params"]):
-        known = _known_name(last, index)
+    for index, parameter in enumerate(group["params"]):
         shape = f", of shape {tuple(parameter.shape)}" if shapes else ""
-        names.append(str(known or f"parameter {index} of group {len(groups) - 1}{shape}"))
+        names.append(str(_known_name(group, index) or f"parameter {index} of group {number}{shape}"))
     return names
 
 
@@ -118,15 +120,15 @@ def comparable(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
 
 def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:
     """Refuse a parameter that is twice in the last group, or of no real numbers."""
-    last = {parameter: index for index, parameter in enumerate(groups[-1]["params"])}
-    for index, parameter in enumerate(groups[-1]["params"]):
-        if last[parameter] != index:
-            called = names_of_last(groups)[index]
+    seen = set[Tensor]()
+    for parameter, called in zip(groups[-1]["params"], names_of_last(groups), strict=True):
+        if parameter in seen:
             raise ValueError(f"{name}: {called} comes twice in one list of parameters, and would be stepped twice")
+        seen.add(parameter)
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise ValueError(
-                f"{name} takes parameters in floating point of 16 bits or more, but {names_of_last(groups)[index]} is "
-                f"{parameter.dtype}: leave it out, or train a copy in such a dtype (of complex numbers, of both parts)"
+                f"{name} takes parameters in floating point of 16 bits or more, but {called} is {parameter.dtype}: "
+                "leave it out, or train a copy in such a dtype (of complex numbers, of both parts)"
             )
 
 
@@ -138,14 +140,15 @@ def warned_of_unmarked(
     tp: ProcessGroup,
 ) -> bool:
     """Warn of a ``partition_dim`` without ``tensor_model_parallel``."""
-    several = zip(names, parameters, matrices, strict=True)
-    claiming = [(name, p) for name, p, of_p in several if of_p and p.ndim > 1 and is_unmarked(p)]
-    unmarked = [name for name, p in claiming if not is_sharded(p)]
+    unmarked = []
+    for name, p, of_p in zip(names, parameters, matrices, strict=True):
+        if of_p and p.ndim > 1 and is_unmarked(p) and not is_sharded(p):
+            unmarked.append(name)
     if unmarked and tp.rank() == 0:
         logger.warning(
             f"{optimizer}: {', '.join(unmarked)} have a partition_dim and no tensor_model_parallel, so each of the "
             f"{tp.size()} tensor-parallel ranks takes its own for a whole matrix: set tensor_model_parallel = True on "
-            f"a shard, False on what is whole"
+            "a shard, False on what is whole"
         )
     return bool(unmarked)
 
@@ -171,8 +174,8 @@ def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParall
         if not known.issuperset(shared.values()):
             raise ValueError(
                 f"torch's GradScaler does not ask all ranks of {', '.join(shared)}, which share {name}, for an inf in "
-                f"its gradient: some would make a step that others leave out. Train in bf16 without a scaler, or shard "
-                f"all parameters alike as DTensors, as FSDP2 does"
+                "its gradient: some would make a step that others leave out. Train in bf16 without a scaler, or shard "
+                "all parameters alike as DTensors, as FSDP2 does"
             )
 
 
@@ -191,9 +194,9 @@ def _cut_over(parameter: Tensor) -> list[str]:
     """Groups over which Megatron cuts a parameter, outside meshes."""
     if isinstance(parameter, DTensor) and tells_its_chunk(parameter):
         return []
+    cut = {"tp": is_sharded(parameter), "gtp_remat": is_cut_again(parameter)}
     prefix = "expt_" if is_expert(parameter) else ""
-    axes = (is_sharded(parameter), is_cut_again(parameter))
-    return [prefix + name for name, cut in zip(("tp", "gtp_remat"), axes, strict=True) if cut]
+    return [prefix + name for name, is_cut in cut.items() if is_cut]
 
 
 def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, called: str, advice: str = "") -> None:
@@ -259,5 +262,5 @@ def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool
         raise ValueError(
             f"tp_mode blockwise cannot split a parameter of {rows} rows over {layout.ranks} ranks, whose shards end "
             f"inside the {period} rows that hold all of its logical matrices: take duplicated or "
-            f"distributed"
+            "distributed"
         )

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
-from megatron_eopt.optimizers.psgd_math import Whitened, over, preconditioned, refreshed, started
+from megatron_eopt.optimizers.psgd_math import Whitened, preconditioned, refreshed, started, where
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.whole_matrices import (
     CLOCK,
     EXP_AVG,
     MatrixStack,
     Planned,
-    WholeMatrixOptimizer,
+    StackedOptimizer,
     first_moment,
     refreshes,
 )
@@ -29,7 +28,7 @@ FACTORS = ("Q_L", "Q_R")
 BOUNDS = "bounds"
 
 
-class PSGDKron(WholeMatrixOptimizer):
+class PSGDKron(StackedOptimizer):
     """Momentum whitened by two factors that are fitted to it [1].
 
     For a matrix ``p`` (m x n) with gradient ``g``, and ``P X = (Q_L^T Q_L) X (Q_R^T Q_R)``:
@@ -179,18 +178,17 @@ class PSGDKron(WholeMatrixOptimizer):
             return [momentum]
         group = stack.group
         accepted = stack.accepted[stack.own]
-        left, right, bounds = (stacked(stack.kept(key)) for key in (*FACTORS, BOUNDS))
-        whitened = started(Whitened(momentum, (left, right), bounds), group["precond_init_scale"])
+        old = Whitened(momentum, [stack.kept(key) for key in FACTORS], stack.kept(BOUNDS))
+        new = started(old, group["precond_init_scale"])
         with fp32_products(group["fp32_matmul_prec"]):
             if refreshes(group):
-                whitened = refreshed(whitened, group[CLOCK], group)
-            update = preconditioned(whitened.factors, momentum)
+                new = refreshed(new, group[CLOCK], group)
+            update = preconditioned(new.factors, momentum)
         # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
-        fits = accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1)
-        new_left, new_right = whitened.factors
-        stack.write(FACTORS[0], torch.where(over(left, fits), new_left, left))
-        stack.write(FACTORS[1], torch.where(over(right, fits), new_right, right))
-        stack.write(BOUNDS, torch.where(over(bounds, fits), whitened.bounds, bounds))
+        new = where(accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1), new, old)
+        for key, factor in zip(FACTORS, new.factors, strict=True):
+            stack.keep(key, factor)
+        stack.keep(BOUNDS, new.bounds)
         if group["max_update_rms"]:
             rms = update.square().mean((1, 2), keepdim=True).sqrt()
             update = update * (group["max_update_rms"] / rms).clamp(max=1)

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_eopt.optimizers.rounding import mixed
 from megatron_eopt.orthogonalize.precision import fp32_products
 
-PROBES, HALF_ITERATIONS = 32, 2  # rows that look for a spectral norm, and their pairs of products
+PROBES = 32  # rows that look for a spectral norm
+HALF_ITERATIONS = 2  # their pairs of products
 LARGEST_TURN = 0.125  # of a Procrustes step, as the second-order expansion of a rotation allows
 _EPS = 1e-8
 
@@ -25,17 +26,26 @@ class Whitened:
     """Stacked whole matrices (n x rows x cols) and what whitens them."""
 
     momentum: Tensor
-    factors: tuple[Tensor, Tensor]  # of rows and columns: (n x length x length), or diagonals (n x length)
+    factors: list[Tensor]  # of rows and columns: (n x length x length), or diagonals (n x length)
     bounds: Tensor  # of the curvature of each factor's fit, (n x 2); 0 before the first
 
 
 def started(x: Whitened, scale: float) -> Whitened:
     """Identities as factors that no fit has changed."""
     first = x.bounds[:, 0] == 0
-    unit = [torch.ones_like(factor[0] if factor.ndim == 2 else factor[0, 0]) for factor in x.factors]
-    units = [one if factor.ndim == 2 else one.diag() for factor, one in zip(x.factors, unit, strict=True)]
-    left, right = (torch.where(over(y, first), scale * unit, y) for y, unit in zip(x.factors, units, strict=True))
-    return replace(x, factors=(left, right))
+    factors = []
+    for factor in x.factors:
+        unit = factor.new_ones(factor.shape[1])
+        if factor.ndim == 3:
+            unit = unit.diag()
+        factors.append(torch.where(over(factor, first), scale * unit, factor))
+    return replace(x, factors=factors)
+
+
+def where(flags: Tensor, new: Whitened, old: Whitened) -> Whitened:
+    """Factors and bounds of ``new`` where flags say so, else of ``old``."""
+    factors = [torch.where(over(x, flags), x, y) for x, y in zip(new.factors, old.factors, strict=True)]
+    return replace(old, factors=factors, bounds=torch.where(over(old.bounds, flags), new.bounds, old.bounds))
 
 
 def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
@@ -46,40 +56,36 @@ def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
     towards a symmetric one by a step of the Procrustes problem.
     """
     momentum = x.momentum
-    entries = x.momentum[0].numel()
+    entries = momentum[0].numel()
     sides = [PROBES * length for length in momentum.shape[1:] for _ in (0, 1)]
     noise, *probes = normals(step, entries + sum(sides), momentum).split([entries, *sides])
     damping = settings["damping_noise_scale"] + 1e-7 * momentum.abs()
     seen = preconditioned(x.factors, momentum + damping * noise.view(momentum.shape[1:]))
     rate = settings["precond_lr"] / (1 + (step - 1) / settings["precond_decay_steps"]) ** 0.5
     rate = max(rate, settings["min_precond_lr"])
-    factors = list[Tensor]()
-    bounds = list[Tensor]()
+    beta = settings["beta_lip"]
+    factors = []
+    bounds = []
     for side, factor in enumerate(x.factors):
-        length = factor.shape[1]
+        target = entries / factor.shape[1]
         dense = factor.ndim == 3
-        target = entries / length
         if dense:
             covariance = seen @ seen.mT if side == 0 else seen.mT @ seen
             norm = largest_singular_value(covariance, probes[2 * side], covariance.diagonal(dim1=1, dim2=2).amax(1))
         else:
             covariance = seen.square().sum(2 - side)
             norm = covariance.amax(1)
-        beta = settings["beta_lip"]
-        bound = x.bounds[:, side]
-        bound = torch.maximum(beta * bound + (1 - beta) * (norm + target), norm + target)
+        bound = torch.maximum(beta * x.bounds[:, side] + (1 - beta) * (norm + target), norm + target)
         share = over(factor, rate / bound)
         if dense:
-            new = turned(factor - share * (covariance @ factor - target * factor), probes[2 * side + 1])
+            factor = turned(factor - share * (covariance @ factor - target * factor), probes[2 * side + 1])
         else:
-            new = factor * (1 - share * (covariance - target))
-        factors.append(new)
+            factor = factor * (1 - share * (covariance - target))
+        factors.append(factor)
         bounds.append(bound)
-    fitted = (*balanced(factors), torch.stack(bounds, 1))
-    before = (*x.factors, x.bounds)
-    finite = torch.stack([y.isfinite().flatten(1).all(1) for y in fitted]).all(0)
-    left, right, bound = (torch.where(over(y, finite), y, old) for y, old in zip(fitted, before, strict=True))
-    return replace(x, factors=(left, right), bounds=bound)
+    new = replace(x, factors=balanced(factors), bounds=torch.stack(bounds, 1))
+    finite = torch.stack([y.isfinite().flatten(1).all(1) for y in (*new.factors, new.bounds)]).all(0)
+    return where(finite, new, x)
 
 
 def over(x: Tensor, of_each: Tensor) -> Tensor:
@@ -113,7 +119,8 @@ def turned(factor: Tensor, probes: Tensor) -> Tensor:
         turn = turn / norm.clamp(min=_EPS)[:, None, None]
         once = turn @ factor
         twice = turn @ once
-    slope, curvature = (y.diagonal(dim1=1, dim2=2).sum(1) for y in (once, twice))
+    slope = once.diagonal(dim1=1, dim2=2).sum(1)
+    curvature = twice.diagonal(dim1=1, dim2=2).sum(1)
     angle = torch.where(curvature < 0, (-slope / curvature).clamp(0, LARGEST_TURN), LARGEST_TURN)[:, None, None]
     return factor + angle * (once + 0.5 * angle * twice)
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -42,26 +42,19 @@ def numbered(
     names: Sequence[str], layouts: Sequence[Layout], splits: Sequence[Split], device: torch.device
 ) -> list[Numbered]:
     """Locate the entries of parameters, once; waits for the device."""
-    words = list[tuple[int, int, int, int]]()
-    counts = list[int]()
+    words = []
     for name, layout, split in zip(names, layouts, splits, strict=True):
-        matrices = split_layout(layout, split)
-        counts.append(len(matrices))
-        for number, matrix in enumerate(matrices):
+        of_part = []
+        for number, matrix in enumerate(split_layout(layout, split)):
             seed = struct.unpack("<ii", blake2b(f"{name} {number}".encode(), digest_size=8).digest())
-            words.append((*seed, matrix.rectangle.top, matrix.rectangle.left))
-    places = iter(torch.tensor(words, dtype=torch.int32, device=device).view(-1, 4).unbind())
-    several = zip(layouts, splits, counts, strict=True)
-    on_host = iter(words)
-    return [
-        Numbered(
-            local_rows(layout, split),
-            split.stacked is not None,
-            list(islice(places, count)),
-            list(islice(on_host, count)),
-        )
-        for layout, split, count in several
-    ]
+            of_part.append((*seed, matrix.rectangle.top, matrix.rectangle.left))
+        words.append(of_part)
+    places = iter(torch.tensor(list(chain(*words)), dtype=torch.int32, device=device).view(-1, 4).unbind())
+    parts = []
+    for layout, split, of_part in zip(layouts, splits, words, strict=True):
+        rows = local_rows(layout, split)
+        parts.append(Numbered(rows, split.stacked is not None, list(islice(places, len(of_part))), of_part))
+    return parts
 
 
 def store(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:

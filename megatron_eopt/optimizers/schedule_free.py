@@ -94,7 +94,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     live_key = KEPT
     weight_keys = (Z, X, KEPT)
 
-    _constant: list[float | None] | None = None  # the first rates of the groups
+    _first_rates: list[float | None] | None = None  # of the groups; None of one that is a tensor
     _warned: bool = False  # whether a change of them was warned of
     _begun: set[Tensor] | None = None  # parameters whose z is known to have begun
 
@@ -122,7 +122,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         if group["variant"] == "kempnerforge" and (r, power) != (0, 2):
             raise ValueError(
                 f"{name}: r={r} and weight_lr_power={power} would have no effect with variant 'kempnerforge', whose "
-                f"weights are the rates: leave them away, or take variant='schedulefree'"
+                "weights are the rates: leave them away, or take variant='schedulefree'"
             )
         if self.live == "x":
             raise ValueError(f"{name}: parameters are at x, for evaluation: call train_params() before adding a group")
@@ -149,7 +149,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def eval_params(self) -> None:
         """Set the parameters to ``x``, for evaluation and export."""
         for group in self.param_groups:
-            for parameter in group["params"] if group[TRAIN_MODE] else ():
+            if not group[TRAIN_MODE]:
+                continue
+            for parameter in group["params"]:
                 self._begun_state(parameter)  # of all, as train_params() asks for it
                 average = self.average(parameter)
                 self.state[parameter][KEPT] = parameter.detach().clone()
@@ -160,7 +162,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def train_params(self) -> None:
         """Set the parameters back to ``y``, bit for bit."""
         for group in self.param_groups:
-            for parameter in group["params"] if not group[TRAIN_MODE] else ():
+            if group[TRAIN_MODE]:
+                continue
+            for parameter in group["params"]:
                 parameter.copy_(self.state[parameter].pop(KEPT))
             group[TRAIN_MODE] = True
 
@@ -187,13 +191,16 @@ class ScheduleFreeAdamW(BaseOptimizer):
         wide = torch.promote_types(parameter.dtype, torch.float32)
         # below 0.5 y has too little of x in it, and its rounding is multiplied by 1 / beta1
         derived = parameter.dtype == wide and group["betas"][0] >= 0.5
-        return [
+        tensors = [
             StateTensor(Z, dtype=wide),
             StateTensor(EXP_AVG_SQ, dtype=wide),
             StateTensor(SCHEDULE, dims=(3,), dtype=torch.float64),
-            *([] if derived else [StateTensor(X, dtype=wide)]),
-            *([] if group[TRAIN_MODE] else [StateTensor(KEPT)]),
         ]
+        if not derived:
+            tensors.append(StateTensor(X, dtype=wide))
+        if not group[TRAIN_MODE]:
+            tensors.append(StateTensor(KEPT))
+        return tensors
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
         """Return one column: all state is elementwise."""
@@ -205,45 +212,49 @@ class ScheduleFreeAdamW(BaseOptimizer):
         state_dict = from_kempnerforge(state_dict)
         saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}
-        before = [(group, group[TRAIN_MODE]) for group in self.param_groups]
+        before = [group[TRAIN_MODE] for group in self.param_groups]
         for group, saved in zip(self.param_groups, saved_groups, strict=False):
             group[TRAIN_MODE] = saved[TRAIN_MODE]  # of it depends what a state has
         try:
             super().load_state_dict(state_dict)
         except Exception:
-            for group, mode in before:
+            for group, mode in zip(self.param_groups, before, strict=True):
                 group[TRAIN_MODE] = mode
             raise
-        for parameter in self._parameters():
-            if X not in {tensor.key for tensor in self.state_tensors(parameter)}:
-                self.state.get(parameter, {}).pop(X, None)
         # states of earlier releases have the steps of each parameter alone
-        steps = [state[SCHEDULE][0].item() for state in self.state.values() if SCHEDULE in state]
-        count = int(max([*steps, *(group[COUNT] for group in self.param_groups)]))
+        counts = [group[COUNT] for group in self.param_groups]
+        for parameter in self._parameters():
+            state = self.state.get(parameter, {})
+            if SCHEDULE in state:
+                counts.append(state[SCHEDULE][0].item())
+            if X not in {tensor.key for tensor in self.state_tensors(parameter)}:
+                state.pop(X, None)
         for group in self.param_groups:
-            group[COUNT] = count
+            group[COUNT] = int(max(counts))
         self._begun = None
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.live == "x":
             raise RuntimeError(
                 f"{type(self).__name__} steps with gradients taken at y, but the parameters are at x, for evaluation: "
-                f"call train_params() before the forward pass"
+                "call train_params() before the forward pass"
             )
         super()._check_gradients(parameters)
 
     def _warn_of_schedule(self) -> None:
         rates = [None if isinstance(group["lr"], Tensor) else group["lr"] for group in self.param_groups]
-        known = self._constant if self._constant and len(self._constant) == len(rates) else [None] * len(rates)
-        self._constant = [rate if first is None else first for first, rate in zip(known, rates, strict=True)]
-        if self._warned or self._constant == rates:
+        if self._first_rates is None or len(self._first_rates) != len(rates):
+            self._first_rates = rates
+        changed = [i for i, rate in enumerate(rates) if None not in (rate, self._first_rates[i])]
+        changed = [i for i in changed if rates[i] != self._first_rates[i]]
+        if not changed or self._warned:
             return
         self._warned = True
         if not dist.is_initialized() or dist.get_rank() == 0:
-            number = next(i for i, rate in enumerate(rates) if rate != self._constant[i])
+            number = changed[0]
             logger.warning(
                 f"{type(self).__name__} needs no schedule of the learning rate, and that of group {number} went from "
-                f"{self._constant[number]:g} to {rates[number]:g}: take a constant rate, and its own warmup_steps"
+                f"{self._first_rates[number]:g} to {rates[number]:g}: take a constant rate, and its own warmup_steps"
             )
 
     def _take(self, accepted: Tensor) -> None:
@@ -277,7 +288,9 @@ def schedule_free_adamw(
     """
     ys = [local(p) for p in parameters]
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    zs, xs, squares = ([local(state[key]) for state in states if key in state] for key in (Z, X, EXP_AVG_SQ))
+    zs = [local(state[Z]) for state in states]
+    xs = [local(state[X]) for state in states if X in state]
+    squares = [local(state[EXP_AVG_SQ]) for state in states]
     beta1, beta2 = group["betas"]
     kempnerforge = group["variant"] == "kempnerforge"
     weight_decay = group["weight_decay"]
@@ -297,10 +310,7 @@ def schedule_free_adamw(
 
     gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
     gradients = foreach.masked(gradients, 0.0, accepted)
-    times = torch._foreach_mul_ if accepted is None else foreach.scale_each  # few launches, at the price of copies
-    new = list(torch._foreach_mul(gradients, gradients))
-    torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
-    torch._foreach_lerp_(squares, foreach.masked(new, squares, accepted), 1 - beta2)
+    foreach.follow_squares(squares, gradients, beta2, accepted)
     roots = list(torch._foreach_div(squares, 1 - beta2**count))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, group["eps"])
@@ -312,23 +322,23 @@ def schedule_free_adamw(
         # in 16 bits y is rounded, and z would decay by its rounding
         decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs else ys
         torch._foreach_add_(steps, decayed, alpha=weight_decay)
-    times(steps, rates.unbind())
+    foreach.times(steps, rates, accepted)
     if weight_decay != 0 and kempnerforge:
         after = torch._foreach_sub(zs, steps)
-        times(after, (rates * weight_decay).unbind())
+        foreach.times(after, rates * weight_decay, accepted)
         torch._foreach_add_(steps, after)
 
     if xs:
         torch._foreach_sub_(zs, steps)
     averages = xs or ys
     towards = torch._foreach_sub(zs, averages)
-    times(towards, shares.unbind())
+    foreach.times(towards, shares, accepted)
     torch._foreach_add_(averages, towards)
     if xs:
         torch._foreach_copy_(ys, torch._foreach_lerp(zs, xs, beta1))
     else:
         torch._foreach_sub_(zs, steps)
-        times(steps, (1 - beta1 * (1 - shares)).unbind())
+        foreach.times(steps, 1 - beta1 * (1 - shares), accepted)
         torch._foreach_sub_(ys, steps)
 
 
@@ -345,9 +355,11 @@ def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
     count = state_dict["_k"]
     groups = []
     states = {}
-    for group in state_dict["param_groups"]:
-        warmup = {"warmup_steps": state_dict["_warmup_steps"]} if "_warmup_steps" in state_dict else {}
-        groups.append({**group, **warmup, "variant": "kempnerforge", COUNT: count})
+    for saved in state_dict["param_groups"]:
+        group = {**saved, "variant": "kempnerforge", COUNT: count}
+        if "_warmup_steps" in state_dict:
+            group["warmup_steps"] = state_dict["_warmup_steps"]
+        groups.append(group)
         for index in group["params"]:
             state = state_dict["state"].get(index)
             if state:

@@ -135,7 +135,7 @@ class Preconditioning(FactoredOptimizer):
                 if right is not None:
                     update = update @ right.made
             update = update * self._scale(update.shape[1], update.shape[2], stack.group["scale_mode"])
-            self._write_sides(stack, [left, right])
+            self._keep_sides(stack, [left, right])
         return [update] if stack.moves else []
 
     def _absorb(self, stack: MatrixStack, gradient: Tensor, left: Side | None, right: Side | None) -> None:
@@ -147,7 +147,7 @@ class Preconditioning(FactoredOptimizer):
         both = left is not None and right is not None
         of_rows = gradient
         of_columns = gradient.mT
-        if self.whitens and stack.first:
+        if self.whitens and stack.one.first:
             if both:
                 size = gradient.square().mean((1, 2), keepdim=True).sqrt()
                 of_rows = gradient / torch.where(size > 0, size, 1.0).sqrt()
@@ -162,7 +162,7 @@ class Preconditioning(FactoredOptimizer):
             if self.whitens:
                 product = product / divisor
             follow(side.factor, product, weight, accepted)
-            if stack.first or refreshes(group):
+            if stack.one.first or refreshes(group):
                 order: Literal[2, 4] = 4 if both and not self.whitens else 2
                 new = inverse_root(side.factor, order, float(group["damping"]), group["root_method"])
                 side.made.copy_(torch.where(accepted, new, side.made))

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
-from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.soap_math import BasisMethod, Preconditioned, SortBases, update_of
 from megatron_eopt.optimizers.whole_matrices import EXP_AVG, MatrixStack, first_moment
@@ -181,7 +180,7 @@ class SOAP(FactoredOptimizer):
         if scale_mode != "shape_scaling" and not inherited:
             raise ValueError(
                 f"{type(self).__name__}: scale_mode {scale_mode!r} has no effect without orthogonalize: set "
-                f"orthogonalize=True, or take it away"
+                "orthogonalize=True, or take it away"
             )
 
     def rests(self, group: Mapping[str, Any]) -> bool:
@@ -191,7 +190,7 @@ class SOAP(FactoredOptimizer):
     def gathered(self, stack: MatrixStack) -> list[Tensor]:
         """Gradients and both moments."""
         gradient, momentum = first_moment(stack, stack.group["betas"][0])
-        return [gradient, momentum, stacked(stack.shards[EXP_AVG_SQ])]
+        return [gradient, momentum, stack.read(EXP_AVG_SQ)]
 
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
         """``U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``, and ``V``; also ``L``, ``R``, ``Q_L`` and ``Q_R``."""
@@ -202,6 +201,6 @@ class SOAP(FactoredOptimizer):
             accepted = stack.accepted[stack.own]
             matrices = Preconditioned(gradient, momentum, squares, steps_taken(stack), accepted, left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
-                update = update_of(matrices, stack.group, stack.first)
-            self._write_sides(stack, [left, right])
+                update = update_of(matrices, stack.group, stack.one.first)
+            self._keep_sides(stack, [left, right])
         return [] if update is None else [update, squares]

@@ -1,11 +1,11 @@
 """Spectron: low-rank weights with spectrally bounded steps of factors."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import batched
+from itertools import batched, chain, compress
 from math import isnan
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Factor, Factored, FactorStack
+from megatron_eopt.optimizers.low_rank import FACTOR, MOMENTUM, PROJECTED, Chunk, Factor, FactorStack, Kept, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -43,76 +43,73 @@ from megatron_eopt.settings.values import BELOW_1, Scalar, count
 
 logger = logging.getLogger(__name__)
 
-# Yields factors with their gradients, and goes on when those of all programs have stepped together.
-Program = Iterator[list[FactorStack]]
+
+def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:
+    """Give the factors of a chunk their gradients."""
+    if not chunk.in_state:
+        for stack in chain(*chunk.pairs):
+            gradients = []
+            for factor, m in zip(stack.factors, stack.momenta, strict=True):
+                g = factor.parameter.grad
+                gradients.append(m if g is None else local(g))  # averaged with itself a momentum stays as it is
+            stack.gradients = gradients
+        return
+    given = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in chunk.parameters]
+    shards = engine.split(chunk.indices, given)
+    for A, B in chunk.pairs:
+        G = torch.stack([shards[i] for i in A.numbers]).to(A.values[0].dtype)
+        A.gradients = G @ B.stack()  # gA = G B
+        A.summed_over = B.label
+        B.gradients = G.mT @ A.stack()  # gB = G^T A
+        B.summed_over = A.label
 
 
-def of_weights(weights: list[Tensor], indices: list[int], factors: list[FactorStack], engine: Engine) -> Program:
-    """Step weights ``W = A B^T`` whose factors are state."""
-    shards = engine.split(indices, [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in weights])
-    for A, B in batched(factors, 2):
-        G = torch.stack([shards[i] for i in A.pairs]).to(A.values[0].dtype)
-        A.gradients, A.summed_over = G @ B.stack(), B.label  # gA = G B
-        B.gradients, B.summed_over = G.mT @ A.stack(), A.label  # gB = G^T A
-    del shards, G
-    yield factors  # step_of_factors
-    tensors = [local(p) for p in weights]
-    shards = engine.split(indices, list(tensors))
-    for A, B in batched(factors, 2):
-        before = torch.stack([shards[i] for i in A.pairs])
-        changed = (A.accepted & (A.settings["lr"] != 0)).view(-1, 1, 1)
-        W = torch.where(changed, (A.stack() @ B.stack().mT).to(before.dtype), before)  # W = A B^T
-        for i, shard in zip(A.pairs, W.unbind(), strict=True):
-            shards[i] = shard
-    torch._foreach_copy_(tensors, engine.merge(indices, shards))
-
-
-def of_pairs(parameters: list[Tensor], indices: list[int], factors: list[FactorStack], engine: Engine) -> Program:
-    """Step parameters that are ``A`` and ``B`` themselves."""
-    for some in factors:
-        of_some = zip(some.parameters, some.momenta, strict=True)  # averaged with itself a momentum stays as it is
-        some.gradients = [m if p.grad is None else local(p.grad) for p, m in of_some]
-    yield factors  # step_of_factors
-
-
-def step_of_factors(factors: Sequence[FactorStack], engine: Engine, power_steps: int) -> None:
-    """Step first factors of equal pairs, then their second ones."""
-    cut = [some for some in factors if some.summed_over]
-    sums = engine.sums([some.gradients for some in cut], [some.summed_over for some in cut])
-    for some in cut:
-        some.gradients = sums.pop(0)
-    for some in factors:
-        lr, weight_decay, beta = (some.settings[key] for key in ("lr", "weight_decay", "momentum_beta"))
+def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: int) -> None:
+    """Step first factors of equal matrices, then their second ones."""
+    _sum_gradients(stacks, engine)
+    for stack in stacks:
+        lr = stack.settings["lr"]
         # A -= lr * weight_decay * A; 1 - lr * weight_decay as one factor would be rounded alike in every step
-        foreach.subtract(some.values, some.values, lr * weight_decay, some.accepted)
-        foreach.average(some.momenta, list(some.gradients), beta, False, some.accepted)  # mA += (1 - beta) (gA - mA)
-        some.gradients = []
-    momenta = {i: some.upright(m) for some in factors for i, m in zip(some.indices, some.momenta, strict=True)}
+        foreach.subtract(stack.values, stack.values, lr * stack.settings["weight_decay"], stack.accepted)
+        # mA += (1 - beta) (gA - mA)
+        foreach.average(stack.momenta, list(stack.gradients), stack.settings["momentum_beta"], False, stack.accepted)
+        stack.gradients = ()
+    momenta = {}
+    for stack in stacks:
+        for factor, m in zip(stack.factors, stack.momenta, strict=True):
+            momenta[factor.index] = stack.upright(m)
     indices = sorted(momenta)
     directions = dict(zip(indices, engine.factors(indices, [momenta[i] for i in indices]), strict=True))  # orth(mA)
-    summed = partial(engine.sums, labels=[some.label for some in factors])
-    vectors = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
+    summed = partial(engine.sums, labels=[stack.label for stack in stacks])
+    us = [torch.stack(stack.us) for stack in stacks]
+    vectors = power_iterations([stack.stack for stack in stacks], us, power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in vectors])  # sA, sB
     bounds = [sA + sB + 1 for sA, sB in batched(norms, 2) for _ in "AB"]  # lr' = lr / (sA + sB + 1)
-    for some, (u, _, _), bound in zip(factors, vectors, bounds, strict=True):
-        torch._foreach_copy_(some.us, foreach.masked(u.unbind(), some.us, some.accepted))
-        updates = [some.upright(directions.pop(i)) for i in some.indices]
-        foreach.subtract(some.values, updates, some.settings["lr"] / bound, some.accepted)  # A -= lr' orth(mA)
+    for stack, (u, _, _), bound in zip(stacks, vectors, bounds, strict=True):
+        torch._foreach_copy_(stack.us, foreach.masked(u.unbind(), stack.us, stack.accepted))
+        updates = [stack.upright(directions.pop(factor.index)) for factor in stack.factors]
+        foreach.subtract(stack.values, updates, stack.settings["lr"] / bound, stack.accepted)  # A -= lr' orth(mA)
 
 
-class Kind(NamedTuple):
-    """What the parameters of a group are."""
+def _sum_gradients(stacks: Sequence[FactorStack], engine: Engine) -> None:
+    cut = [stack for stack in stacks if stack.summed_over]
+    tensors: list[Any] = [stack.gradients for stack in cut]
+    sums = engine.sums(tensors, [stack.summed_over for stack in cut])
+    for stack, gradients in zip(cut, sums, strict=True):
+        stack.gradients = gradients
 
-    unit: int  # parameters that step together
-    program: Callable[..., Program]
-    factors: Callable[..., list[Factor]]
-    check: Callable[..., None]
 
-
-KINDS = {  # by the setting "pairs" of a group
-    False: Kind(1, of_weights, low_rank.factors_of_weight, low_rank.check_weights),
-    True: Kind(2, of_pairs, low_rank.factor_of_pair, low_rank.check_pairs),
-}
+def write_weights(chunk: Chunk, engine: Engine) -> None:
+    """``W = A B^T`` of the chunk's matrices."""
+    tensors = [local(p) for p in chunk.parameters]
+    shards = engine.split(chunk.indices, list(tensors))
+    for A, B in chunk.pairs:
+        before = torch.stack([shards[i] for i in A.numbers])
+        changed = (A.accepted & (A.settings["lr"] != 0)).view(-1, 1, 1)
+        W = torch.where(changed, (A.stack() @ B.stack().mT).to(before.dtype), before)
+        for i, shard in zip(A.numbers, W.unbind(), strict=True):
+            shards[i] = shard
+    torch._foreach_copy_(tensors, engine.merge(chunk.indices, shards))
 
 
 class Spectron(BaseOptimizer):
@@ -178,8 +175,8 @@ class Spectron(BaseOptimizer):
     num_power_iterations: int
     newton_schulz_calls: int = 0
 
-    _factors: Engine  # made by prepare(), as is _factored
-    _factored: dict[Tensor, Factored]
+    _engine_of_factors: Engine  # made by prepare(), as is _factors
+    _factors: dict[Tensor, list[Factor]]  # of each parameter
     _prepared: Engine | None = None  # the engine of the parameters then
     _done: frozenset[Tensor] = frozenset()  # that are not to be projected, or no more
     _errors: Mapping[str, float] = {}
@@ -228,11 +225,11 @@ class Spectron(BaseOptimizer):
     def explain(self) -> str:
         """The plan for factors, a table; all ranks ask."""
         self.prepare()
-        return self._factors.explain()
+        return self._engine_of_factors.explain()
 
     def engine_to_explain(self) -> Engine:
         """The engine of :meth:`explain`, before ranks agree on it."""
-        return self._proposed_factors()[0]
+        return self._proposed_engine(self._proposed_factors())
 
     @property
     def matrices_updated(self) -> int:
@@ -243,43 +240,53 @@ class Spectron(BaseOptimizer):
         """The logical matrices of each parameter."""
         if settled:
             self.prepare()
-        engine, factored = (self._factors, self._factored) if settled else self._proposed_factors()
-        schemes = {i: b.scheme.replace("_", " ") for b in engine.plan.buckets for i in b.matrices}
-        described = {}
-        for parameter, w in factored.items():
+            of_all = self._factors
+            engine = self._engine_of_factors
+        else:
+            of_all = self._proposed_factors()
+            engine = self._proposed_engine(of_all)
+        schemes = {i: bucket.scheme for bucket in engine.plan.buckets for i in bucket.matrices}
+        described: dict[Tensor, list[DescribedMatrix]] = {}
+        for parameter, factors in of_all.items():
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            cut = {factor.number: schemes[i] for i, factor in enumerate(w.factors, w.first) if schemes[i] != "local"}
+            shapes = {}
+            found = dict.fromkeys(range(len(names)), "local")
+            for factor in factors:
+                shapes[factor.number] = factor.matrix.shape
+                if schemes[factor.index] != "local":
+                    found[factor.number] = schemes[factor.index].replace("_", " ")
             described[parameter] = [
-                DescribedMatrix(name, A.matrix.shape, cut.get(A.number, "local"), 1.0, None)
-                for name, A in zip(names, w.factors[::2], strict=True)
+                DescribedMatrix(name, shapes[i], found[i], 1.0, None) for i, name in enumerate(names)
             ]
         return described
 
     def prepare(self) -> Engine:
         """Also settle the factors; returns the engine of the parameters."""
         engine = super().prepare()
-        if self._prepared is not engine:
-            for parameter in self._parameters():
-                state = self.state.get(parameter, {})
-                kept = next((x.shape[1] for key, x in state.items() if key.startswith(f"{FACTOR}_A")), None)
-                rank = self.group_of(parameter)["rank"]
-                if kept not in (None, rank):
-                    raise ValueError(
-                        f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
-                        f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
-                    )
-            factors, self._factored = self._proposed_factors()
-            kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
-            self._factors = factors
-            self._prepared = engine
-            self._done |= {p for p, w in self._factored.items() if not w.factors[0].in_state}
-            for group in self.param_groups:
-                group[KERNEL] = kernel
+        if self._prepared is engine:
+            return engine
+        factors = self._proposed_factors()
+        for first, *_ in factors.values():
+            kept = self.state.get(first.parameter, {}).get(FACTOR + first.end)
+            if kept is not None and kept.shape[1] != first.rank:
+                raise ValueError(
+                    f"{type(self).__name__} keeps factors of rank {kept.shape[1]} for the parameter of shape "
+                    f"{tuple(first.parameter.shape)}, whose group now has rank {first.rank}: set it back, it cannot "
+                    "change"
+                )
+        of_factors = self._proposed_engine(factors)
+        kernel = of_factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
+        self._factors = factors
+        self._engine_of_factors = of_factors
+        self._prepared = engine
+        self._done |= {p for p, (first, *_) in factors.items() if not first.in_state}
+        for group in self.param_groups:
+            group[KERNEL] = kernel
         return engine
 
     def kernel_products(self) -> KernelProducts:
         """Those of the factors."""
-        return self._proposed_factors()[0].stacks()
+        return self.engine_to_explain().stacks()
 
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
         return iteration_of(self.effective(group))
@@ -291,56 +298,61 @@ class Spectron(BaseOptimizer):
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
 
-    def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Factored]]:
-        factored: dict[Tensor, Factored] = {}
-        described: list[ParamSpec] = []
-        known: dict[Layout, Layout] = {}
-        for index, (name, parameter) in enumerate(zip(self._names(), self._parameters(), strict=True)):
-            iteration = self._iteration(self.group_of(parameter))
+    def _proposed_factors(self) -> dict[Tensor, list[Factor]]:
+        factors: dict[Tensor, list[Factor]] = {}
+        known: dict[Layout, Layout] = {}  # equal ones as one object
+        first = 0
+        for parameter in self._parameters():
             matrices = [known.setdefault(x, x) for x in self.matrix_layouts(parameter)]
-            factors = self._factors_of(parameter, matrices)
-            nbytes = factors[0].dtype.itemsize * max(rectangle.numel for x in matrices for rectangle in x.rectangles)
-            factored[parameter] = Factored(index, len(described), factors, nbytes)
-            described += [
-                ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration) for factor in factors
-            ]
-        return Engine(described, self._parameters()[0].device, self.tp_mode), factored
+            factors[parameter] = self._factors_of(parameter, matrices, first)
+            first += len(factors[parameter])
+        return factors
 
-    def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout]) -> list[Factor]:
-        group = self.group_of(parameter)
+    def _proposed_engine(self, factors: Mapping[Tensor, Sequence[Factor]]) -> Engine:
+        described = []
+        for name, (parameter, of_parameter) in zip(self._names(), factors.items(), strict=True):
+            iteration = self._iteration(self.group_of(parameter))
+            for factor in of_parameter:
+                spec = ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration)
+                described.append(spec)
+        return Engine(described, self._parameters()[0].device, self.tp_mode)
+
+    def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout], first: int = 0) -> list[Factor]:
         names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        kind = KINDS[group["pairs"]]
-        numbered = enumerate(zip(matrices, names, self.key_ends(parameter), strict=True))
-        return [x for i, (matrix, *name) in numbered for x in kind.factors(matrix, i, *name, group["rank"], dtype)]
+        ends = self.key_ends(parameter)
+        return low_rank.factors_of(parameter, first, matrices, names, ends, self.group_of(parameter))
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale rows of the first factors."""
         self.prepare()
         super().scale_rows(parameters, factors)
-        for parameter, factor in zip(parameters, factors, strict=True):
-            w = self._factored[parameter]
-            of_entries = factor[:, None].expand(local(parameter).shape)
-            of_matrices = self.engine.split([w.index], [of_entries])
-            for A in (factor for factor in w.factors[::2] if factor.in_state):
-                scale_rows(self._tensors(parameter, A)[0], of_matrices[A.number][:, 0])
+        index_of = {p: i for i, p in enumerate(self._parameters())}
+        for parameter, scale in zip(parameters, factors, strict=True):
+            of_entries = scale[:, None].expand(local(parameter).shape)
+            of_matrices = self.engine.split([index_of[parameter]], [of_entries])
+            for A in self._factors[parameter][::2]:
+                if A.in_state:
+                    scale_rows(self._kept(A).value, of_matrices[A.number][:, 0])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, momenta and singular vectors; without factors for pairs."""
         factors = self._factors_of(parameter, self.matrix_layouts(parameter))
-        projected = [StateTensor(PROJECTED, (), 0, factors[0].dtype)] if factors[0].in_state else []
-        pairs = (zip(*(factor.kept for factor in pair), strict=True) for pair in batched(factors, 2))
-        return [*projected, *(tensor for pair in pairs for both in pair for tensor in both)]
+        tensors = [StateTensor(PROJECTED, (), 0, factors[0].dtype)] if factors[0].in_state else []
+        for pair in batched(factors, 2):
+            for both in zip(*(factor.state_tensors() for factor in pair), strict=True):
+                tensors += both
+        return tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; projected weights keep its factors."""
         check_writer(type(self), state_dict)
         for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
-            for key in [key for key in ("rank", "pairs") if saved.get(key, group[key]) != group[key]]:
-                raise ValueError(
-                    f"{type(self).__name__}: group {number} has {key}={group[key]}, but the state was saved with "
-                    f"{saved[key]}: build the optimizer as it was"
-                )
+            for key in ("rank", "pairs"):
+                if saved.get(key, group[key]) != group[key]:
+                    raise ValueError(
+                        f"{type(self).__name__}: group {number} has {key}={group[key]}, but the state was saved with "
+                        f"{saved[key]}: build the optimizer as it was"
+                    )
         super().load_state_dict(state_dict)
         self._done = frozenset()
 
@@ -364,69 +376,82 @@ class Spectron(BaseOptimizer):
                 raise ValueError(
                     f"{name} takes matrices that are cut along their rows or along their columns, but {called}, a "
                     f"matrix {layout.shape}, is cut along both: shard one dimension of it alone, or give it to "
-                    f"TensorParallelMuon"
+                    "TensorParallelMuon"
                 )
             check_placements(f"{name}: {called}", parameter, self.state_tensors(parameter), self.matrix_layouts)
             parameters.append((called, layout, self.split_of(parameter)))
-        KINDS[group["pairs"]].check(name, group["rank"], parameters)
+        check = low_rank.check_pairs if group["pairs"] else low_rank.check_weights
+        check(name, group["rank"], parameters)
         try:
             self._iteration(group)
         except ValueError as error:
             raise ValueError(f"{name}: group {number}: {error}") from error
 
     def _take(self, accepted: Tensor) -> None:
-        flags = dict(zip(self._parameters(), accepted.unbind(), strict=True))
+        parameters = self._parameters()
+        flags = dict(zip(parameters, accepted.unbind(), strict=True))
         # also without a gradient where others wait for this rank's part
-        active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
+        active = [p for i, p in enumerate(parameters) if p.grad is not None or self.engine.shares(i)]
         with fp32_products("highest"):
-            waiting = [p for p in self._parameters() if p in active and p not in self._done]
+            waiting = [p for p in active if p not in self._done]
             if waiting:
                 self._project(waiting, flags)
             self._session.changing = True
-            programs = list(self._programs(active, flags))
-            factors = [some for program in programs for some in next(program)]
-            step_of_factors(factors, self._factors, self.num_power_iterations)
-            for program in programs:
-                next(program, None)
+            chunks = self._chunks(set(active), flags)
+            for chunk in chunks:
+                gradients_of_factors(chunk, self.engine)
+            stacks = [stack for chunk in chunks for pair in chunk.pairs for stack in pair]
+            step_of_factors(stacks, self._engine_of_factors, self.num_power_iterations)
+            for chunk in chunks:
+                if chunk.in_state:
+                    write_weights(chunk, self.engine)
 
-    def _programs(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[Program]:
+    def _chunks(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> list[Chunk]:
+        index_of = {p: i for i, p in enumerate(self._parameters())}
+        chunks = []
         for group in self.param_groups:
-            kind = KINDS[group["pairs"]]
-            units = (unit for unit in batched(group["params"], kind.unit) if not active.isdisjoint(unit))
-            for factored in low_rank.chunks(filter(self._done.issuperset, units), self._factored):
-                factors = list(low_rank.stacks(factored, group, flags, self._tensors))
+            units = []  # of parameters that step together
+            for unit in batched(group["params"], 2 if group["pairs"] else 1):
+                if not active.isdisjoint(unit) and self._done.issuperset(unit):
+                    units.append(unit)
+            for parameters in low_rank.alike(units, self._factors):
+                factors = [factor for p in parameters for factor in self._factors[p]]
                 # a factor that is a parameter is a matrix of its own
-                self.newton_schulz_calls += sum(len(w.factors[::2]) for w in factored.values())
-                yield kind.program(list(factored), [w.index for w in factored.values()], factors, self.engine)
+                self.newton_schulz_calls += sum(len(self._factors[p][::2]) for p in parameters)
+                pairs = low_rank.stacks(factors, group, flags, self._kept)
+                chunks.append(Chunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
+        return chunks
 
-    def _tensors(self, parameter: Tensor, factor: Factor) -> list[Tensor]:
-        state = self._states.of(parameter, factor.kept[-1].key)
-        value = [] if factor.in_state else [parameter]
-        return [local(x) for x in (*value, *(state[tensor.key] for tensor in factor.kept))]
+    def _kept(self, factor: Factor) -> Kept:
+        state = self._states.of(factor.parameter, U + factor.end)
+        value = state[FACTOR + factor.end] if factor.in_state else factor.parameter
+        return Kept(local(value), local(state[MOMENTUM + factor.end]), local(state[U + factor.end]))
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Project weights in their first step; the host waits."""
         # also with lr=0: torch loads a checkpoint into what such a step makes
         kept = [self._states.of(p, PROJECTED)[PROJECTED] for p in waiting]
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
-        read = list(zip(waiting, *torch.stack([*kept, *begin]).view(2, -1).tolist(), strict=True))
-        self._done |= {p for p, done, _ in read if done}
-        new = {p: self._factored[p] for p, done, begins in read if begins and not done}
+        done, begins = torch.stack([*kept, *begin]).view(2, -1).tolist()
+        self._done |= set(compress(waiting, done))
+        new = [p for p in compress(waiting, begins) if p not in self._done]
         if not new:
             return
-        pairs = [(p, *pair) for p, w in new.items() for pair in batched(w.factors, 2)]
-        shards = (x.to(w.factors[0].dtype) for p, w in new.items() for x in self.engine.split([w.index], [local(p)]))
-        turns = [new[p].first // 2 + A.number for p, A, _ in pairs]
-        projected = low_rank.project(shards, [A for _, A, _ in pairs], turns)
+        index_of = {p: i for i, p in enumerate(self._parameters())}
+        first_factors = [A for p in new for A in self._factors[p][::2]]
+        second_factors = [B for p in new for B in self._factors[p][1::2]]
+        shards = (x.to(self._factors[p][0].dtype) for p in new for x in self.engine.split([index_of[p]], [local(p)]))
+        projected = low_rank.project(shards, first_factors)
         names = dict(zip(self._parameters(), self._names(), strict=True))
         largest: dict[str, float] = {}
-        for (p, *_), (_, _, error) in zip(pairs, projected, strict=True):
-            if isnan(error):
+        for A, x in zip(first_factors, projected, strict=True):
+            name = names[A.parameter]
+            if isnan(x.error):
                 raise ValueError(
-                    f"{type(self).__name__} cannot take factors from {names[p]}: a matrix of it is zero, and factors "
-                    f"of zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
+                    f"{type(self).__name__} cannot take factors from {name}: a matrix of it is zero, and factors of "
+                    "zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
                 )
-            largest[names[p]] = max(error, largest.get(names[p], 0.0))
+            largest[name] = max(x.error, largest.get(name, 0.0))
         self._errors = {**self._errors, **largest}
         if not dist.is_initialized() or dist.get_rank() == 0:
             worst = max(largest, key=largest.__getitem__)
@@ -435,11 +460,11 @@ class Spectron(BaseOptimizer):
                 f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
             )
         self._session.changing = True
-        for (p, *pair), (*of_pair, _) in zip(pairs, projected, strict=True):
-            for factor, rows in zip(pair, of_pair, strict=True):
-                value, _, u = self._tensors(p, factor)
-                value.copy_(rows)
+        for A, B, x in zip(first_factors, second_factors, projected, strict=True):
+            for factor, rows in ((A, x.A), (B, x.B)):
+                of_factor = self._kept(factor)
+                of_factor.value.copy_(rows)
                 # up to its norm its singular vector, whatever the order of rows, which may follow the ranks
-                u.copy_(rows[:, 0])
-            self.state[p][PROJECTED].fill_(1)
-        self._done |= new.keys()
+                of_factor.u.copy_(rows[:, 0])
+            self.state[A.parameter][PROJECTED].fill_(1)
+        self._done |= set(new)

@@ -9,9 +9,8 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from math import prod
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ from megatron_eopt.settings.of_class import class_of_ours
 
 logger = logging.getLogger(__name__)
 
-# Shape of a tensor; of a DTensor also that of this rank's part, and its placements.
-StateShape = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
 Layouts = Callable[[Tensor], list[Layout]]
 Dim = Literal["rows", "columns"] | int
 STATE_OF = "state_of"  # in a group: the name of the optimizer that keeps its state
@@ -92,7 +89,7 @@ def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     if tensor.like_parameter:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     shape, own_shape, placements = _expected(parameter, tensor, layouts)
-    shard = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
+    shard = torch.zeros(own_shape, dtype=dtype, device=parameter.device)
     if tensor.start is not None:
         layout = layouts(parameter)[tensor.matrix]
         side = layout if tensor.dims is not None and tensor.dims[0] == "rows" else layout.transposed
@@ -138,8 +135,10 @@ class States:
 
     def share_on_host(self, parameters: Sequence[Tensor], fraction: float) -> list[bool]:
         """Which parameters' state is to be in host memory."""
-        of_entries = [bytes_of_entry(p, self.described(p)) for p in parameters]
-        sizes = [n * sum(prod(x.shape) for x in self.layouts(p)) for p, n in zip(parameters, of_entries, strict=True)]
+        sizes = []
+        for p in parameters:
+            entries = sum(prod(layout.shape) for layout in self.layouts(p))
+            sizes.append(entries * bytes_of_entry(p, self.described(p)))
         return list(on_host(sizes, fraction))
 
     def is_on_host(self, parameter: Tensor, tensor: StateTensor) -> bool:
@@ -164,20 +163,21 @@ class States:
 
     def to_load(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> list[tuple[Tensor, Any]]:
         """Saved states of parameters, but of those without a step."""
-        return [
-            (p, state)
-            for p, number in numbered
-            if (state := saved.get(number, {})).keys() - self.kept.get(p, {}).keys()
-            or any(tensor.key in state for tensor in self.described(p))
-        ]
+        loaded = []
+        for p, number in numbered:
+            state = saved.get(number, {})
+            described = {tensor.key for tensor in self.described(p)}
+            if state.keys() & described or state.keys() - self.kept.get(p, {}).keys():
+                loaded.append((p, state))
+        return loaded
 
     def lacking(self, numbered: Sequence[tuple[Tensor, int]], saved: Mapping[int, Any]) -> list[Tensor]:
         """Parameters that train and have no state, where others have theirs."""
         with_state = False
         without = []
         for p, number in numbered:
-            needed = [tensor.key for tensor in self.described(p) if not tensor.optional]
-            if any(key in saved.get(number, {}) for key in needed):
+            needed = {tensor.key for tensor in self.described(p) if not tensor.optional}
+            if needed & saved.get(number, {}).keys():
                 with_state = True
             elif needed and p.requires_grad:
                 without.append(p)
@@ -188,26 +188,29 @@ class States:
 
         torch moves all that it loads to the devices of the parameters, where there may be no room.
         """
-        host = {(i, tensor.key) for p, i in numbered for tensor in self.described(p) if self.is_on_host(p, tensor)}
-        return {i: {key: x for key, x in state.items() if (i, key) not in host} for i, state in saved.items()}
+        kept = {number: dict(state) for number, state in saved.items()}
+        for p, number in numbered:
+            for tensor in self.described(p):
+                if self.is_on_host(p, tensor):
+                    kept.get(number, {}).pop(tensor.key, None)
+        return kept
 
     def place(self, loaded: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> set[str]:
         """Set what torch's load moved, cast or left out; returns optional keys that states lack."""
-        return {key for parameter, saved in loaded for key in self._place(parameter, saved)}
-
-    def _place(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> Iterator[str]:
-        state = self.kept[parameter]
-        for tensor in self.described(parameter):
-            if tensor.key not in saved and tensor.optional:
-                yield tensor.key if tensor.key in OPTIONAL else tensor.key.rpartition("_")[0]
-                continue
-            if self.is_on_host(parameter, tensor):
-                state[tensor.key] = self.initial(parameter, tensor).copy_(saved[tensor.key])
-            elif tensor.rank is not None and tensor.is_elsewhere(self.layouts(parameter)):  # once all had it
-                state[tensor.key] = self.initial(parameter, tensor)
-            elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
-                x = saved[tensor.key].detach().clone()
-                state[tensor.key] = x.to(local(parameter).device, tensor.dtype)
+        lacking = set()
+        for parameter, saved in loaded:
+            state = self.kept[parameter]
+            for tensor in self.described(parameter):
+                key = tensor.key
+                if key not in saved and tensor.optional:
+                    lacking.add(key if key in OPTIONAL else key.rpartition("_")[0])
+                elif self.is_on_host(parameter, tensor):
+                    state[key] = self.initial(parameter, tensor).copy_(saved[key])
+                elif tensor.rank is not None and tensor.is_elsewhere(self.layouts(parameter)):  # once all had it
+                    state[key] = self.initial(parameter, tensor)
+                elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
+                    state[key] = saved[key].detach().to(local(parameter).device, tensor.dtype, copy=True)
+        return lacking
 
 
 def name_in_states(cls: type) -> str:
@@ -229,12 +232,13 @@ def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: I
     """Warn of settings in marks of ``saved`` groups that ``groups`` to be loaded go on without."""
     name = type(optimizer).__name__
     settings = optimizer.settings() | optimizer.settings_of_groups()
-    forgotten = dict[str, None]()
+    forgotten = dict[str, None]()  # in order
     for was, group in zip(saved, groups, strict=False):
-        said = json.loads(was.get(STATE_OF, "").partition(" ")[2] or "{}")
+        _, _, given = was.get(STATE_OF, "").partition(" ")
         now = json.loads(json.dumps(plain({**settings, **group})))
-        changed = [key for key in said if key not in was and now.get(key, said[key]) != said[key]]
-        forgotten |= dict.fromkeys(f"{key} {said[key]!r} and goes on with {now[key]!r}" for key in changed)
+        for key, value in json.loads(given or "{}").items():
+            if key not in was and now.get(key, value) != value:
+                forgotten[f"{key} {value!r} and goes on with {now[key]!r}"] = None
     if forgotten:
         warn(f"{name} loads a state that was made with {', with '.join(forgotten)}: build it as it was to go on alike")
 
@@ -265,22 +269,23 @@ def check_writer(cls: type, state_dict: Mapping[str, Any], unmarked: bool = Fals
     if unmarked and "" in writers and any(state_dict["state"].values()):
         warn(
             f"{called} loads a state that does not say which optimizer wrote it, and takes it for one of its own: "
-            f"tensors of another one with the same keys and shapes, such as torch's, would mean another thing"
+            "tensors of another one with the same keys and shapes, such as torch's, would mean another thing"
         )
 
 
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
     """Refuse a state tensor unlike :func:`initial` in shape or placements."""
     own = _shape_of(found)
-    expected = _expected(parameter, tensor, layouts)
-    # in earlier releases every rank had what only a compute rank needs
-    whole = None if tensor.rank is None else (tensor.global_shape(layouts(parameter)), None, None)
-    if own not in (expected, whole):
+    allowed = [_expected(parameter, tensor, layouts)]
+    if tensor.rank is not None:  # in earlier releases every rank had what only a compute rank needs
+        whole = tensor.global_shape(layouts(parameter))
+        allowed.append(StateShape(whole, whole))
+    if own not in allowed:
         raise ValueError(
-            f"{tensor.key!r} has shape {_told(own)}, expected {_told(expected)} for the parameter of shape "
+            f"{tensor.key!r} has shape {own}, expected {allowed[0]} for the parameter of shape "
             f"{tuple(parameter.shape)}: the state is of another model or layout, or ranks had dealt matrices "
-            f"otherwise: group parameters as before, and load a whole state into DTensors by torch's "
-            f"set_optimizer_state_dict"
+            "otherwise: group parameters as before, and load a whole state into DTensors by torch's "
+            "set_optimizer_state_dict"
         )
 
 
@@ -308,23 +313,23 @@ def check_loaded(
     values: list[tuple[str, Tensor, torch.dtype]] = []
     for parameter, state in states:
         for tensor in described(parameter):
-            if tensor.key not in state and tensor.optional:
-                continue
-            if tensor.key not in state:
+            key = tensor.key
+            if key not in state:
+                if tensor.optional:
+                    continue
                 raise ValueError(
-                    f"{name} needs {tensor.key!r} for the parameter of shape {tuple(parameter.shape)}, but the state "
-                    f"has {sorted(state)}: it is of another optimizer, or of other settings of this one"
+                    f"{name} needs {key!r} for the parameter of shape {tuple(parameter.shape)}, but the state has "
+                    f"{sorted(state)}: it is of another optimizer, or of other settings of this one"
                 )
-            found = state[tensor.key]
-            of = f"{tensor.key!r} of {called[parameter]}"
+            found = state[key]
+            of = f"{key!r} of {called[parameter]}"
             if not isinstance(found, Tensor):
                 raise TypeError(f"{name} loads tensors, and {of} in the state is {type(found).__name__}")
             check_shape(parameter, tensor, layouts, found)
-            was = found.dtype
-            now = tensor.dtype or parameter.dtype
-            if was != now:
-                converted.add(f"{tensor.key} from {was} to {now}")
-            values.append((of, found, now))
+            dtype = tensor.dtype or parameter.dtype
+            if found.dtype != dtype:
+                converted.add(f"{key} from {found.dtype} to {dtype}")
+            values.append((of, found, dtype))
     check_finite(name, values)
     return converted
 
@@ -335,7 +340,7 @@ def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -
         if dtype.is_floating_point and not local(found).to(dtype).isfinite().all():
             raise ValueError(
                 f"{name}: {of} in the state has values that are not finite in {dtype}, which would stay in it for "
-                f"ever: load an earlier state, or go on with fresh state from the weights alone"
+                "ever: load an earlier state, or go on with fresh state from the weights alone"
             )
 
 
@@ -344,7 +349,7 @@ def note_begun_anew(name: str, lacking: Sequence[str]) -> None:
     if lacking:  # on every rank, each of which may lack other ones
         logger.warning(
             f"{name} loads a state without any of {listed(lacking)}: it begins anew, as that of a parameter that never "
-            f"had a gradient"
+            "had a gradient"
         )
 
 
@@ -358,27 +363,34 @@ def note_loaded(name: str, converted: Iterable[str], lacking: Iterable[str]) -> 
         warn(f"{name} loads a state without {' and '.join(lacking)}, which begins anew")
 
 
+class StateShape(NamedTuple):
+    """Shape of a tensor and of this rank's part, and placements of a DTensor."""
+
+    shape: tuple[int, ...]
+    own: tuple[int, ...]
+    placements: tuple[Placement, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.placements is None:
+            return f"{self.shape}"
+        return f"{self.shape}, of which placements {self.placements} put {self.own} on this rank"
+
+
 def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:
     if tensor.dims is None:
         return _shape_of(parameter)
     if tensor.dims == ():  # of a vector, too, which has no layout
-        return (), None, None
-    own_shape = tensor.local_shape(layouts(parameter))
+        return StateShape((), ())
+    own = tensor.local_shape(layouts(parameter))
     if not _is_cut_like(parameter, tensor):
-        return own_shape, None, None
+        return StateShape(own, own)
     sides = SIDES[::-1] if is_transposed(parameter) else SIDES
     placements = tuple(_placement(placement, tensor.dims, sides) for placement in parameter.placements)
-    return tensor.global_shape(layouts(parameter)), own_shape, placements
+    return StateShape(tensor.global_shape(layouts(parameter)), own, placements)
 
 
 def _shape_of(x: Tensor) -> StateShape:
-    shape = tuple(x.shape)
-    return (shape, tuple(local(x).shape), tuple(x.placements)) if isinstance(x, DTensor) else (shape, None, None)
-
-
-def _told(state_shape: StateShape) -> str:
-    shape, part, placements = state_shape
-    return f"{shape}" if part is None else f"{shape}, of which placements {placements} put {part} on this rank"
+    return StateShape(tuple(x.shape), tuple(local(x).shape), tuple(x.placements) if isinstance(x, DTensor) else None)
 
 
 def _is_cut_like(parameter: Tensor, tensor: StateTensor) -> TypeGuard[DTensor]:
@@ -400,17 +412,18 @@ def _placement(of_parameter: Placement, dims: Sequence[Dim], sides: Sequence[Dim
 
 def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTensor], layouts: Layouts) -> None:
     """Refuse a DTensor whose logical matrices have no placements."""
+    transposed = is_transposed(parameter)
+    sides = SIDES[::-1] if transposed else SIDES
     for tensor in tensors:
         if not _is_cut_like(parameter, tensor):
             continue
         layout = layouts(parameter)[tensor.matrix]
-        transposed = is_transposed(parameter)
-        sides = [side in (tensor.dims or ()) for side in (SIDES[::-1] if transposed else SIDES)]
-        if not lies_alike(parameter, layout.transposed if transposed else layout, list(compress((0, 1), sides))):
-            rectangles = ", ".join(f"{rectangle.shape}" for rectangle in layout.rectangles)
+        dims = [dim for dim, side in enumerate(sides) if side in (tensor.dims or ())]
+        if not lies_alike(parameter, layout.transposed if transposed else layout, dims):
+            rectangles = ", ".join(str(rectangle.shape) for rectangle in layout.rectangles)
             raise ValueError(
                 f"{where} is a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}, which "
                 f"cut its logical matrix {tensor.matrix}, {layout.shape}, into {rectangles}: no placement says that of "
                 f"{tensor.key!r}, and it could not be saved. Shard it along columns, or so that each rank has as many "
-                f"whole groups of rows as the others, or make its matrices parameters of their own"
+                "whole groups of rows as the others, or make its matrices parameters of their own"
             )

@@ -129,14 +129,12 @@ class StepKernels:
 
     def _readable(self, batch: Batch) -> Batch:
         """The batch with gradients of dtypes and strides that kernels read."""
-        flat = [
-            x.ndim > 2 and not self._engine.rows(i).stacked for i, x in zip(batch.indices, batch.weights, strict=True)
-        ]
-        pairs = list(zip(batch.gradients, flat, strict=True))
-        if all(x.dtype in DTYPES and (x.is_contiguous() or not is_flat) for x, is_flat in pairs):
-            return batch
-        copies = [x if x.dtype in DTYPES else x.float() for x in batch.gradients]
-        return replace(batch, gradients=[x.contiguous() if f else x for x, f in zip(copies, flat, strict=True)])
+        gradients = []
+        for i, x in zip(batch.indices, batch.gradients, strict=True):
+            x = x if x.dtype in DTYPES else x.float()
+            read_as_matrix = x.ndim > 2 and not self._engine.rows(i).stacked
+            gradients.append(x.contiguous() if read_as_matrix else x)
+        return replace(batch, gradients=gradients)
 
     def _launches(
         self,
@@ -201,10 +199,11 @@ class StepKernels:
                         alike.setdefault((*key, *shape), []).append(piece)
                         top += count
                     matrix += 1
-        return [
-            _compiled(batches[key[0]], key[0], pieces, others, key[-3], momentum, constants)
-            for key, pieces in alike.items()
-        ]
+        launches = []
+        for (number, *_), pieces in alike.items():
+            scale = scales[pieces[0].matrix] if scales else 1.0
+            launches.append(_compiled(batches[number], number, pieces, others, scale, momentum, constants))
+        return launches
 
 
 def _place(x: Tensor, stacked: bool, transposed: bool, layer: int, first: int) -> tuple[int, int, int]:

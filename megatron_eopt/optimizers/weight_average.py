@@ -94,7 +94,7 @@ class WeightAverage:
             if getattr(part, "live_key", None) is not None:
                 raise ValueError(
                     f"{type(part).__name__} is an average of weights itself: leave {rule} away, or take another "
-                    f"optimizer"
+                    "optimizer"
                 )
             if average_of(part) is not None:
                 raise ValueError(f"{type(part).__name__} already has an average of weights, {average_of(part)}")
@@ -187,7 +187,7 @@ class AverageOfOne:
         if self.at_average:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: parameters are at their averages, and a step would go on from there: "
-                f"step after the block of applied()"
+                "step after the block of applied()"
             )
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -222,16 +222,19 @@ class AverageOfOne:
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         self._loading = [dict(state_dict["state"].get(index, {})) for index in indices]
-        for p, state in zip(self.parameters(), self._loading, strict=False):  # torch refuses other numbers
-            if AVERAGE in state and state[AVERAGE].shape != p.shape:
+        averages = []
+        several = zip(self.parameters(), parameter_names(optimizer.param_groups), self._loading, strict=False)
+        for p, name, state in several:  # torch refuses other numbers
+            if AVERAGE not in state:
+                continue
+            average = state[AVERAGE]
+            if average.shape != p.shape:
                 raise ValueError(
-                    f"{AVERAGE!r} has shape {tuple(state[AVERAGE].shape)}, expected {tuple(p.shape)} of its "
-                    f"parameter: the state is of another model"
+                    f"{AVERAGE!r} has shape {tuple(average.shape)}, expected {tuple(p.shape)} of its parameter: the "
+                    "state is of another model"
                 )
-        name = type(optimizer).__name__
-        named = zip(parameter_names(optimizer.param_groups), self._loading, strict=False)
-        averages = [(f"{AVERAGE!r} of {of}", state[AVERAGE]) for of, state in named if AVERAGE in state]
-        check_finite(name, [(of, average, average.dtype) for of, average in averages])
+            averages.append((f"{AVERAGE!r} of {name}", average, average.dtype))
+        check_finite(type(optimizer).__name__, averages)
 
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded = self._loading
@@ -246,7 +249,7 @@ class AverageOfOne:
             found = f"the average {AverageRule.of(was)}" if schedules else "no average"
             warn(
                 f"{type(optimizer).__name__} loads a state with {found} of weights, and this run's is {self}: it "
-                f"begins anew, with the weights after the next step"
+                "begins anew, with the weights after the next step"
             )
         self._schedule[2] = self.steps
         for p, saved in zip(self.parameters(), loaded, strict=True):
@@ -279,9 +282,11 @@ def without_unused(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[
         return dict(state_dict)
     warn(
         f"{type(optimizer).__name__} loads a state with an average of weights, which it drops: make a WeightAverage of "
-        f"the optimizer first to go on with it"
+        "the optimizer first to go on with it"
     )
-    kept = {i: {key: x for key, x in s.items() if key not in (AVERAGE, SCHEDULE)} for i, s in states.items()}
+    kept = {}
+    for index, state in states.items():
+        kept[index] = {key: x for key, x in state.items() if key not in (AVERAGE, SCHEDULE)}
     return {**state_dict, "state": kept}
 
 

@@ -1,15 +1,14 @@
-"""What optimizers share that work on whole logical matrices, each on a compute rank.
+"""Optimizers that step equal logical matrices as stacks.
 
-Equal matrices step as stacks, a chunk of bounded size at a time. Shards of cut ones go to their compute ranks, which
-alone have the further state of a matrix, and come back, by one collective of the chunk each way.
+A chunk of bounded size steps at a time. Where an optimizer needs whole matrices, shards of cut ones go to their compute
+ranks, which alone have the further state of a matrix, and come back, by one collective of the chunk each way.
 """
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
+from itertools import batched, compress, islice
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -31,6 +30,7 @@ from megatron_eopt.optimizers.weight_step import on_spheres
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine, Spread
 from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 from megatron_eopt.settings.values import Scalar
@@ -41,6 +41,8 @@ WEIGHT = "weight"
 GRADIENT = "gradient"
 
 MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
+
+Program = Generator[None, None, None]
 
 
 @dataclass(eq=False)
@@ -129,18 +131,17 @@ class MatrixStep(NamedTuple):
         return self.of.plans[self.number]
 
     def state(self, key: str) -> Tensor:
-        """Its own state."""
-        kept: Tensor = self.of.state[key + self.plan.end]
-        return kept
+        """Its own state, or this rank's part of it."""
+        return local(self.of.state[key + self.plan.end])
 
 
 @dataclass(frozen=True, eq=False)
 class MatrixStack:
     """Equal logical matrices of a chunk, in the order of compute ranks."""
 
-    matrices: list[MatrixStep]
-    own: slice  # those that this rank computes
-    spread: Spread | None  # as what they are exchanged; None where nothing is
+    matrices: Sequence[MatrixStep]
+    matrix: Matrix  # one of them, as the engine has it
+    numbers: Sequence[int]  # how many each compute rank has; empty where each rank works on all
     accepted: Tensor  # of each, with as many dimensions as a stack has
     shards: dict[str, list[Tensor]]  # of weight, gradient and moments, by name; may be copies
 
@@ -155,19 +156,23 @@ class MatrixStack:
         return self.one.group
 
     @property
-    def has_factor(self) -> tuple[bool, bool]:
-        """Whether rows, and columns, have factors."""
-        return self.matrices[0].plan.has_factor
+    def own(self) -> slice:
+        """Those that this rank computes."""
+        if not self.numbers:
+            return slice(None)
+        rank = self.matrices[0].plan.layout.rank
+        start = sum(self.numbers[:rank])
+        return slice(start, start + self.numbers[rank])
 
     @property
-    def first(self) -> bool:
-        """Whether this step makes their factors."""
-        return self.one.first
+    def spread(self) -> Spread | None:
+        """As what they are exchanged; None where nothing is."""
+        return Spread(self.matrix, self.numbers) if self.matrices[0].plan.gathered else None
 
     @property
     def moves(self) -> bool:
         """Whether there is an update; without, the gradients make the factors alone."""
-        return not (self.first and self.one.rests and any(self.has_factor))
+        return not (self.one.first and self.one.rests and any(self.matrices[0].plan.has_factor))
 
     @property
     def holds(self) -> bool:
@@ -180,20 +185,29 @@ class MatrixStack:
         method = self.group.get("weight_decay_method", "decoupled")
         return decay_power(self.group["lr"], method) * self.group["weight_decay"]
 
-    def kept(self, key: str) -> list[Tensor]:
-        """State of the matrices that this rank computes."""
-        return [matrix.state(key) for matrix in self.matrices[self.own]]
+    def read(self, name: str) -> Tensor:
+        """A stack of shards, by name; of one, a view."""
+        return stacked(self.shards[name])
 
-    def write(self, key: str, stack: Tensor) -> None:
+    def write(self, name: str, stack: Tensor) -> None:
+        """Write such a stack back."""
+        torch._foreach_copy_(self.shards[name], list(stack.unbind()))
+
+    def kept(self, key: str) -> Tensor:
+        """A stack of the state of the matrices that this rank computes; of one, a view."""
+        return stacked([matrix.state(key) for matrix in self.matrices[self.own]])
+
+    def keep(self, key: str, stack: Tensor) -> None:
         """Write such state back."""
-        torch._foreach_copy_(self.kept(key), list(stack.unbind()))
+        torch._foreach_copy_([matrix.state(key) for matrix in self.matrices[self.own]], list(stack.unbind()))
 
 
-class WholeMatrixOptimizer(BaseOptimizer):
-    """Optimizers of whole logical matrices, each with a compute rank.
+class StackedOptimizer(BaseOptimizer):
+    """Optimizers that step equal logical matrices as stacks.
 
-    Groups have the setting ``max_dim``, the longest side that has a factor. A subclass says what it gathers of a stack
-    (:meth:`gathered`), and what it makes of it (:meth:`updated`).
+    Those of whole matrices say what they gather of a stack (:meth:`gathered`), and what they make of it
+    (:meth:`updated`); their groups have the setting ``max_dim``, the longest side that has a factor, by which matrices
+    are dealt to compute ranks. Others have a :meth:`program` of their own.
     """
 
     takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
@@ -202,15 +216,15 @@ class WholeMatrixOptimizer(BaseOptimizer):
     _plans: dict[Tensor, list[Planned]] | None = None
     _updated: int = 0
 
-    @abstractmethod
     def gathered(self, stack: MatrixStack) -> list[Tensor]:
         """This rank's shards of what the update is made of."""
+        raise NotImplementedError
 
-    @abstractmethod
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
         """Updates of own matrices, and new moments after the first; empty while factors are made."""
+        raise NotImplementedError
 
-    def program(self, stacks: list[MatrixStack]) -> Generator[None, None, None]:
+    def program(self, stacks: list[MatrixStack]) -> Program:
         """One chunk's step."""
         spread = [stack.spread for stack in stacks]
         tensors = [self.gathered(stack) for stack in stacks]  # g;  M <- EMA(g)
@@ -234,17 +248,18 @@ class WholeMatrixOptimizer(BaseOptimizer):
         """The logical matrices of each parameter that is no vector."""
         described: dict[Tensor, list[DescribedMatrix]] = {}
         for parameter in self._parameters():
-            if parameter.ndim < 2:
-                continue
-            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            described[parameter] = []
-            for name, plan in zip(names, self._planned(parameter), strict=True):
-                if plan.layout.sharded:
-                    scheme = "duplicated" if plan.compute_rank is None else "owner"
-                else:
-                    scheme = "local" if plan.compute_rank is None else "share"
-                described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
+            if parameter.ndim > 1:
+                names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+                pairs = zip(names, self._planned(parameter), strict=True)
+                described[parameter] = [self._describe(name, plan, parameter) for name, plan in pairs]
         return described
+
+    def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
+        if plan.layout.sharded:
+            scheme = "duplicated" if plan.compute_rank is None else "owner"
+        else:
+            scheme = "local" if plan.compute_rank is None else "share"
+        return DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse parameters of the last group, and begin its clock."""
@@ -262,7 +277,8 @@ class WholeMatrixOptimizer(BaseOptimizer):
             if is_matrix:
                 self._check_split(parameter)
                 check_shard(parameter, self.pg_collection, called)
-        group.setdefault(CLOCK, 0)
+        if CLOCK in self.carried_settings:
+            group.setdefault(CLOCK, 0)
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         spec = super()._described(name, parameter)
@@ -280,7 +296,7 @@ class WholeMatrixOptimizer(BaseOptimizer):
         for group in self.param_groups:
             to_deal = list[Planned]()
             for p in group["params"]:
-                longest = group["max_dim"] if p.ndim > 1 else -1
+                longest = group.get("max_dim", 0) if p.ndim > 1 else 0
                 pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
                 plans = [self._plan(end, layout, longest) for end, layout in pairs]
                 self._plans[p] = plans
@@ -300,92 +316,104 @@ class WholeMatrixOptimizer(BaseOptimizer):
         """A parameter's state in a step."""
         return self._states.of(parameter)
 
+    def _waited_for(self, index: int, plans: Sequence[Planned], group: Mapping[str, Any]) -> bool:
+        """Whether other ranks wait for this one's part of a parameter."""
+        holds = group.get("weight_norm") == "hold"
+        return any(plan.gathered or (holds and plan.layout.sharded) for plan in plans)
+
     def _steps_of(self, accepted: Tensor) -> list[ParameterStep]:
         """Parameters that step, or of which other ranks wait for this one's part."""
         steps = list[ParameterStep]()
-        flags = accepted.unbind()
-        index = 0
-        for group in self.param_groups:
-            holds = group.get("weight_norm") == "hold"
-            for p in group["params"]:
-                plans = self._planned(p)
-                if p.grad is not None or any(plan.gathered or (holds and plan.layout.sharded) for plan in plans):
-                    steps.append(ParameterStep(index, p, self._state_of(p), group, flags[index], plans, self.moments))
-                index += 1
+        for index, (p, flag) in enumerate(zip(self._parameters(), accepted.unbind(), strict=True)):
+            plans = self._planned(p)
+            group = self.group_of(p)
+            if p.grad is not None or self._waited_for(index, plans, group):
+                steps.append(ParameterStep(index, p, self._state_of(p), group, flag, plans, self.moments))
         return steps
+
+    def _together(self, p: ParameterStep) -> tuple[Any, ...]:
+        """What parameters of one chunk have in common; chunks go in this order."""
+        return p.label, str(p.parameter.dtype)
+
+    def _bytes(self, matrix: MatrixStep) -> int:
+        """What a matrix takes in a chunk on its compute rank."""
+        # gradient and moments come together; a factor may be larger
+        squares = [length**2 for length in matrix.plan.factor_lengths]
+        itemsize: int = matrix.of.state[EXP_AVG].element_size()
+        return itemsize * max([3 * prod(matrix.plan.layout.shape), *squares])
+
+    def _most(self, matrices: Sequence[MatrixStep]) -> int:
+        """How many of equal matrices a stack has at most."""
+        return len(matrices)
+
+    def _chunks(self, steps: Sequence[ParameterStep]) -> Iterator[list[list[MatrixStep]]]:
+        """Chunks of bounded size, listed by what goes together."""
+        together: dict[tuple[Any, ...], dict[Hashable, list[MatrixStep]]] = {}
+        for p in steps:
+            kinds = together.setdefault(self._together(p), {})
+            for number, kind in enumerate(p.kinds):
+                kinds.setdefault(kind, []).append(MatrixStep(p, number))
+        for _, kinds in sorted(together.items()):
+            chunks: list[list[MatrixStep]] = [[]]
+            loads = Counter[int | None]()
+            for matrices in kinds.values():
+                for matrix in matrices:
+                    size = self._bytes(matrix)
+                    rank = matrix.plan.compute_rank
+                    if chunks[-1] and loads[rank] + size > MOST_BYTES:
+                        chunks.append([])
+                        loads.clear()
+                    loads[rank] += size
+                    chunks[-1].append(matrix)
+            yield chunks
 
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
         for group in self.param_groups:
-            group[CLOCK] += self._ticks(group)
+            if CLOCK in group:
+                group[CLOCK] += self._ticks(group)
         steps = self._steps_of(accepted)
-        for chunks in chunks_of(steps):
-            for _ in rounds(self.program(stacks_of(chunk, self.engine)) for chunk in chunks):
+        for chunks in self._chunks(steps):
+            for _ in rounds(self.program(self._stacks(chunk)) for chunk in chunks):
                 pass
         self._updated += sum(len(p.plans) for p in steps if p.parameter.ndim > 1)
 
-
-def chunks_of(steps: Sequence[ParameterStep]) -> Iterator[list[list[MatrixStep]]]:
-    """Chunks of bounded size, listed by ranks and dtype."""
-    by_ranks: dict[tuple[str, str], dict[Hashable, list[MatrixStep]]] = {}
-    for p in steps:
-        alike = by_ranks.setdefault((p.label, str(p.parameter.dtype)), {})
-        alike.setdefault(p.kinds, []).extend(MatrixStep(p, number) for number in range(len(p.plans)))
-    for _, alike in sorted(by_ranks.items()):
-        chunks: list[list[MatrixStep]] = [[]]
-        loads = Counter[int | None]()
-        for matrices in alike.values():
-            for matrix in matrices:
-                plan = matrix.plan
-                # gradient and moments come together; a factor may be larger
-                most = max([3 * prod(plan.layout.shape), *(length**2 for length in plan.factor_lengths)])
-                size = most * matrix.of.state[EXP_AVG].element_size()
-                if chunks[-1] and loads[plan.compute_rank] + size > MOST_BYTES:
-                    chunks.append([])
-                    loads.clear()
-                loads[plan.compute_rank] += size
-                chunks[-1].append(matrix)
-        yield chunks
-
-
-def stacks_of(chunk: list[MatrixStep], engine: Engine) -> list[MatrixStack]:
-    """Stack a chunk's equal matrices with their local shards."""
-    shards: dict[ParameterStep, dict[str, list[Tensor]]] = {}
-    for p in dict(chunk):
-        tensors = p.written | {GRADIENT: p.gradient}
-        shards[p] = {name: engine.split([p.index], [x]) for name, x in tensors.items()}
-    kinds: dict[Hashable, list[MatrixStep]] = {}
-    for matrix in sorted(chunk, key=lambda matrix: matrix.plan.compute_rank or 0):
-        kinds.setdefault(matrix.of.kinds[matrix.number], []).append(matrix)
-    stacks = []
-    for matrices in kinds.values():
-        p, number = matrices[0]
-        plan = p.plans[number]
-        own = slice(None)
-        numbers = list[int]()
-        if plan.compute_rank is not None:
-            ranks = Counter(matrix.plan.compute_rank for matrix in matrices)
-            numbers = [ranks[rank] for rank in range(plan.layout.ranks)]
-            start = sum(numbers[: plan.layout.rank])
-            own = slice(start, start + numbers[plan.layout.rank])
-        spread = Spread(engine.matrices[p.index][number], numbers) if plan.gathered else None
-        of_stack = {name: [shards[of][name][i] for of, i in matrices] for name in shards[p]}
-        accepted = torch.stack([matrix.of.accepted for matrix in matrices])
-        accepted = accepted.view(-1, *[1] * of_stack[WEIGHT][0].ndim)
-        stacks.append(MatrixStack(matrices, own, spread, accepted, of_stack))
-    return stacks
+    def _stacks(self, chunk: Sequence[MatrixStep]) -> list[MatrixStack]:
+        """A chunk's equal matrices with their local shards."""
+        shards: dict[ParameterStep, dict[str, list[Tensor]]] = {}
+        kinds: dict[Hashable, list[MatrixStep]] = {}
+        for matrix in sorted(chunk, key=lambda matrix: matrix.plan.compute_rank or 0):
+            p = matrix.of
+            kinds.setdefault(p.kinds[matrix.number], []).append(matrix)
+            if p not in shards:
+                tensors = p.written | {GRADIENT: p.gradient}
+                shards[p] = {name: self.engine.split([p.index], [x]) for name, x in tensors.items()}
+        stacks = []
+        for of_kind in kinds.values():
+            for matrices in batched(of_kind, self._most(of_kind)):
+                p, number = matrices[0]
+                numbers = []
+                if p.plans[number].compute_rank is not None:
+                    ranks = Counter(matrix.plan.compute_rank for matrix in matrices)
+                    numbers = [ranks[rank] for rank in range(p.plans[number].layout.ranks)]
+                of_stack = {name: [shards[of][name][i] for of, i in matrices] for name in shards[p]}
+                accepted = torch.stack([matrix.of.accepted for matrix in matrices])
+                accepted = accepted.view(-1, *[1] * of_stack[WEIGHT][0].ndim)
+                one = self.engine.matrices[p.index][number]
+                stacks.append(MatrixStack(matrices, one, numbers, accepted, of_stack))
+        return stacks
 
 
 def first_moment(stack: MatrixStack, beta: float) -> tuple[Tensor, Tensor]:
     """Accepted gradients as a stack, and first moments that follow them."""
-    momentum = stacked(stack.shards[EXP_AVG])
-    gradient = stacked(stack.shards[GRADIENT]).to(momentum.dtype)
+    momentum = stack.read(EXP_AVG)
+    gradient = stack.read(GRADIENT).to(momentum.dtype)
     if stack.group["maximize"]:
         gradient = -gradient
     gradient = torch.where(stack.accepted, gradient, 0.0)
     if stack.moves:
         momentum = torch.lerp(momentum, torch.where(stack.accepted, gradient, momentum), 1 - beta)
-        torch._foreach_copy_(stack.shards[EXP_AVG], list(momentum.unbind()))
+        stack.write(EXP_AVG, momentum)
     return gradient, momentum
 
 
@@ -400,7 +428,7 @@ def subtract(stacks: Sequence[MatrixStack], results: Sequence[Sequence[Tensor]],
     held = iter(steps_on_spheres([(stack, update) for stack, (update, *_) in moving if stack.holds], engine))
     for stack, (update, *moments) in moving:
         accepted = stack.accepted
-        weights = stacked(stack.shards[WEIGHT])
+        weights = stack.read(WEIGHT)
         moved = weights.to(update.dtype) * (1 - stack.decay)
         if stack.holds:
             moves, step, resize = next(held)
@@ -408,10 +436,9 @@ def subtract(stacks: Sequence[MatrixStack], results: Sequence[Sequence[Tensor]],
             moved = (moved - update * step.to(update.dtype)) * resize.to(update.dtype)
         else:
             moved = moved - update * stack.group["lr"]
-        new = torch.where(accepted, moved.to(weights.dtype), weights)
-        torch._foreach_copy_(stack.shards[WEIGHT], list(new.unbind()))
+        stack.write(WEIGHT, torch.where(accepted, moved.to(weights.dtype), weights))
         for key, moment in zip(stack.one.moments[1:], moments, strict=True):
-            torch._foreach_copy_(stack.shards[key], list(moment.unbind()))
+            stack.write(key, moment)
 
 
 def steps_on_spheres(held: Sequence[tuple[MatrixStack, Tensor]], engine: Engine) -> list[tuple[Tensor, ...]]:
@@ -423,17 +450,15 @@ def steps_on_spheres(held: Sequence[tuple[MatrixStack, Tensor]], engine: Engine)
             matrix = engine.matrices[p.index][number]
             weights.append(StatisticsRequest(matrix=matrix, x=x, squared_norm=True, inner=u))
             updates.append(StatisticsRequest(matrix=matrix, x=u, squared_norm=True))
-    measured = iter(engine.statistics([*weights, *updates]))
-    of_weights = [next(measured) for _ in weights]
-    of_updates = list(measured)
-    steps = list[tuple[Tensor, ...]]()
-    start = 0
+    measured = engine.statistics([*weights, *updates])
+    of_weights = iter(measured[: len(weights)])
+    of_updates = iter(measured[len(weights) :])
+    steps = []
     for stack, update in held:
-        some = slice(start, start + len(update))
-        start = some.stop
         kept = 1 - stack.decay
-        squares = torch.stack([norms_of(of_weights[some]) * kept**2, norms_of(of_updates[some])])
-        inner = torch.stack([x["inner_product"] for x in of_weights[some]]) * kept
+        of_stack = list(islice(of_weights, len(update)))
+        squares = torch.stack([norms_of(of_stack) * kept**2, norms_of(list(islice(of_updates, len(update))))])
+        inner = torch.stack([x["inner_product"] for x in of_stack]) * kept
         radii = torch.stack([matrix.state(RADIUS) for matrix in stack.matrices])
         coefficients = on_spheres(squares, inner, radii, radii * stack.group["lr"])
         steps.append(tuple(x.view(-1, 1, 1) for x in coefficients.unbind(1)))
@@ -442,13 +467,14 @@ def steps_on_spheres(held: Sequence[tuple[MatrixStack, Tensor]], engine: Engine)
 
 def write_copies(stacks: Sequence[MatrixStack], engine: Engine) -> None:
     """Write shards that are copies back to weights and moments."""
-    written: dict[ParameterStep, dict[int, dict[str, Tensor]]] = {}
+    written: dict[ParameterStep, dict[str, dict[int, Tensor]]] = {}
     for stack in stacks:
-        for i, (p, number) in enumerate(stack.matrices):
-            written.setdefault(p, {})[number] = {name: shards[i] for name, shards in stack.shards.items()}
-    for p, of_matrices in written.items():
+        for name, shards in stack.shards.items():
+            for (p, number), shard in zip(stack.matrices, shards, strict=True):
+                written.setdefault(p, {}).setdefault(name, {})[number] = shard
+    for p, of_names in written.items():
         for name, x in p.written.items():
-            new = {number: of_one[name] for number, of_one in of_matrices.items()}
+            new = of_names[name]
             memory = {shard.untyped_storage().data_ptr() for shard in new.values() if shard.numel()}
             if memory - {x.untyped_storage().data_ptr()}:
                 if len(new) < len(p.plans):  # other chunks have the rest

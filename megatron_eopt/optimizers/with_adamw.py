@@ -167,7 +167,7 @@ class Muon(Optimizer):
         if "fp32_matmul_prec" not in muon_settings and any(p.is_cuda for p in muon._parameters()):
             warn(
                 f"{type(self).__name__} multiplies in fp32, as its original does: fp32_matmul_prec='medium' took a "
-                f"twelfth of the time for 1.3B on an H200, and 'highest' says that you want it so"
+                "twelfth of the time for 1.3B on an H200, and 'highest' says that you want it so"
             )
         adam_settings = {
             "lr": lr if adam_lr is None else adam_lr,
@@ -290,7 +290,7 @@ class Muon(Optimizer):
             warn(
                 f"{self._called}: lr of a group of AdamW was set to {found:g}, and the step sets it to {rate:g}, as it "
                 f"follows the first group of matrices: give a scheduler the whole optimizer, or set {ADAM_LR} of that "
-                f"group"
+                "group"
             )
 
     # The step.
@@ -380,8 +380,8 @@ class Muon(Optimizer):
         if own != saved:
             raise ValueError(
                 f"{self._called} has AdamW inside with groups of {own} parameters, but the state dict has {saved}: "
-                f"build the optimizer for the model as it was, or load what there is of the matrices by "
-                f"optimizer.matrices.load_state_dict"
+                "build the optimizer for the model as it was, or load what there is of the matrices by "
+                "optimizer.matrices.load_state_dict"
             )
         name = f"AdamW in {self._called}"
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -31,9 +31,10 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.weight_step import on_spheres
 from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.engine import Engine, Spread
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.scheduler import rounds
+from megatron_eopt.parallel.schemes.whole import Spread
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import Watch
-from megatron_eopt.orthogonalize.newton_schulz import Iteration
+from megatron_eopt.orthogonalize.forms import Iteration, Watch
 from megatron_eopt.parallel.collectives import counters
 
 PHASES = ("exchange", "orthogonalize", "update")

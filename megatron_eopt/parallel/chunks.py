@@ -116,7 +116,7 @@ class Compiler:
             return [], [], self.device, "ieee"
         stacks = set[tuple[int, ...]]()
         for bucket in plan.buckets:
-            matrix = plan.matrices[bucket.matrices[0]]
+            matrix = plan.one_of(bucket)
             shape = self._worked_on(bucket, bucket.matrices[0])
             if not bucket.scheme.startswith("gram"):  # only shards are multiplied as they are, others short side first
                 shape = (min(shape), max(shape))
@@ -165,7 +165,7 @@ class Compiler:
         runs: Sequence[LayoutRuns],
         products: Callable[[int], Products | None],
     ) -> Job:
-        matrix = plan.matrices[bucket.matrices[0]]
+        matrix = plan.one_of(bucket)
         settings = self.iterations[matrix.iteration]
         dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtype(m)) for m in order])
         form: Form = "auto"

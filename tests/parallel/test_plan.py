@@ -347,14 +347,14 @@ def test_the_first_difference_is_named():
             plan, buckets=(Bucket(first.matrices, "duplicated"), second)
         ),
         f"bucket 0 begins with {plan.matrices[0].name!r} in the one": replace(plan, buckets=(second, first)),
-        f"{plan.matrices[7].name!r} is in the first only": make_plan(plan.matrices[:7], "owner", WORK),
+        f"matrix 7 is {plan.matrices[7].name!r} in the one and None in the other": make_plan(plan.matrices[:7], "owner", WORK),
     }
     assert first_difference(plan, plan) is None
     for message, other in others.items():
         assert first_difference(plan, other).startswith(message)
         assert fingerprint(other) != fingerprint(plan)
     fewer = make_plan(plan.matrices[:7], "owner", WORK)
-    assert first_difference(fewer, plan) == f"{plan.matrices[7].name!r} is in the second only"
+    assert first_difference(fewer, plan) == f"matrix 7 is None in the one and {plan.matrices[7].name!r} in the other"
 
 
 def test_a_bucket_that_is_cut_in_two_is_a_difference():

@@ -139,14 +139,20 @@ def set_length(coefficient_type: CoefficientType) -> int:
 
 
 def composite_range(
-    schedule: Sequence[Coefficients], lower: float = 1e-2, upper: float = 1.0, points: int = 20_001
+    schedule: Sequence[Coefficients],
+    lower: float = 1e-2,
+    upper: float = 1.0,
+    points: int = 20_001,
 ) -> tuple[float, float]:
     """Least and largest value of a schedule on ``[lower, upper]``.
 
     Sampled in fp64 on a logarithmic and a linear grid of ``points`` each; (1, 1) is an exact orthogonal factor.
     """
     logarithmic = torch.logspace(
-        torch.tensor(lower).log10().item(), torch.tensor(upper).log10().item(), points, dtype=torch.float64
+        torch.tensor(lower).log10().item(),
+        torch.tensor(upper).log10().item(),
+        points,
+        dtype=torch.float64,
     )
     linear = torch.linspace(lower, upper, points, dtype=torch.float64)
     values = torch.cat((logarithmic, linear)).clamp(lower, upper)

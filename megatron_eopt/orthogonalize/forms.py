@@ -249,7 +249,11 @@ def standard_flops(rows: int, cols: int, schedule: Sequence[Coefficients], share
 
 
 def gram_flops(
-    rows: int, cols: int, schedule: Sequence[Coefficients], restarts: Sequence[int], share: float = 1.0
+    rows: int,
+    cols: int,
+    schedule: Sequence[Coefficients],
+    restarts: Sequence[int],
+    share: float = 1.0,
 ) -> float:
     """Operations of the Gram form, as :func:`standard_flops`.
 
@@ -267,7 +271,10 @@ def iteration_bytes(rows: int, cols: int, restarts: Restarts | None, itemsize: i
 
 
 def restarts_for(
-    coefficient_type: CoefficientType, steps: int, precision: MatmulPrecision, extra: int = 0
+    coefficient_type: CoefficientType,
+    steps: int,
+    precision: MatmulPrecision,
+    extra: int = 0,
 ) -> Restarts | None:
     """Restarts, with ``extra`` (0 or 1) more; None: standard form."""
     if not isinstance(coefficient_type, str):

@@ -71,7 +71,11 @@ class NewtonSchulz:
         return product if product.itemsize <= dtype.itemsize else dtype
 
     def compile(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, form: Form = "auto"
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        form: Form = "auto",
     ) -> Iteration:
         """Decide the iteration for matrices, or stacks, of one shape.
 

@@ -124,7 +124,13 @@ class Triton(Products):
         return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=precision, tiles=tiles)
 
     def normalized(
-        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        *,
+        unit: float = 1.0,
+        propagate_nan: bool = True,
+        own: bool = False,
     ) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else super().normalized

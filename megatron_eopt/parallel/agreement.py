@@ -73,7 +73,9 @@ def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, A
         if pair is None:
             continue
         (first, of_first, packages), (other, of_other, other_packages) = values_of(
-            pair, (plan, of_group, versions()), group
+            pair,
+            (plan, of_group, versions()),
+            group,
         )
         difference = (
             _first_version(packages, other_packages)

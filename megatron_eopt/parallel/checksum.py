@@ -21,7 +21,11 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
 
 
 def checksum_of_some(
-    entries: Tensor, start: int, sizes: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+    entries: Tensor,
+    start: int,
+    sizes: Sequence[int],
+    offset: Sequence[int],
+    shape: Sequence[int],
 ) -> Tensor:
     """The part of :func:`checksum` of some entries of a shard.
 

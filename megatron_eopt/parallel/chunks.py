@@ -16,7 +16,7 @@ from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Fp32Precision, Products, default_products
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Shape
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Shape, grouped
 from megatron_eopt.parallel.schemes.whole import Job, LayoutRuns, Shapes
 from megatron_eopt.parallel.workspace import OF_ENTRY, Workspace, chunk_bytes
 
@@ -135,16 +135,19 @@ class Compiler:
         return sorted(stacks), list(dtypes), self.device, "tf32" if high else "ieee"
 
     def chunks(
-        self, plan: Plan, parameters: Sequence[int], products: Callable[[int], Products | None], sliced: bool = True
+        self,
+        plan: Plan,
+        parameters: Sequence[int],
+        products: Callable[[int], Products | None],
+        sliced: bool = True,
     ) -> list[Chunk]:
         """A plan's chunks with these parameters; ``products`` go by rows.
 
         Those that are ``sliced`` have programs for as many parameters as the workspace has room to copy.
         """
         kept = set(parameters)
-        of_chunks = dict[int, list[Bucket]]()
-        for bucket in subset(plan, {m for m, (i, _) in enumerate(self.of_matrix) if i in kept}):
-            of_chunks.setdefault(bucket.chunk, []).append(bucket)
+        numbers = {m for m, (i, _) in enumerate(self.of_matrix) if i in kept}
+        of_chunks = grouped(subset(plan, numbers), lambda bucket: bucket.chunk)
         needed = chunk_bytes(plan, self.workspace)  # of all parameters: the same whichever have gradients
         compiled = []
         for number, buckets in of_chunks.items():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, grouped, in_rounds
 from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
 
 
@@ -205,12 +205,15 @@ class Costs:
 
     def of_buckets(self, buckets: Iterable[Bucket]) -> Cost:
         """Cost of each group's busiest rank, summed over the groups."""
-        groups: dict[tuple[str, int], list[list[Cost]]] = {}
-        for bucket in buckets:
-            matrix = self._plan.one_of(bucket)
-            groups.setdefault((matrix.group, matrix.ranks), []).append(self._of_ranks(bucket))
-        # ranks with the same work are many
-        return _sum(_busiest(map(_sum, set(zip(*costs, strict=True)))) for costs in groups.values())
+        of_groups = list[Cost]()
+        for of_group in grouped(buckets, self._group).values():
+            costs = set(zip(*map(self._of_ranks, of_group), strict=True))  # ranks with the same work are many
+            of_groups.append(_busiest(map(_sum, costs)))
+        return _sum(of_groups)
+
+    def _group(self, bucket: Bucket) -> tuple[str, int]:
+        matrix = self._plan.one_of(bucket)
+        return matrix.group, matrix.ranks
 
 
 def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:

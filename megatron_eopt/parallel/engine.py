@@ -81,7 +81,6 @@ class Engine:
                 iterations[p.iteration.name] = replace(p.iteration, max_bytes=workspace.iteration)
         self._rows: dict[int, LocalRows] = {}
         self._fused: dict[int, LocalRows] = {}  # of parameters that are not one matrix, or padded
-        self._shapes: dict[int, list[Shape]] = {}
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
         planned = list[Matrix]()
@@ -97,13 +96,11 @@ class Engine:
             self._rows[i] = local_rows(p.layout, p.split)
             if not p.split.is_whole or p.layout.padding:
                 self._fused[i] = self._rows[i]
-            self._shapes[i] = []
             for matrix, layout in p.matrices():
-                shape = layout.rectangle.shape
                 planned.append(matrix)
                 of_matrix.append((i, layout))
-                self._shapes[i].append(shape)
                 if tp_mode == "blockwise":
+                    shape = layout.rectangle.shape
                     matrix = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
                 self.matrices[i] += (matrix,)
         dtypes = [p.dtype for p in parameters]
@@ -249,9 +246,9 @@ class Engine:
         """This rank's rows of a parameter's logical matrices."""
         return self._rows[index]
 
-    def shapes(self, index: int) -> list[tuple[int, int]]:
+    def shapes(self, index: int) -> list[Shape]:
         """The shapes of this rank's shards, as :meth:`flat`."""
-        return self._shapes[index]
+        return [self.shard(matrix).shape for matrix in self.matrices[index]]
 
     def merge(self, indices: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
         """The inverse of :meth:`split`."""
@@ -327,7 +324,9 @@ class Engine:
         return self.sums(whole_sides, [matrix.group if matrix.sharded else "" for matrix in matrices])
 
     def gather_whole(
-        self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
+        self,
+        stacks: Sequence[Sequence[Tensor]],
+        spread: Sequence[Spread | None],
     ) -> Generator[None, None, list[list[Tensor]]]:
         """Bring whole matrices together, by one collective.
 
@@ -338,7 +337,9 @@ class Engine:
         return self._exchanged(stacks, spread, bring)
 
     def scatter_back(
-        self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
+        self,
+        stacks: Sequence[Sequence[Tensor]],
+        spread: Sequence[Spread | None],
     ) -> Generator[None, None, list[list[Tensor]]]:
         """The way back from :meth:`gather_whole`; views where nothing is exchanged."""
         return self._exchanged(stacks, spread, hand_out)

@@ -14,7 +14,7 @@ from megatron_eopt.parallel.cost import (
     step_parts,
 )
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Bucket, Plan, Shape, TpMode
+from megatron_eopt.parallel.records import Bucket, Plan, Shape, TpMode, grouped
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
@@ -30,17 +30,15 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
     if len(works) > 1:
         numbers = {name: f"  #{number}" for number, name in enumerate(works, 1)}
     costs = Costs(plan, work, rates)
-    sharing = set[str]()
-    alike: dict[tuple[Shape, str, str, str], list[Bucket]] = {}
-    for bucket in plan.buckets:  # of several chunks
+    sharing = {plan.one_of(bucket).group for bucket in plan.buckets if bucket.scheme == "share"}
+
+    def kind(bucket: Bucket) -> tuple[Shape, str, str, str]:
         matrix = plan.one_of(bucket)
-        if bucket.scheme == "share":
-            sharing.add(matrix.group)
         group = matrix.group if matrix.ranks > 1 else "-"
-        kind = matrix.shape, group, bucket.scheme, numbers.get(matrix.iteration, "")
-        alike.setdefault(kind, []).append(bucket)
+        return matrix.shape, group, bucket.scheme, numbers.get(matrix.iteration, "")
+
     apart = 0.0
-    for ((rows, cols), group, scheme, number), buckets in alike.items():
+    for ((rows, cols), group, scheme, number), buckets in grouped(plan.buckets, kind).items():  # of several chunks
         count = sum(len(bucket.matrices) for bucket in buckets)
         cost = costs.of_buckets(buckets)
         lines.append(_row(f"{count} of {rows} x {cols}", group, scheme, cost) + number)

@@ -23,7 +23,7 @@ from megatron_eopt.parallel.cost import (
     whole_flops,
     work_of,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, cut_dimension
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, cut_dimension, grouped
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 
 REPLICATED_ROWS = 1024  # most rows of a Gram matrix that every rank computes: to split it takes more collectives
@@ -79,15 +79,15 @@ def make_plan(
     validate_tp_mode(mode)
     draft = Plan(tuple(matrices), ())
     _check(draft.matrices)
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, m in enumerate(draft.matrices):
-        rectangles = () if mode in ("auto", "owner") and m.uneven else m.rectangles
-        flops = whole_flops(m.shape, work_of(m, work))
-        kind = -flops, m.group, m.shape, rectangles, m.itemsize, m.iteration, m.ranks
-        alike.setdefault(kind, []).append(index)
     if parameters is None:
         parameters = range(len(draft.matrices))
     costs = Costs(draft, work, rates)
+
+    def kind(index: int) -> tuple[Any, ...]:
+        m = draft.matrices[index]
+        rectangles = () if mode in ("auto", "owner") and m.uneven else m.rectangles
+        flops = whole_flops(m.shape, work_of(m, work))
+        return -flops, m.group, m.shape, rectangles, m.itemsize, m.iteration, m.ranks
 
     def order(bucket: Bucket) -> tuple[int, bool, float]:
         idle = bucket.scheme in ("local", "blockwise")
@@ -107,19 +107,16 @@ def make_plan(
         return costs.of_buckets(cut(of_groups)).seconds
 
     # from here on the order does not depend on that of the parameters
-    options: dict[tuple[str, int], list[list[Option]]] = {}
-    for kind in sorted(alike):
-        indices = tuple(alike[kind])
+    options: dict[str, dict[int, list[list[Option]]]] = {}  # by label and number of ranks
+    for _, indices in sorted(grouped(range(len(draft.matrices)), kind).items()):
         m = draft.matrices[indices[0]]
-        of_kind = _options(draft, indices, mode, work, m.group in share_groups)
-        options.setdefault((m.group, m.ranks), []).append(of_kind)
-    of_labels: dict[str, list[list[list[Bucket]]]] = {}
-    for group, ranks in sorted(options):
-        of_labels.setdefault(group, []).append(_best(draft, options[group, ranks], work, costs))
-    # groups of one label share chunks, and what is best in one chunk need not be best in several
+        of_kind = _options(draft, tuple(indices), mode, work, m.group in share_groups)
+        options.setdefault(m.group, {}).setdefault(m.ranks, []).append(of_kind)
     of_groups = list[list[Bucket]]()
-    for of_label in of_labels.values():
-        quickest = min(product(*of_label), key=seconds)
+    for _, by_ranks in sorted(options.items()):
+        best = [_best(draft, of_ranks, work, costs) for _, of_ranks in sorted(by_ranks.items())]
+        # groups of one label share chunks, and what is best in one chunk need not be best in several
+        quickest = min(product(*best), key=seconds)
         of_groups += quickest
     parts = list[Bucket]()
     for bucket in cut(of_groups):
@@ -128,12 +125,14 @@ def make_plan(
 
 
 def _chunks(
-    draft: Plan, buckets: Sequence[Bucket], work: Works, workspace: Workspace, parameters: Sequence[int]
+    draft: Plan,
+    buckets: Sequence[Bucket],
+    work: Works,
+    workspace: Workspace,
+    parameters: Sequence[int],
 ) -> dict[int, int]:
     """Each matrix's chunk, label by label, in the order of execution; empty if all fit."""
-    of_labels: dict[str, list[Bucket]] = {}
-    for bucket in buckets:
-        of_labels.setdefault(draft.one_of(bucket).group, []).append(bucket)
+    of_labels = grouped(buckets, lambda bucket: draft.one_of(bucket).group)
     chunk_of: dict[int, int] = {}
     for of_label in of_labels.values():
         largest = largest_iteration([draft.matrices[i] for bucket in of_label for i in bucket.matrices], work)
@@ -150,10 +149,7 @@ def _chunks(
 def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> list[Bucket]:
     found = []
     for bucket in buckets:
-        of_chunks: dict[int, list[int]] = {}
-        for i in bucket.matrices:
-            of_chunks.setdefault(chunk_of[i], []).append(i)
-        for chunk, indices in sorted(of_chunks.items()):
+        for chunk, indices in sorted(grouped(bucket.matrices, chunk_of.__getitem__).items()):
             found.append(Bucket(tuple(indices), bucket.scheme, (), chunk))
     return found
 
@@ -263,9 +259,7 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
 
 def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Compute ranks, moved to the entries where shards differ."""
-    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for i in bucket.matrices:
-        alike.setdefault(plan.matrices[i].held, []).append(i)
+    alike = grouped(bucket.matrices, lambda i: plan.matrices[i].held)
     if len(alike) == 1 or not plan.one_of(bucket).uneven:
         return compute_ranks
     # in an order that does not depend on that of the parameters, but for matrices that lie alike

@@ -1,12 +1,20 @@
 """The records of a plan, in pure Python."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, int]
+
+
+def grouped[K, T](values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Values by their keys, each in the order in which it came."""
+    found: dict[K, list[T]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return found
 
 
 class Rectangle(NamedTuple):
@@ -51,7 +59,11 @@ def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
 
 
 def cut_twice(
-    held: Shape, dim: int, ranks: int, again: int, padding: int = 0
+    held: Shape,
+    dim: int,
+    ranks: int,
+    again: int,
+    padding: int = 0,
 ) -> tuple[Shape, tuple[tuple[Rectangle, ...], ...]]:
     """A matrix cut over ``ranks``, then by rows over ``again``.
 

@@ -75,8 +75,7 @@ def run_chunks(
             for number in range(len(chunk.jobs)):
                 yield started.bucket(number, watched)
 
-    advance = next if watched is None else watched.timed("exchange", next)
-    for _ in rounds(buckets(), advance):
+    for _ in rounds(buckets(), next if watched is None else watched.exchange):
         for started in list(at_work):
             if started.finish():
                 at_work.remove(started)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from megatron_eopt.parallel.collectives import all_reduce
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.records import Matrix, grouped
 
 MOST_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
 
@@ -42,10 +42,8 @@ def norms_of(statistics: Sequence[Statistics]) -> Tensor:
 
 def sum_over(tensors: Sequence[Tensor], labels: Sequence[str], groups: Mapping[str, ProcessGroup]) -> list[Tensor]:
     """Sums of tensors over groups, by one all-reduce for each group and dtype; without a label they stay."""
-    alike: dict[tuple[str, str], list[int]] = {}
-    for i, (x, label) in enumerate(zip(tensors, labels, strict=True)):
-        if label:
-            alike.setdefault((label, str(x.dtype)), []).append(i)
+    labelled = [i for i, label in enumerate(labels) if label]
+    alike = grouped(labelled, lambda i: (labels[i], str(tensors[i].dtype)))
     pending = []
     for (label, _), indices in sorted(alike.items()):
         several = torch.cat([tensors[i].reshape(-1) for i in indices])
@@ -65,7 +63,13 @@ class _Sums:
     """
 
     def __init__(
-        self, name: str, indices: list[int], x: Tensor, matrix: Matrix, rank: int, dim: int | None = None
+        self,
+        name: str,
+        indices: list[int],
+        x: Tensor,
+        matrix: Matrix,
+        rank: int,
+        dim: int | None = None,
     ) -> None:
         self.name = name
         self.indices = indices
@@ -102,9 +106,12 @@ def statistics_of(wanted: Sequence[StatisticsRequest], groups: Mapping[str, Proc
 
     Only sums along a cut dimension are exchanged, in fp64, where no norm's square vanishes or overflows.
     """
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for i, one in enumerate(wanted):
-        alike.setdefault((one.matrix.group, one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
+
+    def kind(i: int) -> tuple[object, ...]:
+        matrix = wanted[i].matrix
+        return matrix.group, matrix.shape, matrix.rectangles, wanted[i].x.dtype
+
+    alike = grouped(range(len(wanted)), kind)
     sums = list[_Sums]()
     for indices in alike.values():
         matrix = wanted[indices[0]].matrix
@@ -122,13 +129,16 @@ def _sums_of(wanted: Sequence[StatisticsRequest], indices: list[int], matrix: Ma
     """Sums of matrices that lie like ``matrix``."""
     some = [i for i in indices if wanted[i].row_squares]
     if some:
-        yield _Sums("row_squares", some, _row_sums(_squares, [wanted[i].x for i in some]), matrix, rank, 0)
+        x = _row_sums(_squares, [wanted[i].x for i in some])
+        yield _Sums("row_squares", some, x, matrix, rank, 0)
     some = [i for i in indices if wanted[i].column_squares]
     if some:
-        yield _Sums("column_squares", some, _row_sums(_squares, [wanted[i].x.mT for i in some]), matrix, rank, 1)
+        x = _row_sums(_squares, [wanted[i].x.mT for i in some])
+        yield _Sums("column_squares", some, x, matrix, rank, 1)
     some = [i for i in indices if wanted[i].squared_norm]
     if some:
-        yield _Sums("squared_norm", some, squared_norms([wanted[i].x for i in some])[:, None], matrix, rank)
+        x = squared_norms([wanted[i].x for i in some])
+        yield _Sums("squared_norm", some, x[:, None], matrix, rank)
     others = {i: other for i in indices if (other := wanted[i].inner) is not None}
     if others:
         x = _row_sums(_products, [wanted[i].x for i in others], list(others.values()))

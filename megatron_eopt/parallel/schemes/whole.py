@@ -189,7 +189,10 @@ Exchanged = Callable[[], list[Tensor]]
 
 
 def gather(
-    stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup, short_first: bool = False
+    stacks: Sequence[Tensor],
+    matrices: Sequence[Matrix],
+    group: ProcessGroup,
+    short_first: bool = False,
 ) -> Exchanged:
     """Start to gather matrices on every rank, by all-gather.
 

@@ -102,7 +102,14 @@ class Split:
         return Pattern(sizes, tuple(blocks), tuple(runs))
 
     @lru_cache(maxsize=1024)  # noqa: B019
-    def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> "LocalRows":
+    def local(
+        self,
+        rows: int,
+        top: int,
+        bottom: int,
+        shards: int = 1,
+        padding: int = 0,
+    ) -> "LocalRows":
         """The rows of one rank: see :class:`LocalRows`."""
         return LocalRows(self.pattern(rows, shards), top, bottom, self, padding)
 
@@ -205,7 +212,14 @@ class LocalRows:
         stacked: whether the parameter has three dimensions.
     """
 
-    def __init__(self, pattern: Pattern, top: int, bottom: int, split: Split = WHOLE, padding: int = 0) -> None:
+    def __init__(
+        self,
+        pattern: Pattern,
+        top: int,
+        bottom: int,
+        split: Split = WHOLE,
+        padding: int = 0,
+    ) -> None:
         self.padding = padding
         self.transposed = split.transposed
         self.stacked = split.stacked is not None

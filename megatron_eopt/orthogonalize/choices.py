@@ -13,7 +13,12 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")
 
 
-def check_count(what: str, value: object, least: int = 1, most: int | None = None) -> None:
+def check_count(
+    what: str,
+    value: object,
+    least: int = 1,
+    most: int | None = None,
+) -> None:
     """Raise ``ValueError`` unless an integer within bounds; True is none."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")

@@ -189,7 +189,13 @@ CUSHION = 0.02407327424182761
 FIXED_POINT: Coefficients = (15 / 8, -10 / 8, 3 / 8)
 
 
-def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = CUSHION) -> tuple[Coefficients, ...]:
+def optimal_quintic(
+    lower: float,
+    upper: float,
+    steps: int,
+    *,
+    cushion: float = CUSHION,
+) -> tuple[Coefficients, ...]:
     """Odd quintics that together map ``[lower, upper]`` closest to 1.
 
     Each polynomial is the best one for the interval that those before it left: one that maps ``[l, u]`` to ``[1 - E, 1

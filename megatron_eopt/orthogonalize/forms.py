@@ -118,11 +118,24 @@ class Iteration:
             X, Y = Y, X
         return X
 
-    def _gram(self, x: Tensor, restarts: Restarts, watch: Watch | None, own: bool, dtype: torch.dtype) -> Tensor:
+    def _gram(
+        self,
+        x: Tensor,
+        restarts: Restarts,
+        watch: Watch | None,
+        own: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
         products = self.products
         if self.dtype == torch.float16:
             unit = UNIT_IN_FP16
-            X = products.normalized(x, self.dtype, unit=unit, propagate_nan=self.propagate_nan, own=own)
+            X = products.normalized(
+                x,
+                self.dtype,
+                unit=unit,
+                propagate_nan=self.propagate_nan,
+                own=own,
+            )
             return iterate_gram_fp16(X, self.schedule, restarts, products, watch=watch, dtype=dtype)
         X, _ = scaled(x, self.dtype, self.propagate_nan, own)
         return iterate_gram(X, self.schedule, restarts, products, watch=watch, normalize=True)
@@ -239,7 +252,12 @@ def gram_factor(
     return Q
 
 
-def standard_flops(rows: int, cols: int, schedule: Sequence[Coefficients], share: float = 1.0) -> float:
+def standard_flops(
+    rows: int,
+    cols: int,
+    schedule: Sequence[Coefficients],
+    share: float = 1.0,
+) -> float:
     """Operations of the standard form, ``rows <= cols``.
 
     ``share`` is the computed part of a symmetric product, 1/2 to 1. Polynomials of third order need no square.
@@ -264,7 +282,12 @@ def gram_flops(
     return segments * (2 * share + 2) * rows**2 * cols + cubes * 2 * share * rows**3
 
 
-def iteration_bytes(rows: int, cols: int, restarts: Restarts | None, itemsize: int) -> int:
+def iteration_bytes(
+    rows: int,
+    cols: int,
+    restarts: Restarts | None,
+    itemsize: int,
+) -> int:
     """Memory of an iteration; ``restarts`` None is the standard form."""
     squares = 3 if restarts is None else 5
     return (2 * rows * cols + squares * rows * rows) * itemsize

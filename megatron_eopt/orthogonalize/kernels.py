@@ -228,7 +228,12 @@ def check(
     return None
 
 
-def _wrong_norms(products: Products, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+def _wrong_norms(
+    products: Products,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
     """Why matrices over their norms, or the way back, are wrong, or None."""
     x = _random(shape, device, seed=1).bfloat16()
     length = torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True)
@@ -277,11 +282,24 @@ def _trials(
     def gram(products: Products, out: Tensor | None, x: Tensor) -> Tensor:
         return products.gram(x, out)
 
-    def addmm(products: Products, out: Tensor | None, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def addmm(
+        products: Products,
+        out: Tensor | None,
+        c: Tensor,
+        a: Tensor,
+        b: Tensor,
+    ) -> Tensor:
         return products.addmm(c, a, b, beta=-1.5, alpha=0.75, out=out)
 
     def square(products: Products, out: Tensor | None, r: Tensor) -> Tensor:
-        return products.addmm(r, r, r, beta=-4.775 / 2**14, alpha=2.0315 / 2**28, out=out)
+        return products.addmm(
+            r,
+            r,
+            r,
+            beta=-4.775 / 2**14,
+            alpha=2.0315 / 2**28,
+            out=out,
+        )
 
     yield "X X^T", gram, (x.to(dtype),)
     yield "beta C + alpha A B", addmm, (c, a, b)

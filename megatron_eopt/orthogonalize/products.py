@@ -27,15 +27,40 @@ class Products:
         """``X X^T`` of (rows x cols) matrices."""
         if x.is_cuda and x.dtype in (torch.float16, torch.float32):
             unused = x.new_empty(*x.shape[:-1], x.size(-2))
-            return mean_of_triangles(unused, x, x.mT, beta=0.0, alpha=1.0, half=unused, out=out)
+            return mean_of_triangles(
+                unused,
+                x,
+                x.mT,
+                beta=0.0,
+                alpha=1.0,
+                half=unused,
+                out=out,
+            )
         product = torch.bmm if x.ndim == 3 else torch.mm
         out = product(x, x.mT, out=out)
         return _mirrored(out) if out.dtype == torch.float16 else out
 
-    def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
+    def addmm(
+        self,
+        c: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        beta: float,
+        alpha: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """``beta C + alpha A B`` of symmetric matrices."""
         if c.is_cuda and c.dtype in (torch.float16, torch.float32):
-            return mean_of_triangles(c, a, b, beta=beta, alpha=alpha, half=torch.empty_like(c), out=out)
+            return mean_of_triangles(
+                c,
+                a,
+                b,
+                beta=beta,
+                alpha=alpha,
+                half=torch.empty_like(c),
+                out=out,
+            )
         fused = torch.baddbmm if c.ndim == 3 else torch.addmm
         out = fused(c, a, b, beta=beta, alpha=alpha, out=out)
         return _mirrored(out) if out.dtype == torch.float16 else out
@@ -55,7 +80,12 @@ class Products:
         ``propagate_nan`` a matrix that is not finite becomes zero.
         """
         x, power = scaled(x, dtype, propagate_nan, own)
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
+        norm = torch.linalg.vector_norm(
+            x,
+            dim=(-2, -1),
+            keepdim=True,
+            dtype=power.dtype,
+        )
         return over_norms(x, norm, dtype, unit)
 
     def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
@@ -63,7 +93,12 @@ class Products:
         return x.to(dtype).div_(divisor)
 
 
-def scaled(x: Tensor, dtype: torch.dtype, propagate_nan: bool = True, own: bool = False) -> tuple[Tensor, Tensor]:
+def scaled(
+    x: Tensor,
+    dtype: torch.dtype,
+    propagate_nan: bool = True,
+    own: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Divide matrices by powers of two near their 1-norms, for products in ``dtype``.
 
     The division is exact. Squares of entries below 1e-19 vanish in fp32, above 1e19 they overflow: afterwards none that
@@ -97,7 +132,12 @@ _POWERS = {
 }
 
 
-def over_norms(x: Tensor, norm: Tensor, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
+def over_norms(
+    x: Tensor,
+    norm: Tensor,
+    dtype: torch.dtype,
+    unit: float = 1.0,
+) -> Tensor:
     """Scaled matrices over their norms, times ``unit``, in ``dtype``.
 
     A zero matrix stays zero. The result is contiguous, and takes the memory of ``x`` where it has as many bytes.
@@ -159,7 +199,16 @@ class Blocked(Products):
             out = x.new_empty(*x.shape[:-1], x.size(-2))
         return self._fill(out, x, x.mT, beta=0.0, alpha=1.0)
 
-    def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
+    def addmm(
+        self,
+        c: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        beta: float,
+        alpha: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See :class:`Products`."""
         if c.size(-1) < self.smallest:
             return super().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
@@ -176,7 +225,15 @@ class Blocked(Products):
         diagonal.copy_(before)
         return out
 
-    def _fill(self, out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> Tensor:
+    def _fill(
+        self,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        beta: float,
+        alpha: float,
+    ) -> Tensor:
         """``out <- beta out + alpha A B``, symmetric."""
         if out.ndim == 3:
             for matrices in zip(out, a, b, strict=True):

@@ -72,7 +72,13 @@ def fastest(times: Tensor) -> str | None:
     return ", ".join(chosen) or None
 
 
-def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Fp32Precision) -> float:
+def _time(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    precision: Fp32Precision,
+) -> float:
     short, long = sorted(shape[-2:])
     stack = [min(n, max(1, MOST_ENTRIES // (short * long))) for n in shape[:-2]]
     numbers = torch.Generator(device).manual_seed(0)

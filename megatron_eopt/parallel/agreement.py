@@ -93,7 +93,12 @@ def times_kernels(kernel: str | None, kept: str | None, device: torch.device) ->
     return kernel is None and kept is None and timing.is_timed(device)
 
 
-def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None, groups: Groups) -> str:
+def agreed_kernel(
+    products: KernelProducts,
+    kernel: str | None,
+    kept: str | None,
+    groups: Groups,
+) -> str:
     """The choice of a kernel, the same on the ranks of all groups.
 
     ``kernel`` is that of the user, ``kept`` that of the checkpoint or the run. If neither is given, kernels are timed

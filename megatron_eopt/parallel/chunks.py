@@ -100,7 +100,12 @@ class Compiler:
         share = 0.5
         if self.device.type == "cpu":
             share = default_products(self.device, torch.float32).share(short)
-        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
+        return Work(
+            schedule=iteration.schedule,
+            restarts=iteration.restarts,
+            share=share,
+            itemsize=itemsize,
+        )
 
     def product_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the products of the standard form."""

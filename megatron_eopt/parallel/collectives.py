@@ -45,7 +45,13 @@ class Counters:
 counters = Counters()
 
 
-def sent_bytes(collective: str, size: int, ranks: int, rank: int = 0, root: int = 0) -> int:
+def sent_bytes(
+    collective: str,
+    size: int,
+    ranks: int,
+    rank: int = 0,
+    root: int = 0,
+) -> int:
     """Bytes that a rank sends in a collective.
 
     By ring algorithms (Thakur, Rabenseifner and Gropp, 2005); a reduce and a broadcast are chains. ``size`` is what

@@ -94,7 +94,12 @@ def cube_flops(shape: Shape, work: Work) -> float:
     return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share)
 
 
-def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
+def bucket_flops(
+    plan: Plan,
+    bucket: Bucket,
+    rank: int,
+    work: Works,
+) -> float:
     """Operations of one rank of the bucket's group."""
     matrix = plan.one_of(bucket)
     work = work_of(matrix, work)
@@ -119,7 +124,12 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
     return count * products + computed * cubes
 
 
-def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, tuple[int, int]]:
+def bucket_traffic(
+    plan: Plan,
+    bucket: Bucket,
+    rank: int,
+    work: Works,
+) -> dict[str, tuple[int, int]]:
     """Collective -> number of calls, and bytes this rank sends.
 
     - ``owner``: each rank of the compute rank's copy sends its shard of a matrix there; all others get shards back.
@@ -261,7 +271,12 @@ def _busiest(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(max, zip(*costs, strict=True)))
 
 
-def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
+def _rank_costs(
+    plan: Plan,
+    bucket: Bucket,
+    work: Works,
+    rates: Rates,
+) -> list[Cost]:
     """A bucket's cost for each rank, computed once for equals."""
     matrix = plan.one_of(bucket)
     owned = Counter(bucket.compute_ranks)

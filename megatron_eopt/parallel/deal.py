@@ -51,7 +51,13 @@ class Deal:
 class Times:
     """Predicted seconds of a hand's step on its busiest rank."""
 
-    def __init__(self, kinds: Sequence[Item], work: Works, mode: TpMode, rates: Rates) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[Item],
+        work: Works,
+        mode: TpMode,
+        rates: Rates,
+    ) -> None:
         self._kinds = kinds
         self._settings = (mode, work, rates)
         self._known: dict[Hand, float] = {}
@@ -129,7 +135,12 @@ def deal(
     return Deal(tuple(by_size), replaced, replaced)
 
 
-def _dealt(items: Sequence[tuple[int, int]], hands: list[Hand], room: float, times: Times) -> list[int] | None:
+def _dealt(
+    items: Sequence[tuple[int, int]],
+    hands: list[Hand],
+    room: float,
+    times: Times,
+) -> list[int] | None:
     """The rank of each (kind, entries), which is added to its hand; None if they do not fit."""
     filled = [0] * len(hands)
     ranks = []

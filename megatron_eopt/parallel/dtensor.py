@@ -138,7 +138,12 @@ def _rectangles(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Rectangl
     return tuple(result)
 
 
-def _held(dim: int, length: int, cuts: Sequence[Cut], coordinates: Sequence[int]) -> range | None:
+def _held(
+    dim: int,
+    length: int,
+    cuts: Sequence[Cut],
+    coordinates: Sequence[int],
+) -> range | None:
     """Indices of a dimension on a rank; None unless consecutive.
 
     A shard cuts what earlier mesh dimensions left, ``_StridedShard`` each of ``split_factor`` parts of it.

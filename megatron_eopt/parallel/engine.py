@@ -101,7 +101,12 @@ class Engine:
                 of_matrix.append((i, layout))
                 if tp_mode == "blockwise":
                     shape = layout.rectangle.shape
-                    matrix = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
+                    matrix = replace(
+                        matrix,
+                        shape=shape,
+                        rectangles=(whole(shape),),
+                        group="",
+                    )
                 self.matrices[i] += (matrix,)
         dtypes = [p.dtype for p in parameters]
         self._compiler = Compiler(of_matrix, dtypes, iterations, self.groups, self._first, device, workspace)

@@ -22,7 +22,12 @@ _COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
 _LINE = "{:<24}{:>20}{:>18}{:>15}{:>13}{:>13}{:>13}"
 
 
-def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Workspace = DEFAULT_WORKSPACE) -> str:
+def explain(
+    plan: Plan,
+    work: Works,
+    rates: Rates = DEFAULT_RATES,
+    workspace: Workspace = DEFAULT_WORKSPACE,
+) -> str:
     """A table of costs by shape and scheme, beside other schemes."""
     lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
     works = {"": work} if isinstance(work, Work) else work
@@ -94,7 +99,12 @@ def explain_offloaded(state: Sequence[int]) -> str:
     )
 
 
-def _row(name: str, group: str, scheme: str, cost: Cost) -> str:
+def _row(
+    name: str,
+    group: str,
+    scheme: str,
+    cost: Cost,
+) -> str:
     flops = figure(cost.flops / 1e9)
     sent = figure(cost.bytes / 1e6)
     ms = figure(cost.seconds * 1e3)

@@ -69,7 +69,12 @@ def on_one_rank(shape: Shape) -> Layout:
     return Layout(shape, (whole(shape),))
 
 
-def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None = None, label: str = "dp") -> Layout:
+def shared_out(
+    layout: Layout,
+    group: ProcessGroup,
+    joint: ProcessGroup | None = None,
+    label: str = "dp",
+) -> Layout:
     """The layout that shares out work on data-parallel copies.
 
     A cut matrix keeps its layout unless ``joint`` has the ranks of both groups, copy by copy, as Megatron numbers them.
@@ -82,7 +87,13 @@ def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None =
         return layout
     shards = layout.shards or (layout.ranks if layout.dim == 0 else 1)
     rectangles = layout.rectangles * group.size()
-    return replace(layout, rectangles=rectangles, group=joint, label=f"{layout.label} x {label}", shards=shards)
+    return replace(
+        layout,
+        rectangles=rectangles,
+        group=joint,
+        label=f"{layout.label} x {label}",
+        shards=shards,
+    )
 
 
 def _grid_ranks(first: ProcessGroup, second: ProcessGroup) -> list[int]:
@@ -164,7 +175,12 @@ def layout_of(
     return cut_over((rows, cols), None if tp is None else dim, tp, f"{prefix}tp")
 
 
-def cut_over(held: Shape, dim: int | None, group: ProcessGroup | None, label: str = "tp") -> Layout:
+def cut_over(
+    held: Shape,
+    dim: int | None,
+    group: ProcessGroup | None,
+    label: str = "tp",
+) -> Layout:
     """The layout of equal shards; a whole matrix without ``dim``."""
     rows, cols = held
     if dim is None or group is None or group.size() == 1:
@@ -173,7 +189,13 @@ def cut_over(held: Shape, dim: int | None, group: ProcessGroup | None, label: st
     return Layout(shape, cut(shape, dim, group.size()), group, label)
 
 
-def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: ProcessGroup, prefix: str) -> Layout:
+def _cut_again(
+    parameter: Tensor,
+    dim: int,
+    tp: ProcessGroup | None,
+    gtp: ProcessGroup,
+    prefix: str,
+) -> Layout:
     """The layout cut by ``tp``, then along rows by ``gtp``."""
     if parameter.ndim != 2:
         raise ValueError(f"a stack of matrices {tuple(parameter.shape)} cannot be cut a second time: keep them apart")
@@ -205,7 +227,12 @@ def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
         for r in layout.rectangles:
             grid.append(Rectangle(r.top + down, r.bottom + down, r.left + right, r.right + right))
     group, rectangles = _over_both(tp, layout.group, grid)
-    return replace(cut, rectangles=rectangles, group=group, label=f"tp x {layout.label}")
+    return replace(
+        cut,
+        rectangles=rectangles,
+        group=group,
+        label=f"tp x {layout.label}",
+    )
 
 
 def _over_both(

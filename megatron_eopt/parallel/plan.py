@@ -157,7 +157,13 @@ def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> list[Bucket]
 Option = tuple[Bucket, ...]  # a way to serve equal matrices, without compute ranks
 
 
-def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, share: bool) -> list[Option]:
+def _options(
+    draft: Plan,
+    indices: tuple[int, ...],
+    mode: TpMode,
+    work: Works,
+    share: bool,
+) -> list[Option]:
     """Ways to serve equal matrices, by preference."""
     matrix = draft.matrices[indices[0]]
 
@@ -197,7 +203,12 @@ def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, s
     return options
 
 
-def _best(draft: Plan, options: Sequence[list[Option]], work: Works, costs: Costs) -> list[list[Bucket]]:
+def _best(
+    draft: Plan,
+    options: Sequence[list[Option]],
+    work: Works,
+    costs: Costs,
+) -> list[list[Bucket]]:
     """Options of a group with compute ranks, the quickest first."""
 
     def serve(picked: Sequence[Option]) -> list[Bucket]:

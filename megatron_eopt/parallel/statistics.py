@@ -125,7 +125,12 @@ def statistics_of(wanted: Sequence[StatisticsRequest], groups: Mapping[str, Proc
     return statistics
 
 
-def _sums_of(wanted: Sequence[StatisticsRequest], indices: list[int], matrix: Matrix, rank: int) -> Iterator[_Sums]:
+def _sums_of(
+    wanted: Sequence[StatisticsRequest],
+    indices: list[int],
+    matrix: Matrix,
+    rank: int,
+) -> Iterator[_Sums]:
     """Sums of matrices that lie like ``matrix``."""
     some = [i for i in indices if wanted[i].row_squares]
     if some:

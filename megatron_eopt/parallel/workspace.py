@@ -36,7 +36,12 @@ class Workspace:
 DEFAULT_WORKSPACE = Workspace()
 
 
-def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
+def bucket_bytes(
+    matrix: Matrix,
+    scheme: Scheme,
+    count: int,
+    most: int,
+) -> int:
     """Most bytes of a bucket; ``most`` entries on a rank.
 
     Shards, buffers, whole matrices and factors, without the iteration. The schemes show when each is freed.
@@ -58,7 +63,12 @@ def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
     return largest + 3 * max(most, count) * 4 + count * 4 * matrix.shape[1 - cut] ** 2 * 4
 
 
-def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, largest: int) -> dict[int, int]:
+def in_chunks(
+    plan: Plan,
+    parameters: Sequence[int],
+    workspace: Workspace,
+    largest: int,
+) -> dict[int, int]:
     """The chunk of each matrix in a plan's buckets.
 
     All matrices of a parameter (``parameters`` has its number) are in one chunk. If the plan does not fit into the
@@ -131,7 +141,12 @@ def _like(plan: Plan) -> dict[int, int]:
     return like
 
 
-def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:
+def _needed(
+    plan: Plan,
+    bucket: Bucket,
+    counts: Mapping[int, int],
+    workspace: Workspace,
+) -> int:
     """Bytes of some matrices of a bucket, counted by :func:`_like`."""
     held = Counter[int]()
     for i, count in counts.items():

@@ -28,7 +28,12 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
         X = X.new_zeros(*X.shape[:-1], 1)
     with job.phase():
         X, power = scaled(X, iteration.dtype)
-        norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=power.dtype)
+        norm = torch.linalg.vector_norm(
+            X,
+            dim=(-2, -1),
+            keepdim=True,
+            dtype=power.dtype,
+        )
     pending = all_reduce((norm.double() * power.double()).square(), group)
     yield
     norm = (pending.wait().sqrt() / power.double()).to(power.dtype)
@@ -126,7 +131,14 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
             grams = iteration.products.gram(X.mT if dim == 0 else X).to(wide)
         if start == 0:
             grams.mul_(undo).mul_(undo)
-        factors = partial(_factors, job=job, start=start, end=end, unit=unit, watch=watch)
+        factors = partial(
+            _factors,
+            job=job,
+            start=start,
+            end=end,
+            unit=unit,
+            watch=watch,
+        )
         Q = yield from exchange(grams, factors)
         del grams
         if start == 0:
@@ -138,7 +150,15 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
     return X.to(dtype)
 
 
-def _factors(grams: Tensor, *, job: Job, start: int, end: int, unit: float, watch: Watch | None) -> None:
+def _factors(
+    grams: Tensor,
+    *,
+    job: Job,
+    start: int,
+    end: int,
+    unit: float,
+    watch: Watch | None,
+) -> None:
     """Replace (n x rows x rows) by ``Q``, in place."""
     iteration = job.iteration
     schedule = in_units(iteration.schedule[start:end], unit)

@@ -4,7 +4,7 @@ docs/logical-matrices.md lists which of Megatron's parameters needs which declar
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.matrices.split import WHOLE, Part, Split
+from megatron_eopt.matrices.split import WHOLE, Order, Part, Split
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _GROUP_PARTS = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}
 
 def interleaved(**rows: int) -> Split:
     """Consecutive groups (or heads) with these rows of every matrix."""
-    return Split(tuple(Part(name, size) for name, size in rows.items()))
+    return _in_order("interleaved", rows)
 
 
 def per_shard(**rows: int | None) -> Split:
@@ -32,12 +32,16 @@ def per_shard(**rows: int | None) -> Split:
 
     Rows are over all shards; None is an equal share of the rows that the others leave.
     """
-    return Split(tuple(Part(name, size) for name, size in rows.items()), "per_shard")
+    return _in_order("per_shard", rows)
 
 
 def concatenated(**rows: int | None) -> Split:
     """Matrices one behind another; rows as in :func:`per_shard`."""
-    return Split(tuple(Part(name, size) for name, size in rows.items()), "concatenated")
+    return _in_order("concatenated", rows)
+
+
+def _in_order(order: Order, rows: Mapping[str, int | None]) -> Split:
+    return Split(tuple(Part(name, size) for name, size in rows.items()), order)
 
 
 def heads(name: str, rows: int) -> Split:
@@ -53,19 +57,21 @@ def query_key_value(shapes: Sequence[int], per_head: bool = False) -> Split:
         per_head: each head is a matrix. A group has one head of k and one of v; heads of q have the rows of k's, heads
             of the gate those of v's.
     """
+    names = _GROUP_PARTS.get(len(shapes))
     if not per_head:
-        names = _GROUP_PARTS.get(len(shapes)) or [f"part {i}" for i in range(len(shapes))]
-        return Split(tuple(map(Part, names, shapes)))
-    if len(shapes) not in _GROUP_PARTS:
+        return Split(tuple(map(Part, names or [f"part {i}" for i in range(len(shapes))], shapes)))
+    if names is None:
         raise ValueError(f"a group has q, k and v or q, gate, k and v, got {len(shapes)} parts: {list(shapes)}")
     *_, k, v = shapes
     heads = (k, k, v) if len(shapes) == 3 else (k, v, k, v)
-    return Split(tuple(map(Part, _GROUP_PARTS[len(shapes)], shapes, heads)))
+    return Split(tuple(map(Part, names, shapes, heads)))
 
 
 def key_value(k: int, v: int, per_head: bool = False) -> Split:
     """Keys, then values of each head: ``linear_kv``, MLA's ``kv_up_proj``."""
-    return Split((Part("k", k, k if per_head else None), Part("v", v, v if per_head else None)))
+    if per_head:
+        return Split((Part("k", k, each=k), Part("v", v, each=v)))
+    return interleaved(k=k, v=v)
 
 
 def latent_down(q: int, kv: int, k_rope: int) -> Split:
@@ -186,9 +192,9 @@ def split_of(
 
 def check_split_shapes(shapes: Sequence[int] | None, lengths: Sequence[int] = (3, 4)) -> tuple[int, ...]:
     """Rows of q, (gate,) k and v in a group."""
-    of_numbers = shapes is not None and all(type(rows) is int and rows > 0 for rows in shapes)
-    if shapes is None or not of_numbers or len(shapes) not in lengths:
-        wanted = " or ".join(map(str, lengths))
-        got = None if shapes is None else list(shapes)
-        raise ValueError(f"split_qkv needs qkv_split_shapes: {wanted} positive integers, got {got}")
-    return tuple(shapes)
+    found = () if shapes is None else tuple(shapes)
+    if len(found) in lengths and all(type(rows) is int and rows > 0 for rows in found):
+        return found
+    wanted = " or ".join(map(str, lengths))
+    got = None if shapes is None else list(shapes)
+    raise ValueError(f"split_qkv needs qkv_split_shapes: {wanted} positive integers, got {got}")

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import prod
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -103,7 +102,14 @@ class Split:
         return Pattern(sizes, tuple(blocks), tuple(runs))
 
     @lru_cache(maxsize=1024)  # noqa: B019
-    def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> "LocalRows":
+    def local(
+        self,
+        rows: int,
+        top: int,
+        bottom: int,
+        shards: int = 1,
+        padding: int = 0,
+    ) -> "LocalRows":
         """The rows of one rank: see :class:`LocalRows`."""
         return LocalRows(self.pattern(rows, shards), top, bottom, self, padding)
 
@@ -114,28 +120,27 @@ class Split:
     def _repeats(self, rows: int, shards: int) -> tuple[int, tuple[int, ...]]:
         """Number of repeats, and rows of each part in one."""
         sizes = [part.rows or 0 for part in self.parts]
-        declared = sum(sizes)
+        left = rows - sum(sizes)
         if self.order == "interleaved":
-            if rows % declared or not rows:
+            repeats, more = divmod(rows, sum(sizes))
+            if more or not rows:
                 raise ValueError(
-                    f"{rows} rows over all ranks are not a multiple of the {declared} of one query group {sizes} "
+                    f"{rows} rows over all ranks are not a multiple of the {sum(sizes)} of one query group {sizes} "
                     f"(or head): pass the rows of each part in one group, or turn the split off (QKV splitting, say)"
                 )
-            return rows // declared, tuple(sizes)
-        repeats = shards if self.order == "per_shard" else 1
+            return repeats, tuple(sizes)
         shares = sizes.count(0)
-        left = rows - declared
         share = left // shares if shares else 0
         if left != share * shares or (shares and share <= 0):
             listed = ", ".join(f"{part.name} {part.rows or 'the rest'}" for part in self.parts)
             raise ValueError(f"{rows} rows over all ranks are not those declared: {listed}")
-        of_repeat = []
-        for part, size in zip(self.parts, sizes, strict=True):
-            size = size or share
+        repeats = shards if self.order == "per_shard" else 1
+        for i, part in enumerate(self.parts):
+            size = sizes[i] or share
             if size % repeats:
                 raise ValueError(f"{part.name} has {size} rows, of which {repeats} shards cannot have equal parts")
-            of_repeat.append(size // repeats)
-        return repeats, tuple(of_repeat)
+            sizes[i] = size // repeats
+        return repeats, tuple(sizes)
 
 
 WHOLE = Split()
@@ -186,14 +191,14 @@ class Pattern:
 
     def between(self, top: int, bottom: int) -> list[Run]:
         """The runs of the fused rows ``top:bottom``."""
-        places = []
+        found = []
         row = 0
         for matrix, rows in self.runs:
             inside = min(row + rows, bottom) - max(row, top)
             if inside > 0:
-                places.append((matrix, inside))
+                found.append((matrix, inside))
             row += rows
-        return places
+        return found
 
 
 class LocalRows:
@@ -207,18 +212,27 @@ class LocalRows:
         stacked: whether the parameter has three dimensions.
     """
 
-    def __init__(self, pattern: Pattern, top: int, bottom: int, split: Split = WHOLE, padding: int = 0) -> None:
+    def __init__(
+        self,
+        pattern: Pattern,
+        top: int,
+        bottom: int,
+        split: Split = WHOLE,
+        padding: int = 0,
+    ) -> None:
         self.padding = padding
         self.transposed = split.transposed
         self.stacked = split.stacked is not None
         self._shape = (bottom - top,) if split.stacked is None else (split.stacked, bottom - top)
-        runs: list[Run] = []
-        for layer in range(split.stacked or 1):
-            for matrix, rows in pattern.between(top, bottom):
-                runs.append((layer * len(pattern.blocks) + matrix, rows))
-        self._sections = _sections(runs, len(pattern.sizes))
+        layers = split.stacked or 1
+        count = len(pattern.blocks)
+        local_runs = pattern.between(top, bottom)
+        self._runs: list[Run] = []
+        for layer in range(layers):
+            self._runs += [(layer * count + matrix, rows) for matrix, rows in local_runs]
+        self._sections = _sections(self._runs, len(pattern.sizes))
         self._of_section = [0] * len(self._sections)  # rows
-        self._of_matrix: list[list[int]] = [[] for _ in range(len(pattern.blocks) * (split.stacked or 1))]
+        self._of_matrix: list[list[int]] = [[] for _ in range(count * layers)]
         for number, (repeats, some) in enumerate(self._sections):
             for matrix, rows in some:
                 self._of_section[number] += repeats * rows
@@ -240,17 +254,16 @@ class LocalRows:
 
         Each run is a layer of the stack, its first row there (column if transposed), and how many follow.
         """
-        of_matrices = []
-        rows = self._shape[-1]
-        if len(self._of_matrix) == 1 and not self.stacked:
-            return [[(0, 0, rows)]]
-        for numbers in self._split(torch.arange(prod(self._shape)).view(*self._shape, 1)):
-            numbers = numbers.flatten()
-            jumps = (numbers.diff() != 1) | (numbers[1:] % max(1, rows) == 0)
-            starts = torch.cat([torch.zeros(1, dtype=torch.int64), jumps.nonzero().flatten() + 1])[: numbers.numel()]
-            counts = torch.cat([starts, torch.tensor([numbers.numel()])]).diff()
-            pairs = zip(numbers[starts].tolist(), counts.tolist(), strict=False)
-            of_matrices.append([(*divmod(number, rows), count) for number, count in pairs])
+        of_matrices: list[list[tuple[int, int, int]]] = [[] for _ in self._of_matrix]
+        done = 0
+        for matrix, rows in self._runs:
+            layer, first = divmod(done, self._shape[-1])
+            done += rows
+            found = of_matrices[matrix]
+            if found and found[-1][0] == layer and found[-1][1] + found[-1][2] == first:
+                _, first, before = found.pop()
+                rows += before
+            found.append((layer, first, rows))
         return of_matrices
 
     def _split(self, x: Tensor) -> list[Tensor]:
@@ -259,8 +272,7 @@ class LocalRows:
         flat = x.flatten(0, -2)
         pieces: list[list[Tensor]] = [[] for _ in self._of_matrix]
         for section, (repeats, runs) in zip(flat.split(self._of_section), self._sections, strict=True):
-            lengths = [rows for _, rows in runs]
-            of_runs = section.unflatten(0, (repeats, -1)).split(lengths, 1)
+            of_runs = section.unflatten(0, (repeats, -1)).split([rows for _, rows in runs], 1)
             for (matrix, _), rows in zip(runs, of_runs, strict=True):
                 pieces[matrix].append(rows.flatten(0, 1))
         return [_joined(some or [flat[:0]]) for some in pieces]
@@ -281,10 +293,10 @@ class LocalRows:
         sections = []
         for repeats, runs in self._sections:
             of_runs = [next(pieces[matrix]) for matrix, _ in runs]
-            if repeats == 1:
-                sections += of_runs
-            else:
-                sections.append(torch.cat([rows.unflatten(0, (repeats, -1)) for rows in of_runs], 1).flatten(0, 1))
+            if repeats > 1:
+                repeated = [rows.unflatten(0, (repeats, -1)) for rows in of_runs]
+                of_runs = [torch.cat(repeated, 1).flatten(0, 1)]
+            sections += of_runs
         flat = _joined(sections or [matrices[0]])
         return flat.view(*self._shape, flat.size(1))
 

@@ -18,7 +18,7 @@ from megatron_eopt.optimizers import step_choice
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
-from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
+from megatron_eopt.orthogonalize.kernels import reason_against
 from megatron_eopt.parallel.agreement import hashed, in_turns, lowest_of_all, versions
 from megatron_eopt.parallel.collectives import lowest, told, values_of
 from megatron_eopt.parallel.layout import is_expert
@@ -172,7 +172,7 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
             if given is None:
                 times[kind] = times[kind].maximum(timing.times(*products))
             else:
-                reason_against(given, *products, KERNELS)
+                reason_against(given, *products)
         return times
 
     world = {"world": dist.group.WORLD} if dist.group.WORLD else {}

@@ -28,10 +28,11 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.weight_step import on_spheres
 from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.engine import Engine, Spread
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import rounds
+from megatron_eopt.parallel.schemes.whole import Spread
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 from megatron_eopt.settings.values import Scalar
 

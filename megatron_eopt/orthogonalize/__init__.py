@@ -7,9 +7,9 @@ from megatron_eopt.orthogonalize.coefficients import get_coefficients as get_coe
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types as get_supported_coefficient_types
 from megatron_eopt.orthogonalize.coefficients import optimal_quintic as optimal_quintic
 from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type as validate_coefficient_type
+from megatron_eopt.orthogonalize.forms import Iteration as Iteration
 from megatron_eopt.orthogonalize.forms import Preset as Preset
 from megatron_eopt.orthogonalize.newton_schulz import Form as Form
-from megatron_eopt.orthogonalize.newton_schulz import Iteration as Iteration
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz as NewtonSchulz
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz as newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision as MatmulPrecision

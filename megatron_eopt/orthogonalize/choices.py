@@ -13,7 +13,12 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")
 
 
-def check_count(what: str, value: object, least: int = 1, most: int | None = None) -> None:
+def check_count(
+    what: str,
+    value: object,
+    least: int = 1,
+    most: int | None = None,
+) -> None:
     """Raise ``ValueError`` unless an integer within bounds; True is none."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")
@@ -23,9 +28,9 @@ def check_count(what: str, value: object, least: int = 1, most: int | None = Non
 
 def check_arguments(made_by: Callable[..., Any], given: Iterable[str]) -> None:
     """Raise ``TypeError`` for an argument that ``made_by`` does not take."""
-    taken = inspect.signature(made_by).parameters.values()
-    if all(argument.kind is not argument.VAR_KEYWORD for argument in taken):
-        check_named(made_by.__name__, sorted(given), [argument.name for argument in taken])
+    taken = inspect.signature(made_by).parameters
+    if all(argument.kind is not argument.VAR_KEYWORD for argument in taken.values()):
+        check_named(made_by.__name__, sorted(given), taken)
 
 
 def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -44,17 +49,21 @@ def close(name: str, known: Iterable[str]) -> list[str]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``, did you mean 'NAME'?`` if a name is near."""
-    alike = close(name, known)
-    return f", did you mean {alike[0]!r}?" if alike else ""
+    for near in close(name, known):
+        return f", did you mean {near!r}?"
+    return ""
 
 
 def near_or_all(name: object, known: Iterable[str]) -> str:
     """As :func:`did_you_mean`, else ``: expected`` and all names."""
     names = list(known)
-    return (did_you_mean(name, names) if isinstance(name, str) else "") or f": expected {listing(names)}"
+    near = did_you_mean(name, names) if isinstance(name, str) else ""
+    return near or f": expected {listing(names)}"
 
 
 def listing(names: Iterable[str], word: str = "or") -> str:
     """Names as a sentence has them: ``a, b or c``."""
     *rest, last = names
-    return f"{', '.join(rest)} {word} {last}" if rest else last
+    if not rest:
+        return last
+    return f"{', '.join(rest)} {word} {last}"

@@ -139,14 +139,20 @@ def set_length(coefficient_type: CoefficientType) -> int:
 
 
 def composite_range(
-    schedule: Sequence[Coefficients], lower: float = 1e-2, upper: float = 1.0, points: int = 20_001
+    schedule: Sequence[Coefficients],
+    lower: float = 1e-2,
+    upper: float = 1.0,
+    points: int = 20_001,
 ) -> tuple[float, float]:
     """Least and largest value of a schedule on ``[lower, upper]``.
 
     Sampled in fp64 on a logarithmic and a linear grid of ``points`` each; (1, 1) is an exact orthogonal factor.
     """
     logarithmic = torch.logspace(
-        torch.tensor(lower).log10().item(), torch.tensor(upper).log10().item(), points, dtype=torch.float64
+        torch.tensor(lower).log10().item(),
+        torch.tensor(upper).log10().item(),
+        points,
+        dtype=torch.float64,
     )
     linear = torch.linspace(lower, upper, points, dtype=torch.float64)
     values = torch.cat((logarithmic, linear)).clamp(lower, upper)
@@ -183,7 +189,13 @@ CUSHION = 0.02407327424182761
 FIXED_POINT: Coefficients = (15 / 8, -10 / 8, 3 / 8)
 
 
-def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = CUSHION) -> tuple[Coefficients, ...]:
+def optimal_quintic(
+    lower: float,
+    upper: float,
+    steps: int,
+    *,
+    cushion: float = CUSHION,
+) -> tuple[Coefficients, ...]:
     """Odd quintics that together map ``[lower, upper]`` closest to 1.
 
     Each polynomial is the best one for the interval that those before it left: one that maps ``[l, u]`` to ``[1 - E, 1

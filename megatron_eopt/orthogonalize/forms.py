@@ -1,14 +1,17 @@
 """The two forms of Newton-Schulz: arithmetic, cost and restarts."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.products import Products, square_work
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, in_precision
+from megatron_eopt.orthogonalize.products import Products, scaled, square_work
 
 Restarts = tuple[int, ...]  # steps, counted from 1, after which the Gram form computes its Gram matrix anew
 
@@ -55,24 +58,87 @@ def nonzero(norm: Tensor) -> Tensor:
     return torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
-def iterate_standard(
-    X: Tensor, schedule: Sequence[Coefficients], products: Products, watch: Watch | None = None
-) -> Tensor:
-    """Apply a schedule to a normalized ``X``, step by step.
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """The decided iteration for one shape, dtype and device."""
 
-    ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``. ``X``, (rows x cols) or (n x rows x cols),
-    best with the short side first, is overwritten.
-    """
-    fused = torch.baddbmm if X.ndim == 3 else torch.addmm
-    gram, factor = square_work(X, 2)
-    Y = torch.empty_like(X)
-    for step, (a, b, c) in enumerate(schedule):
-        A = products.gram(X, out=gram)
-        if watch is not None:
-            watch(step, A)
-        Z, scale = (A, b) if c == 0 else (products.addmm(A, A, A, beta=b, alpha=c, out=factor), 1)
-        X, Y = fused(X, Z, X, beta=a, alpha=scale, out=Y), X
-    return X
+    schedule: tuple[Coefficients, ...]  # one (a, b, c) per step
+    restarts: Restarts | None  # of the Gram form; None for the standard form
+    dtype: torch.dtype  # of the products
+    products: Products
+    precision: MatmulPrecision | None  # of fp32 products; None in bf16 and fp64
+    transposed: bool  # whether the matrices have more rows than columns
+    chunk: int  # matrices of a stack that are worked on at once
+    one_by_one: bool  # whether single matrices are faster than a stack
+    propagate_nan: bool  # whether a matrix that is not finite gives NaN, or zero
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The orthogonal factors of a matrix or a stack."""
+        if x.ndim == 3 and x.size(0) > self.chunk:
+            return torch.cat([self.run(part) for part in x.split(self.chunk)])
+        return self.run(x)
+
+    def run(self, x: Tensor, watch: Watch | None = None, own: bool = False) -> Tensor:
+        """Orthogonalize at most ``chunk`` matrices, in their memory if ``own``."""
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        X = x.mT if self.transposed else x
+        if x.device.type == "cpu" and not X.is_contiguous():  # it transposes a copy far faster than a quotient
+            X = X.clone(memory_format=torch.contiguous_format)
+            own = True
+        with self.in_precision():
+            if self.restarts is None:
+                factor = self._standard(X, watch, own)
+            else:
+                factor = self._gram(X, self.restarts, watch, own, x.dtype)
+        if self.transposed:
+            factor = factor.mT
+        return factor.to(x.dtype)
+
+    def in_precision(self) -> AbstractContextManager[None]:
+        """A context in which products have this iteration's precision."""
+        return nullcontext() if self.precision is None else in_precision(self.dtype, self.precision)
+
+    def _standard(self, x: Tensor, watch: Watch | None, own: bool) -> Tensor:
+        """``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``, from ``x`` over its norm."""
+        products = self.products
+        X = products.normalized(x, self.dtype, propagate_nan=self.propagate_nan, own=own)
+        fused = torch.baddbmm if X.ndim == 3 else torch.addmm
+        gram, factor = square_work(X, 2)
+        Y = torch.empty_like(X)
+        for step, (a, b, c) in enumerate(self.schedule):
+            A = products.gram(X, out=gram)
+            if watch is not None:
+                watch(step, A)
+            if c == 0:
+                fused(X, A, X, beta=a, alpha=b, out=Y)
+            else:
+                Z = products.addmm(A, A, A, beta=b, alpha=c, out=factor)
+                fused(X, Z, X, beta=a, out=Y)
+            X, Y = Y, X
+        return X
+
+    def _gram(
+        self,
+        x: Tensor,
+        restarts: Restarts,
+        watch: Watch | None,
+        own: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        products = self.products
+        if self.dtype == torch.float16:
+            unit = UNIT_IN_FP16
+            X = products.normalized(
+                x,
+                self.dtype,
+                unit=unit,
+                propagate_nan=self.propagate_nan,
+                own=own,
+            )
+            return iterate_gram_fp16(X, self.schedule, restarts, products, watch=watch, dtype=dtype)
+        X, _ = scaled(x, self.dtype, self.propagate_nan, own)
+        return iterate_gram(X, self.schedule, restarts, products, watch=watch, normalize=True)
 
 
 def iterate_gram(
@@ -101,19 +167,22 @@ def iterate_gram(
         normalize: ``X`` has any norm, as :func:`scaled` leaves it. It is divided out on the short side: its square is
             the trace of the first Gram matrix, which ``watch`` sees undivided.
     """
-    apply = apply or (torch.bmm if X.ndim == 3 else torch.mm)
+    if apply is None:
+        apply = torch.bmm if X.ndim == 3 else torch.mm
     R, *work = square_work(X, 4)
     Y = torch.empty_like(X)
-    for start, end in zip([0, *restarts], [*restarts, len(schedule)], strict=True):
+    for start, end in pairwise([0, *restarts, len(schedule)]):
         R = products.gram(X, out=R)
         if watch is not None:
             watch(start, R)
         if normalize and start == 0:
             squared = nonzero(R.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
-            Q = gram_factor(R.div_(squared), schedule[:end], products, work, watch).mul_(squared.rsqrt())
-        else:
-            Q = gram_factor(R, schedule[start:end], products, work, watch, start)
-        X, Y = apply(Q, X, out=Y), X
+            R.div_(squared)
+        Q = gram_factor(R, schedule[start:end], products, work, watch, start)
+        if normalize and start == 0:
+            Q.mul_(squared.rsqrt())
+        apply(Q, X, out=Y)
+        X, Y = Y, X
     return X
 
 
@@ -128,9 +197,19 @@ def iterate_gram_fp16(
 ) -> Tensor:
     """:func:`iterate_gram` for fp16 ``X`` of norm :data:`UNIT_IN_FP16`."""
     unit = UNIT_IN_FP16
-    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / unit**2))
-    schedule = [(a, b / unit**2, c / unit**4) for a, b, c in schedule]
-    return products.rescaled(iterate_gram(X, schedule, restarts, products, apply, wanted), dtype, unit)
+    wanted = watch_in_units(watch, unit)
+    X = iterate_gram(X, in_units(schedule, unit), restarts, products, apply, wanted)
+    return products.rescaled(X, dtype, unit)
+
+
+def in_units(schedule: Sequence[Coefficients], unit: float) -> list[Coefficients]:
+    """A schedule for matrices of norm ``unit``."""
+    return [(a, b / unit**2, c / unit**4) for a, b, c in schedule]
+
+
+def watch_in_units(watch: Watch | None, unit: float) -> Watch | None:
+    """What shows ``watch`` Gram matrices of norm 1."""
+    return None if watch is None else lambda step, R: watch(step, R.float() / unit**2)
 
 
 UNIT_IN_FP16 = 128.0
@@ -156,7 +235,10 @@ def gram_factor(
     for index, (a, b, c) in enumerate(segment):
         if watch is not None and index > 0:
             watch(start + index, R)
-        Z = torch.mul(R, b, out=Z) if c == 0 else products.addmm(R, R, R, beta=b, alpha=c, out=Z)
+        if c == 0:
+            torch.mul(R, b, out=Z)
+        else:
+            Z = products.addmm(R, R, R, beta=b, alpha=c, out=Z)
         if index + 1 < len(segment):
             # P (P R), not P^2 R: squaring P first costs up to five times the error
             T = products.addmm(R, Z, R, beta=a, alpha=1.0, out=T)
@@ -165,11 +247,17 @@ def gram_factor(
             Z.diagonal(dim1=-2, dim2=-1).add_(a)
             Q, Z = Z, Q
         else:
-            Q, T = products.addmm(Q, Q, Z, beta=a, alpha=1.0, out=T), Q
+            T = products.addmm(Q, Q, Z, beta=a, alpha=1.0, out=T)
+            Q, T = T, Q
     return Q
 
 
-def standard_flops(rows: int, cols: int, schedule: Sequence[Coefficients], share: float = 1.0) -> float:
+def standard_flops(
+    rows: int,
+    cols: int,
+    schedule: Sequence[Coefficients],
+    share: float = 1.0,
+) -> float:
     """Operations of the standard form, ``rows <= cols``.
 
     ``share`` is the computed part of a symmetric product, 1/2 to 1. Polynomials of third order need no square.
@@ -179,7 +267,11 @@ def standard_flops(rows: int, cols: int, schedule: Sequence[Coefficients], share
 
 
 def gram_flops(
-    rows: int, cols: int, schedule: Sequence[Coefficients], restarts: Sequence[int], share: float = 1.0
+    rows: int,
+    cols: int,
+    schedule: Sequence[Coefficients],
+    restarts: Sequence[int],
+    share: float = 1.0,
 ) -> float:
     """Operations of the Gram form, as :func:`standard_flops`.
 
@@ -190,13 +282,22 @@ def gram_flops(
     return segments * (2 * share + 2) * rows**2 * cols + cubes * 2 * share * rows**3
 
 
-def iteration_bytes(rows: int, cols: int, restarts: Restarts | None, itemsize: int) -> int:
+def iteration_bytes(
+    rows: int,
+    cols: int,
+    restarts: Restarts | None,
+    itemsize: int,
+) -> int:
     """Memory of an iteration; ``restarts`` None is the standard form."""
-    return (2 * rows * cols + (3 if restarts is None else 5) * rows * rows) * itemsize
+    squares = 3 if restarts is None else 5
+    return (2 * rows * cols + squares * rows * rows) * itemsize
 
 
 def restarts_for(
-    coefficient_type: CoefficientType, steps: int, precision: MatmulPrecision, extra: int = 0
+    coefficient_type: CoefficientType,
+    steps: int,
+    precision: MatmulPrecision,
+    extra: int = 0,
 ) -> Restarts | None:
     """Restarts, with ``extra`` (0 or 1) more; None: standard form."""
     if not isinstance(coefficient_type, str):

@@ -7,7 +7,7 @@ perhaps with tiles, or several by the rows of the products: ``torch, triton/128x
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -44,7 +44,6 @@ class Kernel:
     suits: Callable[[Shapes, torch.dtype, torch.device], bool] = lambda shapes, dtype, device: True
 
 
-Kernels = Mapping[str, Kernel]
 Dtypes = Sequence[torch.dtype]
 
 
@@ -79,7 +78,7 @@ def _suits_blocked(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> 
     return device.type == "cpu" and dtype == torch.float32 and large
 
 
-# The fastest first. The last one is what the others are checked against; it is always there.
+# The fastest first. The reference is what the others are checked against; it is always there.
 KERNELS: dict[str, Kernel] = {
     "triton": Kernel(
         _make_triton, _triton_missing, lambda shapes, dtype, device: device.type != "cpu" and dtype != torch.float64
@@ -87,6 +86,7 @@ KERNELS: dict[str, Kernel] = {
     "blocked": Kernel(lambda fp32_precision: Blocked(), suits=_suits_blocked),
     "torch": Kernel(lambda fp32_precision: Products()),
 }
+REFERENCE = "torch"
 
 
 def choose(
@@ -99,7 +99,6 @@ def choose(
     fp32_precision: Fp32Precision = "ieee",
     agree: Callable[[Tensor], Tensor] | None = None,
     take_turns: Callable[[Callable[[], list[str | None]]], list[str | None]] = lambda check: check(),
-    kernels: Kernels = KERNELS,
 ) -> Choice:
     """Choose the kernel for ``shapes``, the same on every rank.
 
@@ -107,22 +106,20 @@ def choose(
     ``kernel``, or else ``kept``, that of the checkpoint, replaces the first that serves: a ``RuntimeError`` on all
     ranks if it cannot serve on one, a ``ValueError`` if ``kernel`` is unknown. ``fp32_precision`` is for kernels that
     do not follow torch's setting. ``agree``, called once, takes the element-wise minimum over the ranks of an int32
-    tensor on the CPU; ``take_turns`` calls what checks kernels, and so compiles them. ``kernels`` are the fastest
-    first, the reference last.
+    tensor on the CPU; ``take_turns`` calls what checks kernels, and so compiles them.
     """
     if kernel is not None:
-        _entries(kernel, kernels)
+        _entries(kernel)
     device = torch.device(device)
-    asked = kept if kernel is None else kernel
     dtypes = [dtype] if isinstance(dtype, torch.dtype) else dtype
-    names = [*kernels]
-    tried = [name for name in kernels if all(kernels[name].suits(shapes, x, device) for x in dtypes)]
-    if asked is not None:
+    asked = kept if kernel is None else kernel
+    if asked is None:
+        names = list(KERNELS)
+        tried = [name for name in names if all(KERNELS[name].suits(shapes, x, device) for x in dtypes)]
+    else:
         names = tried = [asked]
-    checked = [name for name in tried if name != list(kernels)[-1]]
-    found = take_turns(
-        lambda: [reason_against(name, shapes, dtypes, device, fp32_precision, kernels) for name in checked]
-    )
+    checked = [name for name in tried if name != REFERENCE]
+    found = take_turns(lambda: [reason_against(name, shapes, dtypes, device, fp32_precision) for name in checked])
     reasons = {name: reason for name, reason in zip(checked, found, strict=True) if reason}
     serves = torch.tensor([name in tried and name not in reasons for name in names]).int()
     if agree is not None:
@@ -143,36 +140,45 @@ def choose(
     return Choice(chosen, dropped)
 
 
-def made(choice: str, rows: int, fp32_precision: Fp32Precision = "ieee", kernels: Kernels = KERNELS) -> Products:
+def made(choice: str, rows: int, fp32_precision: Fp32Precision = "ieee") -> Products:
     """What computes (rows x rows) products, by a choice."""
-    serving = [(kernel, tiles) for least, kernel, tiles in _entries(choice, kernels) if least <= rows]
-    kernel, tiles = serving[-1]
-    return kernel.make(fp32_precision, *tiles)
+    serving = [entry for entry in _entries(choice) if entry.least <= rows]
+    return serving[-1].kernel.make(fp32_precision, *serving[-1].tiles)
 
 
-def _entries(choice: str, kernels: Kernels) -> list[tuple[int, Kernel, list[int]]]:
-    """Each kernel of a choice: least rows, kernel, tiles; ascending."""
-    entries: list[tuple[int, Kernel, list[int]]] = []
+class _Entry(NamedTuple):
+    least: int  # rows from which it serves
+    kernel: Kernel
+    tiles: list[int]
+
+
+def _entries(choice: str) -> list[_Entry]:
+    """The kernels of a choice, ascending."""
+    entries: list[_Entry] = []
     for entry in choice.split(", "):
         found = re.fullmatch(r"(\w+)(?:/((?:\d+x){4}\d+))?(?: from (\d+))?", entry)
-        if not found or found[1] not in kernels or bool(found[3]) != bool(entries):
-            raise ValueError(f"unknown kernel {choice!r} of symmetric products: expected one of {', '.join(kernels)}")
+        if not found or found[1] not in KERNELS or bool(found[3]) != bool(entries):
+            raise ValueError(f"unknown kernel {choice!r} of symmetric products: expected one of {', '.join(KERNELS)}")
         tiles = [int(number) for number in found[2].split("x")] if found[2] else []
-        entries.append((int(found[3] or 0), kernels[found[1]], tiles))
+        entries.append(_Entry(int(found[3] or 0), KERNELS[found[1]], tiles))
     return entries
 
 
 def reason_against(
-    choice: str, shapes: Shapes, dtypes: Dtypes, device: torch.device, precision: Fp32Precision, kernels: Kernels
+    choice: str,
+    shapes: Shapes,
+    dtypes: Dtypes,
+    device: torch.device,
+    precision: Fp32Precision,
 ) -> str | None:
     """Why a choice cannot serve on this rank, or None."""
     try:
-        for _, kernel, _ in _entries(choice, kernels):
-            reason = kernel.missing(device)
+        for entry in _entries(choice):
+            reason = entry.kernel.missing(device)
             if reason:
                 return reason
         for shape in shapes:
-            products = made(choice, min(shape[-2:]), precision, kernels)
+            products = made(choice, min(shape[-2:]), precision)
             for dtype in dtypes:
                 reason = check(products, [shape], dtype, device, fp32_precision=precision)
                 if reason:
@@ -204,7 +210,8 @@ def check(
             continue
         for name, multiply, matrices in _trials(shape, dtype, device):
             # filled with NaN, so that an entry that is not written is wrong
-            out = torch.full((*shape[:-2], min(shape[-2:]), min(shape[-2:])), torch.nan, dtype=dtype, device=device)
+            short = min(shape[-2:])
+            out = torch.full((*shape[:-2], short, short), torch.nan, dtype=dtype, device=device)
             with in_precision(dtype, "high" if tf32 else "highest"):
                 got = multiply(products, out, *matrices)
             if got is not out:
@@ -221,20 +228,31 @@ def check(
     return None
 
 
-def _wrong_norms(products: Products, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+def _wrong_norms(
+    products: Products,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
     """Why matrices over their norms, or the way back, are wrong, or None."""
-    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device).bfloat16()
-    x = x.mT if x.size(-2) > x.size(-1) else x
+    x = _random(shape, device, seed=1).bfloat16()
     length = torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True)
     one = products.normalized(x, dtype, unit=16.0)
     other = products.normalized(x.float(), dtype, unit=16.0, own=True)
     back = products.rescaled(one.clone(), torch.bfloat16, 16.0)
     expected = x / length
     for y, of in ((one.float() / 16, dtype), (other.float() / 16, dtype), (back.float(), torch.bfloat16)):
-        bound = _TOLERANCES[of][0] * expected.abs() + 2.0**-27
+        relative, _ = _TOLERANCES[of]
+        bound = relative * expected.abs() + 2.0**-27
         if not bool(((y - expected).abs() <= bound).all()):
             return f"matrices over their norms, of {shape} in {dtype}, are wrong"
     return None
+
+
+def _random(shape: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
+    """As the iterations take it: the short side first, without a copy."""
+    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+    return x.mT if x.size(-2) > x.size(-1) else x
 
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -247,10 +265,11 @@ def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _trials(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
-    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
-    x = x.mT if x.size(-2) > x.size(-1) else x  # as the iterations take it: the short side first, without a copy
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
+    x = _random(shape, device, seed=0)
     x = x.div_(math.sqrt(x.size(-1)))  # rows of norm 1: squares of 65504 columns would overflow fp16
     a = (x @ x.mT).to(dtype).tril()
     a = a + a.tril(-1).mT
@@ -259,15 +278,32 @@ def _trials(
     b = a / 2
     b.diagonal(dim1=-2, dim2=-1).fill_(0.75)
     c = a.flip(-2, -1)
-    addmm = {"beta": -1.5, "alpha": 0.75}
-    large = {"beta": -4.775 / 2**14, "alpha": 2.0315 / 2**28}
-    trials: list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = [
-        ("X X^T", lambda products, out, x: products.gram(x, out), (x.to(dtype),)),
-        ("beta C + alpha A B", lambda products, out, *abc: products.addmm(*abc, **addmm, out=out), (c, a, b)),
-    ]
+
+    def gram(products: Products, out: Tensor | None, x: Tensor) -> Tensor:
+        return products.gram(x, out)
+
+    def addmm(
+        products: Products,
+        out: Tensor | None,
+        c: Tensor,
+        a: Tensor,
+        b: Tensor,
+    ) -> Tensor:
+        return products.addmm(c, a, b, beta=-1.5, alpha=0.75, out=out)
+
+    def square(products: Products, out: Tensor | None, r: Tensor) -> Tensor:
+        return products.addmm(
+            r,
+            r,
+            r,
+            beta=-4.775 / 2**14,
+            alpha=2.0315 / 2**28,
+            out=out,
+        )
+
+    yield "X X^T", gram, (x.to(dtype),)
+    yield "beta C + alpha A B", addmm, (c, a, b)
     if dtype == torch.float16:  # the Gram form's numbers, of norm near 2^14: their sums overflow anything but fp32
         u = x[..., :1] / 2
         u[..., 0, :] = 0.85
-        r = (2**14 * u * u.mT).to(dtype)
-        trials.append(("beta R + alpha R^2", lambda products, out, r: products.addmm(r, r, r, **large, out=out), (r,)))
-    return trials
+        yield "beta R + alpha R^2", square, ((2**14 * u * u.mT).to(dtype),)

@@ -1,7 +1,6 @@
 """Newton-Schulz iteration: settings, and what is decided from them."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -13,66 +12,18 @@ from torch import Tensor
 from megatron_eopt.orthogonalize import forms
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients, set_length
-from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
+from megatron_eopt.orthogonalize.forms import Iteration, Preset, Restarts
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
     gram_dtype,
-    in_precision,
     product_dtype,
     validate_matmul_precision,
 )
-from megatron_eopt.orthogonalize.products import Products, default_products, scaled
+from megatron_eopt.orthogonalize.products import Products, default_products
 
 Form = Literal["auto", "standard", "gram"]
 
 MAX_BYTES = 2**30  # most memory for the work on a chunk of a stack, unless a single matrix needs more
-
-
-@dataclass(frozen=True, kw_only=True)
-class Iteration:
-    """The decided iteration for one shape, dtype and device."""
-
-    schedule: tuple[Coefficients, ...]  # one (a, b, c) per step
-    restarts: Restarts | None  # of the Gram form; None for the standard form
-    dtype: torch.dtype  # of the products
-    products: Products
-    precision: MatmulPrecision | None  # of fp32 products; None in bf16 and fp64
-    transposed: bool  # whether the matrices have more rows than columns
-    chunk: int  # matrices of a stack that are worked on at once
-    one_by_one: bool  # whether single matrices are faster than a stack
-    propagate_nan: bool  # whether a matrix that is not finite gives NaN, or zero
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The orthogonal factors of a matrix or a stack."""
-        if x.ndim == 3 and x.size(0) > self.chunk:
-            return torch.cat([self.run(part) for part in x.split(self.chunk)])
-        return self.run(x)
-
-    def run(self, x: Tensor, watch: Watch | None = None, own: bool = False) -> Tensor:
-        """Orthogonalize at most ``chunk`` matrices, in their memory if ``own``."""
-        if x.numel() == 0:
-            return torch.empty_like(x)
-        X = x.mT if self.transposed else x
-        if x.device.type == "cpu" and not X.is_contiguous():  # it transposes a copy far faster than a quotient
-            X = X.clone(memory_format=torch.contiguous_format)
-            own = True
-        with self.in_precision():
-            if self.restarts is None:
-                X = self.products.normalized(X, self.dtype, propagate_nan=self.propagate_nan, own=own)
-                factor = forms.iterate_standard(X, self.schedule, self.products, watch=watch)
-            elif self.dtype == torch.float16:
-                unit = forms.UNIT_IN_FP16
-                X = self.products.normalized(X, self.dtype, unit=unit, propagate_nan=self.propagate_nan, own=own)
-                settings = self.schedule, self.restarts, self.products
-                factor = forms.iterate_gram_fp16(X, *settings, watch=watch, dtype=x.dtype)
-            else:
-                X, _ = scaled(X, self.dtype, self.propagate_nan, own)
-                factor = forms.iterate_gram(X, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
-        return (factor.mT if self.transposed else factor).to(x.dtype)
-
-    def in_precision(self) -> AbstractContextManager[None]:
-        """A context in which products have this iteration's precision."""
-        return nullcontext() if self.precision is None else in_precision(self.dtype, self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +71,11 @@ class NewtonSchulz:
         return product if product.itemsize <= dtype.itemsize else dtype
 
     def compile(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, form: Form = "auto"
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        form: Form = "auto",
     ) -> Iteration:
         """Decide the iteration for matrices, or stacks, of one shape.
 

@@ -27,19 +27,52 @@ class Products:
         """``X X^T`` of (rows x cols) matrices."""
         if x.is_cuda and x.dtype in (torch.float16, torch.float32):
             unused = x.new_empty(*x.shape[:-1], x.size(-2))
-            return mean_of_triangles(unused, x, x.mT, beta=0.0, alpha=1.0, half=unused, out=out)
-        out = (torch.bmm if x.ndim == 3 else torch.mm)(x, x.mT, out=out)
+            return mean_of_triangles(
+                unused,
+                x,
+                x.mT,
+                beta=0.0,
+                alpha=1.0,
+                half=unused,
+                out=out,
+            )
+        product = torch.bmm if x.ndim == 3 else torch.mm
+        out = product(x, x.mT, out=out)
         return _mirrored(out) if out.dtype == torch.float16 else out
 
-    def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
+    def addmm(
+        self,
+        c: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        beta: float,
+        alpha: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """``beta C + alpha A B`` of symmetric matrices."""
         if c.is_cuda and c.dtype in (torch.float16, torch.float32):
-            return mean_of_triangles(c, a, b, beta=beta, alpha=alpha, half=torch.empty_like(c), out=out)
-        out = (torch.baddbmm if c.ndim == 3 else torch.addmm)(c, a, b, beta=beta, alpha=alpha, out=out)
+            return mean_of_triangles(
+                c,
+                a,
+                b,
+                beta=beta,
+                alpha=alpha,
+                half=torch.empty_like(c),
+                out=out,
+            )
+        fused = torch.baddbmm if c.ndim == 3 else torch.addmm
+        out = fused(c, a, b, beta=beta, alpha=alpha, out=out)
         return _mirrored(out) if out.dtype == torch.float16 else out
 
     def normalized(
-        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        *,
+        unit: float = 1.0,
+        propagate_nan: bool = True,
+        own: bool = False,
     ) -> Tensor:
         """Matrices over their norms, times ``unit``, in ``dtype``.
 
@@ -47,7 +80,12 @@ class Products:
         ``propagate_nan`` a matrix that is not finite becomes zero.
         """
         x, power = scaled(x, dtype, propagate_nan, own)
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
+        norm = torch.linalg.vector_norm(
+            x,
+            dim=(-2, -1),
+            keepdim=True,
+            dtype=power.dtype,
+        )
         return over_norms(x, norm, dtype, unit)
 
     def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
@@ -55,7 +93,12 @@ class Products:
         return x.to(dtype).div_(divisor)
 
 
-def scaled(x: Tensor, dtype: torch.dtype, propagate_nan: bool = True, own: bool = False) -> tuple[Tensor, Tensor]:
+def scaled(
+    x: Tensor,
+    dtype: torch.dtype,
+    propagate_nan: bool = True,
+    own: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Divide matrices by powers of two near their 1-norms, for products in ``dtype``.
 
     The division is exact. Squares of entries below 1e-19 vanish in fp32, above 1e19 they overflow: afterwards none that
@@ -71,8 +114,9 @@ def scaled(x: Tensor, dtype: torch.dtype, propagate_nan: bool = True, own: bool 
     power = sums.view(integer).bitwise_and_(exponent).clamp_(min=least).view(wide)
     # what is in bf16, and shall have 16 bits again, needs no more in between
     kept = torch.bfloat16 if x.dtype == torch.bfloat16 and dtype.itemsize == 2 else wide
-    taken = x if own and x.dtype == kept and x.is_contiguous() else torch.empty(x.shape, dtype=kept, device=x.device)
-    result = torch.div(x, power, out=taken)
+    reused = own and x.dtype == kept and x.is_contiguous()
+    result = x if reused else torch.empty(x.shape, dtype=kept, device=x.device)
+    torch.div(x, power, out=result)
     if not propagate_nan:
         bad = ~power.isfinite()
         # a CPU has the answer at once, and a pass over the matrix takes longer than the question
@@ -88,7 +132,12 @@ _POWERS = {
 }
 
 
-def over_norms(x: Tensor, norm: Tensor, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
+def over_norms(
+    x: Tensor,
+    norm: Tensor,
+    dtype: torch.dtype,
+    unit: float = 1.0,
+) -> Tensor:
     """Scaled matrices over their norms, times ``unit``, in ``dtype``.
 
     A zero matrix stays zero. The result is contiguous, and takes the memory of ``x`` where it has as many bytes.
@@ -98,12 +147,20 @@ def over_norms(x: Tensor, norm: Tensor, dtype: torch.dtype, unit: float = 1.0) -
     if unit != 1:
         divisor = divisor / unit
     # each entry takes the place of its own, perhaps as another 16 bits
-    result = x.view(dtype) if x.dtype.itemsize == dtype.itemsize else torch.empty(x.shape, dtype=dtype, device=x.device)
+    reused = x.dtype.itemsize == dtype.itemsize
+    result = x.view(dtype) if reused else torch.empty(x.shape, dtype=dtype, device=x.device)
     return torch.div(x, divisor, out=result)
 
 
 def mean_of_triangles(
-    c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, half: Tensor, out: Tensor | None
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: float,
+    alpha: float,
+    half: Tensor,
+    out: Tensor | None,
 ) -> Tensor:
     """``beta C + alpha A B`` plus its transpose, halved, in two launches.
 
@@ -138,14 +195,25 @@ class Blocked(Products):
         """See :class:`Products`."""
         if x.size(-2) < self.smallest:
             return super().gram(x, out)
-        out = x.new_empty(*x.shape[:-1], x.size(-2)) if out is None else out
+        if out is None:
+            out = x.new_empty(*x.shape[:-1], x.size(-2))
         return self._fill(out, x, x.mT, beta=0.0, alpha=1.0)
 
-    def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
+    def addmm(
+        self,
+        c: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        beta: float,
+        alpha: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See :class:`Products`."""
         if c.size(-1) < self.smallest:
             return super().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
-        out = torch.empty_like(c) if out is None else out
+        if out is None:
+            out = torch.empty_like(c)
         if a is b or (c is not a and c is not b):
             return self._fill(out.copy_(c), a, b, beta=beta, alpha=alpha)
         # beta B + alpha A B = alpha (A + beta / alpha I) B without reading B twice, and A as before afterwards
@@ -157,7 +225,15 @@ class Blocked(Products):
         diagonal.copy_(before)
         return out
 
-    def _fill(self, out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> Tensor:
+    def _fill(
+        self,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        beta: float,
+        alpha: float,
+    ) -> Tensor:
         """``out <- beta out + alpha A B``, symmetric."""
         if out.ndim == 3:
             for matrices in zip(out, a, b, strict=True):

@@ -46,7 +46,12 @@ def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
     return sqrt(ratio if mode == "unit_rms_norm" else max(1.0, ratio))
 
 
-def predicted_update_rms(rows: int, cols: int, mode: str = "spectral", extra_scale_factor: float = 1.0) -> float:
+def predicted_update_rms(
+    rows: int,
+    cols: int,
+    mode: str = "spectral",
+    extra_scale_factor: float = 1.0,
+) -> float:
     """RMS of a full-rank Muon update, before the learning rate.
 
     AdamW's is near 0.2 (arXiv 2502.16982, section 2.2). It is 0 for an update without entries.

@@ -15,14 +15,18 @@ Stack = Tensor | Callable[[], Tensor]
 
 def start_vector(size: int, seed: int = 0) -> Tensor:
     """A seeded unit vector, fp32, on the CPU."""
-    x = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+    x = _seeded(size, seed=seed)
     return x / nonzero(torch.linalg.vector_norm(x))
 
 
 def start_basis(size: int, rank: int, seed: int = 0) -> Tensor:
     """Seeded normal columns of norm near 1 (size x rank), fp32, on the CPU."""
-    x = torch.randn(size, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
-    return x / max(1, size) ** 0.5
+    return _seeded(size, rank, seed=seed) / max(1, size) ** 0.5
+
+
+def _seeded(*shape: int, seed: int) -> Tensor:
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=numbers, dtype=torch.float32, device="cpu")
 
 
 def power_iteration(matrix: Tensor, u: Tensor, steps: int = 1) -> tuple[Tensor, Tensor]:
@@ -44,7 +48,10 @@ def rayleigh_quotient(matrix: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def power_iterations(
-    matrices: Sequence[Stack], us: Sequence[Tensor], steps: int, summed: SumOverRanks = list
+    matrices: Sequence[Stack],
+    us: Sequence[Tensor],
+    steps: int,
+    summed: SumOverRanks = list,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """:func:`power_iteration` of many stacks, perhaps sharded by rows.
 
@@ -52,13 +59,16 @@ def power_iterations(
     """
     if steps < 1:
         raise ValueError(f"a power iteration has at least 1 step, got {steps}")
+    us = list(us)
     for _ in range(steps):
-        products = summed([_times(W, u, transposed=True) for W, u in zip(matrices, us, strict=True)])
-        vs = [v / nonzero(_norm(v)).to(v.dtype) for v in products]
+        vs = []
+        for v in summed([_times(W, u, transposed=True) for W, u in zip(matrices, us, strict=True)]):
+            vs.append(v / nonzero(_norm(v)).to(v.dtype))
         images = [_times(W, v) for W, v in zip(matrices, vs, strict=True)]
-        norms = [squared.sqrt() for squared in summed([_norm(x).square() for x in images])]
-        several = zip(us, images, norms, strict=True)
-        us = [torch.where(norm == 0, u.to(x.dtype), x / nonzero(norm).to(x.dtype)) for u, x, norm in several]
+        squares = summed([_norm(x).square() for x in images])
+        for i, (x, squared) in enumerate(zip(images, squares, strict=True)):
+            norm = squared.sqrt()
+            us[i] = torch.where(norm == 0, us[i].to(x.dtype), x / nonzero(norm).to(x.dtype))
     return list(zip(us, vs, images, strict=True))
 
 
@@ -82,9 +92,9 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     A = U * root
     B = W.mT @ U / nonzero(root)
     dtype = _wide(matrix).dtype
-    A = A.to(dtype)
-    B = B.to(dtype)
-    return (B, A, S) if transposed else (A, B, S)
+    if transposed:
+        A, B = B, A
+    return A.to(dtype), B.to(dtype), S
 
 
 def _wide(matrix: Stack) -> Tensor:

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.kernels import KERNELS, Shapes, made, reason_against
+from megatron_eopt.orthogonalize.kernels import Shapes, made, reason_against
 from megatron_eopt.orthogonalize.precision import in_precision
 from megatron_eopt.orthogonalize.products import Fp32Precision
 
@@ -27,7 +27,10 @@ def is_timed(device: torch.device) -> bool:
 
 
 def times(
-    stacks: Shapes, dtypes: Sequence[torch.dtype], device: torch.device, fp32_precision: Fp32Precision = "ieee"
+    stacks: Shapes,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    fp32_precision: Fp32Precision = "ieee",
 ) -> Tensor:
     """Seconds of each candidate: (sizes x candidates), fp64, on CPU.
 
@@ -40,7 +43,7 @@ def times(
     for shape, dtype, (i, name) in product(stacks, dtypes, enumerate(CANDIDATES)):
         if "/" in name and dtype == torch.float32:
             continue
-        reason = reason_against(name, [shape], [dtype], device, fp32_precision, KERNELS) if i else None
+        reason = reason_against(name, [shape], [dtype], device, fp32_precision) if i else None
         taken = torch.inf
         if reason is None:
             try:
@@ -69,7 +72,13 @@ def fastest(times: Tensor) -> str | None:
     return ", ".join(chosen) or None
 
 
-def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Fp32Precision) -> float:
+def _time(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    precision: Fp32Precision,
+) -> float:
     short, long = sorted(shape[-2:])
     stack = [min(n, max(1, MOST_ENTRIES // (short * long))) for n in shape[:-2]]
     numbers = torch.Generator(device).manual_seed(0)

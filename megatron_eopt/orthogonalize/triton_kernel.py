@@ -41,7 +41,15 @@ def tiles_for(rows: int, dtype: torch.dtype, input_precision: Fp32Precision = "i
     if dtype == torch.float32 and input_precision == "ieee":
         return Tiles(width=64, depth=16)
     depth, warps = (32, 8) if dtype == torch.float32 else (64, 4)
-    return Tiles(width=64, depth=depth) if rows < 2048 else Tiles(width=128, depth=depth, warps=warps)
+    return (
+        Tiles(width=64, depth=depth)
+        if rows < 2048
+        else Tiles(
+            width=128,
+            depth=depth,
+            warps=warps,
+        )
+    )
 
 
 def symmetric_product(
@@ -114,17 +122,47 @@ class Triton(Products):
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
-        return symmetric_product(x, x, out=out, input_precision=self.input_precision, tiles=self.tiles)
+        return symmetric_product(
+            x,
+            x,
+            out=out,
+            input_precision=self.input_precision,
+            tiles=self.tiles,
+        )
 
-    def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
+    def addmm(
+        self,
+        c: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        beta: float,
+        alpha: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         # b is symmetric: A B = A B^T
         precision = self.input_precision
         tiles = self.tiles
-        return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=precision, tiles=tiles)
+        return symmetric_product(
+            a,
+            b,
+            c,
+            alpha=alpha,
+            beta=beta,
+            out=out,
+            input_precision=precision,
+            tiles=tiles,
+        )
 
     def normalized(
-        self, x: Tensor, dtype: torch.dtype, *, unit: float = 1.0, propagate_nan: bool = True, own: bool = False
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        *,
+        unit: float = 1.0,
+        propagate_nan: bool = True,
+        own: bool = False,
     ) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else super().normalized

@@ -14,7 +14,14 @@ _WIDE, _SIDE = 4096, 64  # entries of a tile of a quotient; a side, where one of
 _OPTIONS = {"enable_fp_fusion": True}  # releases of triton differ in the default, and so would bits
 
 
-def normalized(x: Tensor, dtype: torch.dtype, *, unit: float, propagate_nan: bool, own: bool) -> Tensor:
+def normalized(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    unit: float,
+    propagate_nan: bool,
+    own: bool,
+) -> Tensor:
     """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
     if not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()
@@ -42,7 +49,16 @@ def rescaled(x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
     return out
 
 
-def _divide(x: Tensor, out: Tensor, power: Tensor, norm: Tensor, unit: float, *, DIVIDED: bool, KEEP_BAD: bool) -> None:
+def _divide(
+    x: Tensor,
+    out: Tensor,
+    power: Tensor,
+    norm: Tensor,
+    unit: float,
+    *,
+    DIVIDED: bool,
+    KEEP_BAD: bool,
+) -> None:
     count = x[..., 0, 0].numel()
     rows, cols = x.shape[-2:]
     if x.is_contiguous():

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
@@ -69,19 +69,21 @@ def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, A
     for label, group in groups.items():
         of_group = {} if settings is None else settings[label]
         digests = told(hashed((fingerprint(plan, label), of_group, versions())), group)
-        rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        if rank is None:
+        pair = _differing([0] * len(digests), digests)
+        if pair is None:
             continue
-        of_0, of_rank = values_of([0, rank], (plan, of_group, versions()), group)
-        first, of_first, packages = of_0
-        other, of_other, other_packages = of_rank
+        (first, of_first, packages), (other, of_other, other_packages) = values_of(
+            pair,
+            (plan, of_group, versions()),
+            group,
+        )
         difference = (
             _first_version(packages, other_packages)
             or _first_setting(of_first, of_other)
             or first_difference(first, other, label)
         )
         raise ValueError(
-            f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
+            f"the optimizer's plan differs between ranks 0 and {pair[1]} of group {label!r}: {difference}. Ranks that "
             f"share parameters need the same parameters in the same order, with the same settings"
         )
 
@@ -91,21 +93,34 @@ def times_kernels(kernel: str | None, kept: str | None, device: torch.device) ->
     return kernel is None and kept is None and timing.is_timed(device)
 
 
-def agreed_kernel(products: KernelProducts, kernel: str | None, kept: str | None, groups: Groups) -> str:
+def agreed_kernel(
+    products: KernelProducts,
+    kernel: str | None,
+    kept: str | None,
+    groups: Groups,
+) -> str:
     """The choice of a kernel, the same on the ranks of all groups.
 
     ``kernel`` is that of the user, ``kept`` that of the checkpoint or the run. If neither is given, kernels are timed
     on a GPU. Raises ``RuntimeError`` if the kernel cannot serve.
     """
     stacks, dtypes, device, precision = products
-    compiles: Groups = groups if timing.is_timed(device) else {}
+    compiles = groups if timing.is_timed(device) else {}
     if times_kernels(kernel, kept, device):
         times = in_turns(lambda: timing.times(*products), groups)
-        kept, compiles = timing.fastest(-lowest_of_all(-times, groups)), {}  # what was timed is compiled
-    choose_here = partial(choose, stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision)
-    agree = partial(lowest_of_all, groups=groups)
-    turns = partial(in_turns, groups=compiles)
-    return choose_here(agree=agree, take_turns=turns).kernel
+        kept = timing.fastest(-lowest_of_all(-times, groups))
+        compiles = {}  # what was timed is compiled
+    choice = choose(
+        stacks,
+        dtypes,
+        device,
+        kernel=kernel,
+        kept=kept,
+        fp32_precision=precision,
+        agree=lambda serves: lowest_of_all(serves, groups),
+        take_turns=lambda check: in_turns(check, compiles),
+    )
+    return choice.kernel
 
 
 def check_replicas(
@@ -120,36 +135,39 @@ def check_replicas(
     parameter. Weights are compared between ranks that list the same. ``ValueError`` on all names the first difference.
     """
     ranks: Any = group or dist.group.WORLD
-    of_weights = {(name, of): int(checksum(x, [0] * x.ndim, x.shape)) for name, of, x in weights}
+    of_weights = dict[tuple[str, str], int]()
+    for name, of, x in weights:
+        of_weights[name, of] = int(checksum(x, [0] * x.ndim, x.shape))
     compared = held, (settings, versions()), list(of_weights), list(of_weights.values())
-    rows = list(enumerate(told([hashed(x)[0] for x in compared], ranks)))
-    pair = _differing((rank, row[0], row[1]) for rank, row in rows)
+    holders, of_settings, named, values = zip(*told([hashed(x)[0] for x in compared], ranks), strict=True)
+    pair = _differing(holders, of_settings)
     if pair:
-        one, other = pair
         (of_one, packages), (of_other, other_packages) = values_of(pair, (settings, versions()), ranks)
         difference = _first_version(packages, other_packages) or _first_setting(of_one, of_other)
         raise ValueError(
-            f"the optimizer's settings differ between ranks {one} and {other}, which hold the same parameters: "
+            f"the optimizer's settings differ between ranks {pair[0]} and {pair[1]}, which hold the same parameters: "
             f"{difference}. Replicas need the same settings"
         )
-    pair = _differing((rank, row[2], row[3]) for rank, row in rows)
+    pair = _differing(named, values)
     if pair:
-        one, other = pair
         of_one, of_other = values_of(pair, of_weights, ranks)
         name = next(key[0] for key, x in of_one.items() if of_other[key] != x)
         raise ValueError(
-            f"the weights of {name} differ between ranks {one} and {other}, which hold copies of it: they would train "
-            f"different models. Load one checkpoint on all ranks, or broadcast the weights, before the first step. "
-            f"If these ranks are to have different weights, name the kernel (symmetric_products), and nothing is "
+            f"the weights of {name} differ between ranks {pair[0]} and {pair[1]}, which hold copies of it: they would "
+            f"train different models. Load one checkpoint on all ranks, or broadcast the weights, before the first "
+            f"step. If these ranks are to have different weights, name the kernel (symmetric_products), and nothing is "
             f"compared"
         )
 
 
-def _differing(rows: Iterable[tuple[int, int, int]]) -> tuple[int, int] | None:
-    """Two ranks of one key and two values, of (rank, key, value)."""
-    first: dict[int, tuple[int, int]] = {}
-    found = ((first.setdefault(key, (rank, value)), rank, value) for rank, key, value in rows)
-    return next(((other, rank) for (other, known), rank, value in found if known != value), None)
+def _differing(keys: Sequence[int], values: Sequence[object]) -> tuple[int, int] | None:
+    """The first two ranks with one key and two values."""
+    first = dict[int, int]()
+    for rank, key in enumerate(keys):
+        other = first.setdefault(key, rank)
+        if values[rank] != values[other]:
+            return other, rank
+    return None
 
 
 def _first_version(of_one: Mapping[str, str], of_other: Mapping[str, str]) -> str | None:
@@ -164,7 +182,8 @@ def _first_setting(of_one: Mapping[str, Any], of_other: Mapping[str, Any]) -> st
         if one != another:
             return f"parameter {i} is {one!r} in the one and {another!r} in the other"
         for key in {**of_one[one], **of_other[one]}:
-            mine, theirs = (settings[one].get(key) for settings in (of_one, of_other))
+            mine = of_one[one].get(key)
+            theirs = of_other[one].get(key)
             if repr(mine) != repr(theirs):
                 return f"{one!r} has {key} {mine!r} in the one and {theirs!r} in the other"
     return None

@@ -21,7 +21,11 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
 
 
 def checksum_of_some(
-    entries: Tensor, start: int, sizes: Sequence[int], offset: Sequence[int], shape: Sequence[int]
+    entries: Tensor,
+    start: int,
+    sizes: Sequence[int],
+    offset: Sequence[int],
+    shape: Sequence[int],
 ) -> Tensor:
     """The part of :func:`checksum` of some entries of a shard.
 
@@ -73,7 +77,12 @@ def _joined_axes(sizes: Sequence[int], offset: Sequence[int], shape: Sequence[in
     return axes
 
 
-def _positions(row: int, rows: int, leading: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
+def _positions(
+    row: int,
+    rows: int,
+    leading: Sequence[tuple[int, int, int]],
+    device: torch.device,
+) -> Tensor:
     """Where some rows of a shard begin in the flat global tensor."""
     index = torch.arange(row, row + rows, device=device)
     positions = torch.zeros(rows, dtype=torch.int64, device=device)

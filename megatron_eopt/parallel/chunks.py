@@ -1,7 +1,7 @@
 """Parameters, and how their plan is compiled into chunks."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
@@ -16,7 +16,7 @@ from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Fp32Precision, Products, default_products
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Shape, grouped
 from megatron_eopt.parallel.schemes.whole import Job, LayoutRuns, Shapes
 from megatron_eopt.parallel.workspace import OF_ENTRY, Workspace, chunk_bytes
 
@@ -49,9 +49,13 @@ class ParamSpec:
         if self.iteration is not None:
             iteration = self.iteration.name
             itemsize = self.iteration.sent_dtype(self.dtype).itemsize
-        names = [f"{self.name}[{part}]" if part else self.name for part in self.split.names(self.layout.shape[0])]
-        named = zip(names, split_layout(self.layout, self.split), strict=True)
-        return [(Matrix(name, x.shape, x.rectangles, x.label, itemsize, iteration), x) for name, x in named]
+        found = []
+        layouts = split_layout(self.layout, self.split)
+        for part, layout in zip(self.split.names(self.layout.shape[0]), layouts, strict=True):
+            name = f"{self.name}[{part}]" if part else self.name
+            matrix = Matrix(name, layout.shape, layout.rectangles, layout.label, itemsize, iteration)
+            found.append((matrix, layout))
+        return found
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,21 @@ class Compiler:
     def work(self, name: str, matrices: Sequence[Matrix]) -> Work:
         """What costs are predicted with, equal on all ranks."""
         iteration = self.iterations[name]
+        short = 0
+        itemsize = 0
+        for i, matrix in enumerate(matrices):
+            if matrix.iteration == name:
+                short = max(short, min(matrix.shape))
+                itemsize = max(itemsize, product_dtype(self._dtype(i), iteration.fp32_matmul_prec).itemsize)
         share = 0.5
-        matching = [i for i, matrix in enumerate(matrices) if matrix.iteration == name]
         if self.device.type == "cpu":
-            short = max((min(matrices[i].shape) for i in matching), default=0)
             share = default_products(self.device, torch.float32).share(short)
-        itemsize = max(product_dtype(self._dtype(i), iteration.fp32_matmul_prec).itemsize for i in matching)
-        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
+        return Work(
+            schedule=iteration.schedule,
+            restarts=iteration.restarts,
+            share=share,
+            itemsize=itemsize,
+        )
 
     def product_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the products of the standard form."""
@@ -105,65 +117,93 @@ class Compiler:
 
         Factors with more rows than columns are multiplied transposed, without a copy.
         """
-        stacks = set()
-        for bucket in plan.buckets if self.iterations else ():
-            matrix = plan.matrices[bucket.matrices[0]]
-            _, layout = self.of_matrix[bucket.matrices[0]]
-            shape = layout.rectangle.shape if bucket.scheme == "blockwise" else matrix.shape
+        if not self.iterations:
+            return [], [], self.device, "ieee"
+        stacks = set[tuple[int, ...]]()
+        for bucket in plan.buckets:
+            matrix = plan.one_of(bucket)
+            shape = self._worked_on(bucket, bucket.matrices[0])
             if not bucket.scheme.startswith("gram"):  # only shards are multiplied as they are, others short side first
                 shape = (min(shape), max(shape))
-            count = -(-len(bucket.matrices) // (matrix.ranks if bucket.compute_ranks else 1))
-            stacks.add((count, *shape) if count > 1 else shape)
-        products = self.product_dtypes() if self.iterations else []
-        dtypes = dict.fromkeys(dtype for x in products for dtype in (x, gram_dtype(x, self.device)) if dtype)
+            count = len(bucket.matrices)
+            if bucket.compute_ranks:
+                count = -(-count // matrix.ranks)
+            if 0 not in shape:
+                stacks.add((count, *shape) if count > 1 else shape)
+        dtypes = dict[torch.dtype, None]()
+        for product in self.product_dtypes():
+            dtypes[product] = None
+            of_gram = gram_dtype(product, self.device)
+            if of_gram is not None:
+                dtypes[of_gram] = None
         high = any(iteration.fp32_matmul_prec == "high" for iteration in self.iterations.values())
-        return sorted(x for x in stacks if 0 not in x), list(dtypes), self.device, "tf32" if high else "ieee"
+        return sorted(stacks), list(dtypes), self.device, "tf32" if high else "ieee"
 
     def chunks(
-        self, plan: Plan, parameters: Sequence[int], products: Callable[[int], Products | None], sliced: bool = True
+        self,
+        plan: Plan,
+        parameters: Sequence[int],
+        products: Callable[[int], Products | None],
+        sliced: bool = True,
     ) -> list[Chunk]:
         """A plan's chunks with these parameters; ``products`` go by rows.
 
         Those that are ``sliced`` have programs for as many parameters as the workspace has room to copy.
         """
         kept = set(parameters)
-        numbers = [m for m, (i, _) in enumerate(self.of_matrix) if i in kept]
-        part = subset(plan, numbers)
-        of_chunks = dict[int, list[Bucket]]()
-        for bucket in part.buckets:
-            of_chunks.setdefault(bucket.chunk, []).append(bucket)
+        numbers = {m for m, (i, _) in enumerate(self.of_matrix) if i in kept}
+        of_chunks = grouped(subset(plan, numbers), lambda bucket: bucket.chunk)
         needed = chunk_bytes(plan, self.workspace)  # of all parameters: the same whichever have gradients
         compiled = []
         for number, buckets in of_chunks.items():
             jobs = list[Job]()
             stacked = list[list[int]]()
             for bucket in buckets:
-                order, runs = in_order(part, bucket)
-                of_bucket = [numbers[bucket.matrices[i]] for i in order]
-                matrix = part.matrices[bucket.matrices[0]]
-                _, layout = self.of_matrix[of_bucket[0]]
-                settings = self.iterations[matrix.iteration]
-                dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtype(m)) for m in of_bucket])
-                gram = bucket.scheme.startswith("gram")
-                distributed = bucket.scheme == "distributed"
-                form: Form = "gram" if gram else "standard" if distributed else "auto"
-                shape = layout.rectangle.shape if bucket.scheme == "blockwise" else layout.shape
-                settings = replace(settings, products=products(min(shape)))
-                iteration = settings.compile(shape, dtype, self.device, form)
-                shapes = self._shapes(of_bucket)
-                group = self.groups.get(matrix.group)
-                jobs.append(Job(bucket, matrix, group, iteration, shapes, dtype, runs, self.first))
-                stacked.append(of_bucket)
+                order, runs = in_order(plan, bucket)
+                stacked.append(order)
+                jobs.append(self._job(plan, bucket, order, runs, products))
             compiled.append(Chunk(jobs, self._slices(plan, stacked, sliced), needed[number]))
         return compiled
 
+    def _job(
+        self,
+        plan: Plan,
+        bucket: Bucket,
+        order: Sequence[int],
+        runs: Sequence[LayoutRuns],
+        products: Callable[[int], Products | None],
+    ) -> Job:
+        matrix = plan.one_of(bucket)
+        settings = self.iterations[matrix.iteration]
+        dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtype(m)) for m in order])
+        form: Form = "auto"
+        if bucket.scheme.startswith("gram"):
+            form = "gram"
+        elif bucket.scheme == "distributed":
+            form = "standard"
+        shape = self._worked_on(bucket, order[0])
+        settings = replace(settings, products=products(min(shape)))
+        return Job(
+            bucket=bucket,
+            matrix=matrix,
+            group=self.groups.get(matrix.group),
+            iteration=settings.compile(shape, dtype, self.device, form),
+            shapes=self._shapes(order),
+            dtype=dtype,
+            runs=runs,
+            first=self.first,
+        )
+
     def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]], sliced: bool) -> list[ParamSlice]:
         """A chunk's parameters, as many at once as hooks take."""
-        rows = {m: (bucket, row) for bucket, of_bucket in enumerate(stacked) for row, m in enumerate(of_bucket)}
+        rows = dict[int, tuple[int, int]]()
+        for bucket, of_bucket in enumerate(stacked):
+            for row, m in enumerate(of_bucket):
+                rows[m] = (bucket, row)
         slices = list[ParamSlice]()
         held = dict[str, Counter[int]]()  # entries of ranks, by their group
         for m in sorted(rows):
-            i = self.of_matrix[m][0]
+            i, _ = self.of_matrix[m]
             matrix = plan.matrices[m]
             entries = Counter(dict(matrix.held))
             held.setdefault(matrix.group, Counter()).update(entries)
@@ -178,6 +218,11 @@ class Compiler:
             slices[-1].dtypes.append(self._dtype(m))
         return slices
 
+    def _worked_on(self, bucket: Bucket, matrix: int) -> Shape:
+        """The shape that is orthogonalized."""
+        _, layout = self.of_matrix[matrix]
+        return layout.rectangle.shape if bucket.scheme == "blockwise" else layout.shape
+
     def _shapes(self, matrices: Sequence[int]) -> Shapes:
         shapes = [self.of_matrix[m][1].rectangle.shape for m in matrices]
         return (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes
@@ -186,32 +231,31 @@ class Compiler:
         return self.dtypes[self.of_matrix[matrix][0]]
 
 
-def subset(plan: Plan, kept: Sequence[int]) -> Plan:
-    """The plan of some matrices, with schemes and compute ranks."""
-    new = {old: i for i, old in enumerate(kept)}
+def subset(plan: Plan, kept: Collection[int]) -> list[Bucket]:
+    """A plan's buckets with some of its matrices alone."""
     buckets = []
     for bucket in plan.buckets:
-        left = [i for i, matrix in enumerate(bucket.matrices) if matrix in new]
+        left = [i for i, matrix in enumerate(bucket.matrices) if matrix in kept]
         if left:
             compute_ranks = tuple(bucket.compute_ranks[i] for i in left) if bucket.compute_ranks else ()
-            indices = tuple(new[bucket.matrices[i]] for i in left)
-            buckets.append(replace(bucket, matrices=indices, compute_ranks=compute_ranks))
-    return Plan(tuple(plan.matrices[i] for i in kept), tuple(buckets))
+            matrices = tuple(bucket.matrices[i] for i in left)
+            buckets.append(replace(bucket, matrices=matrices, compute_ranks=compute_ranks))
+    return buckets
 
 
 def in_order(plan: Plan, bucket: Bucket) -> tuple[list[int], list[LayoutRuns]]:
-    """A bucket's order in its stack, and each compute rank's.
+    """A bucket's matrices in the order of their stack, and those of each compute rank.
 
     Stacks that are sent have compute ranks in order, and equal layouts of one rank one behind another.
     """
-    indices = range(len(bucket.matrices))
     if bucket.scheme not in ("owner", "share"):
-        return list(indices), []
+        return list(bucket.matrices), []
     first: dict[tuple[Rectangle, ...], int] = {}
-    dealt = zip(bucket.compute_ranks, bucket.matrices, strict=True)
-    kinds = [(rank, first.setdefault(plan.matrices[i].rectangles, i)) for rank, i in dealt]
-    order = sorted(indices, key=kinds.__getitem__)
-    runs: list[list[tuple[int, Matrix]]] = [[] for _ in range(plan.matrices[bucket.matrices[0]].ranks)]
+    kinds = dict[int, tuple[int, int]]()  # compute rank, and the first matrix of the layout
+    for rank, i in zip(bucket.compute_ranks, bucket.matrices, strict=True):
+        kinds[i] = (rank, first.setdefault(plan.matrices[i].rectangles, i))
+    order = sorted(kinds, key=kinds.__getitem__)
+    runs: list[list[tuple[int, Matrix]]] = [[] for _ in range(plan.matrices[order[0]].ranks)]
     for (rank, i), same in groupby(order, kinds.__getitem__):
         runs[rank].append((len(list(same)), plan.matrices[i]))
     return order, list(runs)

@@ -45,7 +45,13 @@ class Counters:
 counters = Counters()
 
 
-def sent_bytes(collective: str, size: int, ranks: int, rank: int = 0, root: int = 0) -> int:
+def sent_bytes(
+    collective: str,
+    size: int,
+    ranks: int,
+    rank: int = 0,
+    root: int = 0,
+) -> int:
     """Bytes that a rank sends in a collective.
 
     By ring algorithms (Thakur, Rabenseifner and Gropp, 2005); a reduce and a broadcast are chains. ``size`` is what
@@ -107,7 +113,11 @@ class Pending[Result]:
 
 
 def _start(
-    name: str, call: Callable[..., dist.Work | None], x: Tensor, group: ProcessGroup, root: int = 0
+    name: str,
+    call: Callable[..., dist.Work | None],
+    x: Tensor,
+    group: ProcessGroup,
+    root: int = 0,
 ) -> Callable[[], object] | None:
     """Start a collective that sends ``x``; returns what waits for it."""
     sent = sent_bytes(name, x.nbytes, group.size(), group.rank(), root)
@@ -122,7 +132,10 @@ def _started(collective: Counted, call: Callable[[], dist.Work | None]) -> Calla
 
 
 def exchange(
-    sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: ProcessGroup
+    sent: Tensor,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    group: ProcessGroup,
 ) -> Pending[Tensor]:
     """All-to-all of 1-D tensors; sizes are entries for each rank."""
     received = sent.new_empty(sum(receive_sizes))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, grouped, in_rounds
 from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
 
 
@@ -83,8 +83,10 @@ def whole_flops(shape: Shape, work: Work) -> float:
 
 def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
     """Bytes of the largest iteration of a matrix."""
-    kinds = {(matrix.shape, work_of(matrix, work)) for matrix in matrices}
-    return max((iteration_bytes(min(s), max(s), work.restarts, work.itemsize) for s, work in kinds), default=0)
+    largest = 0
+    for shape, of_kind in {(matrix.shape, work_of(matrix, work)) for matrix in matrices}:
+        largest = max(largest, iteration_bytes(min(shape), max(shape), of_kind.restarts, of_kind.itemsize))
+    return largest
 
 
 def cube_flops(shape: Shape, work: Work) -> float:
@@ -92,9 +94,14 @@ def cube_flops(shape: Shape, work: Work) -> float:
     return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share)
 
 
-def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
+def bucket_flops(
+    plan: Plan,
+    bucket: Bucket,
+    rank: int,
+    work: Works,
+) -> float:
     """Operations of one rank of the bucket's group."""
-    matrix = plan.matrices[bucket.matrices[0]]
+    matrix = plan.one_of(bucket)
     work = work_of(matrix, work)
     shape = matrix.shape
     rectangle = matrix.rectangles[rank]
@@ -113,10 +120,16 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
         return count * standard_flops(kept, cut, work.schedule, work.share)
     cubes = cube_flops(shape, work)
     products = gram_flops(kept, cut, work.schedule, work.restarts or (), work.share) - cubes
-    return count * products + (count if bucket.scheme == "gram_replicated" else owned) * cubes
+    computed = count if bucket.scheme == "gram_replicated" else owned
+    return count * products + computed * cubes
 
 
-def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, tuple[int, int]]:
+def bucket_traffic(
+    plan: Plan,
+    bucket: Bucket,
+    rank: int,
+    work: Works,
+) -> dict[str, tuple[int, int]]:
     """Collective -> number of calls, and bytes this rank sends.
 
     - ``owner``: each rank of the compute rank's copy sends its shard of a matrix there; all others get shards back.
@@ -125,33 +138,37 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
     - ``gram_split``: the matrices of full rounds in one buffer, each of the rest by itself.
     - ``share``: whole matrices, padded to equally many on every rank.
     """
-    matrix = plan.matrices[bucket.matrices[0]]
+    matrix = plan.one_of(bucket)
     count = len(bucket.matrices)
     ranks = matrix.ranks
     if bucket.scheme in ("local", "blockwise"):
         return {}
     if bucket.scheme == "owner":
         return {"all_to_all": (2, _sent_by_owner(plan, bucket)[rank])}
-    if bucket.scheme in ("duplicated", "share"):
+    if bucket.scheme == "duplicated":
         entries = count * max(rectangle.numel for rectangle in matrix.rectangles)
-        if bucket.scheme == "share":
-            entries = max(map(bucket.compute_ranks.count, range(ranks))) * matrix.shape[0] * matrix.shape[1]
         return {"all_gather": (1, sent_bytes("all_gather", entries * matrix.itemsize, ranks))}
+    if bucket.scheme == "share":
+        most = max(Counter(bucket.compute_ranks).values())
+        of_one = matrix.shape[0] * matrix.shape[1] * matrix.itemsize
+        return {"all_gather": (1, sent_bytes("all_gather", most * of_one, ranks))}
     work = work_of(matrix, work)
     gram = matrix.shape[_kept_dim(matrix)] ** 2 * 4  # summed in fp32
-    segments = len(work.restarts or ()) + 1
     sums = sent_bytes("all_reduce", count * gram, ranks)
     if bucket.scheme == "distributed":
         steps = len(work.schedule)
         norms = sent_bytes("all_reduce", count * 8, ranks)  # squared, in fp64
         return {"all_reduce": (1 + steps, norms + steps * sums)}
+    segments = len(work.restarts or ()) + 1
     if bucket.scheme == "gram_replicated":
         return {"all_reduce": (segments, segments * sums)}
     full, rest = in_rounds(bucket.compute_ranks, ranks)
     traffic = {}
     if full:
-        traffic["reduce_scatter"] = (segments, segments * sent_bytes("reduce_scatter", len(full) * gram, ranks))
-        traffic["all_gather"] = (segments, segments * sent_bytes("all_gather", len(full) // ranks * gram, ranks))
+        scattered = sent_bytes("reduce_scatter", len(full) * gram, ranks)
+        gathered = sent_bytes("all_gather", len(full) // ranks * gram, ranks)
+        traffic["reduce_scatter"] = (segments, segments * scattered)
+        traffic["all_gather"] = (segments, segments * gathered)
     if rest:
         for name in ("reduce", "broadcast"):
             sent = sum(sent_bytes(name, gram, ranks, rank, bucket.compute_ranks[i]) for i in rest)
@@ -161,7 +178,7 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
 
 def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
     """Bytes that each rank sends under ``owner``, both ways."""
-    matrix = plan.matrices[bucket.matrices[0]]
+    matrix = plan.one_of(bucket)
     owned = Counter(bucket.compute_ranks)
     ranks = matrix.ranks // matrix.copies  # of a copy, whose shards go to the compute ranks among them
     near = Counter(rank // ranks for rank in bucket.compute_ranks)
@@ -180,8 +197,8 @@ def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
 
 def cost_of(flops: float, traffic: Mapping[str, tuple[int, int]], rates: Rates) -> Cost:
     """The cost of operations, and of (calls, bytes) of collectives."""
-    calls = sum(of_collective[0] for of_collective in traffic.values())
-    sent = sum(of_collective[1] for of_collective in traffic.values())
+    calls = sum(calls for calls, _ in traffic.values())
+    sent = sum(sent for _, sent in traffic.values())
     return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
 
 
@@ -190,7 +207,7 @@ class Costs:
 
     def __init__(self, plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> None:
         self._of_ranks = lru_cache(None)(lambda bucket: _rank_costs(plan, bucket, work, rates))
-        self._matrices = plan.matrices
+        self._plan = plan
 
     def of_bucket(self, bucket: Bucket) -> Cost:
         """What a bucket costs the busiest rank of its group."""
@@ -198,12 +215,15 @@ class Costs:
 
     def of_buckets(self, buckets: Iterable[Bucket]) -> Cost:
         """Cost of each group's busiest rank, summed over the groups."""
-        groups: dict[tuple[str, int], list[list[Cost]]] = {}
-        for bucket in buckets:
-            matrix = self._matrices[bucket.matrices[0]]
-            groups.setdefault((matrix.group, matrix.ranks), []).append(self._of_ranks(bucket))
-        # ranks with the same work are many
-        return _sum(_busiest(map(_sum, set(zip(*costs, strict=True)))) for costs in groups.values())
+        of_groups = list[Cost]()
+        for of_group in grouped(buckets, self._group).values():
+            costs = set(zip(*map(self._of_ranks, of_group), strict=True))  # ranks with the same work are many
+            of_groups.append(_busiest(map(_sum, costs)))
+        return _sum(of_groups)
+
+    def _group(self, bucket: Bucket) -> tuple[str, int]:
+        matrix = self._plan.one_of(bucket)
+        return matrix.group, matrix.ranks
 
 
 def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
@@ -222,10 +242,10 @@ def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int,
     largest = largest_iteration(plan.matrices, work)
     room = workspace.for_chunks(largest)
     chunks = chunk_bytes(plan, workspace)
-    most = 0
     if workspace.state and chunks:  # one chunk is at work, beside the state of two
         without = chunk_bytes(plan, replace(workspace, kept=workspace.kept - workspace.state))
         chunks = [max(without) + 2 * max(map(sub, chunks, without))]
+    most = 0
     for first in range(len(chunks)):
         held = 0
         for needed in chunks[first : first + IN_FLIGHT]:
@@ -233,14 +253,13 @@ def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int,
                 break
             held += needed
         most = max(most, held)
-    entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
-    of_hooks = max(workspace.iteration, max(entries, default=0) * OF_ENTRY)
     of_stacks = 0
     for bucket in plan.buckets:
-        of_stack = len(bucket.matrices) * largest_iteration([plan.matrices[bucket.matrices[0]]], work)
-        of_stacks = max(of_stacks, of_stack)
-    of_iterations = max(largest, min(of_stacks, workspace.iteration))
-    return most, of_iterations, min(of_hooks, sum(entries) * OF_ENTRY)
+        of_one = largest_iteration([plan.one_of(bucket)], work)
+        of_stacks = max(of_stacks, len(bucket.matrices) * of_one)
+    entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
+    of_hooks = max(workspace.iteration, max(entries, default=0) * OF_ENTRY)
+    return most, max(largest, min(of_stacks, workspace.iteration)), min(of_hooks, sum(entries) * OF_ENTRY)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
@@ -252,20 +271,24 @@ def _busiest(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(max, zip(*costs, strict=True)))
 
 
-def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
+def _rank_costs(
+    plan: Plan,
+    bucket: Bucket,
+    work: Works,
+    rates: Rates,
+) -> list[Cost]:
     """A bucket's cost for each rank, computed once for equals."""
-    matrix = plan.matrices[bucket.matrices[0]]
+    matrix = plan.one_of(bucket)
     owned = Counter(bucket.compute_ranks)
-    sent = _sent_by_owner(plan, bucket) if bucket.scheme == "owner" else [0] * matrix.ranks
+    by_owner = bucket.scheme == "owner"
+    sent = _sent_by_owner(plan, bucket) if by_owner else [0] * matrix.ranks
     known: dict[tuple[Shape, int, int, int], Cost] = {}
     costs = []
     for rank, rectangle in enumerate(matrix.rectangles):
         # what a rank passes on of the rest of gram_split depends on the rank after it
         kind = (rectangle.shape, owned[rank], owned[(rank + 1) % matrix.ranks], sent[rank])
         if kind not in known:
-            traffic = {"all_to_all": (2, sent[rank])}
-            if bucket.scheme != "owner":
-                traffic = bucket_traffic(plan, bucket, rank, work)
+            traffic = {"all_to_all": (2, sent[rank])} if by_owner else bucket_traffic(plan, bucket, rank, work)
             known[kind] = cost_of(bucket_flops(plan, bucket, rank, work), traffic, rates)
         costs.append(known[kind])
     return costs

@@ -51,21 +51,35 @@ class Deal:
 class Times:
     """Predicted seconds of a hand's step on its busiest rank."""
 
-    def __init__(self, kinds: Sequence[Item], work: Works, mode: TpMode, rates: Rates) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[Item],
+        work: Works,
+        mode: TpMode,
+        rates: Rates,
+    ) -> None:
         self._kinds = kinds
         self._settings = (mode, work, rates)
         self._known: dict[Hand, float] = {}
         self._ranks = [max((matrix.ranks for matrix in kind.matrices), default=1) for kind in kinds]
         # As many as ranks can share evenly take their time again and again, whatever else is there.
-        alone = [tuple(count * (i == j) for j in range(len(kinds))) for i, count in enumerate(self._ranks)]
-        self._rounds = list(map(self._planned, alone))
+        self._rounds = []
+        for kind, count in enumerate(self._ranks):
+            hand = [0] * len(kinds)
+            hand[kind] = count
+            self._rounds.append(self._planned(tuple(hand)))
 
     def of(self, hand: Hand) -> float:
         """Seconds of full rounds, and of a planned rest."""
-        entries = sum(count * kind.entries for count, kind in zip(hand, self._kinds, strict=True))
-        rounds = [divmod(count, ranks) for count, ranks in zip(hand, self._ranks, strict=True)]
-        full = sum(count * seconds for (count, _), seconds in zip(rounds, self._rounds, strict=True))
-        return OF_ENTRY * entries + full + self._planned(tuple(rest for _, rest in rounds))
+        entries = 0
+        full = []
+        rest = []
+        for kind, count in enumerate(hand):
+            entries += count * self._kinds[kind].entries
+            rounds, left = divmod(count, self._ranks[kind])
+            full.append(rounds * self._rounds[kind])
+            rest.append(left)
+        return OF_ENTRY * entries + sum(full) + self._planned(tuple(rest))
 
     def alone(self, kind: int) -> float:
         """Seconds of one item where there are many."""
@@ -74,12 +88,10 @@ class Times:
     def _planned(self, hand: Hand) -> float:
         if hand not in self._known:
             mode, work, rates = self._settings
-            matrices = [
-                replace(matrix, name=f"{number}.{copy}.{part}")
-                for number, (kind, count) in enumerate(zip(self._kinds, hand, strict=True))
-                for copy in range(count)
-                for part, matrix in enumerate(kind.matrices)
-            ]
+            matrices = list[Matrix]()
+            for kind, count in zip(self._kinds, hand, strict=True):
+                for matrix in kind.matrices * count:
+                    matrices.append(replace(matrix, name=f"{len(matrices)}"))
             plan = make_plan(matrices, mode, work, rates)
             self._known[hand] = plan_cost(plan, work, rates).seconds
         return self._known[hand]
@@ -112,13 +124,10 @@ def deal(
         filled[rank] += item.entries
     replaced = tuple(map(times.of, before))
     order = sorted(range(len(items)), key=lambda i: -times.alone(of_kind[i]))
-    dealt = _dealt(
-        [(of_kind[i], items[i].entries) for i in order], [nothing] * ranks, MOST_ENTRIES * max(filled), times
-    )
+    in_order = [(of_kind[i], items[i].entries) for i in order]
+    hands = [nothing] * ranks
+    dealt = _dealt(in_order, hands, MOST_ENTRIES * max(filled), times)
     if dealt is not None:
-        hands = [nothing] * ranks
-        for i, rank in zip(order, dealt, strict=True):
-            hands[rank] = _with(hands[rank], of_kind[i])
         seconds = tuple(map(times.of, hands))
         if max(seconds) < max(replaced):
             rank_of = dict(zip(order, dealt, strict=True))
@@ -126,15 +135,20 @@ def deal(
     return Deal(tuple(by_size), replaced, replaced)
 
 
-def _dealt(items: Sequence[tuple[int, int]], hands: list[Hand], room: float, times: Times) -> list[int] | None:
-    """The rank of each (kind, entries), if they fit."""
+def _dealt(
+    items: Sequence[tuple[int, int]],
+    hands: list[Hand],
+    room: float,
+    times: Times,
+) -> list[int] | None:
+    """The rank of each (kind, entries), which is added to its hand; None if they do not fit."""
     filled = [0] * len(hands)
     ranks = []
     for kind, entries in items:
         alike: dict[tuple[Hand, int], int] = {}  # the first of the ranks that have the same
-        for rank, state in enumerate(zip(hands, filled, strict=True)):
-            if state[1] + entries <= room:
-                alike.setdefault(state, rank)
+        for rank, (hand, held) in enumerate(zip(hands, filled, strict=True)):
+            if held + entries <= room:
+                alike.setdefault((hand, held), rank)
         if not alike:
             return None
         _, _, rank = min((times.of(_with(hand, kind)), held, rank) for (hand, held), rank in alike.items())

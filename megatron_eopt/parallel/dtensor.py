@@ -49,7 +49,6 @@ def layout_of_dtensor(x: DTensor) -> Layout:
         if x not in _known:
             _known[x] = _of_chunks(x, shape, list(cuts))
         return _known[x]
-    dims = list(cuts)
     rectangles = _rectangles(tuple(x.shape), tuple(cuts.values()))
     if rectangles is None:
         raise ValueError(
@@ -57,11 +56,10 @@ def layout_of_dtensor(x: DTensor) -> Layout:
             f"leaves each rank one rectangle, such as Shard(0) for FSDP over Shard(0) or Shard(1) for tensor "
             f"parallelism"
         )
-    group, ranks, label = _group(mesh, dims)
+    group, ranks, label = _group(mesh, list(cuts))
     held = dict(zip(ranks, rectangles, strict=True))
     layout = Layout(shape, tuple(held[rank] for rank in dist.get_process_group_ranks(group)), group, label)
-    with torch.no_grad():
-        local = x.to_local().shape
+    local = x._local_tensor.shape
     if local.numel() != layout.rectangle.numel:
         raise ValueError(f"{described}: this rank holds {tuple(local)}, but by its placements {layout.rectangle}")
     return layout
@@ -75,12 +73,11 @@ def tells_its_chunk(x: DTensor) -> bool:
 def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layout:
     group, _, label = _group(x.device_mesh, dims)
     (chunk,) = x.__create_chunk_list__()
-    ranges = [range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-    rows = ranges[0]
-    columns = _flattened(ranges[1:], x.shape[1:])
-    edges_here = (rows.start, rows.stop, *(columns or (-1, -1)))
-    told = all_gather(torch.tensor(edges_here, device=x.device), group).wait()
-    rectangles = tuple(Rectangle(*edges) for edges in told.view(-1, 4).tolist())
+    rows, *others = [range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+    left, right = _flattened(others, x.shape[1:]) or (-1, -1)
+    here = torch.tensor([rows.start, rows.stop, left, right], device=x.device)
+    told = all_gather(here, group).wait()
+    rectangles = tuple(Rectangle(*edges) for edges in told.tolist())
     if min(r.left for r in rectangles) < 0 or sum(r.numel for r in rectangles) != prod(shape):
         shapes = ", ".join(f"{r.shape}" for r in rectangles)
         raise ValueError(
@@ -101,26 +98,31 @@ def lies_alike(x: DTensor, layout: Layout, dims: Collection[int] = (0, 1)) -> bo
         return True
     if not cuts or layout.group is None:
         return not layout.sharded
-    rectangles = _rectangles(layout.shape, tuple((min(dim, 1), *rest) for dim, *rest in cuts.values()))
+    of_matrix = tuple((min(dim, 1), ranks, factor) for dim, ranks, factor in cuts.values())
+    rectangles = _rectangles(layout.shape, of_matrix)
     if rectangles is None:
         return False
-    held = dict(zip(_partition(x.device_mesh, list(cuts))[1], rectangles, strict=True))
-    pairs = zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True)
-    # where nothing is held, the place of it says nothing
-    compared = ((held[rank], rectangle) for rank, rectangle in pairs)
-    return all(_edges(a, dims) == _edges(b, dims) or (a.shape == b.shape and not b.numel) for a, b in compared)
-
-
-def _edges(rectangle: Rectangle, dims: Collection[int]) -> list[tuple[int, int]]:
-    return [(rectangle.left, rectangle.right) if dim else (rectangle.top, rectangle.bottom) for dim in dims]
+    _, ranks = _partition(x.device_mesh, list(cuts))
+    held = dict(zip(ranks, rectangles, strict=True))
+    for rank, wanted in zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True):
+        found = held[rank]
+        if found.shape == wanted.shape and not wanted.numel:
+            continue  # where nothing is held, its edges say nothing
+        if 0 in dims and (found.top, found.bottom) != (wanted.top, wanted.bottom):
+            return False
+        if 1 in dims and (found.left, found.right) != (wanted.left, wanted.right):
+            return False
+    return True
 
 
 def _cuts(x: DTensor) -> dict[int, Cut]:
-    return {
-        i: (placement.dim, ranks, getattr(placement, "split_factor", 1))  # type: ignore[attr-defined]
-        for i, (placement, ranks) in enumerate(zip(x.placements, x.device_mesh.shape, strict=True))
-        if not isinstance(placement, Replicate) and ranks > 1
-    }
+    cuts = dict[int, Cut]()
+    for i, placement in enumerate(x.placements):
+        ranks = x.device_mesh.size(i)
+        if ranks > 1 and not isinstance(placement, Replicate):
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            cuts[i] = (dim, ranks, getattr(placement, "split_factor", 1))
+    return cuts
 
 
 @lru_cache
@@ -128,26 +130,28 @@ def _rectangles(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Rectangl
     """Each rank's rectangle, the last cut fastest; None for several."""
     result = []
     for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
-        ranges = [
-            _held(length, [(cut, rank) for cut, rank in zip(cuts, coordinates, strict=True) if cut[0] == dim])
-            for dim, length in enumerate(shape)
-        ]
-        rows = ranges[0]
-        columns = _flattened(ranges[1:], shape[1:])
+        rows, *others = [_held(dim, length, cuts, coordinates) for dim, length in enumerate(shape)]
+        columns = _flattened(others, shape[1:])
         if rows is None or columns is None:
             return None
         result.append(Rectangle(rows.start, rows.stop, *columns))
     return tuple(result)
 
 
-def _held(length: int, cuts: Sequence[tuple[Cut, int]]) -> range | None:
+def _held(
+    dim: int,
+    length: int,
+    cuts: Sequence[Cut],
+    coordinates: Sequence[int],
+) -> range | None:
     """Indices of a dimension on a rank; None unless consecutive.
 
     A shard cuts what earlier mesh dimensions left, ``_StridedShard`` each of ``split_factor`` parts of it.
     """
     held: Sequence[int] = range(length)
-    for (_, ranks, factor), rank in cuts:
-        held = [i for part in range(factor) for i in _chunk(_chunk(held, factor, part), ranks, rank)]
+    for (cut_dim, ranks, factor), rank in zip(cuts, coordinates, strict=True):
+        if cut_dim == dim:
+            held = [i for part in range(factor) for i in _chunk(_chunk(held, factor, part), ranks, rank)]
     if not held:
         return range(length, length)
     return range(held[0], held[-1] + 1) if held[-1] - held[0] == len(held) - 1 else None

@@ -1,7 +1,7 @@
 """All that an optimizer knows of ranks."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, overload
 
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
 from megatron_eopt.orthogonalize.kernels import made
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.agreement import (
     KernelProducts,
@@ -30,22 +31,14 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, largest_iteration
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, TpMode, whole
-from megatron_eopt.parallel.scheduler import Program, Shards, StartedChunk, rounds
-from megatron_eopt.parallel.schemes.whole import bring, cut_out, gather, hand_out
+from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, Shape, TpMode, whole
+from megatron_eopt.parallel.scheduler import Program, Shards, run_chunks
+from megatron_eopt.parallel.schemes.whole import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
 
 _MOST_PLANS = 1024  # kept, one for each set of parameters with gradients
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How equal matrices are spread over a group."""
-
-    matrix: Matrix  # one of them, with entries, cut or held in copies
-    numbers: Sequence[int]  # how many each rank works on, in order; empty where each rank works on all
 
 
 class Engine:
@@ -76,16 +69,18 @@ class Engine:
         self.device = device
         self.workspace = workspace
         self.groups = groups_by_label((p.name, p.shared_by) for p in parameters)
-        self._sharers = [
-            (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
-            for label, group in self.groups.items()
-        ]
+        self._sharers = []
+        for label, group in self.groups.items():
+            shared = [p.shared_by.get(label) is group for p in parameters]
+            self._sharers.append((group, torch.tensor(shared, device=device)))
         self._first = all(group.rank() == 0 for group in self.groups.values())
         self._parameters = list(parameters)
-        iterated = {x.name: replace(x, max_bytes=workspace.iteration) for p in parameters if (x := p.iteration)}
+        iterations = dict[str, NewtonSchulz]()
+        for p in parameters:
+            if p.iteration is not None:
+                iterations[p.iteration.name] = replace(p.iteration, max_bytes=workspace.iteration)
         self._rows: dict[int, LocalRows] = {}
-        self._whole = set(range(len(parameters)))  # indices of those that are one matrix, or none
-        self._shapes: dict[int, list[tuple[int, int]]] = {}
+        self._fused: dict[int, LocalRows] = {}  # of parameters that are not one matrix, or padded
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
         planned = list[Matrix]()
@@ -93,37 +88,41 @@ class Engine:
         for i, p in enumerate(parameters):
             if p.layout is None:
                 continue
-            if iterated and p.iteration is None:
+            if iterations and p.iteration is None:
                 raise ValueError(
                     f"{p.name} has a layout and no iteration, but other parameters have one: an engine orthogonalizes "
                     f"all matrices of its plan, or none; give this parameter another engine"
                 )
             self._rows[i] = local_rows(p.layout, p.split)
             if not p.split.is_whole or p.layout.padding:
-                self._whole.discard(i)
-            self._shapes[i] = []
+                self._fused[i] = self._rows[i]
             for matrix, layout in p.matrices():
                 planned.append(matrix)
                 of_matrix.append((i, layout))
-                self._shapes[i].append(layout.rectangle.shape)
                 if tp_mode == "blockwise":
                     shape = layout.rectangle.shape
-                    matrix = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
+                    matrix = replace(
+                        matrix,
+                        shape=shape,
+                        rectangles=(whole(shape),),
+                        group="",
+                    )
                 self.matrices[i] += (matrix,)
         dtypes = [p.dtype for p in parameters]
-        self._compiler = Compiler(of_matrix, dtypes, iterated, self.groups, self._first, device, workspace)
-        self.works = {name: self._compiler.work(name, planned) for name in iterated}
+        self._compiler = Compiler(of_matrix, dtypes, iterations, self.groups, self._first, device, workspace)
+        self.works = {name: self._compiler.work(name, planned) for name in iterations}
         self.rates = rates or measured_rates(self.groups, device, self._compiler.product_dtypes()[0])
         self.plan = Plan(tuple(planned), ())
-        if iterated:
+        self._room = workspace.for_chunks(0)
+        if iterations:
             indices = [i for i, _ in of_matrix]
             self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=indices)
+            self._room = workspace.for_chunks(largest_iteration(planned, self.works))
+        if workspace.state:
+            self._room = 0  # its slots on the device are those of the chunk at work and of the next
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
         self._sliced = True
         self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
-        self._room = workspace.for_chunks(largest_iteration(planned if self.works else (), self.works))
-        if workspace.state:
-            self._room = 0  # its slots on the device are those of the chunk at work and of the next
 
     def prepare(
         self,
@@ -175,11 +174,14 @@ class Engine:
 
     def offloaded(self) -> list[int]:
         """Bytes in this rank's host memory, for each chunk."""
-        of_matrix = self._compiler.of_matrix
-        chunk_of = {of_matrix[m][0]: bucket.chunk for bucket in self.plan.buckets for m in bucket.matrices}
+        chunk_of = dict[int, int]()  # of each parameter
+        for bucket in self.plan.buckets:
+            for matrix in bucket.matrices:
+                index, _ = self._compiler.of_matrix[matrix]
+                chunk_of[index] = bucket.chunk
         bytes_of = [0] * (1 + max(chunk_of.values(), default=0))
-        for i, chunk in chunk_of.items():
-            bytes_of[chunk] += self._parameters[i].offloaded
+        for index, chunk in chunk_of.items():
+            bytes_of[chunk] += self._parameters[index].offloaded
         return bytes_of
 
     def shares(self, index: int) -> bool:
@@ -196,7 +198,10 @@ class Engine:
 
     def order(self, indices: Sequence[int]) -> list[list[int]]:
         """The parameters of each chunk, as :meth:`run` starts them."""
-        return [[i for of_slice in chunk.slices for i in of_slice.parameters] for chunk in self._chunks_of(indices)]
+        order = []
+        for chunk in self._chunks_of(indices):
+            order.append([i for of_slice in chunk.slices for i in of_slice.parameters])
+        return order
 
     def stacks(self) -> KernelProducts:
         """Shapes, dtypes, device and fp32 precision of a kernel's products."""
@@ -235,10 +240,10 @@ class Engine:
         for i, x in zip(indices, tensors, strict=True):
             if x.ndim > 2 and i in self._rows and not self._rows[i].stacked:
                 x = x.flatten(1)
-            if i in self._whole:
-                shards.append(x)
+            if i in self._fused:
+                shards += self._fused[i].split(x)
             else:
-                shards += self._rows[i].split(x)
+                shards.append(x)
         tensors.clear()
         return shards
 
@@ -246,19 +251,19 @@ class Engine:
         """This rank's rows of a parameter's logical matrices."""
         return self._rows[index]
 
-    def shapes(self, index: int) -> list[tuple[int, int]]:
+    def shapes(self, index: int) -> list[Shape]:
         """The shapes of this rank's shards, as :meth:`flat`."""
-        return self._shapes[index]
+        return [self.shard(matrix).shape for matrix in self.matrices[index]]
 
     def merge(self, indices: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
         """The inverse of :meth:`split`."""
         remaining = iter(shards)
         merged = []
         for i in indices:
-            if i in self._whole:
-                merged.append(next(remaining))
+            if i in self._fused:
+                merged.append(self._fused[i].merge(list(islice(remaining, len(self.matrices[i])))))
             else:
-                merged.append(self._rows[i].merge(list(islice(remaining, len(self.matrices[i])))))
+                merged.append(next(remaining))
         return merged
 
     def orthogonalize(self, indices: Sequence[int], shards: Shards) -> Generator[Shards, list[Tensor], list[Tensor]]:
@@ -272,24 +277,11 @@ class Engine:
     def run(self, indices: Sequence[int], program: Callable[[Sequence[int]], Program]) -> None:
         """Run programs for parameters, within the bounds of the workspace.
 
-        A chunk starts with its first bucket, if there is room beside those at work; one always is. Its buckets go
-        through :func:`~megatron_eopt.parallel.scheduler.rounds`, and its programs go on in turn when all of them are
-        done: in the same order on every rank, if all name the same shared parameters. ``indices`` are ascending.
         ``program`` starts the program of some of these parameters, which orthogonalizes once; it is called for each of
-        them once.
+        them once. ``indices`` are ascending. The order is the same on every rank if all name the same shared
+        parameters: see :func:`~megatron_eopt.parallel.scheduler.run_chunks`.
         """
-        started: list[StartedChunk] = []
-
-        def buckets() -> Iterator[Generator[None, None, None] | None]:
-            for chunk in self._chunks_of(indices):
-                while started and chunk.bytes + sum(other.chunk.bytes for other in started) > self._room:
-                    yield None
-                started.append(StartedChunk(chunk, program, self.device))
-                yield from started[-1].buckets(self.watched)
-
-        advance = next if self.watched is None else self.watched.timed("exchange", next)
-        for _ in rounds(buckets(), advance):
-            started[:] = [chunk for chunk in started if not chunk.finish()]
+        run_chunks(self._chunks_of(indices), program, self.device, self._room, self.watched)
 
     def factors(self, indices: Sequence[int], shards: list[Tensor]) -> list[Tensor]:
         """The orthogonal factors of ``shards``, in that list, without programs."""
@@ -298,7 +290,7 @@ class Engine:
 
         def program(some: Sequence[int]) -> Program:
             numbers = [number for i in some for number in at[i]]
-            factors = yield from self.orthogonalize(some, [shards[number] for number in numbers])
+            factors = yield [shards[number] for number in numbers]
             for number, factor in zip(numbers, factors, strict=True):
                 shards[number] = factor
 
@@ -315,7 +307,8 @@ class Engine:
 
     def shard(self, matrix: Matrix) -> Rectangle:
         """What this rank has of a matrix."""
-        return matrix.rectangles[self.groups[matrix.group].rank() if matrix.ranks > 1 else 0]
+        rank = self.groups[matrix.group].rank() if matrix.ranks > 1 else 0
+        return matrix.rectangles[rank]
 
     def side_sums(self, tensors: Sequence[Tensor], matrices: Sequence[Matrix], dim: int) -> list[Tensor]:
         """Sums over ranks of what they have for rows (dim 0) or columns of matrices.
@@ -336,7 +329,9 @@ class Engine:
         return self.sums(whole_sides, [matrix.group if matrix.sharded else "" for matrix in matrices])
 
     def gather_whole(
-        self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
+        self,
+        stacks: Sequence[Sequence[Tensor]],
+        spread: Sequence[Spread | None],
     ) -> Generator[None, None, list[list[Tensor]]]:
         """Bring whole matrices together, by one collective.
 
@@ -344,36 +339,36 @@ class Engine:
         ``spread``, some of this rank's shards (n x rows x cols) of ``n`` tensors; they stay where it is None.
         ``spread`` is of one group.
         """
-        return self._exchanged(stacks, spread, bring, gather)
+        return self._exchanged(stacks, spread, bring)
 
     def scatter_back(
-        self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
+        self,
+        stacks: Sequence[Sequence[Tensor]],
+        spread: Sequence[Spread | None],
     ) -> Generator[None, None, list[list[Tensor]]]:
         """The way back from :meth:`gather_whole`; views where nothing is exchanged."""
-        return self._exchanged(stacks, spread, hand_out, _own_shards)
+        return self._exchanged(stacks, spread, hand_out)
 
     def _exchanged(
         self,
         stacks: Sequence[Sequence[Tensor]],
         spread: Sequence[Spread | None],
-        of_one: Callable[..., Callable[[], list[Tensor]]],
-        of_all: Callable[..., Callable[[], list[Tensor]]],
+        start: Callable[[list[Tensor], list[Spread], ProcessGroup], Exchanged],
     ) -> Generator[None, None, list[list[Tensor]]]:
-        kinds = list(zip(stacks, spread, strict=True))
-        sent = [(x, move) for some, move in kinds if move is not None for x in some]
-        if not sent:
-            return [list(some) for some in stacks]
-        tensors = [x for x, _ in sent]
-        matrices = [move.matrix for _, move in sent]
-        numbers = [move.numbers for _, move in sent]
-        group = self.groups[matrices[0].group]
-        wait = of_one(tensors, matrices, numbers, group) if numbers[0] else of_all(tensors, matrices, group)
+        exchanged = [list(some) for some in stacks]
+        tensors = list[Tensor]()
+        kinds = list[Spread]()
+        for some, kind in zip(exchanged, spread, strict=True):
+            if kind is not None:
+                tensors += some
+                kinds += [kind] * len(some)
+        if not tensors:
+            return exchanged
+        wait = start(tensors, kinds, self.groups[kinds[0].matrix.group])
+        del tensors
         yield
         arrived = iter(wait())
-        return [list(some) if move is None else [next(arrived) for _ in some] for some, move in kinds]
-
-
-def _own_shards(
-    stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup
-) -> Callable[[], list[Tensor]]:
-    return lambda: [cut_out(x, matrix.rectangles[group.rank()]) for x, matrix in zip(stacks, matrices, strict=True)]
+        for some, kind in zip(exchanged, spread, strict=True):
+            if kind is not None:
+                some[:] = islice(arrived, len(some))
+        return exchanged

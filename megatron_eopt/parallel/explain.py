@@ -14,7 +14,7 @@ from megatron_eopt.parallel.cost import (
     step_parts,
 )
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Bucket, Plan, Shape, TpMode
+from megatron_eopt.parallel.records import Bucket, Plan, Shape, TpMode, grouped
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
@@ -22,24 +22,31 @@ _COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
 _LINE = "{:<24}{:>20}{:>18}{:>15}{:>13}{:>13}{:>13}"
 
 
-def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Workspace = DEFAULT_WORKSPACE) -> str:
+def explain(
+    plan: Plan,
+    work: Works,
+    rates: Rates = DEFAULT_RATES,
+    workspace: Workspace = DEFAULT_WORKSPACE,
+) -> str:
     """A table of costs by shape and scheme, beside other schemes."""
-    sharing = frozenset(plan.matrices[b.matrices[0]].group for b in plan.buckets if b.scheme == "share")
     lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
     works = {"": work} if isinstance(work, Work) else work
-    numbers = {name: f"  #{number}" for number, name in enumerate(works, 1)} if len(works) > 1 else {}
+    numbers = dict.fromkeys(works, "")
+    if len(works) > 1:
+        numbers = {name: f"  #{number}" for number, name in enumerate(works, 1)}
     costs = Costs(plan, work, rates)
-    alike: dict[tuple[Shape, str, str, str], list[Bucket]] = {}
-    for bucket in plan.buckets:  # of several chunks
-        matrix = plan.matrices[bucket.matrices[0]]
+    sharing = {plan.one_of(bucket).group for bucket in plan.buckets if bucket.scheme == "share"}
+
+    def kind(bucket: Bucket) -> tuple[Shape, str, str, str]:
+        matrix = plan.one_of(bucket)
         group = matrix.group if matrix.ranks > 1 else "-"
-        kind = matrix.shape, group, bucket.scheme, numbers.get(matrix.iteration, "")
-        alike.setdefault(kind, []).append(bucket)
+        return matrix.shape, group, bucket.scheme, numbers.get(matrix.iteration, "")
+
     apart = 0.0
-    for ((rows, cols), group, scheme, number), buckets in alike.items():
-        called = f"{sum(len(bucket.matrices) for bucket in buckets)} of {rows} x {cols}"
+    for ((rows, cols), group, scheme, number), buckets in grouped(plan.buckets, kind).items():  # of several chunks
+        count = sum(len(bucket.matrices) for bucket in buckets)
         cost = costs.of_buckets(buckets)
-        lines.append(_row(called, group, scheme, cost) + number)
+        lines.append(_row(f"{count} of {rows} x {cols}", group, scheme, cost) + number)
         apart += cost.seconds
     whole = costs.of_buckets(plan.buckets)
     lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", whole)]
@@ -55,10 +62,10 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
         lines.append("Each line is of the rank that is the busiest with its matrices: one rank has not all of that.")
     lines.append(_memory(plan, work, workspace))
     for name, one in works.items():
-        steps = f"{numbers[name].strip()}: {name}" if numbers else f"{len(one.schedule)} steps"
+        steps = f"{numbers[name].strip()}: {name}" if numbers[name] else f"{len(one.schedule)} steps"
         form = "standard form only"
         if one.restarts is not None:
-            form = f"Gram form with {len(one.restarts)} restart{'' if len(one.restarts) == 1 else 's'}"
+            form = f"Gram form with {_counted(len(one.restarts), 'restart')}"
         lines.append(f"{steps}, {form}, {one.share:.0%} of a symmetric product computed.")
     return "\n".join([*lines, "blockwise is an approximation."])
 
@@ -68,15 +75,19 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
     largest = largest_iteration(plan.matrices, work)
     chunks = 1 + max((bucket.chunk for bucket in plan.buckets), default=0)
     beside, what = max((of_iterations, "iterations"), (of_hooks, "the momentum and update of whole shards"))
-    more = ""
+    more = "One parameter, one shard and one iteration are not cut."
     if of_chunks + beside > workspace.bytes + largest:
         more = "That is more than the workspace, because one parameter, one shard and one iteration are not cut."
     return (
-        f"Temporaries: at most {_mib(of_chunks + beside)} MiB, in {chunks} chunk{'s' if chunks > 1 else ''}. The "
+        f"Temporaries: at most {_mib(of_chunks + beside)} MiB, in {_counted(chunks, 'chunk')}. The "
         f"workspace is {_mib(workspace.bytes)} MiB;\nbeside it an iteration of the largest matrix may take "
         f"{_mib(largest)} MiB.\nAt the peak {_mib(of_chunks)} MiB are of chunks at work, and {_mib(beside)} MiB of "
-        f"{what}.\n{more or 'One parameter, one shard and one iteration are not cut.'}"
+        f"{what}.\n{more}"
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def explain_offloaded(state: Sequence[int]) -> str:
@@ -88,9 +99,16 @@ def explain_offloaded(state: Sequence[int]) -> str:
     )
 
 
-def _row(name: str, group: str, scheme: str, cost: Cost) -> str:
-    figures = (figure(cost.flops / 1e9), figure(cost.bytes / 1e6), str(cost.collectives), figure(cost.seconds * 1e3))
-    return _LINE.format(name, group, scheme, *figures)
+def _row(
+    name: str,
+    group: str,
+    scheme: str,
+    cost: Cost,
+) -> str:
+    flops = figure(cost.flops / 1e9)
+    sent = figure(cost.bytes / 1e6)
+    ms = figure(cost.seconds * 1e3)
+    return _LINE.format(name, group, scheme, flops, sent, cost.collectives, ms)
 
 
 def _mib(nbytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch.distributed as dist
 from torch import Tensor
@@ -59,7 +60,8 @@ class Layout:
     @property
     def cut_dims(self) -> frozenset[int]:
         """The dimensions that are cut, in whatever order."""
-        return frozenset(i for i in (0, 1) if any(shape[i] != self.shape[i] for shape in shapes(self.rectangles)))
+        held = shapes(self.rectangles)
+        return frozenset(dim for dim in (0, 1) if any(shape[dim] != self.shape[dim] for shape in held))
 
 
 def on_one_rank(shape: Shape) -> Layout:
@@ -67,7 +69,12 @@ def on_one_rank(shape: Shape) -> Layout:
     return Layout(shape, (whole(shape),))
 
 
-def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None = None, label: str = "dp") -> Layout:
+def shared_out(
+    layout: Layout,
+    group: ProcessGroup,
+    joint: ProcessGroup | None = None,
+    label: str = "dp",
+) -> Layout:
     """The layout that shares out work on data-parallel copies.
 
     A cut matrix keeps its layout unless ``joint`` has the ranks of both groups, copy by copy, as Megatron numbers them.
@@ -76,15 +83,29 @@ def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None =
         return layout
     if layout.group is None:
         return Layout(layout.shape, (whole(layout.shape),) * group.size(), group, label)
-    this_rank = dist.get_rank()
-    copies = dist.get_process_group_ranks(group)
-    ranks = [copy + rank - this_rank for copy in copies for rank in dist.get_process_group_ranks(layout.group)]
-    if joint is None or dist.get_process_group_ranks(joint) != ranks:
+    if joint is None or dist.get_process_group_ranks(joint) != _grid_ranks(group, layout.group):
         return layout
     shards = layout.shards or (layout.ranks if layout.dim == 0 else 1)
-    rectangles = layout.rectangles * len(copies)
-    label = f"{layout.label} x {label}"
-    return replace(layout, rectangles=rectangles, group=joint, label=label, shards=shards)
+    rectangles = layout.rectangles * group.size()
+    return replace(
+        layout,
+        rectangles=rectangles,
+        group=joint,
+        label=f"{layout.label} x {label}",
+        shards=shards,
+    )
+
+
+def _grid_ranks(first: ProcessGroup, second: ProcessGroup) -> list[int]:
+    """The ranks of a grid of two axes that cross in this one, row by row.
+
+    Megatron numbers them so: a step along one axis is as far from every rank.
+    """
+    here = dist.get_rank()
+    ranks = []
+    for start in dist.get_process_group_ranks(first):
+        ranks += [start + rank - here for rank in dist.get_process_group_ranks(second)]
+    return ranks
 
 
 def is_expert(parameter: Tensor) -> bool:
@@ -154,7 +175,12 @@ def layout_of(
     return cut_over((rows, cols), None if tp is None else dim, tp, f"{prefix}tp")
 
 
-def cut_over(held: Shape, dim: int | None, group: ProcessGroup | None, label: str = "tp") -> Layout:
+def cut_over(
+    held: Shape,
+    dim: int | None,
+    group: ProcessGroup | None,
+    label: str = "tp",
+) -> Layout:
     """The layout of equal shards; a whole matrix without ``dim``."""
     rows, cols = held
     if dim is None or group is None or group.size() == 1:
@@ -163,15 +189,26 @@ def cut_over(held: Shape, dim: int | None, group: ProcessGroup | None, label: st
     return Layout(shape, cut(shape, dim, group.size()), group, label)
 
 
-def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: ProcessGroup, prefix: str) -> Layout:
+def _cut_again(
+    parameter: Tensor,
+    dim: int,
+    tp: ProcessGroup | None,
+    gtp: ProcessGroup,
+    prefix: str,
+) -> Layout:
     """The layout cut by ``tp``, then along rows by ``gtp``."""
     if parameter.ndim != 2:
         raise ValueError(f"a stack of matrices {tuple(parameter.shape)} cannot be cut a second time: keep them apart")
     rows, cols = parameter.shape
     ranks = 1 if tp is None else tp.size()
     shape, grid = cut_twice((rows, cols), dim, ranks, gtp.size(), padding_of(parameter))
-    group, rectangles = (gtp, grid[0]) if tp is None else _over_both(tp, gtp, grid)
-    label = f"{prefix}gtp_remat" if tp is None else f"{prefix}tp x gtp_remat"
+    if tp is None:
+        group = gtp
+        rectangles = grid[0]
+        label = f"{prefix}gtp_remat"
+    else:
+        group, rectangles = _over_both(tp, gtp, list(chain(*grid)))
+        label = f"{prefix}tp x gtp_remat"
     layout = Layout(shape, rectangles, group, label, shards=ranks if dim == 0 else 1)
     return replace(layout, padding=rows - layout.rectangle.shape[0])
 
@@ -184,27 +221,27 @@ def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
     cut = replace(cut_over(layout.shape, dim, tp), shards=tp.size() if dim == 0 else 1)
     if layout.group is None:
         return cut
-    steps = [(i * rows, 0) if dim == 0 else (0, i * cols) for i in range(tp.size())]
-    grid = [
-        tuple(Rectangle(r.top + down, r.bottom + down, r.left + right, r.right + right) for r in layout.rectangles)
-        for down, right in steps
-    ]
+    grid = []
+    for i in range(tp.size()):
+        down, right = (i * rows, 0) if dim == 0 else (0, i * cols)
+        for r in layout.rectangles:
+            grid.append(Rectangle(r.top + down, r.bottom + down, r.left + right, r.right + right))
     group, rectangles = _over_both(tp, layout.group, grid)
-    return replace(cut, rectangles=rectangles, group=group, label=f"tp x {layout.label}")
+    return replace(
+        cut,
+        rectangles=rectangles,
+        group=group,
+        label=f"tp x {layout.label}",
+    )
 
 
 def _over_both(
-    tp: ProcessGroup, other: ProcessGroup, grid: Sequence[Sequence[Rectangle]]
+    tp: ProcessGroup,
+    other: ProcessGroup,
+    grid: Sequence[Rectangle],
 ) -> tuple[ProcessGroup, tuple[Rectangle, ...]]:
-    """The group of two axes, and its ranks' shards."""
-    # Megatron numbers the ranks of a grid: a step along one axis is as far from every rank
-    this_rank = dist.get_rank()
-    columns = dist.get_process_group_ranks(other)
-    held = {
-        first + second - this_rank: rectangle
-        for first, row in zip(dist.get_process_group_ranks(tp), grid, strict=True)
-        for second, rectangle in zip(columns, row, strict=True)
-    }
+    """The group of two axes, and its ranks' shards, from those of the grid row by row."""
+    held = dict(zip(_grid_ranks(tp, other), grid, strict=True))
     members = tuple(sorted(held))
     group = joint_group((members,), members)
     return group, tuple(held[rank] for rank in dist.get_process_group_ranks(group))
@@ -219,12 +256,13 @@ def split_layout(layout: Layout, split: Split) -> list[Layout]:
     if split.is_whole:
         return [matrix]
     pattern = split.pattern(layout.shape[0], _shards(layout, split))
-    held = [pattern.held(rectangle.top, rectangle.bottom) for rectangle in layout.rectangles]
     layouts = []
     for i, block in enumerate(pattern.blocks):
-        pairs = zip(held, layout.rectangles, strict=True)
-        rectangles = tuple(Rectangle(*rows[i], rectangle.left, rectangle.right) for rows, rectangle in pairs)
-        layouts.append(replace(matrix, shape=(block.rows, layout.shape[1]), rectangles=rectangles))
+        rectangles = []
+        for r in layout.rectangles:
+            top, bottom = pattern.held(r.top, r.bottom)[i]
+            rectangles.append(Rectangle(top, bottom, r.left, r.right))
+        layouts.append(replace(matrix, shape=(block.rows, layout.shape[1]), rectangles=tuple(rectangles)))
     return layouts * (split.stacked or 1)
 
 

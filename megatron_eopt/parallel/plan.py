@@ -4,7 +4,7 @@ Pure Python, from shapes, shards and settings alone: the same on every rank, als
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
@@ -23,15 +23,7 @@ from megatron_eopt.parallel.cost import (
     whole_flops,
     work_of,
 )
-from megatron_eopt.parallel.records import (
-    Bucket,
-    Matrix,
-    Plan,
-    Scheme,
-    TpMode,
-    cut_dimension,
-    whole,
-)
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, cut_dimension, grouped
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 
 REPLICATED_ROWS = 1024  # most rows of a Gram matrix that every rank computes: to split it takes more collectives
@@ -87,146 +79,169 @@ def make_plan(
     validate_tp_mode(mode)
     draft = Plan(tuple(matrices), ())
     _check(draft.matrices)
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, m in enumerate(draft.matrices):
+    if parameters is None:
+        parameters = range(len(draft.matrices))
+    costs = Costs(draft, work, rates)
+
+    def kind(index: int) -> tuple[Any, ...]:
+        m = draft.matrices[index]
         rectangles = () if mode in ("auto", "owner") and m.uneven else m.rectangles
         flops = whole_flops(m.shape, work_of(m, work))
-        kind = -flops, m.group, m.shape, rectangles, m.itemsize, m.iteration, m.ranks
-        alike.setdefault(kind, []).append(index)
-
-    costs = Costs(draft, work, rates)
-    # from here on the order does not depend on that of the parameters
-    kinds = [(draft.matrices[alike[kind][0]], tuple(alike[kind])) for kind in sorted(alike)]
+        return -flops, m.group, m.shape, rectangles, m.itemsize, m.iteration, m.ranks
 
     def order(bucket: Bucket) -> tuple[int, bool, float]:
         idle = bucket.scheme in ("local", "blockwise")
         return bucket.chunk, idle, -costs.of_bucket(bucket).seconds
 
-    numbers = range(len(draft.matrices)) if parameters is None else parameters
-
-    def cut(of_groups: Sequence[list[Bucket]]) -> Sequence[list[Bucket]]:
-        chunk_of = _chunks(draft, list(chain(*of_groups)), order, work, workspace, numbers)
+    def cut(of_groups: Sequence[list[Bucket]]) -> list[Bucket]:
+        buckets = list(chain(*of_groups))
+        chunk_of = _chunks(draft, sorted(buckets, key=order), work, workspace, parameters)
         if not chunk_of:
-            return of_groups
-        return [_with_compute_ranks(draft, list(_cut(buckets, chunk_of)), work) for buckets in of_groups]
+            return buckets
+        cut_buckets = list[Bucket]()
+        for of_group in of_groups:
+            cut_buckets += _with_compute_ranks(draft, _cut(of_group, chunk_of), work)
+        return cut_buckets
 
     def seconds(of_groups: Sequence[list[Bucket]]) -> float:
-        return costs.of_buckets(chain(*cut(of_groups))).seconds
+        return costs.of_buckets(cut(of_groups)).seconds
 
-    of_labels: dict[str, list[list[list[Bucket]]]] = {}
-    for group, ranks in sorted({(m.group, m.ranks) for m, _ in kinds}):
-        of_this_group = [indices for m, indices in kinds if (m.group, m.ranks) == (group, ranks)]
-        options = [_options(draft, indices, mode, work, group in share_groups) for indices in of_this_group]
-        of_labels.setdefault(group, []).append(_best(draft, options, work, costs))
-    # groups of one label share chunks, and what is best in one chunk need not be best in several
-    of_groups = chain(*(min(product(*of_label), key=seconds) for of_label in of_labels.values()))
-    served = chain(*cut(list(of_groups)))
-    parts = chain(*(_in_parts(bucket, draft.matrices[bucket.matrices[0]].ranks) for bucket in served))
+    # from here on the order does not depend on that of the parameters
+    options: dict[str, dict[int, list[list[Option]]]] = {}  # by label and number of ranks
+    for _, indices in sorted(grouped(range(len(draft.matrices)), kind).items()):
+        m = draft.matrices[indices[0]]
+        of_kind = _options(draft, tuple(indices), mode, work, m.group in share_groups)
+        options.setdefault(m.group, {}).setdefault(m.ranks, []).append(of_kind)
+    of_groups = list[list[Bucket]]()
+    for _, by_ranks in sorted(options.items()):
+        best = [_best(draft, of_ranks, work, costs) for _, of_ranks in sorted(by_ranks.items())]
+        # groups of one label share chunks, and what is best in one chunk need not be best in several
+        quickest = min(product(*best), key=seconds)
+        of_groups += quickest
+    parts = list[Bucket]()
+    for bucket in cut(of_groups):
+        parts += _in_parts(bucket, draft.one_of(bucket).ranks)
     return replace(draft, buckets=tuple(sorted(parts, key=order)))
 
 
 def _chunks(
     draft: Plan,
     buckets: Sequence[Bucket],
-    order: Callable[[Bucket], Any],
     work: Works,
     workspace: Workspace,
     parameters: Sequence[int],
 ) -> dict[int, int]:
-    """Each matrix's chunk, label by label; empty if all fit."""
-    of_labels: dict[str, list[Bucket]] = {}
-    for bucket in sorted(buckets, key=order):
-        of_labels.setdefault(draft.matrices[bucket.matrices[0]].group, []).append(bucket)
+    """Each matrix's chunk, label by label, in the order of execution; empty if all fit."""
+    of_labels = grouped(buckets, lambda bucket: draft.one_of(bucket).group)
     chunk_of: dict[int, int] = {}
     for of_label in of_labels.values():
         largest = largest_iteration([draft.matrices[i] for bucket in of_label for i in bucket.matrices], work)
         alone = replace(draft, buckets=tuple(of_label))
         first = 1 + max(chunk_of.values(), default=-1)
-        chunk_of |= {i: first + chunk for i, chunk in in_chunks(alone, parameters, workspace, largest).items()}
+        for i, chunk in in_chunks(alone, parameters, workspace, largest).items():
+            chunk_of[i] = first + chunk
     together = sum(chunk_bytes(replace(draft, buckets=tuple(buckets)), workspace))
     fit = together <= workspace.for_chunks(largest_iteration(draft.matrices, work))
-    return {} if fit and not workspace.state and len(set(chunk_of.values())) == len(of_labels) else chunk_of
+    one_each = len(set(chunk_of.values())) == len(of_labels)
+    return {} if fit and one_each and not workspace.state else chunk_of
 
 
-def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> Iterator[Bucket]:
+def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> list[Bucket]:
+    found = []
     for bucket in buckets:
-        of_chunks: dict[int, list[int]] = {}
-        for i in bucket.matrices:
-            of_chunks.setdefault(chunk_of[i], []).append(i)
-        for chunk in sorted(of_chunks):
-            yield Bucket(tuple(of_chunks[chunk]), bucket.scheme, (), chunk)
+        for chunk, indices in sorted(grouped(bucket.matrices, chunk_of.__getitem__).items()):
+            found.append(Bucket(tuple(indices), bucket.scheme, (), chunk))
+    return found
 
 
-def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, share: bool) -> list[tuple[Bucket, ...]]:
-    """Ways to serve equal matrices, by preference, without compute ranks."""
+Option = tuple[Bucket, ...]  # a way to serve equal matrices, without compute ranks
+
+
+def _options(
+    draft: Plan,
+    indices: tuple[int, ...],
+    mode: TpMode,
+    work: Works,
+    share: bool,
+) -> list[Option]:
+    """Ways to serve equal matrices, by preference."""
     matrix = draft.matrices[indices[0]]
 
-    def by(*schemes: Scheme) -> list[tuple[Bucket, ...]]:
+    def by(*schemes: Scheme) -> list[Option]:
         return [(Bucket(indices, scheme),) for scheme in schemes]
 
     if matrix.ranks == 1 or 0 in matrix.shape:
         return by("local")
-    if all(rectangle == whole(matrix.shape) for rectangle in matrix.rectangles):
+    if not matrix.sharded:
         return by("share" if share else "local")
-    if matrix.uneven and any(draft.matrices[i].rectangles != matrix.rectangles for i in indices):
-        return by("owner")
-    cut = cut_dimension(matrix.shape, matrix.rectangles)
     if matrix.copies > 1:
+        return by("owner")
+    if matrix.uneven and any(draft.matrices[i].rectangles != matrix.rectangles for i in indices):
         return by("owner")
     if mode in ("blockwise", "duplicated", "owner"):
         return by(mode)
-    along_long_side = cut is not None and matrix.shape[cut] == max(matrix.shape)
-    if mode == "distributed":
-        return by("distributed" if along_long_side else "owner")
-    grams: list[Scheme] = []
-    if work_of(matrix, work).restarts is not None and along_long_side:
-        grams.append("gram_replicated")
-        if min(matrix.shape) > REPLICATED_ROWS:
-            grams.append("gram_split")
-    if mode == "gram":
-        return by(*grams) or by("owner")
-    sums: list[Scheme] = [*grams, "distributed"] if along_long_side else grams
+    cut = cut_dimension(matrix.shape, matrix.rectangles)
+    sums: list[Scheme] = []
+    if cut is not None and matrix.shape[cut] == max(matrix.shape):
+        if mode != "distributed" and work_of(matrix, work).restarts is not None:
+            sums.append("gram_replicated")
+            if min(matrix.shape) > REPLICATED_ROWS:
+                sums.append("gram_split")
+        if mode != "gram":
+            sums.append("distributed")
+    if mode != "auto":
+        return by(*sums) or by("owner")
     options = by("owner")
     rest = len(indices) % matrix.ranks
     if 0 < rest < len(indices):
         first = Bucket(indices[:-rest], "owner")
-        last = indices[-rest:]
-        options += [(first, Bucket(last, scheme)) for scheme in sums]
+        for scheme in sums:
+            options.append((first, Bucket(indices[-rest:], scheme)))
     options += by(*sums)
     if matrix.shape[0] * matrix.shape[1] <= SMALL_ENTRIES:
         options += by("duplicated")
     return options
 
 
-def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works, costs: Costs) -> list[list[Bucket]]:
+def _best(
+    draft: Plan,
+    options: Sequence[list[Option]],
+    work: Works,
+    costs: Costs,
+) -> list[list[Bucket]]:
     """Options of a group with compute ranks, the quickest first."""
 
-    def serve(picked: Sequence[tuple[Bucket, ...]]) -> list[Bucket]:
-        return _with_compute_ranks(draft, [bucket for buckets in picked for bucket in buckets], work)
+    def serve(picked: Sequence[Option]) -> list[Bucket]:
+        return _with_compute_ranks(draft, list(chain(*picked)), work)
 
-    def seconds(picked: Sequence[tuple[Bucket, ...]]) -> float:
+    def seconds(picked: Sequence[Option]) -> float:
         return costs.of_buckets(serve(picked)).seconds
 
-    def improved(picked: list[tuple[Bucket, ...]]) -> list[tuple[Bucket, ...]]:
+    def improved(picked: list[Option]) -> list[Option]:
         least = seconds(picked)
         before = float("inf")
         while least < before:
             before = least
             for i, choices in enumerate(options):
-                before_i = picked[:i]
-                after_i = picked[i + 1 :]
-                for choice in choices if len(choices) > 1 else ():
-                    trial = [*before_i, choice, *after_i]
+                for choice in choices:
+                    if choice is picked[i]:
+                        continue
+                    trial = list(picked)
+                    trial[i] = choice
                     needed = seconds(trial)
                     if needed < least:
                         picked = trial
                         least = needed
         return picked
 
+    preferred = [choices[0] for choices in options]
     quickest = [min(choices, key=lambda choice: seconds([choice])) for choices in options]
-    starts = [[choices[0] for choices in options], quickest]
-    found = [*sorted(map(improved, starts), key=seconds), *starts]
-    return list(map(serve, (picked for i, picked in enumerate(found) if picked not in found[:i])))
+    better = sorted([improved(preferred), improved(quickest)], key=seconds)
+    found = list[list[Option]]()
+    for picked in (*better, preferred, quickest):
+        if picked not in found:
+            found.append(picked)
+    return [serve(picked) for picked in found]
 
 
 def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Bucket]:
@@ -237,7 +252,7 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
 
     def flops(bucket: Bucket) -> float:
         count = cube_flops if bucket.scheme == "gram_split" else whole_flops
-        matrix = plan.matrices[bucket.matrices[0]]
+        matrix = plan.one_of(bucket)
         return count(matrix.shape, work_of(matrix, work))
 
     for i in sorted(range(len(buckets)), key=lambda i: -flops(buckets[i])):
@@ -245,27 +260,28 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
         if bucket.scheme not in ("owner", "gram_split", "share"):
             continue
         rounds, rest = divmod(len(bucket.matrices), ranks)
-        last = sorted(sorted(range(ranks), key=load.__getitem__)[:rest])  # of equals the first
-        compute_ranks = (*range(ranks),) * rounds + (*last,)
+        by_load = sorted(range(ranks), key=load.__getitem__)  # of equals the first
+        last = sorted(by_load[:rest])
         for rank in last:
             load[rank] += flops(bucket)
-        done[i] = replace(bucket, compute_ranks=_where_held(plan, bucket, compute_ranks))
+        done[i] = replace(bucket, compute_ranks=_where_held(plan, bucket, (*range(ranks),) * rounds + (*last,)))
     return done
 
 
 def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Compute ranks, moved to the entries where shards differ."""
-    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for i in bucket.matrices:
-        alike.setdefault(plan.matrices[i].held, []).append(i)
-    if len(alike) == 1 or not plan.matrices[bucket.matrices[0]].uneven:
+    alike = grouped(bucket.matrices, lambda i: plan.matrices[i].held)
+    if len(alike) == 1 or not plan.one_of(bucket).uneven:
         return compute_ranks
     # in an order that does not depend on that of the parameters, but for matrices that lie alike
-    waiting = [deque(alike[held]) for held in sorted(alike)]
+    kinds = sorted(alike)
+    waiting = [deque(alike[held]) for held in kinds]
     room = Counter(compute_ranks)
+    holders = []
+    for kind, held in enumerate(kinds):
+        holders += [(-entries, rank, kind) for rank, entries in held]
     rank_of = dict[int, int]()
-    held_by = [(-entries, rank, kind) for kind, held in enumerate(sorted(alike)) for rank, entries in held]
-    for _, rank, kind in sorted(triple for triple in held_by if room[triple[1]]):
+    for _, rank, kind in sorted(holders):
         while room[rank] and waiting[kind]:
             rank_of[waiting[kind].popleft()] = rank
             room[rank] -= 1
@@ -278,22 +294,18 @@ def _check(matrices: Sequence[Matrix]) -> None:
     sizes: dict[str, int] = {}
     for matrix in matrices:
         name = matrix.name
-        ranks = matrix.ranks
-        group = matrix.group
         if name in names:
             raise ValueError(f"two matrices have the name {name!r}")
         names.add(name)
-        if ranks > 1 and (others := sizes.setdefault(group, ranks)) != ranks:
-            raise ValueError(f"{name!r} has {ranks} shards, others of group {group!r} have {others}")
-        if not _tile(matrix):
+        if matrix.ranks > 1:
+            others = sizes.setdefault(matrix.group, matrix.ranks)
+            if others != matrix.ranks:
+                raise ValueError(f"{name!r} has {matrix.ranks} shards, others of group {matrix.group!r} have {others}")
+        # shards have as many entries as all copies
+        entries = sum(rectangle.numel for rectangle in matrix.rectangles)
+        rows, cols = matrix.shape
+        if entries != matrix.copies * rows * cols or matrix.ranks % matrix.copies:
             raise ValueError(f"the shards of {name!r} do not tile its shape {matrix.shape}: {list(matrix.rectangles)}")
-
-
-def _tile(matrix: Matrix) -> bool:
-    """Whether shards have as many entries as all copies."""
-    entries = sum(rectangle.numel for rectangle in matrix.rectangles)
-    rows, cols = matrix.shape
-    return entries == matrix.copies * rows * cols and matrix.ranks % matrix.copies == 0
 
 
 def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
@@ -302,8 +314,11 @@ def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
         return [bucket]
     rounds = -(-len(bucket.matrices) // ranks)
     size = -(-rounds // SHARED_PARTS) * ranks
-    parts = [slice(i, i + size) for i in range(0, len(bucket.matrices), size)]
-    return [replace(bucket, matrices=bucket.matrices[x], compute_ranks=bucket.compute_ranks[x]) for x in parts]
+    parts = []
+    for start in range(0, len(bucket.matrices), size):
+        part = slice(start, start + size)
+        parts.append(replace(bucket, matrices=bucket.matrices[part], compute_ranks=bucket.compute_ranks[part]))
+    return parts
 
 
 @lru_cache
@@ -319,36 +334,30 @@ def fingerprint(plan: Plan, label: str | None = None) -> str:
 
 
 def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str | None:
-    """The first matrix in which two plans differ, and how."""
-    ours = _of_group(mine, label)[0]
-    theirs = _of_group(other, label)[0]
-    for i, (a, b) in enumerate(zip_longest(ours, theirs)):
-        if a is None or b is None:
-            return f"{(a or b).name!r} is in the {'second' if a is None else 'first'} only"
-        if a.name != b.name:
-            return f"matrix {i} is {a.name!r} in the one and {b.name!r} in the other"
-    for (what, a_is), (_, b_is) in zip(_facts(mine, label), _facts(other, label), strict=False):
-        if a_is != b_is:
-            return f"{what} {a_is!r} in the one and {b_is!r} in the other"
+    """The first fact in which two plans differ."""
+    ours = dict(_facts(mine, label))
+    theirs = dict(_facts(other, label))
+    for what in ours if len(ours) >= len(theirs) else theirs:
+        x = ours.get(what)
+        y = theirs.get(what)
+        if x != y:
+            return f"{what} {x!r} in the one and {y!r} in the other"
     return None
 
 
-def _of_group(plan: Plan, label: str | None) -> tuple[list[Matrix], list[Bucket]]:
-    buckets = [bucket for bucket in plan.buckets if label in (None, plan.matrices[bucket.matrices[0]].group)]
-    return [matrix for matrix in plan.matrices if label in (None, matrix.group)], buckets
-
-
 def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
-    matrices, buckets = _of_group(plan, label)
+    matrices = [matrix for matrix in plan.matrices if label in (None, matrix.group)]
+    buckets = [bucket for bucket in plan.buckets if label in (None, plan.one_of(bucket).group)]
+    for number, matrix in enumerate(matrices):
+        yield f"matrix {number} is", matrix.name
     for matrix in matrices:
         for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
             yield f"{matrix.name!r} has the {what}", getattr(matrix, what)
-    ranks = [(bucket, *pair) for bucket in buckets for pair in zip_longest(bucket.matrices, bucket.compute_ranks)]
-    decided = {plan.matrices[i].name: (bucket.scheme, compute_rank) for bucket, i, compute_rank in ranks}
-    for matrix in matrices:
-        scheme, compute_rank = decided.get(matrix.name, (None, None))  # of a plan that orthogonalizes nothing
-        yield f"{matrix.name!r} has the scheme", scheme
-        yield f"{matrix.name!r} has the compute rank", compute_rank
+    for bucket in buckets:
+        for i, compute_rank in zip_longest(bucket.matrices, bucket.compute_ranks):
+            name = plan.matrices[i].name
+            yield f"{name!r} has the scheme", bucket.scheme
+            yield f"{name!r} has the compute rank", compute_rank
     for number, bucket in enumerate(buckets):
         names = tuple(plan.matrices[i].name for i in bucket.matrices)
         yield f"bucket {number} begins with", names[0]
@@ -359,6 +368,10 @@ def sharing_pays(plan: Plan, works: Works, rates: Rates) -> bool:
     """Whether copies are predicted to work faster together than alone."""
     if not any(matrix.copies > 1 and matrix.sharded for matrix in plan.matrices):
         return True
-    alone = [replace(m, rectangles=m.rectangles[m.copy_of(0)]) if m.sharded else m for m in plan.matrices]
+    alone = []
+    for matrix in plan.matrices:
+        if matrix.sharded:
+            matrix = replace(matrix, rectangles=matrix.rectangles[matrix.copy_of(0)])
+        alone.append(matrix)
     seconds = plan_cost(make_plan(alone, "auto", works, rates), works, rates).seconds
     return seconds > plan_cost(plan, works, rates).seconds

@@ -1,12 +1,20 @@
 """The records of a plan, in pure Python."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, int]
+
+
+def grouped[K, T](values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Values by their keys, each in the order in which it came."""
+    found: dict[K, list[T]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return found
 
 
 class Rectangle(NamedTuple):
@@ -43,12 +51,19 @@ def cut(shape: Shape, dim: int, ranks: int) -> tuple[Rectangle, ...]:
 
 def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
     """Shards between ``edges`` along ``dim``; equal edges make empty ones."""
-    cuts = pairwise(edges)
-    return tuple(Rectangle(*cut, 0, shape[1]) if dim == 0 else Rectangle(0, shape[0], *cut) for cut in cuts)
+    rows, cols = shape
+    shards = []
+    for start, end in pairwise(edges):
+        shards.append(Rectangle(start, end, 0, cols) if dim == 0 else Rectangle(0, rows, start, end))
+    return tuple(shards)
 
 
 def cut_twice(
-    held: Shape, dim: int, ranks: int, again: int, padding: int = 0
+    held: Shape,
+    dim: int,
+    ranks: int,
+    again: int,
+    padding: int = 0,
 ) -> tuple[Shape, tuple[tuple[Rectangle, ...], ...]]:
     """A matrix cut over ``ranks``, then by rows over ``again``.
 
@@ -60,12 +75,11 @@ def cut_twice(
     if padding < 0 or of_shard < 0:
         raise ValueError(f"padding of {again} shards of {rows} rows is from 0 to {rows * again} rows, got {padding}")
     shape = (of_shard * ranks, cols) if dim == 0 else (of_shard, cols * ranks)
-
-    def cut_rows(shard: Rectangle) -> tuple[Rectangle, ...]:
+    grid = []
+    for shard in cut(shape, dim, ranks):
         edges = [min(shard.top + rank * rows, shard.bottom) for rank in range(again + 1)]
-        return tuple(Rectangle(*edge, shard.left, shard.right) for edge in pairwise(edges))
-
-    return shape, tuple(map(cut_rows, cut(shape, dim, ranks)))
+        grid.append(tuple(Rectangle(top, bottom, shard.left, shard.right) for top, bottom in pairwise(edges)))
+    return shape, tuple(grid)
 
 
 @lru_cache
@@ -116,9 +130,10 @@ def strips(cuts: tuple[tuple[Rectangle, ...], ...]) -> tuple[Strip, ...]:
         sides = [_beside(a, b) for a, b in zip(last, shards, strict=bool(last))]
         dims = tuple(dim for dim in sides if dim is not None)
         if len(dims) == len(shards) and (found[-1].ranks == 1 or found[-1].dims == dims):
-            pairs = zip(found[-1].rectangles, shards, strict=True)
-            together = tuple(Rectangle(a.top, b.bottom, a.left, b.right) if b.numel else a for a, b in pairs)
-            found[-1] = Strip(found[-1].ranks + 1, dims, together)
+            together = []
+            for a, b in zip(found[-1].rectangles, shards, strict=True):
+                together.append(Rectangle(a.top, b.bottom, a.left, b.right) if b.numel else a)
+            found[-1] = Strip(found[-1].ranks + 1, dims, tuple(together))
         else:
             found.append(Strip(1, (0,) * len(cuts), shards))
         last = shards
@@ -131,8 +146,9 @@ def _beside(a: Rectangle, b: Rectangle) -> int | None:
         return None
     if not a.numel:
         return 0  # nothing lies anywhere
-    after = [(a.bottom, a.left) == (b.top, b.left), (a.top, a.right) == (b.top, b.left)]
-    return after.index(True) if any(after) else None
+    if (a.bottom, a.left) == (b.top, b.left):
+        return 0
+    return 1 if (a.top, a.right) == (b.top, b.left) else None
 
 
 TpMode = Literal["blockwise", "duplicated", "distributed", "owner", "gram", "auto"]  # what the user asks for
@@ -220,6 +236,10 @@ class Plan:
 
     matrices: tuple[Matrix, ...]
     buckets: tuple[Bucket, ...]
+
+    def one_of(self, bucket: Bucket) -> Matrix:
+        """One of a bucket's matrices."""
+        return self.matrices[bucket.matrices[0]]
 
 
 def in_rounds(compute_ranks: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:

@@ -52,14 +52,44 @@ def rounds(
         yield
 
 
+def run_chunks(
+    chunks: Sequence[Chunk],
+    program: Callable[[Sequence[int]], Program],
+    device: torch.device,
+    room: int,
+    watched: Watched | None = None,
+) -> None:
+    """Run the programs of chunks, whose buckets take turns.
+
+    A chunk starts with its first bucket, if there is ``room`` for its bytes beside those at work; one always is. Its
+    programs go on in turn when all of its buckets are done: in the same order on every rank.
+    """
+    at_work: list[StartedChunk] = []
+
+    def buckets() -> Iterator[Generator[None, None, None] | None]:
+        for chunk in chunks:
+            while at_work and chunk.bytes + sum(other.chunk.bytes for other in at_work) > room:
+                yield None
+            started = StartedChunk(chunk, program, device)
+            at_work.append(started)
+            for number in range(len(chunk.jobs)):
+                yield started.bucket(number, watched)
+
+    for _ in rounds(buckets(), next if watched is None else watched.exchange):
+        for started in list(at_work):
+            if started.finish():
+                at_work.remove(started)
+
+
 class StartedChunk:
     """A chunk at work: programs, waiting stacks, and finished factors."""
 
     def __init__(self, chunk: Chunk, program: Callable[[Sequence[int]], Program], device: torch.device) -> None:
         self.chunk = chunk
-        self._factors: dict[int, Factors] = {}
+        self._factors: dict[int, Factors] = {}  # by the number of the bucket
         self._programs: list[tuple[Program, bool]] = []  # and whether it takes views
-        stacks: list[tuple[Tensor, list[Tensor]]] = []
+        self._stacks: list[Tensor] = []
+        shards_in: list[list[Tensor]] = []  # of each stack
         for part in chunk.slices:
             running = program(part.parameters)
             if not isinstance(running, Generator):
@@ -69,26 +99,26 @@ class StartedChunk:
                 )
             shards = next(running)
             self._programs.append((running, callable(shards)))
-            stacks = stacks or [_room(device, job.shapes, job.dtype) for job in chunk.jobs]
-            places = [stacks[bucket][1][row] for bucket, row in part.rows]
+            if not self._stacks:
+                for job in chunk.jobs:
+                    stack, matrices = _room(device, job.shapes, job.dtype)
+                    self._stacks.append(stack)
+                    shards_in.append(matrices)
+            places = [shards_in[bucket][row] for bucket, row in part.rows]
             if callable(shards):
                 shards(places)
             else:
                 torch._foreach_copy_(places, shards)
                 shards.clear()
-        self._stacks = [stack for stack, _ in stacks]
 
-    def buckets(self, watched: Watched | None) -> Iterator[Generator[None, None, None]]:
-        """What orthogonalizes each bucket, in order."""
-        for number, job in enumerate(self.chunk.jobs):
-            job = job if watched is None else replace(job, watched=watched)
-            yield self._bucket(number, SCHEMES[job.bucket.scheme](job, self._stacks.pop(0)))
-
-    def _bucket(self, number: int, running: Generator[None, None, Factors]) -> Generator[None, None, None]:
+    def bucket(self, number: int, watched: Watched | None) -> Generator[None, None, None]:
+        """Orthogonalize a bucket, the first that is left."""
+        job = self.chunk.jobs[number]
+        if watched is not None:
+            job = replace(job, watched=watched)
         try:
-            self._factors[number] = yield from running
+            self._factors[number] = yield from SCHEMES[job.bucket.scheme](job, self._stacks.pop(0))
         except CollectiveError as error:
-            job = self.chunk.jobs[number]
             error.add(f"{job.bucket.scheme} of {len(job.bucket.matrices)} matrices such as {job.matrix.name}")
             raise
 
@@ -97,7 +127,7 @@ class StartedChunk:
         if len(self._factors) < len(self.chunk.jobs):
             return False
         last = self.chunk.slices[-1]
-        rows = {n: list(factors) for n, factors in self._factors.items()}  # of a stack views, by one operation
+        rows = {number: list(factors) for number, factors in self._factors.items()}  # of a stack by one operation
         self._factors.clear()
         for part, (running, views) in zip(self.chunk.slices, self._programs, strict=True):
             factors = [rows[bucket][row] for bucket, row in part.rows]
@@ -137,5 +167,6 @@ def _room(device: torch.device, shapes: Shapes, dtype: torch.dtype) -> tuple[Ten
     if isinstance(shapes, tuple):
         stack = torch.empty(shapes, dtype=dtype, device=device)
         return stack, list(stack.unbind())
-    stack = torch.empty(sum(rows * cols for rows, cols in shapes), dtype=dtype, device=device)
+    entries = sum(rows * cols for rows, cols in shapes)
+    stack = torch.empty(entries, dtype=dtype, device=device)
     return stack, list(shards_of(stack, shapes))

@@ -1,8 +1,8 @@
 """Statistics of global matrices, in one reduction for many."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import batched
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from megatron_eopt.parallel.collectives import all_reduce
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.records import Matrix, grouped
 
 MOST_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
 
@@ -42,17 +42,63 @@ def norms_of(statistics: Sequence[Statistics]) -> Tensor:
 
 def sum_over(tensors: Sequence[Tensor], labels: Sequence[str], groups: Mapping[str, ProcessGroup]) -> list[Tensor]:
     """Sums of tensors over groups, by one all-reduce for each group and dtype; without a label they stay."""
-    summed = list(tensors)
-    kinds = sorted({(label, str(x.dtype)) for x, label in zip(tensors, labels, strict=True) if label})
+    labelled = [i for i, label in enumerate(labels) if label]
+    alike = grouped(labelled, lambda i: (labels[i], str(tensors[i].dtype)))
     pending = []
-    for kind in kinds:
-        indices = [i for i, x in enumerate(tensors) if (labels[i], str(x.dtype)) == kind]
+    for (label, _), indices in sorted(alike.items()):
         several = torch.cat([tensors[i].reshape(-1) for i in indices])
-        pending.append((indices, all_reduce(several, groups[kind[0]])))
+        pending.append((indices, all_reduce(several, groups[label])))
+    summed = list(tensors)
     for indices, sums in pending:
-        for i, part in zip(indices, sums.wait().split([tensors[i].numel() for i in indices]), strict=True):
+        parts = sums.wait().split([tensors[i].numel() for i in indices])
+        for i, part in zip(indices, parts, strict=True):
             summed[i] = part.view(tensors[i].shape)
     return summed
+
+
+class _Sums:
+    """This rank's sums of equal matrices, (matrices, sums), of which a statistic is made.
+
+    Along ``dim`` they are of rows (0) or columns; without they are one of each matrix.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        indices: list[int],
+        x: Tensor,
+        matrix: Matrix,
+        rank: int,
+        dim: int | None = None,
+    ) -> None:
+        self.name = name
+        self.indices = indices
+        self.x = x
+        self.label = ""  # of the group over which they are summed
+        self._entries: int | None = None  # that make a mean
+        start = 0
+        length = 1
+        crosses = matrix.sharded
+        if dim is not None:
+            rectangle = matrix.rectangles[rank]
+            start = rectangle.left if dim else rectangle.top
+            length = matrix.shape[dim]
+            across = self._entries = matrix.shape[1 - dim]
+            crosses = any(shape[dim] and shape[1 - dim] != across for shape in matrix.shapes)
+        count = x.shape[1]
+        self._own = slice(0, count)  # of this rank, in what is summed
+        if crosses:
+            if matrix.copy_of(rank).start > 0:  # another rank has the same
+                x = torch.zeros_like(x)
+            self.x = pad(x, (start, length - start - count))
+            self.label = matrix.group
+            self._own = slice(start, start + count)
+
+    def statistics(self, x: Tensor) -> Tensor:
+        """Of each matrix, from the sums over ranks."""
+        if self._entries is None:
+            return x[:, 0]
+        return (x[:, self._own] / max(self._entries, 1)).float()
 
 
 def statistics_of(wanted: Sequence[StatisticsRequest], groups: Mapping[str, ProcessGroup]) -> list[Statistics]:
@@ -60,58 +106,48 @@ def statistics_of(wanted: Sequence[StatisticsRequest], groups: Mapping[str, Proc
 
     Only sums along a cut dimension are exchanged, in fp64, where no norm's square vanishes or overflows.
     """
-    sums: list[Tensor] = []  # of this rank, (matrices, sums), padded to those of whole matrices where exchanged
-    labels: list[str] = []  # of the groups over which they are summed
-    kinds: list[tuple[str, list[int], int, int, int | None]] = []
 
-    def add(
-        name: str,
-        indices: list[int],
-        own: Tensor,
-        crosses: bool,
-        start: int = 0,
-        length: int = 1,
-        entries: int | None = None,
-    ) -> None:
-        count = own.shape[1]
-        if not crosses:
-            start = 0
-        else:
-            if matrix.copy_of(rank).start > 0:  # another rank has the same
-                own = torch.zeros_like(own)
-            own = pad(own, (start, length - start - count))
-        sums.append(own)
-        labels.append(matrix.group if crosses else "")
-        kinds.append((name, indices, start, count, entries))
+    def kind(i: int) -> tuple[object, ...]:
+        matrix = wanted[i].matrix
+        return matrix.group, matrix.shape, matrix.rectangles, wanted[i].x.dtype
 
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for i, one in enumerate(wanted):
-        alike.setdefault((one.matrix.group, one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
+    alike = grouped(range(len(wanted)), kind)
+    sums = list[_Sums]()
     for indices in alike.values():
         matrix = wanted[indices[0]].matrix
         rank = groups[matrix.group].rank() if matrix.ranks > 1 else 0
-        rectangle = matrix.rectangles[rank]
-        for dim, name, start in ((0, "row_squares", rectangle.top), (1, "column_squares", rectangle.left)):
-            some = [i for i in indices if getattr(wanted[i], name)]
-            if some:
-                across = matrix.shape[1 - dim]
-                crosses = any(shape[dim] and shape[1 - dim] != across for shape in matrix.shapes)
-                own = _row_sums(_squares, [wanted[i].x.mT if dim else wanted[i].x for i in some])
-                add(name, some, own, crosses, start, matrix.shape[dim], across)
-        some = [i for i in indices if wanted[i].squared_norm]
-        if some:
-            add("squared_norm", some, squared_norms([wanted[i].x for i in some])[:, None], matrix.sharded)
-        inner = {i: y for i in indices if (y := wanted[i].inner) is not None}
-        if inner:
-            own = _row_sums(_products, [wanted[i].x for i in inner], list(inner.values())).sum(1, keepdim=True)
-            add("inner_product", list(inner), own, matrix.sharded)
-
+        sums += _sums_of(wanted, indices, matrix, rank)
+    summed = sum_over([some.x for some in sums], [some.label for some in sums], groups)
     statistics: list[Statistics] = [{} for _ in wanted]
-    for (name, indices, start, count, entries), x in zip(kinds, sum_over(sums, labels, groups), strict=True):
-        x = x[:, 0] if entries is None else (x[:, start : start + count] / max(entries, 1)).float()
-        for i, statistic in zip(indices, x.unbind(), strict=True):
-            statistics[i][name] = statistic
+    for some, x in zip(sums, summed, strict=True):
+        for i, statistic in zip(some.indices, some.statistics(x).unbind(), strict=True):
+            statistics[i][some.name] = statistic
     return statistics
+
+
+def _sums_of(
+    wanted: Sequence[StatisticsRequest],
+    indices: list[int],
+    matrix: Matrix,
+    rank: int,
+) -> Iterator[_Sums]:
+    """Sums of matrices that lie like ``matrix``."""
+    some = [i for i in indices if wanted[i].row_squares]
+    if some:
+        x = _row_sums(_squares, [wanted[i].x for i in some])
+        yield _Sums("row_squares", some, x, matrix, rank, 0)
+    some = [i for i in indices if wanted[i].column_squares]
+    if some:
+        x = _row_sums(_squares, [wanted[i].x.mT for i in some])
+        yield _Sums("column_squares", some, x, matrix, rank, 1)
+    some = [i for i in indices if wanted[i].squared_norm]
+    if some:
+        x = squared_norms([wanted[i].x for i in some])
+        yield _Sums("squared_norm", some, x[:, None], matrix, rank)
+    others = {i: other for i in indices if (other := wanted[i].inner) is not None}
+    if others:
+        x = _row_sums(_products, [wanted[i].x for i in others], list(others.values()))
+        yield _Sums("inner_product", list(others), x.sum(1, keepdim=True), matrix, rank)
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -125,8 +161,11 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Squared norms, (n,) in fp64; a GPU makes no copies."""
     pieces = [x.split(max(1, MOST_BYTES // 8 // max(1, x.shape[1:].numel()))) for x in tensors]
-    of_pieces = iter(torch._foreach_norm([x for xs in pieces for x in xs], 2, torch.float64))
-    norms = [torch.stack([next(of_pieces) for _ in xs]).norm() if len(xs) > 1 else next(of_pieces) for xs in pieces]
+    of_pieces = iter(torch._foreach_norm(list(chain(*pieces)), 2, torch.float64))
+    norms = []
+    for of_tensor in pieces:
+        some = list(islice(of_pieces, len(of_tensor)))
+        norms.append(torch.stack(some).norm() if len(some) > 1 else some[0])
     return torch.stack(norms).square()
 
 
@@ -134,8 +173,14 @@ def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:
     """Sums over rows, (shards, rows), of shards of one shape."""
     rows, cols = shards[0][0].shape
     height = max(1, MOST_BYTES // 8 // max(1, cols))
-    of_rows = []
-    for some in batched(zip(*shards, strict=True), max(1, height // max(1, rows))):
-        pieces = [zip(*(x.split(height) for x in xs), strict=True) for xs in zip(*some, strict=True)]
-        of_rows.append(torch.cat([sums(*map(torch.stack, piece)) for piece in zip(*pieces, strict=True)], 1))
-    return torch.cat(of_rows)
+    at_once = max(1, height // max(1, rows))
+    of_shards = []
+    for first in range(0, len(shards[0]), at_once):
+        of_rows = []
+        for top in range(0, max(1, rows), height):
+            stacks = []
+            for xs in shards:
+                stacks.append(torch.stack([x[top : top + height] for x in xs[first : first + at_once]]))
+            of_rows.append(sums(*stacks))
+        of_shards.append(torch.cat(of_rows, 1))
+    return torch.cat(of_shards)

@@ -3,15 +3,15 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import Watch
-from megatron_eopt.orthogonalize.newton_schulz import Iteration
+from megatron_eopt.orthogonalize.forms import Iteration, Watch
 from megatron_eopt.parallel.collectives import counters
 
 PHASES = ("exchange", "orthogonalize", "update")
@@ -42,14 +42,10 @@ class Watched:
         finally:
             self.leave()
 
-    def timed[**P, R](self, name: str, function: Callable[P, R]) -> Callable[P, R]:
-        """``function``, with its time as that of a phase."""
-
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self.phase(name):
-                return function(*args, **kwargs)
-
-        return called
+    def exchange(self, bucket: Iterator[object]) -> None:
+        """Let a bucket go on, whose time is that of exchange but where it says otherwise."""
+        with self.phase("exchange"):
+            next(bucket)
 
     def grams(self, iteration: Iteration) -> Watch:
         """Watch effective ranks (first Gram matrix) and residuals (last one)."""
@@ -86,7 +82,7 @@ class Watched:
         """Effective ranks, their shares and residuals: (3 x nonzero matrices)."""
         if not self._grams:
             return torch.empty(3, 0, dtype=torch.float64)
-        figures = torch.stack([torch.cat(stacks) for stacks in zip(*self._grams, strict=True)]).cpu()
+        figures = torch.cat([torch.stack(of_stack) for of_stack in self._grams], 1).cpu()
         return figures[:, figures.isfinite().all(0)]
 
     def seconds(self) -> dict[str, float]:
@@ -95,7 +91,7 @@ class Watched:
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
-        for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        for (name, start), (_, end) in pairwise(self._marks):
             if name:
                 seconds[name] += start.elapsed_time(end) / 1e3 if on_gpu else end - start
         return seconds
@@ -104,7 +100,8 @@ class Watched:
         """Of this rank's updates: square sum, entries, predicted square sum (NaN if not all are)."""
         squares = torch.stack(self._squares).sum().item() if self._squares else 0.0
         entries = sum(n for n, _ in self._entries)
-        return squares, entries, sum(n * (math.nan if rms is None else rms**2) for n, rms in self._entries)
+        predicted = sum(math.nan if rms is None else n * rms**2 for n, rms in self._entries)
+        return squares, entries, predicted
 
     def enter(self, name: str) -> None:
         """Begin a phase."""
@@ -121,9 +118,10 @@ class Watched:
             self.sent += sum(counters.bytes.values())
 
     def _mark(self, name: str) -> None:
-        if self._device.type != "cuda":
-            self._marks.append((name, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((name, event))
+        now: Any
+        if self._device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
+        else:
+            now = time.perf_counter()
+        self._marks.append((name, now))

@@ -6,7 +6,6 @@ Beside parameters, gradients and state. Pure Python, from shapes and schemes alo
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, cut_dimension
 
@@ -37,7 +36,12 @@ class Workspace:
 DEFAULT_WORKSPACE = Workspace()
 
 
-def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
+def bucket_bytes(
+    matrix: Matrix,
+    scheme: Scheme,
+    count: int,
+    most: int,
+) -> int:
     """Most bytes of a bucket; ``most`` entries on a rank.
 
     Shards, buffers, whole matrices and factors, without the iteration. The schemes show when each is freed.
@@ -59,7 +63,12 @@ def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
     return largest + 3 * max(most, count) * 4 + count * 4 * matrix.shape[1 - cut] ** 2 * 4
 
 
-def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, largest: int) -> dict[int, int]:
+def in_chunks(
+    plan: Plan,
+    parameters: Sequence[int],
+    workspace: Workspace,
+    largest: int,
+) -> dict[int, int]:
     """The chunk of each matrix in a plan's buckets.
 
     All matrices of a parameter (``parameters`` has its number) are in one chunk. If the plan does not fit into the
@@ -68,40 +77,46 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
     is what an iteration of the largest matrix takes. With state in host memory one chunk is at work while the state of
     the next arrives, and a chunk takes at most a share of the plan: see :data:`OFFLOADED_CHUNKS`.
     """
-    bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.matrices}
     like = _like(plan)
+    bucket_of = dict[int, int]()
     matrices_of: dict[int, list[int]] = {}
-    for i in bucket_of:
-        matrices_of.setdefault(parameters[i], []).append(i)
+    for number, bucket in enumerate(plan.buckets):
+        for i in bucket.matrices:
+            bucket_of[i] = number
+            matrices_of.setdefault(parameters[i], []).append(i)
 
-    def needed(some: Sequence[int], held: Mapping[int, int]) -> int:
-        counts = Counter(held)
+    def counted(some: Sequence[int]) -> Counter[int]:
+        return Counter(like[i] for parameter in some for i in matrices_of[parameter])
+
+    def needed(counts: Mapping[int, int]) -> int:
         of_buckets = dict[int, dict[int, int]]()
-        counts.update(like[i] for p in some for i in matrices_of[p])
         for i, count in counts.items():
             of_buckets.setdefault(bucket_of[i], {})[i] = count
         return sum(_needed(plan, plan.buckets[n], of_bucket, workspace) for n, of_bucket in of_buckets.items())
 
     room = workspace.for_chunks(largest)
-    of_all = needed(list(matrices_of), {})
-    most = min(room // IN_FLIGHT, of_all // OFFLOADED_CHUNKS) if workspace.state else room // IN_FLIGHT
-    if of_all <= room and not workspace.state:
+    most = room // IN_FLIGHT
+    of_all = needed(counted(list(matrices_of)))
+    if workspace.state:
+        most = min(most, of_all // OFFLOADED_CHUNKS)
+    elif of_all <= room:
         return dict.fromkeys(bucket_of, 0)
     chunk = 0
     held = Counter[int]()
-    chunk_of = dict[int, int]()
+    chunk_of = dict[int, int]()  # of each parameter
     for number, bucket in enumerate(plan.buckets):
-        ranks = plan.matrices[bucket.matrices[0]].ranks if bucket.compute_ranks else 1
+        ranks = plan.one_of(bucket).ranks if bucket.compute_ranks else 1
         waiting = list(dict.fromkeys(parameters[i] for i in bucket.matrices if parameters[i] not in chunk_of))
         while waiting:
             of_parameter = sum(bucket_of[i] == number for i in matrices_of[waiting[0]])
             some = waiting[: -(-ranks // of_parameter)]
-            if needed(some, {}) > room:
+            if needed(counted(some)) > room:
                 some = some[:1]
-            if held and needed(some, held) > most:
-                chunk = chunk + 1
+            counts = counted(some)
+            if held and needed(held + counts) > most:
+                chunk += 1
                 held = Counter()
-            held.update(like[i] for one in some for i in matrices_of[one])
+            held += counts
             chunk_of |= dict.fromkeys(some, chunk)
             del waiting[: len(some)]
     return {i: chunk_of[parameters[i]] for i in bucket_of}
@@ -118,17 +133,25 @@ def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
 
 def _like(plan: Plan) -> dict[int, int]:
     """For each matrix, the first in its bucket held alike."""
-    first: dict[tuple[Any, ...], int] = {}
-    matrices = [(number, i) for number, bucket in enumerate(plan.buckets) for i in bucket.matrices]
-    return {i: first.setdefault((number, plan.matrices[i].held), i) for number, i in matrices}
+    like = dict[int, int]()
+    for bucket in plan.buckets:
+        first = dict[tuple[tuple[int, int], ...], int]()
+        for i in bucket.matrices:
+            like[i] = first.setdefault(plan.matrices[i].held, i)
+    return like
 
 
-def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:
+def _needed(
+    plan: Plan,
+    bucket: Bucket,
+    counts: Mapping[int, int],
+    workspace: Workspace,
+) -> int:
     """Bytes of some matrices of a bucket, counted by :func:`_like`."""
     held = Counter[int]()
     for i, count in counts.items():
         for rank, entries in plan.matrices[i].held:
             held[rank] += count * entries
-    matrix = plan.matrices[bucket.matrices[0]]
+    matrix = plan.one_of(bucket)
     most = max(held.values(), default=0)
     return bucket_bytes(matrix, bucket.scheme, sum(counts.values()), most) + workspace.kept * most

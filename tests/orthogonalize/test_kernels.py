@@ -2,6 +2,7 @@ import os
 import re
 import warnings
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +51,17 @@ def kernels(how, **more):
     return {"kernel": Kernel(lambda precision: Wrong(how), **more), **KERNELS}
 
 
+def choose_of(known, *arguments, **settings):
+    """A choice among other kernels than the package's."""
+    with mock.patch("megatron_eopt.orthogonalize.kernels.KERNELS", known):
+        return choose(*arguments, **settings)
+
+
+def made_of(known, *arguments):
+    with mock.patch("megatron_eopt.orthogonalize.kernels.KERNELS", known):
+        return made(*arguments)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("products", [Products(), Blocked(1), Blocked(3)])
 def test_right_products_pass(products, dtype):
@@ -78,7 +90,7 @@ def test_sums_that_overflow_fp16_are_found():
         reason = check(Wrong(how), [shape], torch.float16, "cpu")
         assert re.match(r"beta R \+ alpha R\^2 of .* is off by (inf|nan)", reason)
     with pytest.warns(UserWarning, match="kernel is dropped"):
-        assert choose([(24, 40)], torch.float16, "cpu", kernels=kernels(how)).kernel == "torch"
+        assert choose_of(kernels(how), [(24, 40)], torch.float16, "cpu").kernel == "torch"
 
 
 @pytest.mark.parametrize("how", ["the result", "in place", "the way back"])
@@ -149,9 +161,9 @@ def test_on_a_cpu(shapes, dtype, kernel):
 
 
 def test_a_right_kernel_serves():
-    choice = choose(SHAPES, torch.float32, "cpu", kernels=kernels(""))
+    choice = choose_of(kernels(""), SHAPES, torch.float32, "cpu")
     assert choice == ("kernel", {})
-    assert made(choice.kernel, 512, kernels=kernels("")) == Wrong("")
+    assert made_of(kernels(""), choice.kernel, 512) == Wrong("")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +176,7 @@ def test_a_right_kernel_serves():
 )
 def test_a_dropped_kernel_is_told_once(how, missing, reason):
     with pytest.warns(UserWarning, match="kernel is dropped") as caught:
-        choice = choose(SHAPES, torch.float32, "cpu", kernels=kernels(how, missing=lambda device: missing))
+        choice = choose_of(kernels(how, missing=lambda device: missing), SHAPES, torch.float32, "cpu")
     assert [str(each.message) for each in caught] == [
         f"symmetric products: kernel is dropped, torch serves: {choice.dropped['kernel']}"
     ]
@@ -200,22 +212,22 @@ def test_triton_not_installed(monkeypatch):
 
 def test_a_kernel_can_be_asked_for():
     for name, kind in (("torch", Products), ("blocked", Blocked)):
-        choice = choose(SHAPES, torch.float32, "cpu", kernel=name, kernels=kernels(""))
+        choice = choose_of(kernels(""), SHAPES, torch.float32, "cpu", kernel=name)
         assert isinstance(made(choice.kernel, 512), kind)
     with pytest.raises(RuntimeError, match="'kernel' of symmetric products cannot serve: RuntimeError: out of res"):
-        choose(SHAPES, torch.float32, "cpu", kernel="kernel", kernels=kernels("raises"))
+        choose_of(kernels("raises"), SHAPES, torch.float32, "cpu", kernel="kernel")
     with pytest.raises(ValueError, match=r"unknown kernel 'cutlass' .* expected one of triton, blocked, torch"):
         choose(SHAPES, torch.float32, "cpu", kernel="cutlass")
 
 
 def test_the_kernel_of_a_checkpoint_is_taken():
-    assert choose(SHAPES, torch.float32, "cpu", kept="kernel", kernels=kernels("")).kernel == "kernel"
+    assert choose_of(kernels(""), SHAPES, torch.float32, "cpu", kept="kernel").kernel == "kernel"
     # the slower one stays where a faster one would serve
-    assert choose(SHAPES, torch.float32, "cpu", kept="torch", kernels=kernels("")).kernel == "torch"
+    assert choose_of(kernels(""), SHAPES, torch.float32, "cpu", kept="torch").kernel == "torch"
     # what the user names comes first
-    assert choose(SHAPES, torch.float32, "cpu", kernel="torch", kept="kernel", kernels=kernels("")).kernel == "torch"
+    assert choose_of(kernels(""), SHAPES, torch.float32, "cpu", kernel="torch", kept="kernel").kernel == "torch"
     with pytest.raises(RuntimeError, match=r"off by .* kernel of the checkpoint, .* resume where it can serve"):
-        choose(SHAPES, torch.float32, "cpu", kept="kernel", kernels=kernels("an entry"))
+        choose_of(kernels("an entry"), SHAPES, torch.float32, "cpu", kept="kernel")
     with pytest.raises(RuntimeError, match=r"unknown kernel 'kernel' .* kernel of the checkpoint"):
         choose(SHAPES, torch.float32, "cpu", kept="kernel")
 
@@ -234,7 +246,7 @@ def on_rank(rank, world_size, wrong_rank):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                choice = choose(SHAPES, torch.float32, "cpu", kernel=name, agree=minimum, kernels=known)
+                choice = choose_of(known, SHAPES, torch.float32, "cpu", kernel=name, agree=minimum)
                 outcome.append((choice.kernel, dict(choice.dropped), [str(each.message) for each in caught]))
             except RuntimeError as error:
                 outcome.append(str(error))

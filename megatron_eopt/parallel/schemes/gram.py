@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, nonzero
+from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, in_units, nonzero, watch_in_units
 from megatron_eopt.orthogonalize.products import over_norms, scaled, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.records import cut_dimension, in_rounds
@@ -28,7 +28,12 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
         X = X.new_zeros(*X.shape[:-1], 1)
     with job.phase():
         X, power = scaled(X, iteration.dtype)
-        norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=power.dtype)
+        norm = torch.linalg.vector_norm(
+            X,
+            dim=(-2, -1),
+            keepdim=True,
+            dtype=power.dtype,
+        )
     pending = all_reduce((norm.double() * power.double()).square(), group)
     yield
     norm = (pending.wait().sqrt() / power.double()).to(power.dtype)
@@ -46,8 +51,12 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
         with job.phase(), iteration.in_precision():
             if watch is not None:
                 watch(step, A)
-            Z, scale = (A, b) if c == 0 else (iteration.products.addmm(A, A, A, beta=b, alpha=c, out=factor), 1)
-            X, Y = torch.baddbmm(X, Z, X, beta=a, alpha=scale, out=Y), X
+            if c == 0:
+                torch.baddbmm(X, A, X, beta=a, alpha=b, out=Y)
+            else:
+                Z = iteration.products.addmm(A, A, A, beta=b, alpha=c, out=factor)
+                torch.baddbmm(X, Z, X, beta=a, out=Y)
+        X, Y = Y, X
     if stack.numel() == 0:
         return stack
     return (X.mT if dim == 0 else X).to(stack.dtype)
@@ -122,7 +131,14 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
             grams = iteration.products.gram(X.mT if dim == 0 else X).to(wide)
         if start == 0:
             grams.mul_(undo).mul_(undo)
-        factors = partial(_factors, job=job, start=start, end=end, unit=unit, watch=watch)
+        factors = partial(
+            _factors,
+            job=job,
+            start=start,
+            end=end,
+            unit=unit,
+            watch=watch,
+        )
         Q = yield from exchange(grams, factors)
         del grams
         if start == 0:
@@ -134,11 +150,19 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
     return X.to(dtype)
 
 
-def _factors(grams: Tensor, *, job: Job, start: int, end: int, unit: float, watch: Watch | None) -> None:
+def _factors(
+    grams: Tensor,
+    *,
+    job: Job,
+    start: int,
+    end: int,
+    unit: float,
+    watch: Watch | None,
+) -> None:
     """Replace (n x rows x rows) by ``Q``, in place."""
     iteration = job.iteration
-    schedule = tuple((a, b / unit**2, c / unit**4) for a, b, c in iteration.schedule[start:end])
-    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / unit**2))
+    schedule = in_units(iteration.schedule[start:end], unit)
+    wanted = watch_in_units(watch, unit)
     with job.phase(), iteration.in_precision():
         if start == 0:  # any norm, the root of the trace, is divided out
             squared = grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]

@@ -4,15 +4,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
-from operator import mul
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.forms import Watch
-from megatron_eopt.orthogonalize.newton_schulz import Iteration
+from megatron_eopt.orthogonalize.forms import Iteration, Watch
 from megatron_eopt.parallel.collectives import Pending, all_gather, exchange
 from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, cut_dimension, strips
 from megatron_eopt.parallel.watched import Watched
@@ -20,6 +17,38 @@ from megatron_eopt.parallel.watched import Watched
 Shapes = tuple[int, int, int] | list[Shape]  # (n x rows x cols), or of matrices that lie back to back
 
 LayoutRuns = Sequence[tuple[int, Matrix]]  # equal layouts in order: (how many, the first)
+
+
+class Dealt:
+    """Which matrices each rank of a group computes, and the ways there and back.
+
+    Attributes:
+        here: the matrices that this rank computes.
+        copy: the ranks that hold one copy of the matrices, with this one.
+    """
+
+    def __init__(self, runs: Sequence[LayoutRuns], matrix: Matrix, group: ProcessGroup) -> None:
+        rank = group.rank()
+        self.here = runs[rank] or [(0, matrix)]
+        self.copy = matrix.copy_of(rank)
+        self._group = group
+        self._sent = []  # entries of this rank's shards of the matrices of each rank
+        for of_rank in runs:
+            self._sent.append(sum(count * each.rectangles[rank].numel for count, each in of_rank))
+        self._received = entries_of(self.here)
+
+    def send(self, flat: Tensor) -> Pending[Tensor]:
+        """Send shards, rank by rank, to the compute ranks of this rank's copy, which has all of each matrix."""
+        first = sum(self._sent[: self.copy.start])
+        end = sum(self._sent[: self.copy.stop])
+        return exchange(flat[first:end], self._near(self._sent), self._near(self._received), self._group)
+
+    def send_back(self, flat: Tensor) -> Pending[Tensor]:
+        """Send what :func:`cut_up` made of matrices here; shards arrive as they were sent."""
+        return exchange(flat, self._received, self._sent, self._group)
+
+    def _near(self, sizes: Sequence[int]) -> list[int]:
+        return [size if self.copy.start <= rank < self.copy.stop else 0 for rank, size in enumerate(sizes)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +61,7 @@ class Job:
     iteration: Iteration  # for matrices of the shape that is orthogonalized, in the form that the scheme has
     shapes: Shapes  # of this rank's shards
     dtype: torch.dtype  # in which they are exchanged
-    layout_runs: Sequence[LayoutRuns] = ()  # the matrices of each compute rank, in the order of the stack
+    runs: Sequence[LayoutRuns] = ()  # the matrices of each compute rank, in the order of the stack
     first: bool = True  # whether this rank reports what nobody shares
     watched: Watched | None = None  # the step, where somebody watches it
 
@@ -42,28 +71,23 @@ class Job:
 
     def watch(self) -> Watch | None:
         """What watches the iteration, on the one rank that reports a matrix."""
-        if self.group is None:
-            counts = self.first
-        else:
+        if self.watched is None:
+            return None
+        counts = self.first
+        if self.group is not None:
             counts = bool(self.bucket.compute_ranks) or self.group.rank() == 0
-        return self.watched.grams(self.iteration) if self.watched is not None and counts else None
-
-    @property
-    def runs_here(self) -> LayoutRuns:
-        """The matrices that this rank computes."""
-        return self.layout_runs[self.ranks.rank()] or [(0, self.matrix)]
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Entries of this rank's shards of the matrices of each rank."""
-        here = self.ranks.rank()
-        return [sum(count * matrix.rectangles[here].numel for count, matrix in runs) for runs in self.layout_runs]
+        return self.watched.grams(self.iteration) if counts else None
 
     @property
     def ranks(self) -> ProcessGroup:
         """The group, where something is exchanged."""
         assert self.group is not None, "the engine checks that a bucket which exchanges has a group"
         return self.group
+
+    @cached_property
+    def dealt(self) -> Dealt:
+        """The exchange of ``owner``."""
+        return Dealt(self.runs, self.matrix, self.ranks)
 
 
 Factors = Tensor | list[Tensor]  # a stack (n x rows x cols), or its matrices; of any strides
@@ -96,45 +120,33 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: any shards, cut along both dimensions or in copies."""
-    group = job.ranks
-    here = job.runs_here
-    sizes = job.sizes
-    copy = job.matrix.copy_of(group.rank())
-    pending = _to_copy(stack.view(-1), sizes, here, copy, group)
+    dealt = job.dealt
+    pending = dealt.send(stack.view(-1))
     del stack
     yield
-    (whole,) = assemble(pending.wait(), [of_copy(here, copy)], short_first=True)
+    (whole,) = assemble(pending.wait(), [of_copy(dealt.here, dealt.copy)], short_first=True)
     factors = orthogonalized(whole, job)
     del whole
-    back = cut_up(_stacks(factors, here), here)
+    back = cut_up(_stacks(factors, dealt.here), dealt.here)
     del factors
-    pending = exchange(back, entries_of(here), sizes, group)
+    pending = dealt.send_back(back)
     del back
     yield
     return shards_of(pending.wait(), job.shapes)
-
-
-def _to_copy(flat: Tensor, sizes: Sequence[int], runs: LayoutRuns, copy: slice, group: ProcessGroup) -> Pending[Tensor]:
-    """Send shards to the compute ranks of this rank's copy, which has all of each matrix."""
-
-    def within(of_all: Sequence[int]) -> list[int]:
-        return [size if copy.start <= rank < copy.stop else 0 for rank, size in enumerate(of_all)]
-
-    sent = flat[sum(sizes[: copy.start]) : sum(sizes[: copy.stop])]
-    return exchange(sent, within(sizes), within(entries_of(runs)), group)
 
 
 def shards_of(flat: Tensor, shapes: Shapes) -> Factors:
     """Matrices back to back; a stack if their shapes agree."""
     if isinstance(shapes, tuple):
         return flat.view(shapes)
-    return [x.view(shape) for x, shape in zip(flat.split([rows * cols for rows, cols in shapes]), shapes, strict=True)]
+    parts = flat.split([rows * cols for rows, cols in shapes])
+    return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
 def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``share``: computes before it waits, while earlier results travel."""
     group = job.ranks
-    counts = [job.bucket.compute_ranks.count(rank) for rank in range(job.ranks.size())]
+    counts = [job.bucket.compute_ranks.count(rank) for rank in range(group.size())]
     first = sum(counts[: group.rank()])
     count = counts[group.rank()]
     # as many matrices from every rank: the last one of some may stay empty
@@ -149,99 +161,125 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     pending = all_gather(sent, group)
     del sent, mine
     yield
-    return [x for stack, count in zip(pending.wait(), counts, strict=True) for x in stack[:count].unbind()]
+    factors_of_all = list[Tensor]()
+    for of_rank, count in zip(pending.wait(), counts, strict=True):
+        factors_of_all += of_rank[:count].unbind()
+    return factors_of_all
 
 
 def orthogonalized(stack: Tensor, job: Job) -> Tensor:
     """Orthogonal factors of a stack, perhaps empty, in its memory."""
     iteration = job.iteration
     watch = job.watch()
-
-    def run(x: Tensor) -> Tensor:
-        with job.phase():
-            return iteration.run(x, watch, own=True)
-
-    if not iteration.one_by_one and len(stack) <= iteration.chunk:
-        return run(stack)
-    # a matrix alone, where stacks are not worked on as such, takes another kernel than a stack of one
-    for part in stack.unbind() if iteration.one_by_one else stack.split(iteration.chunk):
-        part.copy_(run(part))
+    with job.phase():
+        if iteration.one_by_one:
+            # a matrix alone, where stacks are not worked on as such, takes another kernel than a stack of one
+            parts = stack.unbind()
+        elif len(stack) > iteration.chunk:
+            parts = stack.split(iteration.chunk)
+        else:
+            return iteration.run(stack, watch, own=True)
+        for part in parts:
+            part.copy_(iteration.run(part, watch, own=True))
     return stack
 
 
+Exchanged = Callable[[], list[Tensor]]
+"""Waits for an exchange that is under way, and returns its stacks."""
+
+
 def gather(
-    stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup, short_first: bool = False
-) -> Callable[[], list[Tensor]]:
+    stacks: Sequence[Tensor],
+    matrices: Sequence[Matrix],
+    group: ProcessGroup,
+    short_first: bool = False,
+) -> Exchanged:
     """Start to gather matrices on every rank, by all-gather.
 
-    A stack has this rank's shards (n x rows x cols) of ``n`` matrices like that of ``matrices``. The result waits.
+    A stack has this rank's shards (n x rows x cols) of ``n`` matrices like that of ``matrices``.
     """
     runs = [(len(stack), matrix) for stack, matrix in zip(stacks, matrices, strict=True)]
-    flat = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
+    flat = stacks[0].reshape(-1)
+    if len(stacks) > 1:
+        flat = torch.cat([stack.reshape(-1) for stack in stacks])
     missing = max(entries_of(runs)) - flat.numel()
-    pending = all_gather(torch.nn.functional.pad(flat, (0, missing)) if missing else flat, group)
+    if missing:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    pending = all_gather(flat, group)
     return lambda: assemble(pending.wait(), [[run] for run in runs], short_first)
 
 
-def bring(
-    stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
-) -> Callable[[], list[Tensor]]:
-    """Start to bring each matrix to one rank, by all-to-all."""
-    rank = group.rank()
-    copy = matrices[0].copy_of(group.rank())
-    runs = [(of[rank], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
-    pending = _to_copy(_by_rank(stacks, numbers), _sizes(numbers, matrices, rank), runs, copy, group)
-    return lambda: assemble(pending.wait(), [[run] for run in of_copy(runs, copy)])
+@dataclass(frozen=True)
+class Spread:
+    """How equal matrices are spread over a group."""
+
+    matrix: Matrix  # one of them, with entries, cut or held in copies
+    numbers: Sequence[int]  # how many each rank works on, in order; empty where each rank works on all
 
 
-def hand_out(
-    stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
-) -> Callable[[], list[Tensor]]:
+def bring(stacks: Sequence[Tensor], spread: Sequence[Spread], group: ProcessGroup) -> Exchanged:
+    """Start to bring matrices where they are worked on, from stacks of shards."""
+    if not spread[0].numbers:
+        return gather(stacks, [kind.matrix for kind in spread], group)
+    dealt = _dealt(spread, group)
+    pending = dealt.send(_by_rank(stacks, spread))
+    return lambda: assemble(pending.wait(), [[run] for run in of_copy(dealt.here, dealt.copy)])
+
+
+def hand_out(stacks: Sequence[Tensor], spread: Sequence[Spread], group: ProcessGroup) -> Exchanged:
     """Start the way back from :func:`bring`, to stacks of shards."""
-    rank = group.rank()
-    runs = [(of[rank], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
-    shapes = [(sum(of), *matrix.rectangles[rank].shape) for of, matrix in zip(numbers, matrices, strict=True)]
-    pending = exchange(cut_up(stacks, runs), entries_of(runs), _sizes(numbers, matrices, rank), group)
-    return lambda: _of_stacks(pending.wait(), numbers, shapes)
+    own = [kind.matrix.rectangles[group.rank()] for kind in spread]
+    if not spread[0].numbers:
+        return lambda: [cut_out(x, rectangle) for x, rectangle in zip(stacks, own, strict=True)]
+    shapes = [(sum(kind.numbers), *rectangle.shape) for kind, rectangle in zip(spread, own, strict=True)]
+    dealt = _dealt(spread, group)
+    pending = dealt.send_back(cut_up(stacks, dealt.here))
+    return lambda: _of_stacks(pending.wait(), spread, shapes)
 
 
-def _sizes(numbers: Sequence[Sequence[int]], matrices: Sequence[Matrix], rank: int) -> list[int]:
-    """Entries of a rank's shards of the matrices of each rank."""
-    entries = [matrix.rectangles[rank].numel for matrix in matrices]
-    return [sum(map(mul, of_rank, entries)) for of_rank in zip(*numbers, strict=True)]
+def _dealt(spread: Sequence[Spread], group: ProcessGroup) -> Dealt:
+    runs = [[(kind.numbers[rank], kind.matrix) for kind in spread] for rank in range(group.size())]
+    return Dealt(runs, spread[0].matrix, group)
 
 
-def _by_rank(stacks: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> Tensor:
+def _by_rank(stacks: Sequence[Tensor], spread: Sequence[Spread]) -> Tensor:
     """Stacks as one tensor, rank by rank."""
     if len(stacks) == 1:
         return stacks[0].reshape(-1)
-    parts = [x.split(list(of)) for x, of in zip(stacks, numbers, strict=True)]
-    return torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
+    parts = [x.split(list(kind.numbers)) for x, kind in zip(stacks, spread, strict=True)]
+    flat = list[Tensor]()
+    for of_rank in zip(*parts, strict=True):
+        flat += [part.reshape(-1) for part in of_rank]
+    return torch.cat(flat)
 
 
-def _of_stacks(flat: Tensor, numbers: Sequence[Sequence[int]], shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+def _of_stacks(flat: Tensor, spread: Sequence[Spread], shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     """The inverse of :func:`_by_rank`."""
     if len(shapes) == 1:
         return [flat.view(shapes[0])]
     sizes = []
-    for of_rank in zip(*numbers, strict=True):
-        sizes += [count * rows * cols for count, (_, rows, cols) in zip(of_rank, shapes, strict=True)]
+    for rank in range(len(spread[0].numbers)):
+        for kind, (_, rows, cols) in zip(spread, shapes, strict=True):
+            sizes.append(kind.numbers[rank] * rows * cols)
     parts = flat.split(sizes)
     return [torch.cat(parts[i :: len(shapes)]).view(shape) for i, shape in enumerate(shapes)]
 
 
 def of_copy(runs: LayoutRuns, copy: slice) -> LayoutRuns:
     """The runs as the ranks of one copy hold them."""
-    if len(runs[0][1].rectangles[copy]) == runs[0][1].ranks:
+    _, matrix = runs[0]
+    if matrix.copies == 1:
         return runs
-    return [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in runs]
+    return [(count, replace(each, rectangles=each.rectangles[copy])) for count, each in runs]
 
 
 def entries_of(runs: LayoutRuns) -> list[int]:
     """Entries of each rank's shards."""
     found: list[int] = []
     for strip in strips(_cuts(runs)):
-        held = sum(count * rectangle.numel for (count, _), rectangle in zip(runs, strip.rectangles, strict=True))
+        held = 0
+        for (count, _), rectangle in zip(runs, strip.rectangles, strict=True):
+            held += count * rectangle.numel
         found += [held // strip.ranks] * strip.ranks
     return found
 
@@ -259,14 +297,16 @@ def assemble(received: Tensor, groups: Sequence[LayoutRuns], short_first: bool =
     stacks = list[Tensor]()
     of_runs = list[Tensor]()
     for group in groups:
-        shape = group[0][1].shape
-        transposed = short_first and shape[0] > shape[1]
-        by_rows = [count for count, _ in runs] == [1] and cut_dimension(shape, runs[0][1].rectangles) == 0
-        if by_rows and not transposed and received.numel() == prod(shape):  # no row is padded
-            return [received.view(1, *shape)]
-        stack = received.new_empty(sum(count for count, _ in group), *(shape[::-1] if transposed else shape))
-        stacks.append(stack.mT if transposed else stack)
-        of_runs += _stacks(stacks[-1], group)
+        _, matrix = group[0]
+        rows, cols = matrix.shape
+        transposed = short_first and rows > cols
+        count = sum(count for count, _ in group)
+        is_alone = count == len(runs) == 1 and received.numel() == rows * cols  # no row is padded
+        if is_alone and not transposed and cut_dimension(matrix.shape, matrix.rectangles) == 0:
+            return [received.view(1, rows, cols)]
+        stack = received.new_empty(count, cols, rows).mT if transposed else received.new_empty(count, rows, cols)
+        stacks.append(stack)
+        of_runs += _stacks(stack, group)
     for part, place in _pairs(received, of_runs, runs):
         place.copy_(part)
     return stacks
@@ -285,16 +325,21 @@ def _pairs(flat: Tensor, stacks: Sequence[Tensor], runs: LayoutRuns) -> Iterator
     rank = 0
     start = 0
     for strip in strips(_cuts(runs)):
-        sizes = [count * r.numel // strip.ranks for (count, _), r in zip(runs, strip.rectangles, strict=True)]
+        sizes = []
+        for (count, _), rectangle in zip(runs, strip.rectangles, strict=True):
+            sizes.append(count * rectangle.numel // strip.ranks)
         size = sum(sizes)
-        rows = flat[rank:, :size] if flat.ndim == 2 else flat[start:][: size * strip.ranks].view(strip.ranks, size)
-        parts = rows[: strip.ranks].split(sizes, dim=1)
+        if flat.ndim == 2:
+            rows = flat[rank : rank + strip.ranks, :size]
+        else:
+            rows = flat[start : start + size * strip.ranks].view(strip.ranks, size)
+        parts = rows.split(sizes, dim=1)
         for part, stack, dim, rectangle in zip(parts, stacks, strip.dims, strip.rectangles, strict=True):
             if part.numel():  # the ranks as the first dimension of both
                 place = cut_out(stack, rectangle).unflatten(dim + 1, (strip.ranks, -1)).movedim(dim + 1, 0)
                 yield part.view(place.shape), place
-        rank = rank + strip.ranks
-        start = start + size * strip.ranks
+        rank += strip.ranks
+        start += size * strip.ranks
 
 
 def _cuts(runs: LayoutRuns) -> tuple[tuple[Rectangle, ...], ...]:

@@ -27,7 +27,6 @@ from megatron_eopt.registry import list_optimizers
 _NO_KERNELS = (
     "symmetric products are computed by torch, which takes more time and gives the same numbers up to rounding"
 )
-_ADAMS = {"transformer_engine": "Transformer Engine's, fused", "apex": "Apex's, fused", "torch": "torch's, not fused"}
 
 
 @dataclass(frozen=True)
@@ -35,19 +34,11 @@ class Package:
     """An installed package."""
 
     version: str
-    error: str | None = None  # why it cannot be imported
+    error: str | None = None  # why it cannot be used
 
     def __str__(self) -> str:
-        return (self.version or "of no version") + (" (cannot be imported)" if self.error is not None else "")
-
-
-@dataclass(frozen=True)
-class Apex:
-    """A package named apex: NVIDIA's or another project's."""
-
-    version: str
-    nvidias: bool
-    compiled: bool
+        version = self.version or "of no version"
+        return version if self.error is None else f"{version} ({self.error})"
 
 
 @dataclass(frozen=True)
@@ -79,8 +70,8 @@ class Facts:
     core: Package | None
     triton: Package | None
     transformer_engine: Package | None
-    apex: Apex | None
-    emerging_optimizers: Package | None
+    apex: Package | None
+    emerging_optimizers: str | None
     megatron: Megatron | None
     kernels: Kernels
     numpy: str | None = None
@@ -121,6 +112,9 @@ def collect() -> Facts:
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         core = _package("megatron.core", "megatron.core.optimizer")
+        megatron = None
+        if core is not None and core.error is None:
+            megatron = _megatron()
         return Facts(
             python=platform.python_version(),
             torch=torch.__version__,
@@ -130,10 +124,9 @@ def collect() -> Facts:
             core=core,
             triton=_package("triton"),
             transformer_engine=_package("transformer_engine", "transformer_engine.pytorch.optimizers"),
-            apex=_apex(),
-            # not imported: Megatron, too, asks for its version first
-            emerging_optimizers=Package(found) if (found := _version("emerging-optimizers")) is not None else None,
-            megatron=_megatron() if core is not None and core.error is None else None,
+            apex=_apex(megatron),
+            emerging_optimizers=_version("emerging-optimizers"),
+            megatron=megatron,
             kernels=_kernels(),
             numpy=_version("numpy"),
         )
@@ -142,7 +135,12 @@ def collect() -> Facts:
 def _package(module: str, *further: str) -> Package | None:
     if not _found(module):
         return None
-    error = next(filter(None, map(_import_error, (module, *further))), None)
+    error = None
+    for name in (module, *further):
+        failed = _import_error(name)
+        if failed is not None:
+            error = f"cannot be imported: {failed}"
+            break
     version = str(getattr(sys.modules.get(module), "__version__", None) or _version(module) or "")
     # Megatron adds the commit of the git repository around it, such as that of a project with a .venv
     return Package(version.partition("+")[0] if module == "megatron.core" else version, error)
@@ -170,14 +168,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _apex() -> Apex | None:
+def _apex(megatron: Megatron | None) -> Package | None:
     """Look at its files: importing another apex runs foreign code."""
     if not _found("apex"):
         return None
     spec = importlib.util.find_spec("apex")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    nvidias = any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders)
-    return Apex(_version("apex") or "", nvidias, compiled=_found("amp_C"))
+    error = None
+    if not any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders):
+        error = "is not NVIDIA's: the name on PyPI belongs to another project"
+    elif not _found("amp_C") and (megatron is None or megatron.adam == "apex"):
+        error = "was built without its CUDA extensions (amp_C), and its Adam cannot be made"
+    return Package(_version("apex") or "", error)
 
 
 def _megatron() -> Megatron | None:
@@ -209,36 +211,25 @@ def problems(facts: Facts) -> Iterator[Problem]:
     for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
         if releases.number(version) < releases.number(oldest):
             yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
-    engine = facts.transformer_engine
-    apex = facts.apex
     core = facts.core
     supported = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
-    if engine is not None and engine.error is not None:
-        yield Problem(
-            f"{_named('Transformer Engine', engine)} cannot be imported: {engine.error}",
-            "reinstall it for this torch and CUDA, or uninstall it: Megatron fails with it, or takes another Adam",
-        )
-    if apex is not None and not apex.nvidias:
-        yield Problem(
-            f"the package {_named('apex', apex)} is not NVIDIA's: the name on PyPI belongs to another project",
-            "pip uninstall apex; NVIDIA's is built from source",
-        )
-    elif apex is not None and not apex.compiled and (facts.megatron is None or facts.megatron.adam == "apex"):
-        yield Problem(
-            f"{_named('Apex', apex)} was built without its CUDA extensions (amp_C), and its Adam cannot be made",
-            "build it with them, or uninstall it",
-        )
     if core is None:
         yield Problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
     elif releases.number(core.version) < releases.number(SUPPORTED[-1]):
         yield Problem(f"megatron-core {core.version} is too old", f"take one of {supported}")
-    elif core.error is not None:
-        yield Problem(
-            f"megatron-core {core.version} cannot be imported: {core.error}",
-            "mend what the error names; a broken package that Megatron imports breaks Megatron",
-        )
-    if facts.triton is not None and facts.triton.error is not None:
-        yield Problem(f"triton cannot be imported: {facts.triton.error}", "install the release torch asks for")
+        core = None
+    for name, package, do in (
+        (
+            "Transformer Engine",
+            facts.transformer_engine,
+            "reinstall it for this torch and CUDA, or uninstall it: Megatron fails with it, or takes another Adam",
+        ),
+        ("apex", facts.apex, "pip uninstall apex, or build NVIDIA's from source, with its extensions"),
+        ("megatron-core", core, "mend what the error names; a broken package that Megatron imports breaks Megatron"),
+        ("triton", facts.triton, "install the release torch asks for"),
+    ):
+        if package is not None and package.error is not None:
+            yield Problem(" ".join(filter(None, (name, package.version, package.error))), do)
     if facts.kernels.failed is not None:
         yield Problem(
             f"the kernels for symmetric products cannot be used on {facts.gpu}: {facts.kernels.failed}",
@@ -246,31 +237,36 @@ def problems(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _named(name: str, package: Package | Apex) -> str:
-    return f"{name} {package.version}".strip()
-
-
 def notes(facts: Facts) -> Iterator[str]:
     """Notes on what is no problem."""
     if facts.kernels.missing is not None:
         yield f"no kernels for symmetric products ({facts.kernels.missing}): {_NO_KERNELS}"
-    if facts.core is not None and (caveat := releases.caveat(facts.core.version)) is not None:
+    caveat = None
+    if facts.core is not None:
+        caveat = releases.caveat(facts.core.version)
+    if caveat is not None:
         yield caveat
-    if facts.megatron is not None and facts.megatron.training_error is not None:
+    megatron = facts.megatron
+    if megatron is None:
+        return
+    if megatron.training_error is not None:
         yield (
-            f"megatron.training cannot be imported ({facts.megatron.training_error}): Megatron's scripts need it (pip "
+            f"megatron.training cannot be imported ({megatron.training_error}): Megatron's scripts need it (pip "
             f"install psutil pyyaml, which megatron-core does not declare), a training loop of your own does not"
         )
-    if facts.megatron is not None and facts.megatron.adam == "torch":
+    if megatron.adam == "torch":
         yield "Adam, for what is no matrix, is torch's: Transformer Engine, or NVIDIA's Apex, would bring a fused one"
 
 
 def _text(facts: Facts, found: list[Problem]) -> str:
-    apex = facts.apex
-    megatron = facts.megatron
     missing = "not installed"
-    unknown = "unknown without Megatron-Core"
+    used = {"--optimizer": "unknown without Megatron-Core", "Adam beside them": "unknown without Megatron-Core"}
+    if facts.megatron is not None:
+        used = {"--optimizer": ", ".join(facts.megatron.optimizers), "Adam beside them": facts.megatron.adam}
     no_kernels = facts.kernels.missing or facts.kernels.failed
+    used["symmetric products"] = "by triton kernels, checked on this GPU"
+    if no_kernels is not None:
+        used["symmetric products"] = f"by torch: {no_kernels}"
     installed = {
         "megatron_eopt": facts.eopt or "not installed as a package",
         "python": facts.python,
@@ -281,17 +277,15 @@ def _text(facts: Facts, found: list[Problem]) -> str:
         "numpy": facts.numpy or missing,
         "megatron-core": str(facts.core or missing),
         "transformer-engine": str(facts.transformer_engine or missing),
-        "apex": f"{apex.version} ({'' if apex.nvidias else 'not '}NVIDIA's)".strip() if apex else missing,
+        "apex": str(facts.apex or missing),
         "emerging-optimizers": f"{facts.emerging_optimizers or missing} (not needed)",
     }
-    used = {
-        "--optimizer": ", ".join(megatron.optimizers) if megatron else unknown,
-        "Adam beside them": _ADAMS.get(megatron.adam, megatron.adam) if megatron else unknown,
-        "symmetric products": f"by torch: {no_kernels}" if no_kernels else "by triton kernels, checked on this GPU",
+    sections = {
+        "Installed": _pairs(installed),
+        "Used": _pairs(used),
+        "Notes": list(notes(facts)) or ["none"],
+        "Problems": [f"{problem.what}. What to do: {problem.do}" for problem in found] or ["none"],
     }
-    sections = {"Installed": _pairs(installed), "Used": _pairs(used)}
-    sections["Notes"] = list(notes(facts)) or ["none"]
-    sections["Problems"] = [f"{problem.what}. What to do: {problem.do}" for problem in found] or ["none"]
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 

@@ -15,7 +15,8 @@ import torch
 from megatron_eopt.cli import main
 from megatron_eopt.megatron.releases import SUPPORTED
 from megatron_eopt.registry import list_optimizers
-from megatron_eopt.tools.doctor import Apex, Facts, Kernels, Megatron, Package, notes, problems
+from megatron_eopt.tools import doctor as doctor_itself
+from megatron_eopt.tools.doctor import Facts, Kernels, Megatron, Package, notes, problems
 from tests.megatron.runs import without_emerging_optimizers
 
 pytestmark = pytest.mark.wide
@@ -165,7 +166,7 @@ def test_a_transformer_engine_that_cannot_be_imported(tmp_path):
 
 
 def test_an_engine_whose_adam_cannot_be_imported():
-    engine = Package("2.8.0", "ModuleNotFoundError: No module named 'transformer_engine_torch'")
+    engine = Package("2.8.0", "cannot be imported: ModuleNotFoundError: No module named 'transformer_engine_torch'")
     broken = replace(HEALTHY, transformer_engine=engine, megatron=Megatron(("muon",), "torch", None))
     (problem,) = problems(broken)
     assert problem.what.startswith("Transformer Engine 2.8.0 cannot be imported: ModuleNotFoundError")
@@ -175,7 +176,7 @@ def test_the_other_apex(tmp_path):
     package(tmp_path, "apex", "raise RuntimeError('not to be imported')", interfaces="")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert said["facts"]["apex"]["nvidias"] is False
+    assert "is not NVIDIA's" in said["facts"]["apex"]["error"]
     (problem,) = [problem for problem in told(said) if "apex" in problem]
     assert "is not NVIDIA's: the name on PyPI belongs to another project" in problem
     assert "pip uninstall apex" in problem
@@ -193,14 +194,14 @@ def test_an_apex_without_its_extensions(tmp_path):
     (tmp_path / "amp_C.py").write_text("")
     status, said = doctor(tmp_path)
     assert (status, said["problems"]) == (0, [])
-    assert said["facts"]["apex"] == {"version": "", "nvidias": True, "compiled": True}
+    assert said["facts"]["apex"] == {"version": "", "error": None}
 
 
 def test_a_triton_that_cannot_be_imported(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so')\n")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert any(problem.startswith("triton cannot be imported: ImportError: libtriton.so") for problem in told(said))
+    assert any("cannot be imported: ImportError: libtriton.so: install" in problem for problem in told(said))
 
 
 def test_megatron_training_needs_what_it_does_not_declare(tmp_path):
@@ -222,7 +223,7 @@ def test_a_healthy_machine_has_neither_problems_nor_notes():
     [
         ({"python": "3.11.9"}, "Python 3.11.9 is too old", "take 3.12 or newer"),
         ({"torch": "2.5.1+cu124"}, "torch 2.5.1+cu124 is too old", "take 2.6 or newer"),
-        ({"apex": Apex("0.9.10.dev0", False, False)}, "apex 0.9.10.dev0 is not NVIDIA's", "pip uninstall apex"),
+        ({"apex": Package("0.9.10", "is not NVIDIA's")}, "apex 0.9.10 is not NVIDIA's", "pip uninstall apex"),
         (
             {"kernels": Kernels(failed="X X^T of (512, 2048) in torch.bfloat16 is off by 1.0e+00")},
             "cannot be used on NVIDIA H100: X X^T of (512, 2048)",
@@ -236,8 +237,11 @@ def test_problems_say_what_to_do(found, what, do):
     assert do in problem.do
 
 
-def test_an_apex_that_megatron_does_not_take_is_no_problem():
-    assert list(problems(replace(HEALTHY, apex=Apex("0.1", nvidias=True, compiled=False)))) == []
+def test_an_apex_that_megatron_does_not_take_is_no_problem(tmp_path, monkeypatch):
+    package(tmp_path, "apex", "", optimizers__fused_adam="")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor_itself._apex(Megatron((), "transformer_engine", None)) == Package("")
+    assert "amp_C" in doctor_itself._apex(Megatron((), "apex", None)).error
 
 
 def test_what_is_newer_than_what_was_tried_is_noted():

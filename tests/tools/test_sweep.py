@@ -106,7 +106,10 @@ def test_what_would_have_no_effect_is_refused(capsys, flags, message):
     ("flags", "message"),
     [
         (["--tensor-model-parallel-size", "64"], "--num-attention-heads over --tensor-model-parallel-size: 32 is no m"),
-        (["--num-experts", "8", "--first-dense-layers", "40"], "--first-dense-layers 40 is more than 32 layers"),
+        (
+            ["--num-experts", "8", "--first-dense-layers", "40"],
+            "--first-dense-layers 40 or ",
+        ),
         (["--tflops", "fast"], "expected a finite number above 0, got fast"),
     ],
 )

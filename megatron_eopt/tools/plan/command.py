@@ -7,9 +7,6 @@
 import argparse
 import math
 import os
-import re
-import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
@@ -21,11 +18,11 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain, figure
-from megatron_eopt.parallel.plan import TpMode, make_plan
+from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.routing import table, write_json
 from megatron_eopt.routing.text import aligned, megabytes
-from megatron_eopt.tools.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import GPUS, MODELS, Model, Parallel
 from megatron_eopt.tools.plan.sweep import Point, numbers_of, point_of, swept, where_it_stops
 from megatron_eopt.tools.plan.sweep import table as swept_table
 
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_eopt.tools.plan.described import PlannedRun
 
 _OF_RUN = {"--world-size", "--full", "--json"}
-_RATES = {"--gpu", "--tflops", "--bandwidth", "--latency"}
 _OF_EXPERTS = {
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
@@ -42,11 +38,11 @@ _OF_EXPERTS = {
     "--first-dense-layers",
 }
 _OF_LATENT_ATTENTION = {"--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"}
+_SWITCHES = {"swiglu": "fc1 has gate and up", "split_gate_up": "gate and up as two matrices; Megatron has one"}
 _OF_POINTS = """A step is that of the busiest rank, with 10 ps an entry for momentum, decay and update.
 The mean is what it would take if the work were shared evenly. The gather brings bf16 parameters to all data-parallel
 ranks, at the same bandwidth: between nodes it takes as much longer as their network is slower. State is a momentum and
 a copy of the parameters, in fp32. Embeddings, output layer and activations are not counted."""
-_QUIET = 2.0  # seconds before progress is printed
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +53,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=MODELS, help="its sizes, which the flags below override")
     for field in fields(Model):
-        if field.name == "swiglu":
-            model.add_argument("--swiglu", action="store_true", default=None, help="fc1 has gate and up")
+        if field.type is bool:
+            model.add_argument(_flag(field.name), action="store_true", default=None, help=_SWITCHES[field.name])
         else:
             model.add_argument(_flag(field.name), type=_positive)
-    model.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
 
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--sweep-gpus", metavar="FIRST..LAST", help="a line for each number of GPUs, and where to stop")
@@ -132,61 +127,45 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
         share=1.0 if options.dense else 0.5,
         itemsize=options.exchange_itemsize,
     )
+    mode = options.muon_tp_mode
     rates = _rates(options)
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
     if options.sweep_gpus is None:
-        points = [_print_one(options, model, parallel, work, rates, workspace)]
+        point = point_of(model, parallel, work, mode, rates, workspace)
+        points = [point]
+        print(explain(point.plan, work, rates, workspace))
+        for deal in point.stage.deals:
+            print(f"\n{deal}.")
+        print(f"\n{swept_table(points)}\n\n{_OF_POINTS}")
     else:
-        points = _print_sweep(options, model, parallel, work, rates, workspace)
+        of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
+        gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
+        points = swept(model, parallel, gpus, work, mode, rates, workspace)
+        print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
+        modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
+        print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
     _print_notes(options.gpu, model, parallel, points)
     return 0
 
 
 def _check(options: argparse.Namespace, model: Model, parallel: Parallel) -> None:
     """Refuse flags without effect, and more stages or dense layers than layers."""
+    without_effect = {"without -- and the flags of a run": _OF_RUN}
+    if model.num_experts is None:
+        without_effect["without --num-experts"] = _OF_EXPERTS
+    if model.kv_lora_rank is None:
+        without_effect["without --kv-lora-rank"] = _OF_LATENT_ATTENTION
+    if options.sweep_gpus:
+        without_effect["with --sweep-gpus"] = {"--data-parallel-size"}
     given = _given(options)
-    for unused, needed in (
-        (given & _OF_RUN, "without -- and the flags of a run"),
-        (given & _OF_EXPERTS if model.num_experts is None else None, "without --num-experts"),
-        (given & _OF_LATENT_ATTENTION if model.kv_lora_rank is None else None, "without --kv-lora-rank"),
-        (given & {"--data-parallel-size"} if options.sweep_gpus else None, "with --sweep-gpus"),
-    ):
-        if unused:
-            raise ValueError(f"{', '.join(sorted(unused))} would have no effect {needed}")
-    for flag, number in (
-        ("--first-dense-layers", model.first_dense_layers),
-        ("--pipeline-model-parallel-size", parallel.pipeline),
-    ):
-        if number > model.num_layers:
-            raise ValueError(f"{flag} {number} is more than {model.num_layers} layers")
-
-
-def _print_one(
-    options: argparse.Namespace, model: Model, parallel: Parallel, work: Work, rates: Rates, workspace: Workspace
-) -> Point:
-    mode = options.muon_tp_mode
-    stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
-    plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
-    print(explain(plan, work, rates, workspace))
-    for deal in stage.deals:
-        print(f"\n{deal}.")
-    gpus = parallel.tensor * parallel.pipeline * parallel.data
-    point = point_of(stage, plan, gpus, parallel.data, work, rates, workspace)
-    print(f"\n{swept_table([point])}\n\n{_OF_POINTS}")
-    return point
-
-
-def _print_sweep(
-    options: argparse.Namespace, model: Model, parallel: Parallel, work: Work, rates: Rates, workspace: Workspace
-) -> list[Point]:
-    mode = options.muon_tp_mode
-    of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
-    gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
-    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=options.split_gate_up)
-    print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
-    modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
-    print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
-    return points
+    for why, flags in without_effect.items():
+        if given & flags:
+            raise ValueError(f"{', '.join(sorted(given & flags))} would have no effect {why}")
+    if max(model.first_dense_layers, parallel.pipeline) > model.num_layers:
+        raise ValueError(
+            f"--first-dense-layers {model.first_dense_layers} or --pipeline-model-parallel-size {parallel.pipeline} is "
+            f"more than {model.num_layers} layers"
+        )
 
 
 def _print_notes(gpu: str | None, model: Model, parallel: Parallel, points: Sequence[Point]) -> None:
@@ -203,51 +182,24 @@ def _print_notes(gpu: str | None, model: Model, parallel: Parallel, points: Sequ
 
 
 def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    _check_of_run(options, flags)
+    if not flags:
+        raise ValueError("expected the flags of a pretrain command after --")
+    unused = sorted(_given(options) - _OF_RUN)
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} would have no effect: the flags after -- say all of the run but --world-size, and "
+            f"rates are the default ones"
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
     from megatron_eopt.tools.plan.described import planned_run
 
-    begun = time.monotonic()
-
-    def progress(done: int, stages: int) -> None:
-        if time.monotonic() - begun > _QUIET:
-            print(f"megatron-eopt plan: {done} of {stages} pipeline stages planned", file=sys.stderr, flush=True)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, of missing packages
-        try:
-            run = planned_run(flags, options.world_size, progress)
-        except ValueError as error:
-            missing = re.search(r"assert args\.(?:encoder_)?(\w+) is not None", str(error))
-            if missing is not None:
-                raise ValueError(f"the flags after -- lack {_flag(missing[1])}") from None
-            if "world size" not in str(error) and "data_parallel_size" not in str(error):
-                raise
-            ranks = options.world_size or "as few as the parallel sizes allow, by default"
-            raise ValueError(f"{error}; the world size is that of --world-size before -- ({ranks})") from None
+        run = planned_run(flags, options.world_size)
     _print_run(run, options.full)
     if options.json is not None:
         write_json(run.families, options.json)
     return 1 if run.problems else 0
-
-
-def _check_of_run(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Refuse flags that stand on the wrong side of ``--``."""
-    if not flags:
-        raise ValueError("expected the flags of a pretrain command after --")
-    given = _given(options)
-    unused = sorted(given - _OF_RUN)
-    if unused:
-        more = ""
-        if "--data-parallel-size" in given:
-            more = "; ranks are data-parallel by --world-size N before --"
-        if _RATES & given:
-            assumed = f"{DEFAULT_RATES.flops / 1e12:g} TFLOP/s and {DEFAULT_RATES.bytes / 1e9:g} GB/s"
-            more = f", and it plans with {assumed} on every GPU; plan --model takes other rates"
-        raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{more}")
-    for flag in flags:
-        if flag.partition("=")[0] in ("--world-size", "--data-parallel-size"):
-            raise ValueError(f"{flag} is no flag of Megatron's: give --world-size N, before --")
 
 
 def _print_run(run: "PlannedRun", full: bool) -> None:

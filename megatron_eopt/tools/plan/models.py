@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import NamedTuple
 
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
@@ -27,6 +28,7 @@ class Model:
     num_query_groups: int | None = None  # None for as many as heads
     kv_channels: int | None = None  # columns of one head; None for hidden_size / num_attention_heads
     swiglu: bool = False  # whether linear_fc1 has gate and up, fused
+    split_gate_up: bool = False  # whether these are two matrices; Megatron has one
     num_experts: int | None = None  # None for a dense model
     moe_ffn_hidden_size: int | None = None  # of one expert; None for ffn_hidden_size
     moe_shared_expert_intermediate_size: int | None = None  # of what every token passes beside experts; None for none
@@ -140,27 +142,9 @@ class Stage(NamedTuple):
         """Bytes of bf16 parameters, fp32 gradients, and of a momentum and a copy of the parameters in fp32."""
         return 2 * self.held, 4 * self.held, 8 * self.kept
 
-    def plus(self, other: "Stage") -> "Stage":
-        """What a rank has that is the busiest with both."""
-        return Stage(
-            self.matrices + other.matrices,
-            self.deals + other.deals,
-            self.seconds + other.seconds,
-            self.mean + other.mean,
-            self.held + other.held,
-            self.kept + other.kept,
-            self.gathered + other.gathered,
-        )
-
 
 def dealt_matrices(
-    model: Model,
-    parallel: Parallel,
-    work: Work,
-    mode: TpMode = "auto",
-    rates: Rates = DEFAULT_RATES,
-    *,
-    split_gate_up: bool = False,
+    model: Model, parallel: Parallel, work: Work, mode: TpMode = "auto", rates: Rates = DEFAULT_RATES
 ) -> Stage:
     """The busiest long stage.
 
@@ -174,11 +158,12 @@ def dealt_matrices(
         starts.setdefault(max(0, model.first_dense_layers - first), first)
     stages = []
     for first in starts.values():
-        dense, experts = _parameters(model, parallel, range(first, first + length), split_gate_up)
+        dense, experts = _parameters(model, parallel, range(first, first + length))
         stage = _dealt(dense, parallel.data, work, mode, rates)
         if experts:
             ranks = _divided(parallel.tensor * parallel.data, parallel.expert_tensor * parallel.expert, _EXPERTS)
-            stage = stage.plus(_dealt(experts, ranks, work, mode, rates))
+            of_experts = _dealt(experts, ranks, work, mode, rates)
+            stage = Stage(*map(add, stage, of_experts))  # one rank may be the busiest with both
         stages.append(stage)
     slowest = max(stages, key=lambda stage: stage.seconds)
     fullest = max(stages, key=lambda stage: sum(stage.memory))
@@ -215,9 +200,7 @@ def _dealt(parameters: Sequence[Matrices], data: int, work: Work, mode: TpMode, 
     )
 
 
-def _parameters(
-    model: Model, parallel: Parallel, layers: Sequence[int], split_gate_up: bool
-) -> tuple[list[Matrices], list[Matrices]]:
+def _parameters(model: Model, parallel: Parallel, layers: Sequence[int]) -> tuple[list[Matrices], list[Matrices]]:
     """Dense parameters of layers, and those of a rank's experts."""
     dense: list[Matrices] = []
     experts: list[Matrices] = []
@@ -226,17 +209,17 @@ def _parameters(
         attention = _attention if model.kv_lora_rank is None else _latent_attention
         dense += attention(f"{name}.self_attention", model, parallel.tensor)
         if model.num_experts is None or layer < model.first_dense_layers:
-            dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor, "tp", split_gate_up)
+            dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor, "tp")
             continue
         dense.append(_whole(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size)))
         shared = model.moe_shared_expert_intermediate_size
         if shared is not None:
-            dense += _mlp(f"{name}.mlp.shared_experts", model, shared, parallel.tensor, "tp", split_gate_up)
+            dense += _mlp(f"{name}.mlp.shared_experts", model, shared, parallel.tensor, "tp")
         columns = model.moe_ffn_hidden_size or model.ffn_hidden_size
         here = _divided(model.num_experts, parallel.expert, "--num-experts over --expert-model-parallel-size")
         for expert in range(here):
             at = f"{name}.mlp.experts.local_experts.{expert}"
-            experts += _mlp(at, model, columns, parallel.expert_tensor, "expt_tp", split_gate_up)
+            experts += _mlp(at, model, columns, parallel.expert_tensor, "expt_tp")
     return dense, experts
 
 
@@ -284,17 +267,18 @@ def _whole(name: str, shape: Shape) -> Matrices:
     return (Matrix(name, shape, (whole(shape),)),)
 
 
-def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
-    of = "experts" if group == "expt_tp" else "an MLP"
-    _divided(columns, ranks, f"columns of {of} over their tensor-parallel ranks")
+def _mlp(name: str, model: Model, columns: int, ranks: int, group: str) -> list[Matrices]:
+    _divided(columns, ranks, f"columns of {name} over its tensor-parallel ranks")
     hidden = model.hidden_size
-    first = f"{name}.linear_fc1.weight"
-    if not model.swiglu:
-        fc1 = [_sharded(first, (columns, hidden), 0, ranks, group)]
-    elif split:
-        fc1 = [_sharded(f"{first}[{part}]", (columns, hidden), 0, ranks, group) for part in ("gate", "up")]
-    else:
-        fc1 = [_sharded(first, (2 * columns, hidden), 0, ranks, group)]
+    rows = columns
+    parts = [""]
+    if model.swiglu and model.split_gate_up:
+        parts = ["[gate]", "[up]"]
+    elif model.swiglu:
+        rows = 2 * columns
+    fc1 = []
+    for part in parts:
+        fc1.append(_sharded(f"{name}.linear_fc1.weight{part}", (rows, hidden), 0, ranks, group))
     return [tuple(fc1), (_sharded(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),)]
 
 

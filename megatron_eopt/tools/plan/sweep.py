@@ -36,6 +36,7 @@ class Point:
     gpus: int
     data: int  # data-parallel ranks
     stage: Stage
+    plan: Plan  # of the busiest rank
     sent: int  # bytes of the busiest rank, to orthogonalize
     gather: float  # seconds in which bf16 parameters come to all data-parallel ranks
     memory: tuple[int, int, int, int]  # bytes of parameters, gradients, state and temporaries
@@ -81,12 +82,15 @@ def numbers_of(text: str, model_parallel: int) -> list[int]:
     return found
 
 
-def point_of(stage: Stage, plan: Plan, gpus: int, data: int, work: Work, rates: Rates, workspace: Workspace) -> Point:
-    """What a step takes where a plan is that of a stage's busiest rank."""
+def point_of(model: Model, parallel: Parallel, work: Work, mode: TpMode, rates: Rates, workspace: Workspace) -> Point:
+    """What a step takes on so many ranks."""
+    stage = dealt_matrices(model, parallel, work, mode, rates)
+    plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
     return Point(
-        gpus,
-        data,
-        stage,
+        gpus=parallel.tensor * parallel.pipeline * parallel.data,
+        data=parallel.data,
+        stage=stage,
+        plan=plan,
         sent=plan_cost(plan, work, rates).bytes,
         gather=2 * stage.gathered / rates.bytes,
         memory=(*stage.memory, step_bytes(plan, work, workspace)),
@@ -101,17 +105,12 @@ def swept(
     mode: TpMode,
     rates: Rates,
     workspace: Workspace,
-    *,
-    split_gate_up: bool = False,
 ) -> list[Point]:
     """A point for each number of GPUs, whose data parallelism follows from it."""
     points = []
     for number in gpus:
         data = number // (parallel.tensor * parallel.pipeline)
-        here = replace(parallel, data=data)
-        stage = dealt_matrices(model, here, work, mode, rates, split_gate_up=split_gate_up)
-        plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
-        points.append(point_of(stage, plan, number, data, work, rates, workspace))
+        points.append(point_of(model, replace(parallel, data=data), work, mode, rates, workspace))
     return points
 
 

@@ -60,7 +60,7 @@ class Memory(NamedTuple):
 class PlannedStage:
     """What the ranks of a pipeline stage would do."""
 
-    unmatched: frozenset[int]  # overrides that select none of its parameters, but defaults
+    matches: list[int]  # how many of its parameters each override selects
     rows: list[list[ManifestRow]]  # by rank of expert parallelism; the first has all that are not experts
     explained: list[str]  # plans and deals of the first
     seconds: float  # predicted of its step

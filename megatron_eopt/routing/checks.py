@@ -1,6 +1,6 @@
 """Errors and warnings of a manifest, and its changes."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -68,8 +68,11 @@ def listed_twice(families: Iterable[ParamPattern]) -> Iterator[str]:
 def _differing(rows: Sequence[ManifestRow]) -> str:
     """Rows by the fields and settings in which they differ."""
     values = [vars(row) | {"settings": None} | row.settings for row in rows]
-    names = [name for name in dict.fromkeys(chain(*values)) if any(x.get(name) != values[0].get(name) for x in values)]
-    return " and ".join(", ".join(f"{name} {each.get(name)}" for name in names) for each in values)
+    names = []
+    for name in dict.fromkeys(chain(*values)):
+        if any(value.get(name) != values[0].get(name) for value in values):
+            names.append(name)
+    return " and ".join(", ".join(f"{name} {value.get(name)}" for name in names) for value in values)
 
 
 def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:
@@ -89,16 +92,11 @@ def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:
 
 
 def _without_matrices(families: Sequence[ParamPattern], optimizer: str) -> Iterator[str]:
-    numbers: Counter[str] = Counter()
-    for family in families:
-        if family.like.optimizer == optimizer and family.like.matrices:
-            return
-        numbers[family.like.optimizer or "no optimizer"] += family.count
-    others = ", ".join(f"{name} has {number:,}" for name, number in sorted(numbers.items())) or "none is trainable"
-    yield (
-        f"--optimizer {optimizer} is for matrices, and it has none on any rank (parameters: {others}): expected at "
-        f"least one; see the reasons in the manifest, change the overrides or what is frozen, or take --optimizer adam"
-    )
+    if not any(family.like.optimizer == optimizer and family.like.matrices for family in families):
+        yield (
+            f"--optimizer {optimizer} is for matrices, and it has none on any rank: expected at least one; see the "
+            f"reasons in the manifest, change the overrides or what is frozen, or take --optimizer adam"
+        )
 
 
 def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
@@ -120,27 +118,25 @@ def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
 
 
 def _far_from_adam(families: Sequence[ParamPattern], scale_mode: str) -> Iterator[str]:
-    classes = defaultdict[tuple[str, str, bool], list[ParamPattern]](list)
+    classes = defaultdict[tuple[str, bool], list[ParamPattern]](list)
     for family in families:
         row = family.like
         rms = row.update_rms
-        if row.optimizer and row.matrices and rms is not None and not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
-            mode = str(row.settings.get("scale_mode", scale_mode))
-            classes[row.optimizer, mode, rms > ADAMW_RMS].append(family)
-    for (optimizer, mode, large), members in sorted(classes.items(), key=lambda item: item[0]):
+        if not row.optimizer or not row.matrices or rms is None or ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
+            continue
+        what = row.optimizer
+        if what in LIKE_MUON:
+            what += f" with scale mode {row.settings.get('scale_mode', scale_mode)}"
+        classes[what, rms > ADAMW_RMS].append(family)
+    for (what, large), members in sorted(classes.items(), key=lambda item: item[0]):
         sizes = [family.like.update_rms or 0.0 for family in members]
-        what = optimizer
-        advice = "set --muon-lr for it"
-        if optimizer in LIKE_MUON:
-            what += f" with scale mode {mode}"
-            advice = "take --muon-preset match_adamw"
-            if mode == "spectral":  # in other modes the size depends on the shape
-                advice += " or --muon-extra-scale-factor 0.2"
+        times = [size / ADAMW_RMS for size in sizes]
+        rates = [family.like.lr for family in members]
         yield (
-            f"{what} makes updates of RMS {_span(sizes)}, {_span([size / ADAMW_RMS for size in sizes])} times Adam's "
-            f"{ADAMW_RMS:g}, for {_some(members)}: a learning rate that is right for Adam is too "
-            f"{'large' if large else 'small'} by that; {advice}, or keep it if lr "
-            f"{_span([family.like.lr for family in members])} is chosen for it"
+            f"{what} makes updates of RMS {_span(sizes)}, {_span(times)} times Adam's {ADAMW_RMS:g}, for "
+            f"{_some(members)}: a learning rate that is right for Adam is too {'large' if large else 'small'} by that; "
+            f"take --muon-preset match_adamw with muon or one like it, or set --muon-lr, or keep it if lr "
+            f"{_span(rates)} is chosen for it"
         )
 
 

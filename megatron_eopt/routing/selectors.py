@@ -68,7 +68,6 @@ _KINDS = {
     "optimizer": Kind.OPTIMIZER,
 }
 _PREFIXES = {Kind.NAME: "", Kind.REGEX: "re:", Kind.PREDICATE: "predicate "}
-_MOST_CHARACTERS = 500  # of a regular expression
 
 Specificity = tuple[tuple[int, int], ...]
 
@@ -92,8 +91,6 @@ class Condition:
         if self.kind == Kind.SHAPE and self.text not in SHAPES:
             raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
         if self.kind == Kind.REGEX:
-            if len(self.text) > _MOST_CHARACTERS:
-                raise OverrideError(f"a regular expression has {len(self.text):,} characters, at most 500 are read")
             try:
                 re.compile(self.text)
             except re.error as error:

@@ -47,7 +47,10 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     """Print the report of a checkpoint; returns the exit status."""
     try:
         report = _report(options)
-        text = json.dumps(report, indent=1) if options.json else "\n".join(map(printable, _lines(report)))
+        if options.json:
+            text = json.dumps(report, indent=1, default=str)
+        else:
+            text = "\n".join(map(printable, _lines(report)))
     except Exception as error:  # what is damaged or hostile raises anything
         what = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
         if options.json:
@@ -107,18 +110,18 @@ def _about(contents: Contents) -> dict[str, Any]:
     found = []
     for optimizer in optimizers.optimizer_states(contents):
         states = {state: _totals(tensors) for state, tensors in optimizer.states.items()}
-        settings = _plain(optimizer.block.get("settings") or {})
+        settings = optimizer.block.get("settings") or {}
         found.append({"name": optimizer.name, "source": optimizer.source, "settings": settings, "states": states})
     return {
         "folder": str(contents.folder),
         "iteration": contents.iteration,
         "megatron": contents.release,
-        "sizes": _plain(sizes),
+        "sizes": sizes,
         "model": _totals(optimizers.parameters(contents).values()),
         "distributed_optimizer": optimizers.distributed_format(contents),
         "optimizers": found,
-        "groups": {label: _plain(group) for label, group in optimizers.groups(contents)},
-        "args": _plain(contents.args),
+        "groups": optimizers.groups(contents),
+        "args": contents.args,
     }
 
 
@@ -127,14 +130,6 @@ def _totals(tensors: Iterable[StoredTensor]) -> str:
     entries = sum(tensor.entries for tensor in listed)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in listed})
     return f"{_count(len(listed), 'tensor')}, {entries:,} entries {' and '.join(dtypes)}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
@@ -184,9 +179,12 @@ def _settings(settings: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return f"of {len(value)} steps"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    match value:
+        case [list() | tuple(), *_]:
+            return f"of {len(value)} steps"
+        case float():
+            return f"{value:g}"
+    return str(value)
 
 
 def _count(number: int, noun: str) -> str:

@@ -140,7 +140,7 @@ def test_nan_and_infinity(tmp_path, monkeypatch, block):
 def test_nan_in_float8(tmp_path):
     value = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
     (problem,) = check_data(read_contents(save(tmp_path / "checkpoint", {"a": value})), {}).problems
-    assert problem.what == "a has 1 NaN entries"
+    assert problem.what == "a has 1 NaN and 0 infinite entries"
 
 
 def test_other_shapes_and_types_than_promised(tmp_path):

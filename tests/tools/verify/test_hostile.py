@@ -64,16 +64,6 @@ def deep_key(folder):
     (folder / ".metadata").write_bytes(deep)
 
 
-def state_with(**arguments):
-    return lambda folder: torch.save(common(**arguments), folder / "common.pt")
-
-
-def endless():
-    value = []
-    value.append(value)
-    return value
-
-
 # A million times the same megabyte.
 AGAIN = b"\x80\2c_codecs\nencode\nq\0X" + (10**6).to_bytes(4, "little") + b"a" * 10**6
 AGAIN += b"X\6\0\0\0latin1\x86q\1" + b"h\0h\1R" * 10**6 + b"."
@@ -91,7 +81,6 @@ REFUSED = {
     "a deep format": (written("metadata.json", b"[" * 100_000), "metadata.json cannot be read"),
     "a huge format": (sparse("metadata.json", 2**40), "metadata.json cannot be read"),
     "a format that is a pipe": (pipe("metadata.json"), "metadata.json cannot be read"),
-    "arguments without an end": (state_with(data=endless()), "RecursionError"),
     "a common state that is a pipe": (pipe("common.pt"), "the common state"),
     "settings that are none": (
         lambda folder: torch.save({"optimizer": {"megatron_eopt": 3}}, folder / "common.pt"),

@@ -18,18 +18,16 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
-from megatron_eopt.optimizers.heavy_ball_muon import NS_STEPS
 from megatron_eopt.optimizers.nonfinite import listed, warn_of_fp16
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.optimizers.traits import STEPS
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.choices import check_arguments
-from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields, nearest_field
+from megatron_eopt.plain import kinds
+from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields
+from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
-from megatron_eopt.routing import kinds
-from megatron_eopt.routing.kinds import Group, Rule, decays
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     Optimizers of matrices leave embeddings and output layers to AdamW. They have the attribute
     ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding``, ``nn.EmbeddingBag``
     (also where they are tied), and of a ``nn.Linear`` with one of the names in
-    :data:`~megatron_eopt.routing.kinds.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
+    :data:`~megatron_eopt.plain.kinds.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
 
     Args:
         model: as it lies for training.
@@ -136,8 +134,10 @@ def _warn_of_fields(config: OptimizerConfig) -> None:
     used = _OWN_FIELDS.get(config.name, set()) | signature(OWN[config.name]).parameters.keys() | {"name", "options"}
     if config.name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
-    changed = [x for x, default in vars(OptimizerConfig()).items() if getattr(config, x) not in (default, [])]
-    without = [x for x in changed if x not in used]
+    without = []
+    for field, default in vars(OptimizerConfig()).items():
+        if field not in used and getattr(config, field) not in (default, []):
+            without.append(field)
     if without:
         _log(f"fields of the config have no effect on {config.name}: {', '.join(without)}", logging.WARNING)
 
@@ -146,9 +146,11 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
     if not hasattr(optimizer, "param_groups"):
         found = type(optimizer).__name__
         raise TypeError(f"the builder of {name!r} returned {found}, expected a torch.optim.Optimizer: return one")
-    attributes = (x if isinstance(x, list | tuple) else [x] for x in vars(optimizer).values())
-    inside = [y for x in attributes for y in x if isinstance(y, Optimizer)]
-    taken = {p for x in (optimizer, *inside) for group in x.param_groups for p in group["params"]}
+    optimizers = [optimizer]
+    for value in vars(optimizer).values():
+        inside = value if isinstance(value, list | tuple) else [value]
+        optimizers += [each for each in inside if isinstance(each, Optimizer)]
+    taken = {p for each in optimizers for group in each.param_groups for p in group["params"]}
     left_out = [called for called, parameter in trained if parameter not in taken]
     if left_out:
         raise ValueError(
@@ -164,10 +166,14 @@ def register_builders() -> None:
 
 
 def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
-    copies = ({**group, "params": list(group["params"])} for group in groups)
-    filled = [group for group in copies if group["params"]]
+    filled = []
+    for group in groups:
+        if group["params"]:
+            filled.append({**group, "params": list(group["params"])})
     settings = config_of(config, name)
-    return build_adamw(filled, settings) if name == "adamw" else build_of_row(OPTIMIZERS[name], filled, settings)
+    if name == "adamw":
+        return build_adamw(filled, settings)
+    return build_of_row(OPTIMIZERS[name], filled, settings)
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
@@ -203,9 +209,11 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
             logging.WARNING,
         )
     matrices = factors + matrices
+    beside = _counted(rest, "parameters")
     reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
-    why = f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})" if reasons else ""
-    _log(f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {_counted(rest, 'parameters')}{why}")
+    if reasons:
+        beside += f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})"
+    _log(f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {beside}")
     if not isinstance(config.fused, bool):
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
@@ -232,14 +240,15 @@ def _counted(groups: list[Group], what: str) -> str:
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
-    found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
-    taken = {key: x for key, x in found.items() if x is not None and key in signature(cls).parameters}
-    known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}
-    steps = {STEPS} if NS_STEPS in known else set()  # the same by its other name
-    both = sorted((known.keys() | steps) & config.options.keys())
+    known = {"lr": config.lr, "weight_decay": config.weight_decay}
+    further = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
+    for name, value in further.items():
+        if value is not None and name in signature(cls).parameters:
+            known[name] = value
+    known |= own
+    both = sorted(known.keys() & config.options.keys())
     if both:
-        by_fields = ", ".join(filter(None, map(nearest_field, both))) or "these"
-        raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set {by_fields} instead")
+        raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set the fields instead")
     check_arguments(cls, config.options)
     return {**known, **config.options}
 

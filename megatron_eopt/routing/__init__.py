@@ -8,13 +8,13 @@ from megatron_eopt.routing.entries import read_overrides as read_overrides
 from megatron_eopt.routing.patterns import ManifestRow as ManifestRow
 from megatron_eopt.routing.patterns import ParamPattern as ParamPattern
 from megatron_eopt.routing.patterns import families as families
+from megatron_eopt.routing.patterns import from_json as from_json
 from megatron_eopt.routing.patterns import merged as merged
 from megatron_eopt.routing.patterns import rows as rows
+from megatron_eopt.routing.patterns import to_json as to_json
+from megatron_eopt.routing.patterns import write_json as write_json
 from megatron_eopt.routing.rules import Resolved as Resolved
 from megatron_eopt.routing.rules import resolve as resolve
-from megatron_eopt.routing.saved import from_json as from_json
-from megatron_eopt.routing.saved import to_json as to_json
-from megatron_eopt.routing.saved import write_json as write_json
 from megatron_eopt.routing.selectors import OverrideError as OverrideError
 from megatron_eopt.routing.selectors import ParameterInfo as ParameterInfo
 from megatron_eopt.routing.selectors import Predicate as Predicate

@@ -103,22 +103,25 @@ def newest(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, or the folder that a run's --save named")
     tracker = folder / TRACKER
-    saved = sorted(x.name for x in folder.iterdir() if x.is_dir() and re.fullmatch(r"release|iter_\d+", x.name))
-    there = f"there are {', '.join(saved)}" if saved else "there are no checkpoints"
+    saved = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and re.fullmatch(r"release|iter_\d+", path.name):
+            saved.append(path.name)
+    there = f"there are {', '.join(saved) or 'no checkpoints'}"
     if not tracker.exists():
-        if saved and not (folder / METADATA).exists():
-            raise CheckpointError(
-                f"{folder}: no {TRACKER}, so no save has finished and Megatron would start anew; {there}: name one"
-            )
-        return folder
+        if not saved or (folder / METADATA).exists():
+            return folder
+        raise CheckpointError(
+            f"{folder}: no {TRACKER}, so no save has finished and Megatron would start anew; {there}: name one"
+        )
     word = read_text(tracker).strip()
     name = f"iter_{int(word):07d}" if word.isdecimal() else word
-    if name in saved:
-        return folder / name
-    raise CheckpointError(
-        f"{tracker} says {word!r}, which is no iteration that is there, nor 'release'; {there}: write one's number "
-        f"into it"
-    )
+    if name not in saved:
+        raise CheckpointError(
+            f"{tracker} says {word!r}, which is no iteration that is there, nor 'release'; {there}: write one's number "
+            f"into it"
+        )
+    return folder / name
 
 
 def read_contents(folder: Path) -> Contents:

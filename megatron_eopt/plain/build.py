@@ -240,7 +240,7 @@ def _counted(groups: list[Group], what: str) -> str:
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
-    known = {"lr": config.lr, "weight_decay": config.weight_decay}
+    known: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     further = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
     for name, value in further.items():
         if value is not None and name in signature(cls).parameters:

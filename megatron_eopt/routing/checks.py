@@ -2,16 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
 from megatron_eopt.routing.patterns import (
-    Index,
     ManifestRow,
     ParamPattern,
     by_pattern,
     compressed,
     expanded,
+    rows,
     split_name,
 )
 
@@ -48,21 +49,19 @@ def _without_optimizer(families: Sequence[ParamPattern]) -> Iterator[str]:
 
 def listed_twice(families: Iterable[ParamPattern]) -> Iterator[str]:
     """Errors of parameters of two optimizers, or of which ranks say two things."""
-    for group in by_pattern(families).values():
-        rows_of: dict[Index, tuple[ManifestRow, ...]] = {}
-        for family in group:
-            for index in expanded(family.members):
-                rows_of[index] = (*rows_of.get(index, ()), family.like)
-        twice = defaultdict[tuple[ManifestRow, ...], list[Index]](list)
-        for index, rows in rows_of.items():
-            if len(rows) > 1:
-                twice[rows].append(index)
-        for rows, indices in twice.items():
-            label = ParamPattern(rows[0], compressed(indices)).label
-            yield (
-                f"{label} is listed {len(rows)} times, {_differing(rows)}: expected one optimizer, or it is stepped "
-                f"twice; give each optimizer its own parameters, and all ranks the same flags, files and packages"
-            )
+    of_names = defaultdict[str, list[ManifestRow]](list)
+    for row in rows(families):
+        of_names[row.name].append(replace(row, name=""))
+    twice = defaultdict[tuple[str, tuple[ManifestRow, ...]], list[str]](list)
+    for name, found in of_names.items():
+        if len(found) > 1:
+            twice[split_name(name)[0], tuple(found)].append(name)
+    for (_, alike), names in twice.items():
+        label = _named([replace(alike[0], name=name) for name in names])
+        yield (
+            f"{label} is listed {len(alike)} times, {_differing(alike)}: expected one optimizer, or it is stepped "
+            f"twice; give each optimizer its own parameters, and all ranks the same flags, files and packages"
+        )
 
 
 def _differing(rows: Sequence[ManifestRow]) -> str:
@@ -146,31 +145,25 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
     Left out is what another number of ranks changes (layouts, sizes of state, and schemes but blockwise, which makes
     other updates), and reasons and sources of settings.
     """
-    before = by_pattern(old)
-    now = by_pattern(new)
+    before = {row.name: row for row in rows(old)}
+    now = {row.name: row for row in rows(new)}
+    changed = defaultdict[tuple[str, str], list[ManifestRow]](list)  # pattern and changes -> rows
+    for row in (before | now).values():
+        changes = "; ".join(_changes(before.get(row.name), now.get(row.name)))
+        if changes:
+            pattern, _ = split_name(row.name)
+            changed[pattern, changes].append(row)
     lines = []
-    for pattern in dict.fromkeys([*before, *now]):
-        was = _by_index(before.get(pattern, ()))
-        comes = _by_index(now.get(pattern, ()))
-        pairs = defaultdict[tuple[ManifestRow | None, ManifestRow | None], list[Index]](list)
-        for index in sorted(was.keys() | comes.keys()):
-            pairs[was.get(index), comes.get(index)].append(index)
-        changed = defaultdict[str, list[Index]](list)
-        for pair, indices in pairs.items():
-            changes = "; ".join(_changes(*pair))
-            if changes:
-                changed[changes] += indices
-        for changes, indices in changed.items():
-            like = (now.get(pattern) or before[pattern])[0].like
-            lines.append(f"{ParamPattern(like, compressed(indices)).named}: {changes}")
+    for (_, changes), alike in changed.items():
+        lines.append(f"{_named(alike)}: {changes}")
     return lines
 
 
-def _by_index(families: Iterable[ParamPattern]) -> dict[Index, ManifestRow]:
-    rows = {}
-    for family in families:
-        rows.update(dict.fromkeys(expanded(family.members), family.like))
-    return rows
+def _named(alike: Sequence[ManifestRow]) -> str:
+    """Rows of one pattern by their names."""
+    pattern, _ = split_name(alike[0].name)
+    indices = [split_name(row.name)[1] for row in alike]
+    return ParamPattern(replace(alike[0], name=pattern), compressed(indices)).named
 
 
 def _changes(old: ManifestRow | None, new: ManifestRow | None) -> Iterator[str]:

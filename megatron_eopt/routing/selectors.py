@@ -59,14 +59,7 @@ SHAPES: dict[str, Callable[[ParameterInfo], bool]] = {
 
 # What a condition asks for, from the least specific up.
 Kind = IntEnum("Kind", ["EVERYTHING", "OPTIMIZER", "SHAPE", "ATTR", "PREDICATE", "REGEX", "NAME", "WHOLE_NAME"])
-_KINDS = {
-    "name": Kind.NAME,
-    "re": Kind.REGEX,
-    "regex": Kind.REGEX,
-    "attr": Kind.ATTR,
-    "shape": Kind.SHAPE,
-    "optimizer": Kind.OPTIMIZER,
-}
+_WRITTEN = ("name", "re", "regex", "attr", "shape", "optimizer")  # kinds in texts and mappings
 _PREFIXES = {Kind.NAME: "", Kind.REGEX: "re:", Kind.PREDICATE: "predicate "}
 
 Specificity = tuple[tuple[int, int], ...]
@@ -209,11 +202,12 @@ def _conditions(written: Any) -> Iterator[Condition]:
 def _condition(name: str, value: Any) -> Condition:
     if name == "predicate" and callable(value):
         return next(_conditions(value))
-    if name not in _KINDS:
-        raise OverrideError(f"unknown kind of selector {name!r}{near_or_all(name, _KINDS)}")
+    if name not in _WRITTEN:
+        raise OverrideError(f"unknown kind of selector {name!r}{near_or_all(name, _WRITTEN)}")
     if not isinstance(value, str):
         raise OverrideError(f"expected text for {name}, got {value!r}")
-    return Condition(_KINDS[name], value.strip())
+    kind = "regex" if name == "re" else name
+    return Condition(Kind[kind.upper()], value.strip())
 
 
 def _says(predicate: Any, info: ParameterInfo) -> bool:

@@ -120,7 +120,7 @@ def aligned(
     Titles are wrapped, and so are wide columns but the first if ``wrap``. ``numbers`` are titles of columns that are
     aligned to the right.
     """
-    columns = []
+    columns: list[list[list[str]]] = []
     widths = []
     for title, *cells in zip(header, *lines, strict=True):
         width = max(map(len, [*title.split(), *cells]))

@@ -74,7 +74,6 @@ class Facts:
     emerging_optimizers: str | None
     megatron: Megatron | None
     kernels: Kernels
-    numpy: str | None = None
 
 
 class Problem(NamedTuple):
@@ -128,7 +127,6 @@ def collect() -> Facts:
             emerging_optimizers=_version("emerging-optimizers"),
             megatron=megatron,
             kernels=_kernels(),
-            numpy=_version("numpy"),
         )
 
 
@@ -208,9 +206,6 @@ def _kernels() -> Kernels:
 
 def problems(facts: Facts) -> Iterator[Problem]:
     """What keeps training from working, causes first."""
-    for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
-        if releases.number(version) < releases.number(oldest):
-            yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
     core = facts.core
     supported = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
     if core is None:
@@ -274,7 +269,6 @@ def _text(facts: Facts, found: list[Problem]) -> str:
         "CUDA": facts.cuda or "torch is built without it",
         "GPU": facts.gpu or "none",
         "triton": str(facts.triton or missing),
-        "numpy": facts.numpy or missing,
         "megatron-core": str(facts.core or missing),
         "transformer-engine": str(facts.transformer_engine or missing),
         "apex": str(facts.apex or missing),

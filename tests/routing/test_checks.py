@@ -57,7 +57,7 @@ def test_two_optimizers_are_both_named():
 
 def test_two_groups_of_one_optimizer_are_two():
     (line,) = found([*model(), *changed([each for each in model() if "linear_fc2" in each.name], "", lr=2.0)])
-    assert line.startswith("decoder.layers.{0-3}.mlp.linear_fc2.weight is listed 2 times, lr ")
+    assert line.startswith("decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters) is listed 2 times, lr ")
 
 
 def test_ranks_that_say_different_things_are_two_with_what_differs():

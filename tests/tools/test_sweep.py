@@ -72,7 +72,7 @@ def test_one_plan_has_the_line_of_its_number_of_gpus(capsys):
 def test_it_says_where_the_memory_of_a_gpu_does_not_suffice(capsys):
     model = ["plan", "--model", "llama3-8b", "--sweep-gpus", "1..4"]
     for flags, note in (
-        (["--gpu", "h100"], "note: with 1 GPU that is more memory than the 80 GB of one h100.\n"),
+        (["--gpu", "h100"], "note: with 1 GPUs that is more memory than the 80 GB of one h100.\n"),
         (["--gpu", "h200"], ""),
         ([], ""),
     ):

@@ -38,6 +38,13 @@ _OF_EXPERTS = {
     "--first-dense-layers",
 }
 _OF_LATENT_ATTENTION = {"--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"}
+_RANKS = {  # of Parallel
+    "tensor": ("--tensor-model-parallel-size", None),
+    "expert_tensor": ("--expert-tensor-parallel-size", "of experts, by default as --tensor-model-parallel-size"),
+    "expert": ("--expert-model-parallel-size", None),
+    "pipeline": ("--pipeline-model-parallel-size", None),
+    "data": ("--data-parallel-size", "over which the layer-wise distributed optimizer deals whole parameters"),
+}
 _SWITCHES = {"swiglu": "fc1 has gate and up", "split_gate_up": "gate and up as two matrices; Megatron has one"}
 _OF_POINTS = """A step is that of the busiest rank, with 10 ps an entry for momentum, decay and update.
 The mean is what it would take if the work were shared evenly. The gather brings bf16 parameters to all data-parallel
@@ -60,22 +67,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--sweep-gpus", metavar="FIRST..LAST", help="a line for each number of GPUs, and where to stop")
-    ranks.add_argument("--tensor-model-parallel-size", dest="tensor", type=_positive, default=1)
-    ranks.add_argument(
-        "--expert-tensor-parallel-size",
-        dest="expert_tensor",
-        type=_positive,
-        help="of experts, by default as --tensor-model-parallel-size",
-    )
-    ranks.add_argument("--expert-model-parallel-size", dest="expert", type=_positive, default=1)
-    ranks.add_argument("--pipeline-model-parallel-size", dest="pipeline", type=_positive, default=1)
-    ranks.add_argument(
-        "--data-parallel-size",
-        dest="data",
-        type=_positive,
-        default=1,
-        help="over which the layer-wise distributed optimizer deals whole parameters",
-    )
+    for field in fields(Parallel):
+        flag, told = _RANKS[field.name]
+        ranks.add_argument(flag, dest=field.name, type=_positive, default=field.default, help=told)
+    ranks.set_defaults(expert_tensor=None)
 
     muon = parser.add_argument_group("Muon")
     iteration = NewtonSchulz()
@@ -112,13 +107,8 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     if flags is not None:
         return _print_planned_run(options, flags)
     model = _model(options)
-    parallel = Parallel(
-        tensor=options.tensor,
-        expert_tensor=options.expert_tensor or options.tensor,
-        expert=options.expert,
-        pipeline=options.pipeline,
-        data=options.data,
-    )
+    sizes = {field.name: getattr(options, field.name) for field in fields(Parallel)}
+    parallel = Parallel(**sizes | {"expert_tensor": options.expert_tensor or options.tensor})
     _check(options, model, parallel)
     iteration = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
     work = Work(
@@ -173,12 +163,15 @@ def _print_notes(gpu: str | None, model: Model, parallel: Parallel, points: Sequ
         memory = GPUS[gpu].memory
         full = [f"{point.gpus:,}" for point in points if sum(point.memory) > memory]
         if full:
-            gpus = f"{', '.join(full)} GPU{'' if full == ['1'] else 's'}"
-            print(f"\nnote: with {gpus} that is more memory than the {memory / 1e9:.0f} GB of one {gpu}.")
+            print(
+                f"\nnote: with {', '.join(full)} GPUs that is more memory than the {memory / 1e9:.0f} GB of one {gpu}."
+            )
     if model.num_layers % parallel.pipeline:
-        shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
-        print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
-        print("Megatron takes --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for that.")
+        print(
+            f"\nnote: {model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages. This is "
+            f"the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.\n"
+            "Megatron takes --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for that."
+        )
 
 
 def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:

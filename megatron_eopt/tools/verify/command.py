@@ -14,7 +14,7 @@ from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.routing import from_json, table
 from megatron_eopt.tools.verify import optimizers
-from megatron_eopt.tools.verify.data import Data, check_data, check_integrity, check_sums, check_tiling
+from megatron_eopt.tools.verify.data import check_data, check_integrity, check_sums, check_tiling
 
 _SIZES = {
     "tensor_model_parallel_size": "TP",
@@ -52,7 +52,9 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
         else:
             text = "\n".join(map(printable, _lines(report)))
     except Exception as error:  # what is damaged or hostile raises anything
-        what = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        what = str(error)
+        if not isinstance(error, ValueError | OSError):
+            what = f"{type(error).__name__}: {what}"
         if options.json:
             print(json.dumps({"ok": False, "unreadable": what}))
         print(printable(f"megatron-eopt verify-checkpoint: {what}"), file=sys.stderr)
@@ -63,43 +65,39 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
 
 def _report(options: argparse.Namespace) -> dict[str, Any]:
     contents = read_contents(newest(options.folder))
-    data, problems = _checked(contents, options)
-    report = _about(contents)
-    report["data"] = data and {"archives": data.archives, "bytes": data.bytes, "compared": data.compared}
-    report["problems"] = [problem._asdict() for problem in problems]
-    report["errors"] = sum(problem.severity == "error" for problem in problems)
-    report["warnings"] = len(problems) - report["errors"]
-    report["ok"] = not report["errors"]
-    if options.manifest:
-        blocks = blocks_of(contents.common.get("optimizer"))
-        report["manifest"] = next((block["manifest"] for block in blocks if "manifest" in block), None)
-    return report
-
-
-def _checked(contents: Contents, options: argparse.Namespace) -> tuple[Data | None, list[Problem]]:
-    files = list(check_files(contents))
-    problems = [*files, *check_tiling(contents), *_check_tracker(contents.folder)]
+    optimizer = contents.common.get("optimizer")
+    problems = list(check_files(contents))
+    read_data = not options.no_data and not problems
+    problems += check_tiling(contents)
+    folder = contents.folder
+    if folder.name.startswith("iter_") and not (folder.resolve().parent / TRACKER).exists():
+        advice = "Megatron would start anew from the folder above: write the iteration into that file"
+        problems.append(Problem("warning", f"there is no {TRACKER} beside {folder.name}", advice))
     problems += check_pickles(contents, {*options.trust_globals.split(",")})
     problems += check_counts(contents)
     entries = {key: tensor.entries for key, tensor in contents.tensors.items()}
     sums: Sums = {}
     try:
-        sums = saved_sums(contents.common.get(CHECKSUMS), contents.common.get("optimizer"), entries)
+        sums = saved_sums(contents.common.get(CHECKSUMS), optimizer, entries)
     except CheckpointError as error:
         problems.append(Problem("error", str(error), "a run loads it with --no-checksums alone"))
     problems += check_sums(contents, sums)
-    data = None
-    if not options.no_data and not files:
+    report = _about(contents)
+    report["data"] = None
+    if read_data:
         data = check_data(contents, sums)
         problems += [*data.problems, *check_integrity(contents)]
+        report["data"] = {"archives": data.archives, "bytes": data.bytes, "compared": data.compared}
     problems += optimizers.check_states(contents)
-    return data, problems
-
-
-def _check_tracker(folder: Path) -> Iterator[Problem]:
-    if folder.name.startswith("iter_") and not (folder.resolve().parent / TRACKER).exists():
-        advice = "Megatron would start anew from the folder above: write the iteration into that file"
-        yield Problem("warning", f"there is no {TRACKER} beside {folder.name}", advice)
+    report["problems"] = [problem._asdict() for problem in problems]
+    report["errors"] = sum(problem.severity == "error" for problem in problems)
+    report["warnings"] = len(problems) - report["errors"]
+    report["ok"] = not report["errors"]
+    if options.manifest:
+        report["manifest"] = None
+        for block in blocks_of(optimizer):
+            report["manifest"] = report["manifest"] or block.get("manifest")
+    return report
 
 
 def _about(contents: Contents) -> dict[str, Any]:

@@ -32,6 +32,7 @@ _FOLDER = 0x10  # attribute of an entry in a zip file
 
 def check_tiling(contents: Contents) -> Iterator[Problem]:
     """Check that chunks have as many entries as their tensor, and lie in it."""
+    wrong = "the save was wrong: take another checkpoint"
     for tensor in contents.tensors.values():
         entries = 0
         for chunk in tensor.chunks:
@@ -39,10 +40,9 @@ def check_tiling(contents: Contents) -> Iterator[Problem]:
             for offset, size, length in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True):
                 if offset + size > length:
                     what = f"a chunk of {tensor.key} {list(tensor.shape)} lies outside of it: {list(chunk.offsets)}"
-                    yield Problem("error", what, "the save was wrong: take another checkpoint")
+                    yield Problem("error", what, wrong)
         if entries != tensor.entries:
-            what = f"{tensor.key} has {tensor.entries:,} entries, and its chunks {entries:,}"
-            yield Problem("error", what, "the save was wrong: take another checkpoint")
+            yield Problem("error", f"{tensor.key} has {tensor.entries:,} entries, and its chunks {entries:,}", wrong)
 
 
 @dataclass
@@ -91,9 +91,13 @@ def check_data(contents: Contents, saved: Sums) -> Data:
         for damage in look.damages:
             data.problems.append(Problem("error", f"{key} {damage}", _ANOTHER))
         if look.nan or look.infinite:
-            what = f"{key} has {look.nan:,} NaN and {look.infinite:,} infinite entries"
-            advice = "the run had diverged, or a kernel failed, before it was saved: take an earlier checkpoint"
-            data.problems.append(Problem("error", what, advice))
+            data.problems.append(
+                Problem(
+                    "error",
+                    f"{key} has {look.nan:,} NaN and {look.infinite:,} infinite entries",
+                    "the run had diverged, or a kernel failed, before it was saved: take an earlier checkpoint",
+                )
+            )
         if key not in saved or look.damages:
             continue
         if look.sum is None:
@@ -119,12 +123,18 @@ def check_sums(contents: Contents, saved: Sums) -> Iterator[Problem]:
     """Check that tensors and their checksums are the same ones."""
     gone = sorted(saved.keys() - contents.tensors.keys())
     if gone:
-        what = f"{listed(gone)} is not in it, and has a checksum"
-        yield Problem("error", what, "take another checkpoint, or a good copy of this one")
+        yield Problem(
+            "error",
+            f"{listed(gone)} is not in it, and has a checksum",
+            "take another checkpoint, or a good copy of this one",
+        )
     without = sorted(contents.tensors.keys() - saved.keys())
     if saved and without:
-        what = f"{listed(without)} has no checksum, and others have: exchanged data would not show"
-        yield Problem("warning", what, "right for quantized parameters, and for nothing else")
+        yield Problem(
+            "warning",
+            f"{listed(without)} has no checksum, and others have: exchanged data would not show",
+            "right for quantized parameters, and for nothing else",
+        )
 
 
 def check_integrity(contents: Contents) -> Iterator[Problem]:

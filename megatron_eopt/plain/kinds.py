@@ -1,7 +1,6 @@
 """What parameters are: matrices, factors, embeddings, output layers, the rest."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,7 +119,7 @@ def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]
     the other one, or one in two pairs.
     """
     named = {getattr(p, NAME, ""): p for group in groups for p in group["params"]}
-    pairs: list[tuple[str, str]] = []
+    other_of: dict[str, str] = {}
     for first, second in patterns:
         expression = re.compile("(.*)".join(map(re.escape, first.split("*"))))
         matched = [match for match in map(expression.fullmatch, named) if match]
@@ -135,18 +134,20 @@ def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]
                     f"the other factor of {match[0]!r} is to be {other!r} by the pattern {second!r}, which is no other "
                     f"trainable parameter of the model"
                 )
-            pairs.append((match[0], other))
-    counts = Counter(name for pair in pairs for name in pair)
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        raise ValueError(f"{', '.join(twice)} would be in two pairs of factors: write narrower patterns")
+            twice = {match[0], other} & {*other_of, *other_of.values()}
+            if twice:
+                names = ", ".join(sorted(twice))
+                raise ValueError(f"{names} would be in two pairs of factors: write narrower patterns")
+            other_of[match[0]] = other
+    paired = {*other_of, *other_of.values()}
     found = []
     others = []
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         own = {getattr(p, NAME, "") for p in group["params"]}
-        of_group = [(named[a], named[b]) for a, b in pairs if a in own]
-        if of_group:
-            found.append(factor_pairs(of_group, **settings))
-        others.append({**group, "params": [p for p in group["params"] if getattr(p, NAME, "") not in counts]})
+        pairs = [(named[first], named[second]) for first, second in other_of.items() if first in own]
+        rest = [p for p in group["params"] if getattr(p, NAME, "") not in paired]
+        if pairs:
+            found.append(factor_pairs(pairs, **settings))
+        others.append({**settings, "params": rest})
     return found, others

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from operator import add
 from typing import NamedTuple
 
+from megatron_eopt.matrices import GATE_UP, WHOLE, Split, query_key_value
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
-from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut, cut_at, whole
+from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
 _HEADS = "--num-attention-heads over --tensor-model-parallel-size"
@@ -206,15 +208,17 @@ def _parameters(model: Model, parallel: Parallel, layers: Sequence[int]) -> tupl
     experts: list[Matrices] = []
     for layer in layers:
         name = f"decoder.layers.{layer}"
-        attention = _attention if model.kv_lora_rank is None else _latent_attention
-        dense += attention(f"{name}.self_attention", model, parallel.tensor)
+        if model.kv_lora_rank is None:
+            dense += _attention(f"{name}.self_attention", model, parallel.tensor)
+        else:
+            dense += _latent_attention(f"{name}.self_attention", model, parallel.tensor)
         if model.num_experts is None or layer < model.first_dense_layers:
-            dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor, "tp")
+            dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor)
             continue
-        dense.append(_whole(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size)))
+        dense.append(_shared(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size), 0, 1))
         shared = model.moe_shared_expert_intermediate_size
         if shared is not None:
-            dense += _mlp(f"{name}.mlp.shared_experts", model, shared, parallel.tensor, "tp")
+            dense += _mlp(f"{name}.mlp.shared_experts", model, shared, parallel.tensor)
         columns = model.moe_ffn_hidden_size or model.ffn_hidden_size
         here = _divided(model.num_experts, parallel.expert, "--num-experts over --expert-model-parallel-size")
         for expert in range(here):
@@ -225,65 +229,59 @@ def _parameters(model: Model, parallel: Parallel, layers: Sequence[int]) -> tupl
 
 def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """QKV, with rows interleaved by query group, and output projection."""
+    hidden = model.hidden_size
     heads = model.num_attention_heads
-    _divided(heads, ranks, _HEADS)
-    channels = model.kv_channels or _divided(model.hidden_size, heads, "--hidden-size over --num-attention-heads")
     groups = model.num_query_groups or heads
-    rows = (_divided(heads, groups, "--num-attention-heads over --num-query-groups") * channels, channels, channels)
-    of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over --tensor-model-parallel-size")
-    qkv = []
-    before = 0
-    for letter, height in zip("qkv", rows, strict=True):
-        # Rows of this matrix before each rank's first: whole groups, and some of the group that the rank begins in.
-        edges = []
-        for rank in range(ranks + 1):
-            group, inside = divmod(rank * of_rank, sum(rows))
-            edges.append(group * height + min(max(inside - before, 0), height))
-        shape = (groups * height, model.hidden_size)
-        qkv.append(Matrix(f"{name}.linear_qkv.weight[{letter}]", shape, cut_at(shape, 0, edges)))
-        before += height
-    return [tuple(qkv), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
+    _divided(heads, ranks, _HEADS)
+    channels = model.kv_channels or _divided(hidden, heads, "--hidden-size over --num-attention-heads")
+    queries = _divided(heads, groups, "--num-attention-heads over --num-query-groups") * channels
+    rows = groups * (queries + channels + channels)
+    split = query_key_value((queries, channels, channels))
+    return [
+        _shared(f"{name}.linear_qkv.weight", (rows, hidden), 0, ranks, split=split),
+        _shared(f"{name}.linear_proj.weight", (hidden, heads * channels), 1, ranks),
+    ]
 
 
 def _latent_attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """Projections down to the ranks of latents, which are not cut, and up."""
-    heads = model.num_attention_heads
     hidden = model.hidden_size
+    heads = model.num_attention_heads
     latent = model.kv_lora_rank or 0
     _divided(heads, ranks, _HEADS)
-    of_query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-    found = [_whole(f"{name}.linear_kv_down_proj.weight", (latent + model.qk_pos_emb_head_dim, hidden))]
-    up = [("linear_kv_up_proj", (heads * (model.qk_head_dim + model.v_head_dim), latent))]
+    queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    keys_and_values = heads * (model.qk_head_dim + model.v_head_dim)
+    found = [
+        _shared(f"{name}.linear_kv_down_proj.weight", (latent + model.qk_pos_emb_head_dim, hidden), 0, 1),
+        _shared(f"{name}.linear_kv_up_proj.weight", (keys_and_values, latent), 0, ranks),
+        _shared(f"{name}.linear_proj.weight", (hidden, heads * model.v_head_dim), 1, ranks),
+    ]
     if model.q_lora_rank is None:
-        up.append(("linear_q_proj", (of_query, hidden)))
+        found.append(_shared(f"{name}.linear_q_proj.weight", (queries, hidden), 0, ranks))
     else:
-        found.append(_whole(f"{name}.linear_q_down_proj.weight", (model.q_lora_rank, hidden)))
-        up.append(("linear_q_up_proj", (of_query, model.q_lora_rank)))
-    found += [(_sharded(f"{name}.{each}.weight", shape, 0, ranks),) for each, shape in up]
-    return [*found, (_sharded(f"{name}.linear_proj.weight", (hidden, heads * model.v_head_dim), 1, ranks),)]
+        found.append(_shared(f"{name}.linear_q_down_proj.weight", (model.q_lora_rank, hidden), 0, 1))
+        found.append(_shared(f"{name}.linear_q_up_proj.weight", (queries, model.q_lora_rank), 0, ranks))
+    return found
 
 
-def _whole(name: str, shape: Shape) -> Matrices:
-    return (Matrix(name, shape, (whole(shape),)),)
-
-
-def _mlp(name: str, model: Model, columns: int, ranks: int, group: str) -> list[Matrices]:
-    _divided(columns, ranks, f"columns of {name} over its tensor-parallel ranks")
+def _mlp(name: str, model: Model, columns: int, ranks: int, group: str = "tp") -> list[Matrices]:
     hidden = model.hidden_size
-    rows = columns
-    parts = [""]
-    if model.swiglu and model.split_gate_up:
-        parts = ["[gate]", "[up]"]
-    elif model.swiglu:
-        rows = 2 * columns
-    fc1 = []
-    for part in parts:
-        fc1.append(_sharded(f"{name}.linear_fc1.weight{part}", (rows, hidden), 0, ranks, group))
-    return [tuple(fc1), (_sharded(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),)]
+    rows = 2 * columns if model.swiglu else columns
+    split = GATE_UP if model.swiglu and model.split_gate_up else WHOLE
+    return [
+        _shared(f"{name}.linear_fc1.weight", (rows, hidden), 0, ranks, group, split),
+        _shared(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),
+    ]
 
 
-def _sharded(name: str, shape: Shape, dim: int, ranks: int, group: str = "tp") -> Matrix:
-    return Matrix(name, shape, cut(shape, dim, ranks), group)
+def _shared(name: str, shape: Shape, dim: int, ranks: int, group: str = "tp", split: Split = WHOLE) -> Matrices:
+    """The logical matrices of a parameter that ranks share by rows or columns."""
+    layouts = split_layout(Layout(shape, cut(shape, dim, ranks)), split)
+    matrices = []
+    for part, layout in zip(split.names(shape[0]), layouts, strict=True):
+        of_part = f"{name}[{part}]" if part else name
+        matrices.append(Matrix(of_part, layout.shape, layout.rectangles, group))
+    return tuple(matrices)
 
 
 def _divided(size: int, by: int, what: str) -> int:

@@ -88,9 +88,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     elif optimizer_name in OWN:
         config = config_of(config, optimizer_name)
         _warn_of_fields(config)
-    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-    # torch.compile adds _orig_mod
-    named = [(x.replace("_orig_mod.", "").removeprefix(prefix), p) for x, p in model.named_parameters()]
+    named = []
+    for name, parameter in model.named_parameters():
+        name = name.replace("_orig_mod.", "")  # which torch.compile adds
+        if isinstance(model, DistributedDataParallel):
+            name = name.removeprefix("module.")
+        named.append((name, parameter))
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
         raise ValueError(
@@ -103,17 +106,22 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     if conv1d:
         _log(f"{len(conv1d)} weights of Conv1D are (in, out), and read as transposed: {listed(conv1d)}")
     warn_of_unmatched([name for name, _ in named])
+    decayed = []
+    others = []
     for name, parameter in trained:
         setattr(parameter, NAME, name)
-    groups: list[Group] = [
-        {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
-    ]
-    decayed, others = (_counted([group], "parameters") for group in groups)
+        if decays(name, parameter):
+            decayed.append(parameter)
+        else:
+            others.append(parameter)
     _log(
-        f"{optimizer_name}: weight decay {weight_decay} of {decayed}, none of {others}; {len(named) - len(trained)} "
-        f"parameters are frozen"
+        f"{optimizer_name}: weight decay {weight_decay} of {_counted(decayed)}, none of {_counted(others)}; "
+        f"{len(named) - len(trained)} parameters are frozen"
     )
+    groups: list[Group] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = builder(groups, config)
     _check_built(optimizer_name, optimizer, trained)
     return optimizer
@@ -178,16 +186,17 @@ def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """AdamW of torch, or the FusedAdam that ``config.fused`` names."""
-    parameters = [p for group in groups for p in group["params"]]
+    parameters = _parameters(groups)
     warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
-    adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
+    betas = config.betas or ADAM_BETAS
     if isinstance(config.fused, bool):
-        return AdamW(groups, **_settings(config, AdamW, **adam, fused=_fused(groups, config)))
+        fused = _fused(parameters, config)
+        return AdamW(groups, **_settings(config, AdamW, betas=betas, eps=config.eps, fused=fused))
     try:
-        package = import_module(_FUSED_ADAM[config.fused])
+        adam = import_module(_FUSED_ADAM[config.fused]).FusedAdam
     except ImportError as error:
         raise ValueError(f"fused={config.fused!r} needs {config.fused} installed: {error}") from error
-    return package.FusedAdam(groups, **_settings(config, package.FusedAdam, **adam, adam_w_mode=True))
+    return adam(groups, **_settings(config, adam, betas=betas, eps=config.eps, adam_w_mode=True))
 
 
 def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
@@ -209,34 +218,47 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
             logging.WARNING,
         )
     matrices = factors + matrices
-    beside = _counted(rest, "parameters")
-    reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
+    beside = _counted(_parameters(rest))
+    reasons = Counter(why_adamw(parameter) for parameter in _parameters(rest))
     if reasons:
         beside += f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})"
-    _log(f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {beside}")
+    _log(f"{config.name}: {_counted(_parameters(matrices), 'matrices')}; AdamW beside it: {beside}")
     if not isinstance(config.fused, bool):
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
         )
-    adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps, "fused": _fused(rest, config)}
-    adam["lr"] = config.lr if config.muon_adam_lr is None else config.muon_adam_lr
+    adam: dict[str, Any] = {
+        "betas": config.betas or ADAM_BETAS,
+        "eps": config.eps,
+        "fused": _fused(_parameters(rest), config),
+        "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
+    }
     if row.cls is TensorParallelMuon:
-        own = {"momentum": config.muon_momentum, "ns_steps": config.muon_ns_steps}
-        settings = _settings(config, Muon, **own, **{f"adam_{key}": value for key, value in adam.items()})
-        return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
-    settings = _settings(config, row.cls)
+        own = {f"adam_{key}": value for key, value in adam.items()}
+        own["momentum"] = config.muon_momentum
+        own["ns_steps"] = config.muon_ns_steps
+        settings = _settings(config, Muon, **own)
+    else:
+        settings = _settings(config, row.cls)
+    if not matrices:
+        return AdamW(rest, **adam)
+    if row.cls is TensorParallelMuon:
+        return Muon(matrices, rest, **settings)
     if row.takes("tp_mode") and row.cls is not Spectron:
         settings.setdefault("tp_mode", DEFAULT_TP_MODE)
     if not row.cls.traits.decays_weights:
         settings["weight_decay"] = 0.0
         matrices = [{**group, "weight_decay": 0.0} for group in matrices]
         _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
-    return Muon.around(row.cls(matrices, **settings), rest, adam) if matrices else AdamW(rest, **adam)
+    return Muon.around(row.cls(matrices, **settings), rest, adam)
 
 
-def _counted(groups: list[Group], what: str) -> str:
-    sizes = [p.numel() for group in groups for p in group["params"]]
-    return f"{len(sizes)} {what} with {sum(sizes)} entries"
+def _parameters(groups: Sequence[Group]) -> list[Tensor]:
+    return [p for group in groups for p in group["params"]]
+
+
+def _counted(parameters: Sequence[Tensor], what: str = "parameters") -> str:
+    return f"{len(parameters)} {what} with {sum(p.numel() for p in parameters)} entries"
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
@@ -253,17 +275,17 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
     return {**known, **config.options}
 
 
-def _fused(groups: Sequence[Group], config: OptimizerConfig) -> bool | None:
+def _fused(parameters: Sequence[Tensor], config: OptimizerConfig) -> bool | None:
     """Whether to use torch's fused kernel; logs why not."""
     if not config.fused:
         return None
-    parameters = [p for group in groups for p in group["params"]]
     devices = {p.device.type for p in parameters} - set(_get_fused_kernels_supported_devices())
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     if devices:
         reason = f"torch has no fused kernel for {', '.join(sorted(devices))}"
     elif not all(p.is_floating_point() for p in parameters):
         reason = "some parameters are not of floating point"
-    elif len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1:
+    elif len(meshes) > 1:
         reason = "parameters are on several device meshes, or some on none"
     else:
         return True

@@ -74,9 +74,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     muon = parser.add_argument_group("Muon")
     iteration = NewtonSchulz()
-    sets = get_supported_coefficient_types()
     muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default=DEFAULT_TP_MODE)
-    muon.add_argument("--muon-coefficient-type", choices=sets, default=iteration.coefficient_type)
+    muon.add_argument(
+        "--muon-coefficient-type", choices=get_supported_coefficient_types(), default=iteration.coefficient_type
+    )
     muon.add_argument("--muon-num-ns-steps", type=_positive, default=iteration.steps)
     muon.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
     muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
@@ -89,12 +90,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
     rates = parser.add_argument_group("rates of one rank")
-    published = "half of its published operations, two thirds of its NVLink; the flags below override them"
-    rates.add_argument("--gpu", choices=GPUS, help=published)
-    flops = f"TFLOP/s, instead of the GPU's or {DEFAULT_RATES.flops / 1e12:g}"
-    rates.add_argument("--tflops", type=_above_zero, help=flops)
-    sent = f"GB/s sent, instead of the GPU's or {DEFAULT_RATES.bytes / 1e9:g}"
-    rates.add_argument("--bandwidth", type=_above_zero, help=sent)
+    rates.add_argument(
+        "--gpu",
+        choices=GPUS,
+        help="half of its published operations, two thirds of its NVLink; the flags below override them",
+    )
+    rates.add_argument(
+        "--tflops", type=_above_zero, help=f"TFLOP/s, instead of the GPU's or {DEFAULT_RATES.flops / 1e12:g}"
+    )
+    rates.add_argument(
+        "--bandwidth", type=_above_zero, help=f"GB/s sent, instead of the GPU's or {DEFAULT_RATES.bytes / 1e9:g}"
+    )
     rates.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
 
     run = parser.add_argument_group("with -- and the flags of a Megatron pretrain command, which say all of the above")

@@ -135,12 +135,9 @@ def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rat
     if last is None:
         return f"Up to {points[-1].gpus:,} GPUs more of them make the step faster."
     longest = max(last.stage.matrices, key=lambda matrix: whole_flops(matrix.shape, work))
+    alone = plan_cost(make_plan([longest], mode, work, rates), work, rates)
     rows, cols = longest.shape
-    alone = plan_cost(make_plan([longest], mode, work, rates), work, rates).seconds
-    beyond = f"More than {last.gpus:,} GPUs hardly make the step faster"
-    if alone < last.stage.seconds / 2:  # such as logical matrices of one parameter, or dense ones beside experts
-        return f"{beyond}: what the busiest rank then has is one parameter, or one of a kind."
     return (
-        f"{beyond}: {longest.name}, {rows} x {cols}, is the work of one data-parallel rank and takes "
-        f"{figure(alone * 1e3)} ms."
+        f"More than {last.gpus:,} GPUs hardly make the step faster: {longest.name}, {rows} x {cols}, is the "
+        f"work of one data-parallel rank and takes {figure(alone.seconds * 1e3)} ms."
     )

@@ -80,18 +80,19 @@ def planned_stage(run: DescribedRun) -> PlannedStage:
 def _of_ranks(run: DescribedRun) -> list[list[ModelParameter]]:
     """Parameters of each rank of expert parallelism, the shared ones once."""
     groups = run.pg_collection
-    config = run.args
     tag_as_megatron(run.model_chunks, groups)
     first = trainable(run.model_chunks, groups)
-    experts = [p for p in first if _is_of_one_rank(p.tensor)]
-    ranks = groups.ep.size()
-
-    def renamed(parameter: ModelParameter, rank: int) -> ModelParameter:
-        ahead = rank * (config.num_experts // ranks)
-        name = re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(int(found[0]) + ahead), parameter.name)
-        return replace(parameter, info=replace(parameter.info, name=name))
-
-    return [first, *([renamed(p, rank) for p in experts] for rank in range(1, ranks))]
+    of_ranks = [first]
+    for rank in range(1, groups.ep.size()):
+        ahead = rank * (run.args.num_experts // groups.ep.size())
+        renamed = []
+        for parameter in first:
+            if _is_of_one_rank(parameter.tensor):
+                start, expert, end = re.split(r"(?<=\.local_experts\.)(\d+)", parameter.name)
+                info = replace(parameter.info, name=f"{start}{int(expert) + ahead}{end}")
+                renamed.append(replace(parameter, info=info))
+        of_ranks.append(renamed)
+    return of_ranks
 
 
 def _is_of_one_rank(parameter: Tensor) -> bool:

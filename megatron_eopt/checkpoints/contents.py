@@ -30,7 +30,6 @@ METADATA = ".metadata"
 FORMAT = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
-INTEGRITY = "integrity.json"  # SHA-256 of files (Megatron's --verify-integrity, from 0.19 on)
 TRACKER = "latest_checkpointed_iteration.txt"
 EXTRA_STATE = "_extra_state"  # in the keys of what modules keep beside their tensors
 

@@ -14,7 +14,7 @@ from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.routing import from_json, table
 from megatron_eopt.tools.verify import optimizers
-from megatron_eopt.tools.verify.data import check_data, check_integrity, check_sums, check_tiling
+from megatron_eopt.tools.verify.data import check_data, check_sums, check_tiling
 
 _SIZES = {
     "tensor_model_parallel_size": "TP",
@@ -86,7 +86,7 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
     report["data"] = None
     if read_data:
         data = check_data(contents, sums)
-        problems += [*data.problems, *check_integrity(contents)]
+        problems += data.problems
         report["data"] = {"archives": data.archives, "bytes": data.bytes, "compared": data.compared}
     problems += optimizers.check_states(contents)
     report["problems"] = [problem._asdict() for problem in problems]

@@ -4,9 +4,7 @@ Every chunk is an archive of ``torch.save``, a zip file with a CRC-32 for each e
 distributed checkpointing compare these, so a damaged byte loads as another number.
 """
 
-import hashlib
 import io
-import json
 import math
 import os
 import zipfile
@@ -17,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.checkpoints.bounds import open_file, read_text
-from megatron_eopt.checkpoints.contents import INTEGRITY, Chunk, Contents, StoredTensor
+from megatron_eopt.checkpoints.bounds import open_file
+from megatron_eopt.checkpoints.contents import Chunk, Contents, StoredTensor
 from megatron_eopt.checkpoints.faults import Problem
 from megatron_eopt.checkpoints.sums import Sums
 from megatron_eopt.optimizers.nonfinite import listed
@@ -135,19 +133,6 @@ def check_sums(contents: Contents, saved: Sums) -> Iterator[Problem]:
             f"{listed(without)} has no checksum, and others have: exchanged data would not show",
             "right for quantized parameters, and for nothing else",
         )
-
-
-def check_integrity(contents: Contents) -> Iterator[Problem]:
-    """Compare files with the SHA-256 that Megatron wrote, if any."""
-    if not (contents.folder / INTEGRITY).exists():
-        return
-    try:
-        for name, expected in json.loads(read_text(contents.folder / INTEGRITY))["files"].items():
-            with open_file(contents.folder / name, whole=False) as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    yield Problem("error", f"{name} has another SHA-256 than {INTEGRITY} says", _ANOTHER)
-    except Exception as error:  # it may be damaged itself
-        yield Problem("error", f"{INTEGRITY} cannot be compared: {error}", _ANOTHER)
 
 
 def _look(contents: Contents, key: str, chunk: Chunk, summed: bool) -> _Look:

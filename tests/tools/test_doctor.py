@@ -188,9 +188,7 @@ def test_a_triton_that_cannot_be_imported(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so')\n")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert any(
-        "triton of no version cannot be imported: ImportError: libtriton.so: " in problem for problem in told(said)
-    )
+    assert any("cannot be imported: ImportError: libtriton.so: install" in problem for problem in told(said))
 
 
 def megatron(monkeypatch, release="0.19.2", error=None):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import inf
+from math import isfinite
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -60,13 +60,13 @@ class OptimizerConfig:
         if self.muon_adam_lr is not None:
             rates["muon_adam_lr"] = self.muon_adam_lr
         for name, value in rates.items():
-            if not _is_number(value) or not 0 <= value < inf:
+            if not _is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         if self.betas is not None:
             two = isinstance(self.betas, Sequence) and len(self.betas) == 2
-            if not two or not all(_is_share(beta) for beta in self.betas):
+            if not two or not all(map(_is_share, self.betas)):
                 raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
-        if not _is_number(self.eps) or not 0 < self.eps < inf:
+        if not _is_number(self.eps) or self.eps <= 0:
             raise ValueError(f"eps must be a finite number above 0, got {self.eps!r}")
         if not isinstance(self.fused, bool):
             check_choice("fused, unless it is True or False,", self.fused, get_args(Package))
@@ -84,7 +84,7 @@ class OptimizerConfig:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
 
 
 def _is_share(value: float) -> bool:

@@ -46,16 +46,32 @@ def unwrapped(name: str) -> str:
     return re.sub(r"^(module\.)+", "", name)
 
 
-SHAPES: dict[str, Callable[[ParameterInfo], bool]] = {
-    "vector": lambda info: len(info.shape) < 2,
-    "matrix": lambda info: info.is_matrix,
-    "tall": lambda info: info.is_matrix and info.shape[0] > info.shape[1],
-    "wide": lambda info: info.is_matrix and info.shape[0] < info.shape[1],
-    "square": lambda info: info.is_matrix and info.shape[0] == info.shape[1],
-    "stack": lambda info: len(info.shape) > 2,
-    "embedding": lambda info: info.is_embedding,
-    "expert": lambda info: bool(info.attributes.get("expert_tp")) or not info.attributes.get("allreduce", True),
-}
+SHAPES = ("vector", "matrix", "tall", "wide", "square", "stack", "embedding", "expert")
+
+
+def has_shape(info: ParameterInfo, shape: str) -> bool:
+    """Whether a parameter is of one of :data:`SHAPES`."""
+    match shape:
+        case "vector":
+            return len(info.shape) < 2
+        case "stack":
+            return len(info.shape) > 2
+        case "embedding":
+            return info.is_embedding
+        case "expert":
+            return bool(info.attributes.get("expert_tp")) or not info.attributes.get("allreduce", True)
+    if not info.is_matrix:
+        return False
+    rows, cols = info.shape
+    match shape:
+        case "tall":
+            return rows > cols
+        case "wide":
+            return rows < cols
+        case "square":
+            return rows == cols
+    return True
+
 
 # What a condition asks for, from the least specific up.
 Kind = IntEnum("Kind", ["EVERYTHING", "OPTIMIZER", "SHAPE", "ATTR", "PREDICATE", "REGEX", "NAME", "WHOLE_NAME"])
@@ -102,7 +118,7 @@ class Condition:
             case Kind.ATTR:
                 return bool(info.attributes.get(self.text, False))
             case Kind.SHAPE:
-                return SHAPES[self.text](info)
+                return has_shape(info, self.text)
             case Kind.OPTIMIZER:
                 return info.optimizer == self.text
         return self.holds is not None and bool(self.holds(info))

@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -53,28 +54,36 @@ def planned_stage(run: DescribedRun) -> PlannedStage:
     refuse_unsupported(planned.facts)
     config = planned.config
     entries = all_entries(config, run.config_overrides)
-    any_number = [1] * len(entries)
-    of_ranks = _of_ranks(run)
+    counts = [0] * len(entries)
     known: dict[str, list[tuple[int, ManifestRow]]] = {}  # what overrides say of experts -> rows, by number
     rows: list[list[ManifestRow]] = []
-    plans: list[PlannedStage] = []
-    for parameters in of_ranks:
+    builds: list[tuple[list[Assignment], list[OptimizerParameter]]] = []
+    for parameters in _of_ranks(run):
         mark(parameters)
-        assigned = assignments(parameters, config, entries, any_number)
+        counts = list(map(add, counts, matches(parameters, config, entries)))
+        assigned = assignments(parameters, config, entries, [1] * len(entries))
         experts = [each for each in assigned if _is_of_one_rank(each.parameter.tensor)]
         said = repr([(each.optimizer, each.resolved) for each in experts])
         if said in known:
             rows.append([replace(row, name=experts[number].name) for number, row in known[said]])
             continue
-        planned.assigned = assigned
-        built = _built(planned, run)
+        built = _built(planned, run, assigned)
+        builds.append((assigned, built))
         here = rows_here(built, assigned, config, run.pg_collection, settled=False)
         rows.append(here)
         number_of = {each.name: number for number, each in enumerate(experts)}
         known[said] = [(number_of[row.name], row) for row in here if row.name in number_of]
-        plans.append(_plan(planned, run, built, here))
-    counts = zip(*(matches(parameters, config, entries) for parameters in of_ranks), strict=True)
-    return replace(plans[0], matches=[sum(each) for each in counts], rows=rows)
+    assigned, built = builds[0]
+    deals = _deals(built, planned, run)
+    explained, seconds, temporaries = _step(built, planned, deals)
+    return PlannedStage(
+        matches=counts,
+        rows=rows,
+        explained=explained,
+        seconds=seconds,
+        scale_mode=config.muon_scale_mode,
+        memory=_memory(run, assigned, built, rows[0], deals.rank_of, temporaries),
+    )
 
 
 def _of_ranks(run: DescribedRun) -> list[list[ModelParameter]]:
@@ -100,12 +109,13 @@ def _is_of_one_rank(parameter: Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _built(planned: OptimizerOfRun, run: DescribedRun) -> list[OptimizerParameter]:
+def _built(planned: OptimizerOfRun, run: DescribedRun, assigned: list[Assignment]) -> list[OptimizerParameter]:
     """Optimizers of the assigned parameters, with main copies as in the run."""
     config = planned.config
+    planned.assigned = assigned
     tag(planned.check()[0])
     members_of: dict[str, list[Assignment]] = {}
-    for each in planned.assigned:
+    for each in assigned:
         if each.optimizer is not None:
             members_of.setdefault(each.optimizer, []).append(each)
     built = []
@@ -125,16 +135,14 @@ def _built(planned: OptimizerOfRun, run: DescribedRun) -> list[OptimizerParamete
     return built
 
 
-def _plan(
-    planned: OptimizerOfRun, run: DescribedRun, built: Sequence[OptimizerParameter], rows: Sequence[ManifestRow]
-) -> PlannedStage:
-    """What the busiest rank does in a step, and what the fullest holds."""
-    optimizers = list(dict.fromkeys(each.optimizer for each in built))
-    deals = _deals(optimizers, planned, run)
+def _step(
+    built: Sequence[OptimizerParameter], planned: OptimizerOfRun, deals: "_Deals"
+) -> tuple[list[str], float, int]:
+    """Plans and deals, predicted seconds, and bytes of temporaries, of the busiest rank."""
     explained = []
     seconds = 0.0
     temporaries = 0
-    for optimizer in optimizers:
+    for optimizer in dict.fromkeys(each.optimizer for each in built):
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter not in deals.of_others]
             seconds += OF_ENTRY * sum(parameter.numel() for parameter in group["params"])
@@ -146,25 +154,18 @@ def _plan(
             temporaries = max(temporaries, step_bytes(engine.plan, engine.works, engine.workspace))
     if explained:
         explained += deals.texts
-    dealt = {each.model: deals.rank_of[each.main] for each in built if each.main in deals.rank_of}
-    return PlannedStage(
-        matches=[],
-        rows=[],
-        explained=explained,
-        seconds=seconds,
-        scale_mode=planned.config.muon_scale_mode,
-        memory=_memory(run, planned.assigned, rows, dealt, temporaries),
-    )
+    return explained, seconds, temporaries
 
 
 def _memory(
     run: DescribedRun,
     assigned: Sequence[Assignment],
+    built: Sequence[OptimizerParameter],
     rows: Sequence[ManifestRow],
-    dealt: Mapping[Tensor, int],
+    rank_of: dict[Tensor, int],
     temporaries: int,
 ) -> Memory:
-    """What the fullest rank holds, where whole parameters are dealt to ranks, as to those in ``dealt``."""
+    """What the fullest rank holds, where whole parameters are dealt to ranks, as by ``rank_of``."""
     args = run.args
     parameters = 0
     gradients = 0
@@ -177,6 +178,7 @@ def _memory(
 
     shared = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
     state_of = {row.name: row.state_bytes for row in rows}
+    dealt = {each.model: rank_of[each.main] for each in built if each.main in rank_of}
     everywhere = 0.0
     of_ranks = {True: Counter[int](), False: Counter[int]()}  # of dense parameters, and of experts
     for each in assigned:
@@ -205,14 +207,14 @@ class _Deals(NamedTuple):
     of_others: set[Tensor]  # those of all but the busiest rank
 
 
-def _deals(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun) -> _Deals:
+def _deals(built: Sequence[OptimizerParameter], planned: OptimizerOfRun, run: DescribedRun) -> _Deals:
     """The deals of dense parameters and of experts."""
     deals = _Deals([], {}, set())
     if not planned.facts.layer_wise:
         return deals
     whole = releases.distributed_optimizer(planned.facts.release).get("whole_matrices", False)
     by_time = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
-    items, works = items_of(optimizers)
+    items, works = items_of(list(dict.fromkeys(each.optimizer for each in built)))
     for group, experts in ((run.pg_collection.dp_cp, False), (run.pg_collection.expt_dp, True)):
         parameters = [parameter for parameter in items if _is_of_one_rank(parameter) == experts]
         ranks = group.size()

@@ -62,11 +62,6 @@ class StoredTensor:
         """Number of entries."""
         return math.prod(self.shape)
 
-    @property
-    def bytes(self) -> int:
-        """Size of its data, without archives' headers."""
-        return self.entries * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Contents:

@@ -153,7 +153,7 @@ def described() -> float:
     start = time.process_time()
     from megatron_eopt.tools.plan.described import planned_run
 
-    run = planned_run(RUN.split(), None, lambda done, stages: None)
+    run = planned_run(RUN.split(), None)
     assert len(run.stages) == STAGES
     return time.process_time() - start
 

@@ -67,9 +67,8 @@ class Row:
         least = one.pipeline * max(one.tensor, one.expert)
         gpus = [number for number in NUMBERS if number >= least]
         rates = GPUS["h100"].rates
-        return swept(
-            MODELS[self.model], one, gpus, WORK, "auto", rates, DEFAULT_WORKSPACE, split_gate_up=self.split_gate_up
-        )
+        model = replace(MODELS[self.model], split_gate_up=self.split_gate_up)
+        return swept(model, one, gpus, WORK, "auto", rates, DEFAULT_WORKSPACE)
 
 
 ROWS = (

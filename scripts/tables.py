@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, optimizers_with, settings_of
+from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, settings_of
 from megatron_eopt.settings.records import SECOND_MOMENT, names_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -192,7 +192,7 @@ def override_settings() -> str:
     """Settings that several optimizers share."""
     rows = []
     for key, meaning in MEANINGS.items():
-        having = optimizers_with(key)
+        having = [name for name in optimizer_names() if key in settings_of(name)]
         default = OF_ALL[key] if key in OF_ALL else settings_of(having[0])[key]
         rows.append((code([key]), kind_of(default), "all" if key in OF_ALL else ", ".join(having), meaning))
     return table(("key", "value", "optimizers", "meaning"), rows)

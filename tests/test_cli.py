@@ -78,7 +78,7 @@ def test_the_iteration_and_the_rates(capsys):
         (f"{SIZES} --json x.json --world-size 3", "--json, --world-size would have no effect without -- and the flags"),
         (f"{SIZES} --pipeline-model-parallel-size 5", "--pipeline-model-parallel-size 5 is more than 4 layers"),
         ("--", "expected the flags of a pretrain command after --"),
-        ("-- --num-layers 2", "the flags after -- lack --micro-batch-size"),
+        ("-- --num-layers 2", "refuses the flags: assert args.micro_batch_size is not None"),
         (f"{SIZES} --num-layers 0", "expected a whole number of at least 1, got 0"),
         ("--model llama2", "invalid choice: 'llama2'"),
     ],

@@ -110,5 +110,9 @@ def test_the_doctor_checks_the_kernels_on_a_gpu(failed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "KERNELS", {"triton": SimpleNamespace(missing=lambda device: None)})
     monkeypatch.setattr(doctor, "choose", choose)
-    assert doctor._kernels() == doctor.Kernels(failed=failed)
+    report = doctor.Report({"GPU": "NVIDIA H100"})
+    doctor._look_at_kernels(report)
+    assert [failed in problem["what"] for problem in report.problems] == ([True] if failed else [])
+    used = f"by torch: {failed}" if failed else "by triton kernels, checked on this GPU"
+    assert report.used["symmetric products"] == used
     assert asked == [(3, {torch.float16, torch.bfloat16, torch.float32}, "cuda")]

@@ -46,7 +46,7 @@ def test_megatron_counts_the_samples_of_a_recipe(name):
 @pytest.mark.wide
 @pytest.mark.parametrize("name", RECIPES)
 def test_megatron_takes_a_recipe_and_every_gpu_has_room(name):
-    run = planned_run([*flags_of(name), "--tokenizer-type", "NullTokenizer"], RECIPES[name], lambda *done: None)
+    run = planned_run([*flags_of(name), "--tokenizer-type", "NullTokenizer"], RECIPES[name])
     assert run.problems == []
     assert run.warnings == []
     assert max(sum(memory) for _, memory in run.stages) < 48e9  # of 80 GB, the rest for activations

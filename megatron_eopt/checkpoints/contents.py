@@ -30,7 +30,6 @@ METADATA = ".metadata"
 FORMAT = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
-INTEGRITY = "integrity.json"  # SHA-256 of files (Megatron's --verify-integrity, from 0.19 on)
 TRACKER = "latest_checkpointed_iteration.txt"
 EXTRA_STATE = "_extra_state"  # in the keys of what modules keep beside their tensors
 
@@ -62,11 +61,6 @@ class StoredTensor:
     def entries(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Size of its data, without archives' headers."""
-        return self.entries * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -103,22 +97,25 @@ def newest(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, or the folder that a run's --save named")
     tracker = folder / TRACKER
-    saved = sorted(x.name for x in folder.iterdir() if x.is_dir() and re.fullmatch(r"release|iter_\d+", x.name))
-    there = f"there are {', '.join(saved)}" if saved else "there are no checkpoints"
+    saved = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and re.fullmatch(r"release|iter_\d+", path.name):
+            saved.append(path.name)
+    there = f"there are {', '.join(saved) or 'no checkpoints'}"
     if not tracker.exists():
-        if saved and not (folder / METADATA).exists():
-            raise CheckpointError(
-                f"{folder}: no {TRACKER}, so no save has finished and Megatron would start anew; {there}: name one"
-            )
-        return folder
+        if not saved or (folder / METADATA).exists():
+            return folder
+        raise CheckpointError(
+            f"{folder}: no {TRACKER}, so no save has finished and Megatron would start anew; {there}: name one"
+        )
     word = read_text(tracker).strip()
     name = f"iter_{int(word):07d}" if word.isdecimal() else word
-    if name in saved:
-        return folder / name
-    raise CheckpointError(
-        f"{tracker} says {word!r}, which is no iteration that is there, nor 'release'; {there}: write one's number "
-        f"into it"
-    )
+    if name not in saved:
+        raise CheckpointError(
+            f"{tracker} says {word!r}, which is no iteration that is there, nor 'release'; {there}: write one's number "
+            f"into it"
+        )
+    return folder / name
 
 
 def read_contents(folder: Path) -> Contents:

@@ -24,10 +24,10 @@ from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.choices import check_arguments
-from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields, nearest_field
+from megatron_eopt.plain import kinds
+from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields
+from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
-from megatron_eopt.routing import kinds
-from megatron_eopt.routing.kinds import Group, Rule, decays
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     Optimizers of matrices leave embeddings and output layers to AdamW. They have the attribute
     ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding``, ``nn.EmbeddingBag``
     (also where they are tied), and of a ``nn.Linear`` with one of the names in
-    :data:`~megatron_eopt.routing.kinds.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
+    :data:`~megatron_eopt.plain.kinds.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
 
     Args:
         model: as it lies for training.
@@ -88,9 +88,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     elif optimizer_name in OWN:
         config = config_of(config, optimizer_name)
         _warn_of_fields(config)
-    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-    # torch.compile adds _orig_mod
-    named = [(x.replace("_orig_mod.", "").removeprefix(prefix), p) for x, p in model.named_parameters()]
+    named = []
+    for name, parameter in model.named_parameters():
+        name = name.replace("_orig_mod.", "")  # which torch.compile adds
+        if isinstance(model, DistributedDataParallel):
+            name = name.removeprefix("module.")
+        named.append((name, parameter))
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
         raise ValueError(
@@ -103,17 +106,22 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     if conv1d:
         _log(f"{len(conv1d)} weights of Conv1D are (in, out), and read as transposed: {listed(conv1d)}")
     warn_of_unmatched([name for name, _ in named])
+    decayed = []
+    others = []
     for name, parameter in trained:
         setattr(parameter, NAME, name)
-    groups: list[Group] = [
-        {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
-    ]
-    decayed, others = (_counted([group], "parameters") for group in groups)
+        if decays(name, parameter):
+            decayed.append(parameter)
+        else:
+            others.append(parameter)
     _log(
-        f"{optimizer_name}: weight decay {weight_decay} of {decayed}, none of {others}; {len(named) - len(trained)} "
-        f"parameters are frozen"
+        f"{optimizer_name}: weight decay {weight_decay} of {_counted(decayed)}, none of {_counted(others)}; "
+        f"{len(named) - len(trained)} parameters are frozen"
     )
+    groups: list[Group] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = builder(groups, config)
     _check_built(optimizer_name, optimizer, trained)
     return optimizer
@@ -134,8 +142,10 @@ def _warn_of_fields(config: OptimizerConfig) -> None:
     used = _OWN_FIELDS.get(config.name, set()) | signature(OWN[config.name]).parameters.keys() | {"name", "options"}
     if config.name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
-    changed = [x for x, default in vars(OptimizerConfig()).items() if getattr(config, x) not in (default, [])]
-    without = [x for x in changed if x not in used]
+    without = []
+    for field, default in vars(OptimizerConfig()).items():
+        if field not in used and getattr(config, field) not in (default, []):
+            without.append(field)
     if without:
         _log(f"fields of the config have no effect on {config.name}: {', '.join(without)}", logging.WARNING)
 
@@ -144,9 +154,11 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
     if not hasattr(optimizer, "param_groups"):
         found = type(optimizer).__name__
         raise TypeError(f"the builder of {name!r} returned {found}, expected a torch.optim.Optimizer: return one")
-    attributes = (x if isinstance(x, list | tuple) else [x] for x in vars(optimizer).values())
-    inside = [y for x in attributes for y in x if isinstance(y, Optimizer)]
-    taken = {p for x in (optimizer, *inside) for group in x.param_groups for p in group["params"]}
+    optimizers = [optimizer]
+    for value in vars(optimizer).values():
+        inside = value if isinstance(value, list | tuple) else [value]
+        optimizers += [each for each in inside if isinstance(each, Optimizer)]
+    taken = {p for each in optimizers for group in each.param_groups for p in group["params"]}
     left_out = [called for called, parameter in trained if parameter not in taken]
     if left_out:
         raise ValueError(
@@ -162,24 +174,29 @@ def register_builders() -> None:
 
 
 def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
-    copies = ({**group, "params": list(group["params"])} for group in groups)
-    filled = [group for group in copies if group["params"]]
+    filled = []
+    for group in groups:
+        if group["params"]:
+            filled.append({**group, "params": list(group["params"])})
     settings = config_of(config, name)
-    return build_adamw(filled, settings) if name == "adamw" else build_of_row(OPTIMIZERS[name], filled, settings)
+    if name == "adamw":
+        return build_adamw(filled, settings)
+    return build_of_row(OPTIMIZERS[name], filled, settings)
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """AdamW of torch, or the FusedAdam that ``config.fused`` names."""
-    parameters = [p for group in groups for p in group["params"]]
+    parameters = _parameters(groups)
     warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
-    adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
+    betas = config.betas or ADAM_BETAS
     if isinstance(config.fused, bool):
-        return AdamW(groups, **_settings(config, AdamW, **adam, fused=_fused(groups, config)))
+        fused = _fused(parameters, config)
+        return AdamW(groups, **_settings(config, AdamW, betas=betas, eps=config.eps, fused=fused))
     try:
-        package = import_module(_FUSED_ADAM[config.fused])
+        adam = import_module(_FUSED_ADAM[config.fused]).FusedAdam
     except ImportError as error:
         raise ValueError(f"fused={config.fused!r} needs {config.fused} installed: {error}") from error
-    return package.FusedAdam(groups, **_settings(config, package.FusedAdam, **adam, adam_w_mode=True))
+    return adam(groups, **_settings(config, adam, betas=betas, eps=config.eps, adam_w_mode=True))
 
 
 def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
@@ -201,58 +218,74 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
             logging.WARNING,
         )
     matrices = factors + matrices
-    reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
-    why = f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})" if reasons else ""
-    _log(f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {_counted(rest, 'parameters')}{why}")
+    beside = _counted(_parameters(rest))
+    reasons = Counter(why_adamw(parameter) for parameter in _parameters(rest))
+    if reasons:
+        beside += f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})"
+    _log(f"{config.name}: {_counted(_parameters(matrices), 'matrices')}; AdamW beside it: {beside}")
     if not isinstance(config.fused, bool):
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
         )
-    adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps, "fused": _fused(rest, config)}
-    adam["lr"] = config.lr if config.muon_adam_lr is None else config.muon_adam_lr
+    adam: dict[str, Any] = {
+        "betas": config.betas or ADAM_BETAS,
+        "eps": config.eps,
+        "fused": _fused(_parameters(rest), config),
+        "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
+    }
     if row.cls is TensorParallelMuon:
-        own = {"momentum": config.muon_momentum, "ns_steps": config.muon_ns_steps}
-        settings = _settings(config, Muon, **own, **{f"adam_{key}": value for key, value in adam.items()})
-        return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
-    settings = _settings(config, row.cls)
+        own = {f"adam_{key}": value for key, value in adam.items()}
+        own["momentum"] = config.muon_momentum
+        own["ns_steps"] = config.muon_ns_steps
+        settings = _settings(config, Muon, **own)
+    else:
+        settings = _settings(config, row.cls)
+    if not matrices:
+        return AdamW(rest, **adam)
+    if row.cls is TensorParallelMuon:
+        return Muon(matrices, rest, **settings)
     if row.takes("tp_mode") and row.cls is not Spectron:
         settings.setdefault("tp_mode", DEFAULT_TP_MODE)
     if not row.cls.decays_weights:
         settings["weight_decay"] = 0.0
         matrices = [{**group, "weight_decay": 0.0} for group in matrices]
         _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
-    return Muon.around(row.cls(matrices, **settings), rest, adam) if matrices else AdamW(rest, **adam)
+    return Muon.around(row.cls(matrices, **settings), rest, adam)
 
 
-def _counted(groups: list[Group], what: str) -> str:
-    sizes = [p.numel() for group in groups for p in group["params"]]
-    return f"{len(sizes)} {what} with {sum(sizes)} entries"
+def _parameters(groups: Sequence[Group]) -> list[Tensor]:
+    return [p for group in groups for p in group["params"]]
+
+
+def _counted(parameters: Sequence[Tensor], what: str = "parameters") -> str:
+    return f"{len(parameters)} {what} with {sum(p.numel() for p in parameters)} entries"
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
-    found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
-    taken = {key: x for key, x in found.items() if x is not None and key in signature(cls).parameters}
-    known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}
-    steps = {"num_ns_steps"} if "ns_steps" in known else set()  # the same by its other name
-    both = sorted((known.keys() | steps) & config.options.keys())
+    known: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    further = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
+    for name, value in further.items():
+        if value is not None and name in signature(cls).parameters:
+            known[name] = value
+    known |= own
+    both = sorted(known.keys() & config.options.keys())
     if both:
-        by_fields = ", ".join(filter(None, map(nearest_field, both))) or "these"
-        raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set {by_fields} instead")
+        raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set the fields instead")
     check_arguments(cls, config.options)
     return {**known, **config.options}
 
 
-def _fused(groups: Sequence[Group], config: OptimizerConfig) -> bool | None:
+def _fused(parameters: Sequence[Tensor], config: OptimizerConfig) -> bool | None:
     """Whether to use torch's fused kernel; logs why not."""
     if not config.fused:
         return None
-    parameters = [p for group in groups for p in group["params"]]
     devices = {p.device.type for p in parameters} - set(_get_fused_kernels_supported_devices())
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     if devices:
         reason = f"torch has no fused kernel for {', '.join(sorted(devices))}"
     elif not all(p.is_floating_point() for p in parameters):
         reason = "some parameters are not of floating point"
-    elif len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1:
+    elif len(meshes) > 1:
         reason = "parameters are on several device meshes, or some on none"
     else:
         return True

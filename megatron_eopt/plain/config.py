@@ -1,18 +1,15 @@
 """The settings of all optimizers of plain torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import inf
+from math import isfinite
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from megatron_eopt.orthogonalize.choices import check_choice, check_count, close, did_you_mean, listing
+from megatron_eopt.orthogonalize.choices import check_choice, check_count, did_you_mean, listing
 from megatron_eopt.registry import get_optimizer_builder
 
 Package = Literal["transformer_engine", "apex"]
-
-# What others call a field, where the nearest name is another field.
-_OTHER_NAMES = {"optimizer": "name", "learning_rate": "lr", "warmup_steps": "schedule_free_warmup_steps"}
 
 
 @dataclass(kw_only=True)
@@ -59,17 +56,17 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         get_optimizer_builder(self.name)
-        for rate in ("lr", "weight_decay", "muon_adam_lr"):
-            value = getattr(self, rate)
-            if rate == "muon_adam_lr" and value is None:
-                continue
-            if not _is_number(value) or not 0 <= value < inf:
-                raise ValueError(f"{rate} must be a finite number of at least 0, got {value!r}")
+        rates = {"lr": self.lr, "weight_decay": self.weight_decay}
+        if self.muon_adam_lr is not None:
+            rates["muon_adam_lr"] = self.muon_adam_lr
+        for name, value in rates.items():
+            if not _is_number(value) or value < 0:
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         if self.betas is not None:
             two = isinstance(self.betas, Sequence) and len(self.betas) == 2
-            if not two or not all(_is_share(beta) for beta in self.betas):
+            if not two or not all(map(_is_share, self.betas)):
                 raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
-        if not _is_number(self.eps) or not 0 < self.eps < inf:
+        if not _is_number(self.eps) or self.eps <= 0:
             raise ValueError(f"eps must be a finite number above 0, got {self.eps!r}")
         if not isinstance(self.fused, bool):
             check_choice("fused, unless it is True or False,", self.fused, get_args(Package))
@@ -87,7 +84,7 @@ class OptimizerConfig:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
 
 
 def _is_share(value: float) -> bool:
@@ -99,24 +96,24 @@ FIELDS = [each.name for each in fields(OptimizerConfig)]
 
 def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
     """Fields of a mapping, object or name; ``TypeError`` without any."""
+    given: dict[str, Any] = {}
     if isinstance(config, str):
-        return {"name": config}
-    given = {str(x): value for x, value in config.items()} if isinstance(config, Mapping) else {}
-    if not isinstance(config, Mapping | type):
+        given["name"] = config
+    elif isinstance(config, Mapping):
+        given.update((str(field), value) for field, value in config.items())
+    elif not isinstance(config, type):
         own = getattr(config, "__dict__", None) or [x for x in dir(config) if not callable(getattr(config, x))]
-        known = [x for x in FIELDS if hasattr(config, x)]  # also on its class
-        given = {x: getattr(config, x) for x in (*own, *known) if not x.startswith("_")}
+        known = [field for field in FIELDS if hasattr(config, field)]  # also on its class
+        given.update((field, getattr(config, field)) for field in (*own, *known) if not field.startswith("_"))
     if name and given:
         given.setdefault("name", name)
-    if "name" in given:
-        return given
-    near = [f"; it has {x}={given[x]!r}: write name={given[x]!r}" for x in given if nearest_field(x) == "name"]
-    what = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
-    raise TypeError(
-        f"a config says by its field 'name' what to build, got {what} without it{''.join(near)}. Write "
-        f"OptimizerConfig(name='muon', lr=0.02), a mapping or an object with such fields, or 'muon' for all defaults; "
-        f"a config of Megatron-Core is for megatron_eopt.get_megatron_optimizer"
-    )
+    if "name" not in given:
+        raise TypeError(
+            f"a config says by its field 'name' what to build, got {type(config).__name__} without it. Write "
+            f"OptimizerConfig(name='muon', lr=0.02), a mapping or an object with such fields, or 'muon' for all "
+            f"defaults; a config of Megatron-Core is for megatron_eopt.get_megatron_optimizer"
+        )
+    return given
 
 
 def config_of(config: Any, name: str) -> OptimizerConfig:
@@ -125,21 +122,12 @@ def config_of(config: Any, name: str) -> OptimizerConfig:
     A ``TypeError`` is for an unknown field, unless the config is for another optimizer.
     """
     given = given_fields(config, name)
-    if given["name"] == name:
-        check_fields(type(config).__name__, given)
-    return OptimizerConfig(**{**{x: given[x] for x in FIELDS if x in given}, "name": name})
-
-
-def check_fields(called: str, given: Iterable[str]) -> None:
-    """Raise ``TypeError`` for unknown fields, with the nearest ones."""
-    wrong = [f"{x!r}{did_you_mean(_OTHER_NAMES.get(x, x), FIELDS)}" for x in given if x not in FIELDS]
-    if wrong:
+    wrong = [field for field in given if field not in FIELDS]
+    if wrong and given["name"] == name:
         raise TypeError(
-            f"unknown fields in {called}: {'; '.join(wrong)}. A config has {listing(FIELDS, 'and')}; further arguments "
-            f"of the optimizer's class go into options"
+            f"unknown fields in {type(config).__name__}: "
+            f"{'; '.join(f'{field!r}{did_you_mean(field, FIELDS)}' for field in wrong)}. A config has "
+            f"{listing(FIELDS, 'and')}; further arguments of the optimizer's class go into options"
         )
-
-
-def nearest_field(name: str) -> str | None:
-    """The field nearest to a name."""
-    return next(iter(close(_OTHER_NAMES.get(name, name), FIELDS)), None)
+    taken = {field: given[field] for field in FIELDS if field in given}
+    return OptimizerConfig(**{**taken, "name": name})

@@ -1,17 +1,18 @@
 """Errors and warnings of a manifest, and its changes."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
 from megatron_eopt.routing.patterns import (
-    Index,
     ManifestRow,
     ParamPattern,
     by_pattern,
     compressed,
     expanded,
+    rows,
     split_name,
 )
 
@@ -48,28 +49,29 @@ def _without_optimizer(families: Sequence[ParamPattern]) -> Iterator[str]:
 
 def listed_twice(families: Iterable[ParamPattern]) -> Iterator[str]:
     """Errors of parameters of two optimizers, or of which ranks say two things."""
-    for group in by_pattern(families).values():
-        rows_of: dict[Index, tuple[ManifestRow, ...]] = {}
-        for family in group:
-            for index in expanded(family.members):
-                rows_of[index] = (*rows_of.get(index, ()), family.like)
-        twice = defaultdict[tuple[ManifestRow, ...], list[Index]](list)
-        for index, rows in rows_of.items():
-            if len(rows) > 1:
-                twice[rows].append(index)
-        for rows, indices in twice.items():
-            label = ParamPattern(rows[0], compressed(indices)).label
-            yield (
-                f"{label} is listed {len(rows)} times, {_differing(rows)}: expected one optimizer, or it is stepped "
-                f"twice; give each optimizer its own parameters, and all ranks the same flags, files and packages"
-            )
+    of_names = defaultdict[str, list[ManifestRow]](list)
+    for row in rows(families):
+        of_names[row.name].append(replace(row, name=""))
+    twice = defaultdict[tuple[str, tuple[ManifestRow, ...]], list[str]](list)
+    for name, found in of_names.items():
+        if len(found) > 1:
+            twice[split_name(name)[0], tuple(found)].append(name)
+    for (_, alike), names in twice.items():
+        label = _named([replace(alike[0], name=name) for name in names])
+        yield (
+            f"{label} is listed {len(alike)} times, {_differing(alike)}: expected one optimizer, or it is stepped "
+            f"twice; give each optimizer its own parameters, and all ranks the same flags, files and packages"
+        )
 
 
 def _differing(rows: Sequence[ManifestRow]) -> str:
     """Rows by the fields and settings in which they differ."""
     values = [vars(row) | {"settings": None} | row.settings for row in rows]
-    names = [name for name in dict.fromkeys(chain(*values)) if any(x.get(name) != values[0].get(name) for x in values)]
-    return " and ".join(", ".join(f"{name} {each.get(name)}" for name in names) for each in values)
+    names = []
+    for name in dict.fromkeys(chain(*values)):
+        if any(value.get(name) != values[0].get(name) for value in values):
+            names.append(name)
+    return " and ".join(", ".join(f"{name} {value.get(name)}" for name in names) for value in values)
 
 
 def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:
@@ -89,16 +91,11 @@ def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:
 
 
 def _without_matrices(families: Sequence[ParamPattern], optimizer: str) -> Iterator[str]:
-    numbers: Counter[str] = Counter()
-    for family in families:
-        if family.like.optimizer == optimizer and family.like.matrices:
-            return
-        numbers[family.like.optimizer or "no optimizer"] += family.count
-    others = ", ".join(f"{name} has {number:,}" for name, number in sorted(numbers.items())) or "none is trainable"
-    yield (
-        f"--optimizer {optimizer} is for matrices, and it has none on any rank (parameters: {others}): expected at "
-        f"least one; see the reasons in the manifest, change the overrides or what is frozen, or take --optimizer adam"
-    )
+    if not any(family.like.optimizer == optimizer and family.like.matrices for family in families):
+        yield (
+            f"--optimizer {optimizer} is for matrices, and it has none on any rank: expected at least one; see the "
+            f"reasons in the manifest, change the overrides or what is frozen, or take --optimizer adam"
+        )
 
 
 def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
@@ -120,27 +117,25 @@ def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
 
 
 def _far_from_adam(families: Sequence[ParamPattern], scale_mode: str) -> Iterator[str]:
-    classes = defaultdict[tuple[str, str, bool], list[ParamPattern]](list)
+    classes = defaultdict[tuple[str, bool], list[ParamPattern]](list)
     for family in families:
         row = family.like
         rms = row.update_rms
-        if row.optimizer and row.matrices and rms is not None and not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
-            mode = str(row.settings.get("scale_mode", scale_mode))
-            classes[row.optimizer, mode, rms > ADAMW_RMS].append(family)
-    for (optimizer, mode, large), members in sorted(classes.items(), key=lambda item: item[0]):
+        if not row.optimizer or not row.matrices or rms is None or ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
+            continue
+        what = row.optimizer
+        if what in LIKE_MUON:
+            what += f" with scale mode {row.settings.get('scale_mode', scale_mode)}"
+        classes[what, rms > ADAMW_RMS].append(family)
+    for (what, large), members in sorted(classes.items(), key=lambda item: item[0]):
         sizes = [family.like.update_rms or 0.0 for family in members]
-        what = optimizer
-        advice = "set --muon-lr for it"
-        if optimizer in LIKE_MUON:
-            what += f" with scale mode {mode}"
-            advice = "take --muon-preset match_adamw"
-            if mode == "spectral":  # in other modes the size depends on the shape
-                advice += " or --muon-extra-scale-factor 0.2"
+        times = [size / ADAMW_RMS for size in sizes]
+        rates = [family.like.lr for family in members]
         yield (
-            f"{what} makes updates of RMS {_span(sizes)}, {_span([size / ADAMW_RMS for size in sizes])} times Adam's "
-            f"{ADAMW_RMS:g}, for {_some(members)}: a learning rate that is right for Adam is too "
-            f"{'large' if large else 'small'} by that; {advice}, or keep it if lr "
-            f"{_span([family.like.lr for family in members])} is chosen for it"
+            f"{what} makes updates of RMS {_span(sizes)}, {_span(times)} times Adam's {ADAMW_RMS:g}, for "
+            f"{_some(members)}: a learning rate that is right for Adam is too {'large' if large else 'small'} by that; "
+            f"take --muon-preset match_adamw with muon or one like it, or set --muon-lr, or keep it if lr "
+            f"{_span(rates)} is chosen for it"
         )
 
 
@@ -150,31 +145,25 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
     Left out is what another number of ranks changes (layouts, sizes of state, and schemes but blockwise, which makes
     other updates), and reasons and sources of settings.
     """
-    before = by_pattern(old)
-    now = by_pattern(new)
+    before = {row.name: row for row in rows(old)}
+    now = {row.name: row for row in rows(new)}
+    changed = defaultdict[tuple[str, str], list[ManifestRow]](list)  # pattern and changes -> rows
+    for row in (before | now).values():
+        changes = "; ".join(_changes(before.get(row.name), now.get(row.name)))
+        if changes:
+            pattern, _ = split_name(row.name)
+            changed[pattern, changes].append(row)
     lines = []
-    for pattern in dict.fromkeys([*before, *now]):
-        was = _by_index(before.get(pattern, ()))
-        comes = _by_index(now.get(pattern, ()))
-        pairs = defaultdict[tuple[ManifestRow | None, ManifestRow | None], list[Index]](list)
-        for index in sorted(was.keys() | comes.keys()):
-            pairs[was.get(index), comes.get(index)].append(index)
-        changed = defaultdict[str, list[Index]](list)
-        for pair, indices in pairs.items():
-            changes = "; ".join(_changes(*pair))
-            if changes:
-                changed[changes] += indices
-        for changes, indices in changed.items():
-            like = (now.get(pattern) or before[pattern])[0].like
-            lines.append(f"{ParamPattern(like, compressed(indices)).named}: {changes}")
+    for (_, changes), alike in changed.items():
+        lines.append(f"{_named(alike)}: {changes}")
     return lines
 
 
-def _by_index(families: Iterable[ParamPattern]) -> dict[Index, ManifestRow]:
-    rows = {}
-    for family in families:
-        rows.update(dict.fromkeys(expanded(family.members), family.like))
-    return rows
+def _named(alike: Sequence[ManifestRow]) -> str:
+    """Rows of one pattern by their names."""
+    pattern, _ = split_name(alike[0].name)
+    indices = [split_name(row.name)[1] for row in alike]
+    return ParamPattern(replace(alike[0], name=pattern), compressed(indices)).named
 
 
 def _changes(old: ManifestRow | None, new: ManifestRow | None) -> Iterator[str]:

@@ -1,15 +1,17 @@
-"""Rows of parameters, and patterns of rows.
+"""Rows of parameters, patterns of rows, and their JSON in checkpoints and files.
 
 A name is a pattern with ``*`` for every number, and an index: its numbers. Boxes are a short, exact form of a set of
 indices.
 """
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 Index = tuple[int, ...]  # numbers of a name from left to right: layer, expert
@@ -20,6 +22,7 @@ _DIGITS = r"(?:0|[1-9][0-9]*)"
 # Between dots, as layers and experts are numbered, and behind the names of grouped experts' parameters.
 _NUMBER = re.compile(rf"(?<![^.]){_DIGITS}(?![^.])|(?:(?<=\.weight)|(?<=\.bias)){_DIGITS}\Z")
 _SHOWN_BOXES = 3
+FORMAT = 1  # of JSON; counts up with every change that an older release cannot read
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ class ManifestRow:
         for matrix in self.matrices:
             name = re.sub(r"\s*\b[0-9]+\b", "", matrix.name).strip()
             counts[f"{name} {matrix.rows}x{matrix.cols}".strip()] += 1
-        return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in counts.items())
+        sizes = []
+        for size, number in counts.items():
+            sizes.append(size if number == 1 else f"{number:,} {size}")
+        return ", ".join(sizes)
 
 
 def as_tuples(value: Any) -> Any:
@@ -105,6 +111,48 @@ class ParamPattern:
     def named(self) -> str:
         """The label and the number of parameters."""
         return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"
+
+
+def to_json(families: Iterable[ParamPattern]) -> dict[str, Any]:
+    """Patterns as values that survive JSON."""
+    written = []
+    for family in families:
+        row = asdict(family.like)
+        pattern = row.pop("name")
+        optimizer = row.pop("optimizer")
+        written.append({"pattern": pattern, "members": family.members, "owner": optimizer} | row)
+    return json.loads(json.dumps({"format": FORMAT, "families": written}))
+
+
+def write_json(families: Iterable[ParamPattern], file: str) -> None:
+    """Write patterns to a file; ``ValueError`` where that fails."""
+    try:
+        Path(file).write_text(json.dumps(to_json(families), indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"the manifest cannot be written to {file}: {error.strerror}; give another file") from error
+
+
+def from_json(manifest: Any) -> list[ParamPattern]:
+    """The patterns; ``ValueError`` for a newer format, and for what is no manifest."""
+    try:
+        number = manifest["format"]
+        if number > FORMAT:
+            raise ValueError(
+                f"the manifest has format {number}, and this release of megatron_eopt reads up to {FORMAT}: install "
+                f"the release that wrote it, or a later one"
+            )
+        return [_family(dict(family)) for family in manifest["families"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the manifest is damaged ({error!r}): take that of another checkpoint") from None
+
+
+def _family(written: dict[str, Any]) -> ParamPattern:
+    members = as_tuples(written.pop("members"))
+    expanded(members)  # which a damaged one fails
+    name = written.pop("pattern")
+    optimizer = written.pop("owner")
+    matrices = [LogicalMatrix(**matrix) for matrix in written.pop("matrices")]
+    return ParamPattern(ManifestRow(name=name, optimizer=optimizer, matrices=tuple(matrices), **written), members)
 
 
 def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:

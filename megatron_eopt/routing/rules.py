@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.orthogonalize.choices import did_you_mean
 from megatron_eopt.routing.entries import Entry, Layer, Order
-from megatron_eopt.routing.selectors import Kind, OverrideError, ParameterInfo, Selector
+from megatron_eopt.routing.selectors import OverrideError, ParameterInfo, Selector
 from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, settings_of
 
 
@@ -114,10 +114,10 @@ def _with_optimizers(
     infos = []
     for info in parameters:
         own = optimizer
-        claims = _claims(routing, info)
-        if "optimizer" in claims:
-            own = _winner(claims["optimizer"]).value
-        if "exclude" in claims and _winner(claims["exclude"]).value:
+        won, _ = _winners(_claims(routing, info))
+        if "optimizer" in won:
+            own = won["optimizer"].value
+        if "exclude" in won and won["exclude"].value:
             own = None
         infos.append(replace(info, optimizer=own))
     return infos
@@ -133,27 +133,25 @@ def _claims(entries: Iterable[Entry], info: ParameterInfo) -> _Claims:
     return claims
 
 
-def _highest(claims: Sequence[_Claim]) -> list[_Claim]:
-    top = max(claim.order for claim in claims)
-    return sorted((claim for claim in claims if claim.order == top), key=lambda claim: claim.source)
-
-
-def _winner(claims: Sequence[_Claim]) -> _Claim:
-    first = _highest(claims)
-    return first[0]._replace(source=" and ".join(dict.fromkeys(claim.source for claim in first)))
+def _winners(claims: _Claims) -> tuple[dict[str, _Claim], list[str]]:
+    """The highest claim of each setting, and ties of different values."""
+    won = {}
+    ties = []
+    for key in sorted(claims):
+        top = max(claim.order for claim in claims[key])
+        first = sorted((claim for claim in claims[key] if claim.order == top), key=lambda claim: claim.source)
+        sources = dict.fromkeys(claim.source for claim in first)
+        won[key] = first[0]._replace(source=" and ".join(sources))
+        if any(claim.value != first[0].value for claim in first):
+            values = " and ".join(dict.fromkeys(f"{claim.value!r} by {claim.source}" for claim in first))
+            ties.append(f"{key}: set to {values}, which are equally specific: remove one, or narrow its selector")
+    return won, ties
 
 
 def _resolve_one(entries: Sequence[Entry], info: ParameterInfo) -> tuple[Resolved, list[str]]:
     """Settings of one parameter, and what is wrong with them."""
     claims = _claims(entries, info)
-    won = {}
-    wrong = []
-    for key in sorted(claims):
-        won[key] = _winner(claims[key])
-        first = _highest(claims[key])
-        if any(claim.value != first[0].value for claim in first):
-            values = " and ".join(dict.fromkeys(f"{claim.value!r} by {claim.source}" for claim in first))
-            wrong.append(f"{key}: set to {values}, which are equally specific: remove one, or narrow its selector")
+    won, wrong = _winners(claims)
     wrong += _drop_replaced(won)
     wrong += _drop_without_effect(won, info.optimizer)
     overruled = set()
@@ -161,9 +159,11 @@ def _resolve_one(entries: Sequence[Entry], info: ParameterInfo) -> tuple[Resolve
         for claim in of_key:
             if key not in won or claim.order < won[key].order:
                 overruled.add(Overruled(key, claim.value, claim.source))
-    settings = {key: claim.value for key, claim in won.items()}
-    sources = {key: claim.source for key, claim in won.items()}
-    return Resolved(settings, sources, tuple(sorted(overruled, key=lambda each: (each.key, each.source)))), wrong
+    return Resolved(
+        settings={key: claim.value for key, claim in won.items()},
+        sources={key: claim.source for key, claim in won.items()},
+        overruled=tuple(sorted(overruled, key=lambda each: (each.key, each.source))),
+    ), wrong
 
 
 def _drop_replaced(won: dict[str, _Claim]) -> list[str]:
@@ -209,19 +209,17 @@ def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None) -> list[
 
 def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
     for condition in selector.conditions:
-        if any(condition.matches(info) for info in infos):
-            continue
-        known = set()
-        for info in infos:
-            if condition.kind == Kind.ATTR:
-                known |= {name for name, value in info.attributes.items() if value}
-            elif condition.kind == Kind.OPTIMIZER:
-                known.add(info.optimizer or "none")
-            else:
-                words = re.sub(r"(?<=\.)\d+(?=\.)", "*", info.name).split(".")  # layers differ in their number only
-                known |= {".".join(words[start:]) for start in range(len(words))}
-        hint = did_you_mean(condition.text, sorted(known))
-        if not hint and condition.kind in (Kind.ATTR, Kind.OPTIMIZER):
-            hint = f": there are {', '.join(sorted(known))}"
-        return f"'{condition}' matches no parameter{hint}"
+        if not any(condition.matches(info) for info in infos):
+            return f"'{condition}' matches no parameter{did_you_mean(condition.text, _words(infos))}"
     return f"no parameter is matched by all of '{selector}', though some are by each"
+
+
+def _words(infos: Sequence[ParameterInfo]) -> list[str]:
+    """Ends of names, attributes and optimizers, which a condition may mean."""
+    known = set[str]()
+    for info in infos:
+        words = re.sub(r"(?<=\.)\d+(?=\.)", "*", info.name).split(".")  # layers differ in their number only
+        known.update(".".join(words[start:]) for start in range(len(words)))
+        known.update(info.attributes)
+        known.add(info.optimizer or "none")
+    return sorted(known)

@@ -46,29 +46,37 @@ def unwrapped(name: str) -> str:
     return re.sub(r"^(module\.)+", "", name)
 
 
-SHAPES: dict[str, Callable[[ParameterInfo], bool]] = {
-    "vector": lambda info: len(info.shape) < 2,
-    "matrix": lambda info: info.is_matrix,
-    "tall": lambda info: info.is_matrix and info.shape[0] > info.shape[1],
-    "wide": lambda info: info.is_matrix and info.shape[0] < info.shape[1],
-    "square": lambda info: info.is_matrix and info.shape[0] == info.shape[1],
-    "stack": lambda info: len(info.shape) > 2,
-    "embedding": lambda info: info.is_embedding,
-    "expert": lambda info: bool(info.attributes.get("expert_tp")) or not info.attributes.get("allreduce", True),
-}
+SHAPES = ("vector", "matrix", "tall", "wide", "square", "stack", "embedding", "expert")
+
+
+def has_shape(info: ParameterInfo, shape: str) -> bool:
+    """Whether a parameter is of one of :data:`SHAPES`."""
+    match shape:
+        case "vector":
+            return len(info.shape) < 2
+        case "stack":
+            return len(info.shape) > 2
+        case "embedding":
+            return info.is_embedding
+        case "expert":
+            return bool(info.attributes.get("expert_tp")) or not info.attributes.get("allreduce", True)
+    if not info.is_matrix:
+        return False
+    rows, cols = info.shape
+    match shape:
+        case "tall":
+            return rows > cols
+        case "wide":
+            return rows < cols
+        case "square":
+            return rows == cols
+    return True
+
 
 # What a condition asks for, from the least specific up.
 Kind = IntEnum("Kind", ["EVERYTHING", "OPTIMIZER", "SHAPE", "ATTR", "PREDICATE", "REGEX", "NAME", "WHOLE_NAME"])
-_KINDS = {
-    "name": Kind.NAME,
-    "re": Kind.REGEX,
-    "regex": Kind.REGEX,
-    "attr": Kind.ATTR,
-    "shape": Kind.SHAPE,
-    "optimizer": Kind.OPTIMIZER,
-}
+_WRITTEN = ("name", "re", "regex", "attr", "shape", "optimizer")  # kinds in texts and mappings
 _PREFIXES = {Kind.NAME: "", Kind.REGEX: "re:", Kind.PREDICATE: "predicate "}
-_MOST_CHARACTERS = 500  # of a regular expression
 
 Specificity = tuple[tuple[int, int], ...]
 
@@ -92,8 +100,6 @@ class Condition:
         if self.kind == Kind.SHAPE and self.text not in SHAPES:
             raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
         if self.kind == Kind.REGEX:
-            if len(self.text) > _MOST_CHARACTERS:
-                raise OverrideError(f"a regular expression has {len(self.text):,} characters, at most 500 are read")
             try:
                 re.compile(self.text)
             except re.error as error:
@@ -112,7 +118,7 @@ class Condition:
             case Kind.ATTR:
                 return bool(info.attributes.get(self.text, False))
             case Kind.SHAPE:
-                return SHAPES[self.text](info)
+                return has_shape(info, self.text)
             case Kind.OPTIMIZER:
                 return info.optimizer == self.text
         return self.holds is not None and bool(self.holds(info))
@@ -212,11 +218,12 @@ def _conditions(written: Any) -> Iterator[Condition]:
 def _condition(name: str, value: Any) -> Condition:
     if name == "predicate" and callable(value):
         return next(_conditions(value))
-    if name not in _KINDS:
-        raise OverrideError(f"unknown kind of selector {name!r}{near_or_all(name, _KINDS)}")
+    if name not in _WRITTEN:
+        raise OverrideError(f"unknown kind of selector {name!r}{near_or_all(name, _WRITTEN)}")
     if not isinstance(value, str):
         raise OverrideError(f"expected text for {name}, got {value!r}")
-    return Condition(_KINDS[name], value.strip())
+    kind = "regex" if name == "re" else name
+    return Condition(Kind[kind.upper()], value.strip())
 
 
 def _says(predicate: Any, info: ParameterInfo) -> bool:

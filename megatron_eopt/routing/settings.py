@@ -67,11 +67,6 @@ def _read(optimizer_cls: Any) -> dict[str, Any]:
     return settings | ({"split": "default"} if "split_qkv" in arguments else {})
 
 
-def optimizers_with(key: str) -> list[str]:
-    """The optimizers that have a setting."""
-    return [name for name in optimizer_names() if key in settings_of(name)]
-
-
 def check_setting(key: str, raw: Any, optimizer: str | None) -> Any:
     """The value of a setting, in the type of the optimizer's own default.
 

@@ -23,25 +23,26 @@ def table(families: Sequence[ParamPattern], full: bool = False) -> str:
     A line is a family, or a parameter with ``full``, where no cell is wrapped.
     """
     lines = []
-    if full:
-        for row in rows(families):
-            lines.append(_cells(row.name, 1, row))
-    else:
-        patterns = by_pattern(families)
-        for family in families:
-            # a pattern can be copied as a selector, so ranges stand only where it would select too much
-            name = family.pattern if len(patterns[family.pattern]) == 1 else family.label
-            lines.append(_cells(name, family.count, family.like))
-    text = aligned(_HEADER, lines, ("n", "update RMS", "decay", "state MB"), not full)
-    text += [_LEGEND, "", *aligned(_TOTALS, list(_totals(families)), _TOTALS[1:])]
     chosen = []
     overruled = []
+    patterns = by_pattern(families)
     for family in families:
+        # a pattern can be copied as a selector, so ranges stand only where it would select too much
+        alone = len(patterns[family.pattern]) == 1
+        lines.append(_cells(family.pattern if alone else family.label, family.count, family.like))
         settings = list(_set(family.like))
         if settings:
             chosen.append(f"  {family.label}: {', '.join(settings)}")
         if family.like.overruled:
             overruled.append(f"  {family.label}: {'; '.join(family.like.overruled)}")
+    if full:
+        lines = [_cells(row.name, 1, row) for row in rows(families)]
+    text = [
+        *aligned(_HEADER, lines, ("n", "update RMS", "decay", "state MB"), not full),
+        _LEGEND,
+        "",
+        *aligned(_TOTALS, _totals(families), _TOTALS[1:]),
+    ]
     if chosen:
         text += ["", "settings that were set, and where:", *chosen]
     if overruled:
@@ -51,7 +52,13 @@ def table(families: Sequence[ParamPattern], full: bool = False) -> str:
 
 def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
     schemes = dict.fromkeys(matrix.scheme for matrix in row.matrices)
-    rates = f"{row.lr:g}" if row.lr == row.min_lr else f"{row.lr:g} to {row.min_lr:g}"
+    rates = "-"
+    decay = "-"
+    if row.optimizer:
+        rates = f"{row.lr:g}"
+        if row.lr != row.min_lr:
+            rates += f" to {row.min_lr:g}"
+        decay = f"{row.weight_decay:g}"
     return [
         name,
         f"{number:,}",
@@ -61,26 +68,30 @@ def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
         row.sizes or "-",
         ", ".join([row.layout, *schemes]),
         "-" if row.update_rms is None else f"{row.update_rms:.3g}",
-        rates if row.optimizer else "-",
-        f"{row.weight_decay:g}" if row.optimizer else "-",
+        rates,
+        decay,
         megabytes(number * row.state_bytes),
     ]
 
 
-def _totals(families: Sequence[ParamPattern]) -> Iterator[list[str]]:
+def _totals(families: Sequence[ParamPattern]) -> list[list[str]]:
     of_each: dict[str, list[ParamPattern]] = {}
-    for family in sorted(families, key=lambda family: (family.like.optimizer is None, family.like.optimizer)):
+    for family in sorted(families, key=lambda family: family.like.optimizer or "~"):  # those of none last
         of_each.setdefault(family.like.optimizer or "none", []).append(family)
-    if len(of_each) > 1:
-        of_each["all"] = list(families)
+    of_each["all"] = list(families)
+    lines = []
     for name, those in of_each.items():
-        yield [
-            name,
-            f"{sum(family.count for family in those):,}",
-            f"{sum(family.count * prod(family.like.shape) for family in those):,}",
-            f"{sum(family.count * len(family.like.matrices) for family in those):,}",
-            megabytes(sum(family.count * family.like.state_bytes for family in those)),
-        ]
+        parameters = 0
+        elements = 0
+        matrices = 0
+        size = 0
+        for family in those:
+            parameters += family.count
+            elements += family.count * prod(family.like.shape)
+            matrices += family.count * len(family.like.matrices)
+            size += family.count * family.like.state_bytes
+        lines.append([name, f"{parameters:,}", f"{elements:,}", f"{matrices:,}", megabytes(size)])
+    return lines
 
 
 def megabytes(count: int) -> str:
@@ -93,8 +104,12 @@ def _set(row: ManifestRow) -> Iterator[str]:
     values = row.settings | {"lr": row.lr, "min_lr": row.min_lr, "weight_decay": row.weight_decay}
     for key in sorted((row.settings.keys() | row.sources.keys()) - {"optimizer", "exclude"}):  # which the reason says
         value = values.get(key, "")
-        shown = f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}".strip()
-        yield f"{shown} ({row.sources[key]})" if key in row.sources else shown
+        if isinstance(value, float):
+            value = f"{value:g}"
+        shown = f"{key} {value}".strip()
+        if key in row.sources:
+            shown += f" ({row.sources[key]})"
+        yield shown
 
 
 def aligned(
@@ -117,12 +132,12 @@ def aligned(
         columns.append(wrapped)
         widths.append(max(len(line) for cell in wrapped for line in cell))
     text = []
-    for number, row in enumerate(zip(*columns, strict=True)):
-        if number == 1:
-            text.append("-" * (sum(widths) + 2 * len(widths) - 2))
+    for row in zip(*columns, strict=True):
         for parts in zip_longest(*row, fillvalue=""):
             line = []
             for title, part, width in zip(header, parts, widths, strict=True):
                 line.append(part.rjust(width) if title in numbers else part.ljust(width))
             text.append("  ".join(line).rstrip())
+    height = max(len(column[0]) for column in columns)  # of the titles
+    text.insert(height, "-" * (sum(widths) + 2 * len(widths) - 2))
     return text

@@ -1,6 +1,6 @@
 """The command ``megatron-eopt doctor``: what is installed, and what is wrong with it.
 
-:func:`collect` imports what is installed and survives what is broken. The reports are pure functions of :class:`Facts`.
+It imports what is installed, and survives what is broken.
 """
 
 import argparse
@@ -12,10 +12,9 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -27,70 +26,21 @@ from megatron_eopt.registry import list_optimizers
 _NO_KERNELS = (
     "symmetric products are computed by torch, which takes more time and gives the same numbers up to rounding"
 )
-_ADAMS = {"transformer_engine": "Transformer Engine's, fused", "apex": "Apex's, fused", "torch": "torch's, not fused"}
+_MISSING = "not installed"
 
 
-@dataclass(frozen=True)
-class Package:
-    """An installed package."""
+@dataclass
+class Report:
+    """What was found."""
 
-    version: str
-    error: str | None = None  # why it cannot be imported
+    installed: dict[str, str] = field(default_factory=dict)
+    used: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[dict[str, str]] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        return (self.version or "of no version") + (" (cannot be imported)" if self.error is not None else "")
-
-
-@dataclass(frozen=True)
-class Apex:
-    """A package named apex: NVIDIA's or another project's."""
-
-    version: str
-    nvidias: bool
-    compiled: bool
-
-
-@dataclass(frozen=True)
-class Megatron:
-    """What an imported Megatron-Core makes possible."""
-
-    optimizers: tuple[str, ...]  # of this package, for --optimizer
-    adam: str  # the module whose Adam Megatron builds
-    training_error: str | None  # why megatron.training cannot be imported
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Why no kernels compute symmetric products."""
-
-    missing: str | None = None
-    failed: str | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """All that was found; None: not installed."""
-
-    python: str
-    torch: str
-    cuda: str | None
-    gpu: str | None
-    eopt: str | None
-    core: Package | None
-    triton: Package | None
-    transformer_engine: Package | None
-    apex: Apex | None
-    emerging_optimizers: Package | None
-    megatron: Megatron | None
-    kernels: Kernels
-    numpy: str | None = None
-
-
-class Problem(NamedTuple):
-    """What is wrong, and what to do."""
-
-    what: str
-    do: str
+    def add_problem(self, what: str, do: str) -> None:
+        """Add what is wrong, and what to do."""
+        self.problems.append({"what": what, "do": do})
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -101,66 +51,162 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
-    facts = collect()
-    found = list(problems(facts))
+    report = examined()
     if options.json:
         said = {
-            "ok": not found,
-            "facts": asdict(facts),
-            "notes": list(notes(facts)),
-            "problems": [problem._asdict() for problem in found],
+            "ok": not report.problems,
+            "facts": report.installed | report.used,
+            "notes": report.notes,
+            "problems": report.problems,
         }
         print(json.dumps(said, indent=1))
     else:
-        print(_text(facts, found))
-    return 1 if found else 0
+        print(_text(report))
+    return 1 if report.problems else 0
 
 
-def collect() -> Facts:
+def examined() -> Report:
     """Import what is installed; what that prints goes to stderr."""
+    gpu = torch.cuda.is_available()
+    report = Report()
+    report.installed = {
+        "megatron_eopt": _version("megatron-eopt") or "not installed as a package",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "torch is built without it",
+        "GPU": torch.cuda.get_device_name() if gpu else "none",
+    }
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
-        core = _package("megatron.core", "megatron.core.optimizer")
-        return Facts(
-            python=platform.python_version(),
-            torch=torch.__version__,
-            cuda=torch.version.cuda,
-            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            eopt=_version("megatron-eopt"),
-            core=core,
-            triton=_package("triton"),
-            transformer_engine=_package("transformer_engine", "transformer_engine.pytorch.optimizers"),
-            apex=_apex(),
-            # not imported: Megatron, too, asks for its version first
-            emerging_optimizers=Package(found) if (found := _version("emerging-optimizers")) is not None else None,
-            megatron=_megatron() if core is not None and core.error is None else None,
-            kernels=_kernels(),
-            numpy=_version("numpy"),
+        # causes first: Megatron imports Transformer Engine
+        _look_at(
+            report,
+            "transformer-engine",
+            "reinstall it for this torch and CUDA, or uninstall it: Megatron fails with it, or takes another Adam",
+            "transformer_engine",
+            "transformer_engine.pytorch.optimizers",
+        )
+        adam = _look_at_megatron(report)
+        _look_at_apex(report, adam)
+        _look_at(report, "triton", "install the release torch asks for", "triton")
+        _look_at_kernels(report)
+    report.installed["emerging-optimizers"] = f"{_version('emerging-optimizers') or _MISSING} (not needed)"
+    return report
+
+
+def _look_at(report: Report, name: str, do: str, *modules: str) -> None:
+    """Import a package that Megatron or torch may use."""
+    report.installed[name] = _MISSING
+    if _is_found(modules[0]):
+        error = _import_error(*modules)
+        report.installed[name] = _version_of(modules[0])
+        if error is not None:
+            report.add_problem(f"{name} {report.installed[name]} cannot be imported: {error}", do)
+
+
+def _look_at_megatron(report: Report) -> str | None:
+    """Import Megatron; the package whose Adam it builds."""
+    report.installed["megatron-core"] = _MISSING
+    report.used["--optimizer"] = "unknown without Megatron-Core"
+    report.used["Adam beside them"] = "unknown without Megatron-Core"
+    supported = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
+    if not _is_found("megatron.core"):
+        report.add_problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
+        return None
+    error = _import_error("megatron.core", "megatron.core.optimizer")
+    # Megatron adds the commit of the git repository around it, such as that of a project with a .venv
+    release = _version_of("megatron.core").partition("+")[0]
+    report.installed["megatron-core"] = release
+    if releases.number(release) < releases.number(SUPPORTED[-1]):
+        report.add_problem(f"megatron-core {release} is too old", f"take one of {supported}")
+        return None
+    if error is not None:
+        report.add_problem(
+            f"megatron-core {release} cannot be imported: {error}",
+            "mend what the error names; a broken package that Megatron imports breaks Megatron",
+        )
+        return None
+    adam = releases.core_optimizer().Adam.__module__.split(".")[0]
+    report.used["--optimizer"] = ", ".join(list_optimizers())
+    report.used["Adam beside them"] = adam
+    caveat = releases.caveat(release)
+    if caveat is not None:
+        report.notes.append(caveat)
+    error = _import_error("megatron.training.training")
+    if error is not None:
+        report.notes.append(
+            f"megatron.training cannot be imported ({error}): Megatron's scripts need it (pip install psutil pyyaml, "
+            f"which megatron-core does not declare), a training loop of your own does not"
+        )
+    if adam == "torch":
+        report.notes.append(
+            "Adam, for what is no matrix, is torch's: Transformer Engine, or NVIDIA's Apex, would bring a fused one"
+        )
+    return adam
+
+
+def _look_at_apex(report: Report, adam: str | None) -> None:
+    """Look at its files: importing another apex runs foreign code."""
+    report.installed["apex"] = _MISSING
+    if not _is_found("apex"):
+        return
+    version = _version_of("apex")
+    report.installed["apex"] = version
+    spec = importlib.util.find_spec("apex")
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    if not any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders):
+        report.add_problem(
+            f"the package apex {version} is not NVIDIA's: the name on PyPI belongs to another project",
+            "pip uninstall apex; NVIDIA's is built from source",
+        )
+    elif not _is_found("amp_C") and adam in (None, "apex"):
+        report.add_problem(
+            f"apex {version} was built without its CUDA extensions (amp_C), and its Adam cannot be made",
+            "build it with them, or uninstall it",
         )
 
 
-def _package(module: str, *further: str) -> Package | None:
-    if not _found(module):
-        return None
-    error = next(filter(None, map(_import_error, (module, *further))), None)
-    version = str(getattr(sys.modules.get(module), "__version__", None) or _version(module) or "")
-    # Megatron adds the commit of the git repository around it, such as that of a project with a .venv
-    return Package(version.partition("+")[0] if module == "megatron.core" else version, error)
+def _look_at_kernels(report: Report) -> None:
+    device = torch.device("cuda")
+    missing: str | None = "torch.cuda finds no GPU"
+    failed = None
+    if torch.cuda.is_available():
+        missing = KERNELS["triton"].missing(device)
+    if missing is not None:
+        report.notes.append(f"no kernels for symmetric products ({missing}): {_NO_KERNELS}")
+    else:
+        shapes = ((1024, 1024), (512, 2048), (2, 256, 1024))
+        dtypes = (torch.float16, torch.bfloat16, torch.float32)
+        failed = choose(shapes, dtypes, device).dropped.get("triton")
+    if failed is not None:
+        report.add_problem(
+            f"the kernels for symmetric products cannot be used on {report.installed['GPU']}: {failed}",
+            f"until then {_NO_KERNELS}; another release of triton or of the driver may help",
+        )
+    reason = missing or failed
+    used = f"by torch: {reason}" if reason else "by triton kernels, checked on this GPU"
+    report.used["symmetric products"] = used
 
 
-def _found(module: str) -> bool:
+def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # no parent package; a module without a specification
         return module in sys.modules
 
 
-def _import_error(module: str) -> str | None:
+def _import_error(*modules: str) -> str | None:
     try:
-        importlib.import_module(module)
+        for module in modules:
+            importlib.import_module(module)
     except Exception as error:  # a broken package may raise anything
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _version_of(module: str) -> str:
+    """The version that a module says, or its package's."""
+    return str(getattr(sys.modules.get(module), "__version__", None) or _version(module) or "of no version")
 
 
 def _version(package: str) -> str | None:
@@ -170,128 +216,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _apex() -> Apex | None:
-    """Look at its files: importing another apex runs foreign code."""
-    if not _found("apex"):
-        return None
-    spec = importlib.util.find_spec("apex")
-    folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    nvidias = any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders)
-    return Apex(_version("apex") or "", nvidias, compiled=_found("amp_C"))
-
-
-def _megatron() -> Megatron | None:
-    try:
-        releases.check_supported()
-    except ImportError:
-        return None
-    return Megatron(
-        optimizers=tuple(list_optimizers()),
-        adam=releases.core_optimizer().Adam.__module__.split(".")[0],
-        training_error=_import_error("megatron.training.training"),
-    )
-
-
-def _kernels() -> Kernels:
-    if not torch.cuda.is_available():
-        return Kernels(missing="torch.cuda finds no GPU")
-    device = torch.device("cuda")
-    missing = KERNELS["triton"].missing(device)
-    if missing is not None:
-        return Kernels(missing)
-    shapes = ((1024, 1024), (512, 2048), (2, 256, 1024))
-    dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    return Kernels(failed=choose(shapes, dtypes, device).dropped.get("triton"))
-
-
-def problems(facts: Facts) -> Iterator[Problem]:
-    """What keeps training from working, causes first."""
-    for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
-        if releases.number(version) < releases.number(oldest):
-            yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
-    engine = facts.transformer_engine
-    apex = facts.apex
-    core = facts.core
-    supported = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
-    if engine is not None and engine.error is not None:
-        yield Problem(
-            f"{_named('Transformer Engine', engine)} cannot be imported: {engine.error}",
-            "reinstall it for this torch and CUDA, or uninstall it: Megatron fails with it, or takes another Adam",
-        )
-    if apex is not None and not apex.nvidias:
-        yield Problem(
-            f"the package {_named('apex', apex)} is not NVIDIA's: the name on PyPI belongs to another project",
-            "pip uninstall apex; NVIDIA's is built from source",
-        )
-    elif apex is not None and not apex.compiled and (facts.megatron is None or facts.megatron.adam == "apex"):
-        yield Problem(
-            f"{_named('Apex', apex)} was built without its CUDA extensions (amp_C), and its Adam cannot be made",
-            "build it with them, or uninstall it",
-        )
-    if core is None:
-        yield Problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
-    elif releases.number(core.version) < releases.number(SUPPORTED[-1]):
-        yield Problem(f"megatron-core {core.version} is too old", f"take one of {supported}")
-    elif core.error is not None:
-        yield Problem(
-            f"megatron-core {core.version} cannot be imported: {core.error}",
-            "mend what the error names; a broken package that Megatron imports breaks Megatron",
-        )
-    if facts.triton is not None and facts.triton.error is not None:
-        yield Problem(f"triton cannot be imported: {facts.triton.error}", "install the release torch asks for")
-    if facts.kernels.failed is not None:
-        yield Problem(
-            f"the kernels for symmetric products cannot be used on {facts.gpu}: {facts.kernels.failed}",
-            f"until then {_NO_KERNELS}; another release of triton or of the driver may help",
-        )
-
-
-def _named(name: str, package: Package | Apex) -> str:
-    return f"{name} {package.version}".strip()
-
-
-def notes(facts: Facts) -> Iterator[str]:
-    """Notes on what is no problem."""
-    if facts.kernels.missing is not None:
-        yield f"no kernels for symmetric products ({facts.kernels.missing}): {_NO_KERNELS}"
-    if facts.core is not None and (caveat := releases.caveat(facts.core.version)) is not None:
-        yield caveat
-    if facts.megatron is not None and facts.megatron.training_error is not None:
-        yield (
-            f"megatron.training cannot be imported ({facts.megatron.training_error}): Megatron's scripts need it (pip "
-            f"install psutil pyyaml, which megatron-core does not declare), a training loop of your own does not"
-        )
-    if facts.megatron is not None and facts.megatron.adam == "torch":
-        yield "Adam, for what is no matrix, is torch's: Transformer Engine, or NVIDIA's Apex, would bring a fused one"
-
-
-def _text(facts: Facts, found: list[Problem]) -> str:
-    apex = facts.apex
-    megatron = facts.megatron
-    missing = "not installed"
-    unknown = "unknown without Megatron-Core"
-    no_kernels = facts.kernels.missing or facts.kernels.failed
-    installed = {
-        "megatron_eopt": facts.eopt or "not installed as a package",
-        "python": facts.python,
-        "torch": facts.torch,
-        "CUDA": facts.cuda or "torch is built without it",
-        "GPU": facts.gpu or "none",
-        "triton": str(facts.triton or missing),
-        "numpy": facts.numpy or missing,
-        "megatron-core": str(facts.core or missing),
-        "transformer-engine": str(facts.transformer_engine or missing),
-        "apex": f"{apex.version} ({'' if apex.nvidias else 'not '}NVIDIA's)".strip() if apex else missing,
-        "emerging-optimizers": f"{facts.emerging_optimizers or missing} (not needed)",
+def _text(report: Report) -> str:
+    problems = [f"{problem['what']}. What to do: {problem['do']}" for problem in report.problems]
+    sections = {
+        "Installed": _pairs(report.installed),
+        "Used": _pairs(report.used),
+        "Notes": report.notes or ["none"],
+        "Problems": problems or ["none"],
     }
-    used = {
-        "--optimizer": ", ".join(megatron.optimizers) if megatron else unknown,
-        "Adam beside them": _ADAMS.get(megatron.adam, megatron.adam) if megatron else unknown,
-        "symmetric products": f"by torch: {no_kernels}" if no_kernels else "by triton kernels, checked on this GPU",
-    }
-    sections = {"Installed": _pairs(installed), "Used": _pairs(used)}
-    sections["Notes"] = list(notes(facts)) or ["none"]
-    sections["Problems"] = [f"{problem.what}. What to do: {problem.do}" for problem in found] or ["none"]
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 

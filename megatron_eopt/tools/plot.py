@@ -2,26 +2,39 @@
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
-Curves = dict[str, list[tuple[int, float]]]
-"""Tag -> (iteration, value), ascending."""
+Points = list[tuple[int, float]]
+"""(iteration, value), ascending."""
+
+Curves = dict[str, Points]
+"""By tag."""
 
 LOSS = "lm loss"
-PANELS = (  # title, and figure -> line style
-    ("update RMS before the rate (dotted: predicted)", {"update_rms": "-", "predicted_update_rms": ":"}),
-    ("residual before the last step (dotted: largest)", {"residual": "-", "largest_residual": ":"}),
-    (
-        "effective rank / short side (dotted: smallest)",
-        {"effective_rank_share": "-", "smallest_effective_rank_share": ":"},
-    ),
-    ("gradient norm", {"grad_norm": "-"}),
-    ("learning rate", {"learning_rate": "-"}),
-    (
-        "ms: orthogonalize (dashed: exchange, dotted: update)",
-        {"orthogonalize_ms": "-", "exchange_ms": "--", "update_ms": ":"},
-    ),
-)
+PANELS = {  # title -> figures, and their line styles
+    "update RMS before the rate (dotted: predicted)": {"update_rms": "-", "predicted_update_rms": ":"},
+    "residual before the last step (dotted: largest)": {"residual": "-", "largest_residual": ":"},
+    "effective rank / short side (dotted: smallest)": {
+        "effective_rank_share": "-",
+        "smallest_effective_rank_share": ":",
+    },
+    "gradient norm": {"grad_norm": "-"},
+    "learning rate": {"learning_rate": "-"},
+    "ms: orthogonalize (dashed: exchange, dotted: update)": {
+        "orthogonalize_ms": "-",
+        "exchange_ms": "--",
+        "update_ms": ":",
+    },
+}
 COLUMNS = 2
+
+
+class Line(NamedTuple):
+    """A curve of one optimizer."""
+
+    label: str  # run and optimizer
+    points: Points
+    style: str
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +46,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _plot(options: argparse.Namespace, flags: list[str] | None) -> int:
     names = [Path(folder).resolve().name for folder in options.folders]
-    names = names if len(set(names)) == len(names) else options.folders
-    runs = {name: curves(folder) for name, folder in zip(names, options.folders, strict=True)}
+    if len(set(names)) < len(names):
+        names = options.folders
+    runs = {}
+    for name, folder in zip(names, options.folders, strict=True):
+        runs[name] = curves(folder)
     draw(runs, options.out)
     print(f"{options.out}: {', '.join(f'{name} ({len(found)} curves)' for name, found in runs.items())}")
     return 0
@@ -54,7 +70,9 @@ def curves(folder: str | Path) -> Curves:
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
-            found.setdefault(tag, {}).update((each.step, each.value) for each in events.Scalars(tag))
+            values = found.setdefault(tag, {})
+            for event in events.Scalars(tag):
+                values[event.step] = event.value
     if not found:
         raise ValueError(f"the TensorBoard files in {folder} hold no curve yet")
     return {tag: sorted(values.items()) for tag, values in found.items()}
@@ -66,38 +84,46 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(f"pictures are drawn by matplotlib: pip install matplotlib ({error})") from error
-    panels = [(LOSS, [(name, found[LOSS], "-") for name, found in runs.items() if LOSS in found])]
-    panels += [(title, lines_of(runs, styles)) for title, styles in PANELS]
-    panels = [(title, lines) for title, lines in panels if lines]
-    if not panels:
+    panels = {LOSS: [Line(name, found[LOSS], "-") for name, found in runs.items() if LOSS in found]}
+    for title, styles in PANELS.items():
+        panels[title] = lines_of(runs, styles)
+    drawn = {title: lines for title, lines in panels.items() if lines}
+    if not drawn:
         raise ValueError(f"{', '.join(runs)}: no loss and no figures of an optimizer (--optimizer-metrics-interval)")
-    rows = -(-len(panels) // COLUMNS)
-    empty = -len(panels) % COLUMNS
+    rows = -(-len(drawn) // COLUMNS)
+    first = 1 + -len(drawn) % COLUMNS  # as wide as leaves no place empty
     figure = Figure(figsize=(4 * COLUMNS, 2.8 * rows), layout="constrained")
     colors: dict[str, str] = {}  # of runs; their Adams are pale
-    for number, (title, lines) in enumerate(panels, 1 + empty):  # the first is as wide as leaves no place empty
-        axes = figure.add_subplot(rows, COLUMNS, (1, number) if number == 1 + empty else number)
-        for label, points, style in sorted(lines, key=lambda line: -line[1][-1][1]):  # the legend follows
-            color = colors.setdefault(label.partition(": ")[0], f"C{len(colors) % 10}")
-            [line] = axes.plot(*zip(*points, strict=True), style, label=label if style == "-" else None)
-            line.set(color=color, alpha=0.45 if label.endswith(": adam") else 1)
-        # one step in a hundred takes ten times as long
-        axes.set(xlabel="iteration", yscale="log" if title.startswith("ms") else "linear")
+    for number, (title, lines) in enumerate(drawn.items(), first):
+        axes = figure.add_subplot(rows, COLUMNS, (1, number) if number == first else number)
+        lines.sort(key=lambda line: -line.points[-1][1])  # the legend follows
+        for line in lines:
+            run = line.label.partition(": ")[0]
+            color = colors.setdefault(run, f"C{len(colors) % 10}")
+            axes.plot(
+                *zip(*line.points, strict=True),
+                line.style,
+                label=line.label if line.style == "-" else None,
+                color=color,
+                alpha=0.45 if line.label.endswith(": adam") else 1,
+            )
+        axes.set_xlabel("iteration")
         axes.set_title(title, fontsize=9)
+        if title.startswith("ms"):
+            axes.set_yscale("log")  # one step in a hundred takes ten times as long
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(out, dpi=140)
 
 
-def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[tuple[str, list[tuple[int, float]], str]]:
-    """Label, points and style of each optimizer's lines."""
+def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[Line]:
+    """Lines of each optimizer, but those that are zero throughout."""
     lines = []
     for name, tags in runs.items():
         for optimizer in sorted({tag.partition("/")[0] for tag in tags if "/" in tag}):
             label = optimizer if len(runs) == 1 else f"{name}: {optimizer}"
-            lines += [
-                (label, tags[f"{optimizer}/{figure}"], style)
-                for figure, style in styles.items()
-                if any(value for _, value in tags.get(f"{optimizer}/{figure}", ()))
-            ]
+            for figure, style in styles.items():
+                points = tags.get(f"{optimizer}/{figure}", [])
+                if any(value for _, value in points):
+                    lines.append(Line(label, points, style))
     return lines

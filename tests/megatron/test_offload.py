@@ -49,7 +49,7 @@ def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, optimizer,
 def test_the_plan_of_described_flags_says_what_the_step_copies():
     flags = list(map(str, [*SMALL_GPT, *RUN, *TP2, *MUON, *OFFLOAD, "--optimizer-offload-fraction", 0.5]))
     without_offload = [flag for flag in flags if flag != "--optimizer-cpu-offload"]
-    (plan,), (without, *_) = (planned_run(x, None, lambda *done: None).explained for x in (flags, without_offload))
+    (plan,), (without, *_) = (planned_run(x, None).explained for x in (flags, without_offload))
     entries = 2 * (64 * 128 + 64 * 64 + 192 * 64 + 96 * 64) // 2  # of this rank
     copied = float(re.search(r"State in host memory: (\S+) MiB of this rank", plan)[1]) * 2**20
     assert 0.5 * 4 * entries <= 1.01 * copied < 4 * entries

@@ -154,8 +154,8 @@ def test_what_no_forward_pass_uses_is_named(size, flags):
             "update_twice",
             r"embedding\S+ is listed 2 times, .*optimizer adam.* and .*optimizer muon.*expected one optimizer",
         ),
-        ("freeze:layers", r"--optimizer muon is for matrices, and it has none .*adam has 3\)"),
-        ("freeze:.", r"it has none on any rank \(parameters: none is trainable\)"),
+        ("freeze:layers", "--optimizer muon is for matrices, and it has none on any rank"),
+        ("freeze:.", r"it has none on any rank"),
     ],
 )
 def test_a_start_fails_where_optimizers_are_not_as_they_have_to_be(what, message):

@@ -315,7 +315,7 @@ def test_what_cannot_have_an_average_is_refused_at_start(flags, message):
 
 def test_the_manifest_and_the_plan_count_the_average():
     flags = list(map(str, [*SMALL_GPT, *RUN, *TP2, *MUON, "--bf16"]))
-    without, planned = (planned_run(each, None, lambda *done: None) for each in (flags, [*flags, *EMA]))
+    without, planned = (planned_run(each, None) for each in (flags, [*flags, *EMA]))
     entries = 0
     for before, family in zip(without.families, planned.families, strict=True):
         assert family.like.state_bytes - before.like.state_bytes == 4 * prod(family.like.shape)

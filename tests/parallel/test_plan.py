@@ -347,7 +347,7 @@ def test_the_first_difference_is_named():
             plan, buckets=(Bucket(first.matrices, "duplicated"), second)
         ),
         f"bucket 0 begins with {plan.matrices[0].name!r} in the one": replace(plan, buckets=(second, first)),
-        f"matrix 7 is {plan.matrices[7].name!r} in the one and None in the other": make_plan(plan.matrices[:7], "owner", WORK),
+        f"matrix 7 is {plan.matrices[7].name!r} in the one and None": make_plan(plan.matrices[:7], "owner", WORK),
     }
     assert first_difference(plan, plan) is None
     for message, other in others.items():

@@ -300,11 +300,11 @@ def test_the_workspace_is_an_option_in_bytes(name):
 
 
 def test_options_cannot_say_what_fields_say():
-    with pytest.raises(ValueError, match="options of the config have lr, which its fields say: set lr instead"):
+    with pytest.raises(ValueError, match="options of the config have lr, which its fields say: set the fields"):
         build_optimizer(Model(), OptimizerConfig(name="lion", options={"lr": 1.0}))
-    wrong = {"num_ns_steps": 3, "adam_lr": 1e-3}
-    with pytest.raises(ValueError, match=r"have adam_lr, num_ns_steps, .* set muon_adam_lr, muon_ns_steps instead"):
-        build_optimizer(Model(), OptimizerConfig(name="muon", options=wrong))
+    for wrong, error in (("adam_lr", ValueError), ("num_ns_steps", (ValueError, TypeError))):
+        with pytest.raises(error, match=wrong):
+            build_optimizer(Model(), OptimizerConfig(name="muon", options={wrong: 3}))
     assert build(Model(), "scion", options={"radius": 1.0, "num_ns_steps": 3}).matrices.newton_schulz.steps == 3
 
 

@@ -57,7 +57,7 @@ def test_two_optimizers_are_both_named():
 
 def test_two_groups_of_one_optimizer_are_two():
     (line,) = found([*model(), *changed([each for each in model() if "linear_fc2" in each.name], "", lr=2.0)])
-    assert line.startswith("decoder.layers.{0-3}.mlp.linear_fc2.weight is listed 2 times, lr ")
+    assert line.startswith("decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters) is listed 2 times, lr ")
 
 
 def test_ranks_that_say_different_things_are_two_with_what_differs():
@@ -101,12 +101,9 @@ def test_an_optimizer_for_matrices_that_has_none_is_an_error():
         row("frozen", (2,), optimizer=None),
     ]
     lines = found(changed(rows, "frozen", excluded=True))
-    assert [line.split(":")[0] for line in lines] == [
-        "--optimizer muon is for matrices, and it has none on any rank (parameters"
-    ]
-    assert "(parameters: adam has 5, no optimizer has 1): expected at least one" in lines[0]
+    assert [line.split(":")[0] for line in lines] == ["--optimizer muon is for matrices, and it has none on any rank"]
     assert found(rows[:-1], "adam", for_matrices=False) == []
-    assert "none is trainable" in problems([], "muon", True)[0]
+    assert len(problems([], "muon", True)) == 1
 
 
 def test_matrices_of_another_optimizer_do_not_count():
@@ -133,7 +130,7 @@ def test_updates_far_from_those_of_adam_are_one_line_for_each_class():
         "muon with scale mode spectral makes updates of RMS 1, 5 times Adam's 0.2, for 20 parameters "
         "(decoder.layers.{0-3}.mlp.experts.local_experts.{0-2}.linear_fc1.weight and 2 more families): "
         "a learning rate that is right for Adam is too large by that; "
-        "take --muon-preset match_adamw or --muon-extra-scale-factor 0.2, or keep it if lr 0.001 is chosen for it"
+        "take --muon-preset match_adamw with muon or one like it, or set --muon-lr, or keep it if lr 0.001 is chosen"
     )
 
 
@@ -148,7 +145,7 @@ def test_updates_too_small_name_their_range_and_the_mode_of_the_parameters():
         "adaptive_muon with scale mode unit_rms_norm makes updates of RMS 0.01 to 0.02, 0.05 to 0.1 times Adam's 0.2, "
         "for 4 parameters"
     )
-    assert "too small by that; take --muon-preset match_adamw, or keep" in adaptive
+    assert "too small by that; take --muon-preset match_adamw" in adaptive
     assert plain.startswith("muon with scale mode shape_scaling makes updates of RMS 0.04, 0.2 times")
 
 

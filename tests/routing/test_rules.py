@@ -171,9 +171,7 @@ def test_settings_by_optimizer_follow_the_optimizer():
     assert found[QKV.replace("qkv", "proj")].settings == {"eps": 1e-6, "optimizer": "adam"}
     with pytest.raises(OverrideError, match="f:1: optimizer: cannot be set for the parameters of an optimizer, by"):
         entry("optimizer:muon", "f:1", optimizer="adam")
-    assert refused(entry("optimizer:lion", "f:1", lr=1.0)) == [
-        "f:1: select: 'optimizer:lion' matches no parameter: there are muon"
-    ]
+    assert refused(entry("optimizer:lion", "f:1", lr=1.0)) == ["f:1: select: 'optimizer:lion' matches no parameter"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from megatron_eopt.routing.settings import (
     RATES,
     check_setting,
     optimizer_names,
-    optimizers_with,
     settings_of,
 )
 from tests.optimizers.family import OPTIMIZERS, build, decays
@@ -214,6 +213,10 @@ def test_what_is_wrong_is_said_of_the_optimizer_of_the_parameter(optimizer, sett
     with pytest.raises(OverrideError) as error:
         resolved(optimizer, **settings)
     assert str(error.value).startswith(f"f:1: {said}")
+
+
+def optimizers_with(key):
+    return [name for name in optimizer_names() if key in settings_of(name)]
 
 
 WRONG = {

@@ -81,10 +81,6 @@ def test_totals_of_each_optimizer_and_of_all():
     assert "scalar" in cells(shown, "c")
 
 
-def test_one_optimizer_needs_no_sum():
-    assert not [line for line in wide([row("a", (2, 2))]).splitlines() if line.startswith("all ")]
-
-
 def test_matrices_of_one_size_are_counted():
     heads = [LogicalMatrix(f"q {head}", 16, 64, "local", 1.0) for head in range(8)]
     stack = [LogicalMatrix(f"expert {n} {part}", 32, 64, "local", 1.0) for n in range(2) for part in ("gate", "up")]

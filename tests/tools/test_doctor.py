@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,26 +15,13 @@ import torch
 from megatron_eopt.cli import main
 from megatron_eopt.megatron.releases import SUPPORTED
 from megatron_eopt.registry import list_optimizers
-from megatron_eopt.tools.doctor import Apex, Facts, Kernels, Megatron, Package, notes, problems
+from megatron_eopt.tools import doctor as doctor_itself
+from megatron_eopt.tools.doctor import Report
 from tests.megatron.runs import without_emerging_optimizers
 
 pytestmark = pytest.mark.wide
 
 ROOT = Path(__file__).resolve().parents[2]
-HEALTHY = Facts(
-    python="3.12.3",
-    torch="2.9.0",
-    cuda="12.8",
-    gpu="NVIDIA H100",
-    eopt="0.1.0",
-    core=Package("0.19.2"),
-    triton=Package("3.5.0"),
-    transformer_engine=Package("2.8.0"),
-    apex=None,
-    emerging_optimizers=None,
-    megatron=Megatron(("lion", "muon"), "transformer_engine", None),
-    kernels=Kernels(),
-)
 
 
 def doctor(*folders, flags=("--json",)):
@@ -74,10 +61,9 @@ def test_the_versions_of_this_machine_are_told(tmp_path):
     facts = said["facts"]
     assert facts["python"] == sys.version.split()[0]
     assert facts["torch"] == torch.__version__
-    assert facts["core"] == {"version": version("megatron-core"), "error": None}
-    assert facts["megatron"]["optimizers"] == list_optimizers()
-    assert facts["megatron"]["training_error"] is None
-    assert facts["kernels"]["missing"] == "torch.cuda finds no GPU"
+    assert facts["megatron-core"] == version("megatron-core")
+    assert facts["--optimizer"] == ", ".join(list_optimizers())
+    assert facts["symmetric products"] == "by torch: torch.cuda finds no GPU"
     assert any("no GPU" in note for note in said["notes"])
 
 
@@ -87,7 +73,7 @@ def test_the_release_is_told_where_megatron_lies_in_a_repository(tmp_path):
         "import megatron.core\nmegatron.core.__version__ = megatron.core.__version__.partition('+')[0] + '+9d57dbc'\n"
     )
     _, said = doctor(tmp_path, without_emerging_optimizers(tmp_path / "hidden"))
-    assert said["facts"]["core"]["version"] == version("megatron-core")
+    assert said["facts"]["megatron-core"] == version("megatron-core")
 
 
 def test_the_same_as_text():
@@ -131,7 +117,7 @@ def test_without_megatron(tmp_path):
     (tmp_path / "megatron.py").write_text("")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert said["facts"]["core"] is None
+    assert said["facts"]["megatron-core"] == "not installed"
     releases = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
     expected = f"megatron-core is not installed: pip install megatron-core, {releases} are supported"
     assert told(said) == [expected]
@@ -156,26 +142,28 @@ def test_a_transformer_engine_that_cannot_be_imported(tmp_path):
     assert status == 1
     engine, core = told(said)
     assert engine == (
-        "Transformer Engine 2.8.0 cannot be imported: ImportError: libcudnn.so.9: cannot open shared object file: "
+        "transformer-engine 2.8.0 cannot be imported: ImportError: libcudnn.so.9: cannot open shared object file: "
         "reinstall it for this torch and CUDA, or uninstall it: Megatron fails with it, or takes another Adam"
     )
     # Megatron goes on without an engine, but not with one that cannot be imported
     assert core.startswith(f"megatron-core {version('megatron-core')} cannot be imported: ImportError: libcudnn")
-    assert said["facts"]["megatron"] is None
+    assert said["facts"]["Adam beside them"] == "unknown without Megatron-Core"
 
 
-def test_an_engine_whose_adam_cannot_be_imported():
-    engine = Package("2.8.0", "ModuleNotFoundError: No module named 'transformer_engine_torch'")
-    broken = replace(HEALTHY, transformer_engine=engine, megatron=Megatron(("muon",), "torch", None))
-    (problem,) = problems(broken)
-    assert problem.what.startswith("Transformer Engine 2.8.0 cannot be imported: ModuleNotFoundError")
+def test_what_a_package_needs_is_imported_too(tmp_path, monkeypatch):
+    package(tmp_path, "engine", "__version__ = '2.8.0'", pytorch__optimizers="raise ImportError('no extension')")
+    monkeypatch.syspath_prepend(tmp_path)
+    report = Report()
+    doctor_itself._look_at(report, "engine", "reinstall it", "engine", "engine.pytorch.optimizers")
+    assert report.installed == {"engine": "2.8.0"}
+    what = "engine 2.8.0 cannot be imported: ImportError: no extension"
+    assert report.problems == [{"what": what, "do": "reinstall it"}]
 
 
 def test_the_other_apex(tmp_path):
     package(tmp_path, "apex", "raise RuntimeError('not to be imported')", interfaces="")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert said["facts"]["apex"]["nvidias"] is False
     (problem,) = [problem for problem in told(said) if "apex" in problem]
     assert "is not NVIDIA's: the name on PyPI belongs to another project" in problem
     assert "pip uninstall apex" in problem
@@ -187,70 +175,63 @@ def test_an_apex_without_its_extensions(tmp_path):
     (tmp_path / "apex" / "optimizers" / "__init__.py").write_text("from apex.optimizers.fused_adam import *\n")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert said["facts"]["megatron"]["adam"] == "apex"
+    assert said["facts"]["Adam beside them"] == "apex"
     (problem,) = told(said)
     assert "was built without its CUDA extensions (amp_C), and its Adam cannot be made" in problem
     (tmp_path / "amp_C.py").write_text("")
     status, said = doctor(tmp_path)
     assert (status, said["problems"]) == (0, [])
-    assert said["facts"]["apex"] == {"version": "", "nvidias": True, "compiled": True}
+    assert said["facts"]["apex"] == "of no version"
 
 
 def test_a_triton_that_cannot_be_imported(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so')\n")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert any(problem.startswith("triton cannot be imported: ImportError: libtriton.so") for problem in told(said))
+    assert any("cannot be imported: ImportError: libtriton.so: install" in problem for problem in told(said))
 
 
-def test_megatron_training_needs_what_it_does_not_declare(tmp_path):
-    (tmp_path / "yaml.py").write_text("raise ImportError('No module named yaml')\n")
-    package(tmp_path, "psutil", "raise ImportError('No module named psutil')")
-    broken = Megatron(("muon",), "torch", "ImportError: No module named psutil")
-    (note, _) = notes(replace(HEALTHY, megatron=broken))
+def megatron(monkeypatch, release="0.19.2", error=None):
+    """What is said of Megatron where it has this release, and ``megatron.training`` this error."""
+    monkeypatch.setattr(doctor_itself, "_version_of", lambda module: release)
+    monkeypatch.setattr(doctor_itself, "_import_error", lambda first, *more: None if more else error)
+    report = Report()
+    assert doctor_itself._look_at_megatron(report) == "torch"
+    *notes, of_adam = report.notes
+    assert "is torch's" in of_adam
+    assert report.problems == []
+    return notes
+
+
+def test_megatron_training_needs_what_it_does_not_declare(monkeypatch):
+    (note,) = megatron(monkeypatch, error="ImportError: No module named psutil")
     assert "megatron.training cannot be imported (ImportError: No module named psutil)" in note
     assert "pip install psutil pyyaml" in note
 
 
-def test_a_healthy_machine_has_neither_problems_nor_notes():
-    assert list(problems(HEALTHY)) == []
-    assert list(notes(HEALTHY)) == []
+def test_an_apex_that_megatron_does_not_take_is_no_problem(tmp_path, monkeypatch):
+    package(tmp_path, "apex", "", optimizers__fused_adam="")
+    monkeypatch.syspath_prepend(tmp_path)
+    for adam, number in (("transformer_engine", 0), ("apex", 1)):
+        report = Report()
+        doctor_itself._look_at_apex(report, adam)
+        assert len(report.problems) == number
 
 
-@pytest.mark.parametrize(
-    ("found", "what", "do"),
-    [
-        ({"python": "3.11.9"}, "Python 3.11.9 is too old", "take 3.12 or newer"),
-        ({"torch": "2.5.1+cu124"}, "torch 2.5.1+cu124 is too old", "take 2.6 or newer"),
-        ({"apex": Apex("0.9.10.dev0", False, False)}, "apex 0.9.10.dev0 is not NVIDIA's", "pip uninstall apex"),
-        (
-            {"kernels": Kernels(failed="X X^T of (512, 2048) in torch.bfloat16 is off by 1.0e+00")},
-            "cannot be used on NVIDIA H100: X X^T of (512, 2048)",
-            "are computed by torch",
-        ),
-    ],
-)
-def test_problems_say_what_to_do(found, what, do):
-    (problem,) = problems(replace(HEALTHY, **found))
-    assert what in problem.what
-    assert do in problem.do
-
-
-def test_an_apex_that_megatron_does_not_take_is_no_problem():
-    assert list(problems(replace(HEALTHY, apex=Apex("0.1", nvidias=True, compiled=False)))) == []
-
-
-def test_what_is_newer_than_what_was_tried_is_noted():
-    (note,) = notes(replace(HEALTHY, core=Package("1.0.0rc1")))
+def test_what_is_newer_than_what_was_tried_is_noted(monkeypatch):
+    (note,) = megatron(monkeypatch, "1.0.0rc1")
     assert note == "megatron-core 1.0.0rc1 is newer than 0.20, the latest that was tried"
-    (note,) = notes(replace(HEALTHY, core=Package("0.20.0")))
+    (note,) = megatron(monkeypatch, "0.20.0")
     tried = "megatron-core 0.20.0 is supported as Megatron's main branch was on 22 August 2026"
     assert note == f"{tried}: what has changed since then is untried"
-    assert list(notes(replace(HEALTHY, core=Package("0.19.2")))) == []
+    assert megatron(monkeypatch) == []
 
 
-def test_kernels_that_the_gpu_cannot_run_are_noted():
+def test_kernels_that_the_gpu_cannot_run_are_noted(monkeypatch):
     reason = "the GPU has compute capability 7.0, and 8.0 is needed"
-    (note,) = notes(replace(HEALTHY, kernels=Kernels(missing=reason)))
-    assert reason in note
-    assert list(problems(replace(HEALTHY, kernels=Kernels(missing=reason)))) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor_itself, "KERNELS", {"triton": SimpleNamespace(missing=lambda device: reason)})
+    report = Report()
+    doctor_itself._look_at_kernels(report)
+    assert reason in report.notes[0]
+    assert report.problems == []

@@ -38,7 +38,7 @@ def test_a_dense_model():
     }
     assert of_qkv["[q]"] == [(32, 64)] * 2
     assert of_qkv["[k]"] == [(8, 64)] * 2
-    split = shapes(dealt_matrices(SMALL, Parallel(tensor=2, pipeline=2), WORK, split_gate_up=True).matrices)
+    split = shapes(dealt_matrices(replace(SMALL, split_gate_up=True), Parallel(tensor=2, pipeline=2), WORK).matrices)
     assert split["mlp.linear_fc1.weight[gate]", (96, 64), 2, "tp"] == 2
     assert split["mlp.linear_fc1.weight[up]", (96, 64), 2, "tp"] == 2
 

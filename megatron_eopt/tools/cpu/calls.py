@@ -110,16 +110,16 @@ def _all_to_all_single(real: Any, output: torch.Tensor, input: torch.Tensor, *ar
     def listed(argument: Any) -> Any:
         return argument.tolist() if isinstance(argument, torch.Tensor) else argument
 
-    kwargs = {name: listed(argument) for name, argument in kwargs.items()}
-    return real(output, input, *map(listed, args), **kwargs)
+    named = {name: listed(argument) for name, argument in kwargs.items()}
+    return real(output, input, *map(listed, args), **named)
 
 
 def _copied_for_writer(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     real(self, *args, **kwargs)
-    self.write_buckets = [
-        (file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
-        for file, key, (objects, tensors) in self.write_buckets
-    ]
+    copied = []
+    for file, key, (objects, tensors) in self.write_buckets:
+        copied.append((file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors])))
+    self.write_buckets = copied
 
 
 def _mesh(real: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -145,52 +145,82 @@ def redirections() -> list[Redirection]:
     factories = [name for name in names if getattr(torch, name, None) in known] + [f"{name}_like" for name in _LIKE]
     makes = "device='cuda' or a device's index means the CPU, and there is nothing to pin memory for"
     moves = "a tensor that is asked to go to the GPU stays where it is"
-    on_host = around(lambda real, self, device: real(self, _CPU if _is_cuda(device) else device))
-    contexts = "`with torch.device('cuda')` and torch.set_default_device('cuda') mean the CPU"
-    types = "Megatron tells parameters apart by names like 'torch.cuda.FloatTensor'"
     compiles = "compiling takes longer than a run on a CPU, and compiled code skips the redirections"
-    same = "the classes of GPU tensors are those of CPU tensors"
     stays = around(lambda real, self, *args, **kwargs: self)
-    found = [
-        *[Redirection(torch, name, around(_factory), makes) for name in factories],
-        *[Redirection(torch.Tensor, name, around(_factory), makes) for name in _METHODS],
-        Redirection(torch.Tensor, "to", around(_to), moves),
-        Redirection(torch.Tensor, "cuda", stays, moves),
-        Redirection(torch.nn.Module, "to", around(_to), moves),
-        Redirection(torch.nn.Module, "cuda", stays, moves),
+    found = []
+    for name in factories:
+        found.append(Redirection(torch, name, around(_factory), makes))
+    for name in _METHODS:
+        found.append(Redirection(torch.Tensor, name, around(_factory), makes))
+    for owner in (torch.Tensor, torch.nn.Module):
+        found.append(Redirection(owner, "to", around(_to), moves))
+        found.append(Redirection(owner, "cuda", stays, moves))
+    found += [
         Redirection(torch.Tensor, "pin_memory", stays, "there is no GPU to pin memory for"),
         Redirection(torch.Tensor, "record_stream", answer(), "no stream uses it behind the host's back"),
         Redirection(torch, "load", around(_load), "map_location='cuda' means the CPU"),
-        Redirection(torch.utils._device.DeviceContext, "__init__", on_host, contexts),
-        Redirection(torch.Tensor, "type", around(_type), types),
+        Redirection(
+            torch.utils._device.DeviceContext,
+            "__init__",
+            around(lambda real, self, device: real(self, _CPU if _is_cuda(device) else device)),
+            "`with torch.device('cuda')` and torch.set_default_device('cuda') mean the CPU",
+        ),
+        Redirection(
+            torch.Tensor,
+            "type",
+            around(_type),
+            "Megatron tells parameters apart by names like 'torch.cuda.FloatTensor'",
+        ),
         Redirection(torch, "compile", around(_compile), compiles),
         Redirection(torch.jit, "script", around(lambda real, obj, *args, **kwargs: obj), compiles),
     ]
-    for name in (f"{element}Tensor" for element in _ELEMENTS):
+    for element in _ELEMENTS:
+        name = f"{element}Tensor"
+        same = "the classes of GPU tensors are those of CPU tensors"
         found.append(Redirection(torch.cuda, name, becomes(getattr(torch, name)), same, follow=False))
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and hasattr(dynamo, "_stance"):  # else nothing was compiled yet, and nothing will be
-        eager = "functions that were compiled before run as they are written"
-        found.append(Redirection(dynamo, "_stance", becomes(dynamo.DynamoStance(stance="force_eager")), eager))
-    if not dist.is_available():
-        return found
-    barrier = around(lambda real, group=None, async_op=False, device_ids=None: real(group, async_op))
+        eager = becomes(dynamo.DynamoStance(stance="force_eager"))
+        found.append(Redirection(dynamo, "_stance", eager, "what was compiled before runs as it is written"))
+    if dist.is_available():
+        found += _of_process_groups()
+    return found
+
+
+def _of_process_groups() -> list[Redirection]:
     group = "there is no nccl without GPUs; gloo takes its place, without nccl's options"
-    unequal = "gloo refuses outputs of unequal sizes, nccl sends them as broadcasts"
+    found = [
+        Redirection(dist, "init_process_group", around(_init_process_group), group),
+        Redirection(dist, "new_group", around(_new_group), group),
+        Redirection(
+            dist,
+            "barrier",
+            around(lambda real, group=None, async_op=False, device_ids=None: real(group, async_op)),
+            "device_ids is nccl's alone",
+        ),
+        Redirection(
+            dist,
+            "all_gather",
+            around(_all_gather),
+            "gloo refuses outputs of unequal sizes, nccl sends them as broadcasts",
+        ),
+        Redirection(
+            "torch.distributed.device_mesh:DeviceMesh",
+            "__init__",
+            around(_mesh),
+            "FSDP looks for parameters on the devices of its mesh, and they are on the host",
+        ),
+        Redirection(
+            dist,
+            "all_to_all_single",
+            around(_all_to_all_single),
+            "Megatron makes a list of the split sizes only where it fetches them from a GPU",
+        ),
+    ]
     # The threads of a ProcessGroupGloo move the name of what each has finished into one string without a lock, and two
     # may free what was there. A std::string has memory to free from 16 characters on, and of the names of gloo's works
     # only that of several gathers in one, "ALLGATHER_COALESCED", is as long.
     twice = "two threads of gloo may free the name of such a collective twice, and the process aborts; each goes alone"
-    meshes = "FSDP looks for parameters on the devices of its mesh, and they are on the host"
-    sizes = "Megatron makes a list of the split sizes only where it fetches them from a GPU"
-    found += [
-        Redirection(dist, "init_process_group", around(_init_process_group), group),
-        Redirection(dist, "new_group", around(_new_group), group),
-        Redirection(dist, "barrier", barrier, "device_ids is nccl's alone"),
-        Redirection(dist, "all_gather", around(_all_gather), unequal),
-        Redirection("torch.distributed.device_mesh:DeviceMesh", "__init__", around(_mesh), meshes),
-        Redirection(dist, "all_to_all_single", around(_all_to_all_single), sizes),
-    ]
     for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):  # newer and older releases
         if hasattr(dist.ProcessGroup, name):
             found.append(Redirection(dist.ProcessGroup, name, around(_all_gather_coalesced), twice))
@@ -203,27 +233,37 @@ def redirections() -> list[Redirection]:
 
 def of_megatron() -> list[Redirection]:
     """Redirections in Megatron itself; installing them imports it."""
-    initialize = "megatron.training.initialize"
-    writer = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
-    warming_up = (
-        "nothing is compiled, and warming it up draws numbers, how many depends on the tensor-parallel size: the "
-        "weights would depend on it too"
-    )
-    by_fork = around(lambda real, rank, mp_mode="fork": real(rank, "fork"))
-    forked = "a new interpreter would write asynchronous saves without this backend, and the trainer wait for it"
-    copied = "a tensor that is on the host is not copied there, so an asynchronous save would write later steps"
-    found = [
+    possible = [
         without_makefile(),
         # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
-        Redirection(initialize, "set_jit_fusion_options", answer(), warming_up, required=False),
-        Redirection(initialize, "init_persistent_async_worker", by_fork, forked, required=False),
-        Redirection(writer, "prepare_write_data", around(_copied_for_writer), copied),
+        Redirection(
+            "megatron.training.initialize",
+            "set_jit_fusion_options",
+            answer(),
+            "nothing is compiled, and warming it up draws numbers, how many depends on the tensor-parallel size: the "
+            "weights would depend on it too",
+            required=False,
+        ),
+        Redirection(
+            "megatron.training.initialize",
+            "init_persistent_async_worker",
+            around(lambda real, rank, mp_mode="fork": real(rank, "fork")),
+            "a new interpreter would write asynchronous saves without this backend, and the trainer wait for it",
+            required=False,
+        ),
+        Redirection(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync",
+            "prepare_write_data",
+            around(_copied_for_writer),
+            "a tensor that is on the host is not copied there, so an asynchronous save would write later steps",
+        ),
     ]
-    found = [redirection for redirection in found if _is_there(redirection.target)]
-    # getLogger makes what is not there, without importing the module
+    found = [redirection for redirection in possible if _is_there(redirection.target)]
     one = "one generator makes the numbers of both, so Megatron finds the CPU's changed wherever it draws for the GPU"
-    loggers = (logging.getLogger(name) for name in _SEEDING)
-    return found + [Redirection(logger, "warning", around(_warning), one, follow=False) for logger in loggers]
+    for name in _SEEDING:
+        # getLogger makes what is not there, without importing the module
+        found.append(Redirection(logging.getLogger(name), "warning", around(_warning), one, follow=False))
+    return found
 
 
 def _warning(real: Any, message: Any, *args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,13 @@ from megatron_eopt.redirect import Redirection, answer, around, becomes
 
 # Before this Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
 _CAPABILITY = (10, 0)
+_NOTHING_HELD = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "device_memory_used",
+    "memory_reserved",
+    "max_memory_reserved",
+)
 
 
 class _Stream:
@@ -69,35 +76,7 @@ def redirections() -> list[Redirection]:
     )
     index = "one device per local rank, as with GPUs; the index means nothing else"
     finished = "the host has done the work when the call returns"
-    answers: dict[str, dict[str, Callable[[], Any] | None]] = {
-        "Megatron trains only where a GPU is; the host stands in for it": {
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "get_device_name": lambda: "cpu",
-        },
-        "there is no driver to start": {"init": None, "_lazy_init": None},
-        index: {"device_count": _local_ranks, "current_device": lambda: chosen},
-        "from here on no CUDA_DEVICE_MAX_CONNECTIONS=1 is asked for": {
-            "get_device_capability": lambda: _CAPABILITY,
-            "get_device_properties": lambda: properties,
-        },
-        "the CPU computes in bfloat16": {"is_bf16_supported": lambda: True},
-        "there are no CUDA graphs": {"is_current_stream_capturing": lambda: False},
-        finished: {
-            "synchronize": None,
-            "set_stream": None,
-            "stream": _DeviceGuard,
-            "current_stream": lambda: stream,
-            "default_stream": lambda: stream,
-        },
-        "no GPU holds anything; its memory is the host's": {
-            **dict.fromkeys(("memory_allocated", "max_memory_allocated", "device_memory_used"), lambda: 0),
-            **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda: 0),
-            "memory_stats": Counter,  # any statistic asked of it is 0
-            "mem_get_info": lambda: (host_memory, host_memory),
-            **dict.fromkeys(("reset_peak_memory_stats", "empty_cache", "ipc_collect")),
-        },
-    }
+    empty = "no GPU holds anything; its memory is the host's"
     # One generator serves what on GPUs are two: a draw for the GPU moves the numbers that the CPU draws next.
     generator = torch.default_generator
     kept = "the CPU's generator makes the numbers, so it is the one whose state is kept"
@@ -108,27 +87,63 @@ def redirections() -> list[Redirection]:
     def set_rng_state(real: Any, new_state: torch.Tensor, device: Any = "cuda") -> None:
         generator.set_state(new_state)
 
-    random_numbers = {
-        "manual_seed": around(seed),
-        "manual_seed_all": around(seed),
-        "get_rng_state": around(lambda real, device="cuda": generator.get_state()),
-        "set_rng_state": around(set_rng_state),
-        "default_generators": becomes((generator,) * _local_ranks()),
+    of_cuda: dict[str, dict[str, Callable[[Any], Any]]] = {  # reason -> name and make
+        "Megatron trains only where a GPU is; the host stands in for it": {
+            "is_available": answer(lambda: True),
+            "is_initialized": answer(lambda: True),
+            "get_device_name": answer(lambda: "cpu"),
+        },
+        "there is no driver to start": {"init": answer(), "_lazy_init": answer()},
+        "what waits for the driver to start can run at once": {
+            "_lazy_call": around(lambda real, waiting, **kwargs: waiting()),
+        },
+        index: {
+            "device_count": answer(_local_ranks),
+            "current_device": answer(lambda: chosen),
+            "set_device": around(set_device),
+        },
+        "from here on no CUDA_DEVICE_MAX_CONNECTIONS=1 is asked for": {
+            "get_device_capability": answer(lambda: _CAPABILITY),
+            "get_device_properties": answer(lambda: properties),
+        },
+        "the CPU computes in bfloat16": {"is_bf16_supported": answer(lambda: True)},
+        "there are no CUDA graphs": {"is_current_stream_capturing": answer(lambda: False)},
+        finished: {
+            "synchronize": answer(),
+            "set_stream": answer(),
+            "stream": answer(_DeviceGuard),
+            "current_stream": answer(lambda: stream),
+            "default_stream": answer(lambda: stream),
+            "Stream": becomes(_Stream),
+            "Event": becomes(_Event),
+            "ExternalStream": becomes(_ExternalStream),
+            "device": becomes(_DeviceGuard),
+        },
+        empty: {
+            "memory_stats": answer(Counter),  # any statistic asked of it is 0
+            "mem_get_info": answer(lambda: (host_memory, host_memory)),
+        },
+        kept: {
+            "manual_seed": around(seed),
+            "manual_seed_all": around(seed),
+            "get_rng_state": around(lambda real, device="cuda": generator.get_state()),
+            "set_rng_state": around(set_rng_state),
+            "default_generators": becomes((generator,) * _local_ranks()),
+        },
     }
-    classes = {"Stream": _Stream, "Event": _Event, "ExternalStream": _ExternalStream, "device": _DeviceGuard}
-    at_once = "what waits for the driver to start can run at once"
+    found = []
+    for reason, makes in of_cuda.items():
+        for name, make in makes.items():
+            found.append(Redirection(torch.cuda, name, make, reason))
+    for name in _NOTHING_HELD:
+        found.append(Redirection(torch.cuda, name, answer(lambda: 0), empty))
+    for name in ("reset_peak_memory_stats", "empty_cache", "ipc_collect"):
+        found.append(Redirection(torch.cuda, name, answer(), empty))
+    for name in ("range_push", "range_pop", "mark"):
+        found.append(Redirection(torch.cuda.nvtx, name, answer(), "there is no NVTX to mark"))
     unasked = "torch.optim and DataLoader would go on to ask the driver; torch.cuda.is_available said yes"
-    marks = ("range_push", "range_pop", "mark")
-    nvtx = "there is no NVTX to mark"
-    return [
-        *[Redirection(torch.cuda, name, answer(value), why) for why in answers for name, value in answers[why].items()],
-        *[Redirection(torch.cuda, name, becomes(stand_in), finished) for name, stand_in in classes.items()],
-        Redirection(torch.cuda, "set_device", around(set_device), index),
-        Redirection(torch.cuda, "_lazy_call", around(lambda real, waiting, **kwargs: waiting()), at_once),
-        *[Redirection(torch.cuda.nvtx, name, answer(), nvtx) for name in marks],
-        Redirection(torch.accelerator, "is_available", answer(lambda: False), unasked),
-        *[Redirection(torch.cuda, name, make, kept) for name, make in random_numbers.items()],
-    ]
+    found.append(Redirection(torch.accelerator, "is_available", answer(lambda: False), unasked))
+    return found
 
 
 def _local_ranks() -> int:

@@ -7,9 +7,6 @@
 import argparse
 import math
 import os
-import re
-import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
@@ -21,11 +18,11 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain, figure
-from megatron_eopt.parallel.plan import TpMode, make_plan
+from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.routing import table, write_json
 from megatron_eopt.routing.text import aligned, megabytes
-from megatron_eopt.tools.plan.models import GPUS, MODELS, Model, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import GPUS, MODELS, Model, Parallel
 from megatron_eopt.tools.plan.sweep import Point, numbers_of, point_of, swept, where_it_stops
 from megatron_eopt.tools.plan.sweep import table as swept_table
 
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_eopt.tools.plan.described import PlannedRun
 
 _OF_RUN = {"--world-size", "--full", "--json"}
-_RATES = {"--gpu", "--tflops", "--bandwidth", "--latency"}
 _OF_EXPERTS = {
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
@@ -42,11 +38,18 @@ _OF_EXPERTS = {
     "--first-dense-layers",
 }
 _OF_LATENT_ATTENTION = {"--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"}
+_RANKS = {  # of Parallel
+    "tensor": ("--tensor-model-parallel-size", None),
+    "expert_tensor": ("--expert-tensor-parallel-size", "of experts, by default as --tensor-model-parallel-size"),
+    "expert": ("--expert-model-parallel-size", None),
+    "pipeline": ("--pipeline-model-parallel-size", None),
+    "data": ("--data-parallel-size", "over which the layer-wise distributed optimizer deals whole parameters"),
+}
+_SWITCHES = {"swiglu": "fc1 has gate and up", "split_gate_up": "gate and up as two matrices; Megatron has one"}
 _OF_POINTS = """A step is that of the busiest rank, with 10 ps an entry for momentum, decay and update.
 The mean is what it would take if the work were shared evenly. The gather brings bf16 parameters to all data-parallel
 ranks, at the same bandwidth: between nodes it takes as much longer as their network is slower. State is a momentum and
 a copy of the parameters, in fp32. Embeddings, output layer and activations are not counted."""
-_QUIET = 2.0  # seconds before progress is printed
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,36 +60,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=MODELS, help="its sizes, which the flags below override")
     for field in fields(Model):
-        if field.name == "swiglu":
-            model.add_argument("--swiglu", action="store_true", default=None, help="fc1 has gate and up")
+        if field.type is bool:
+            model.add_argument(_flag(field.name), action="store_true", default=None, help=_SWITCHES[field.name])
         else:
             model.add_argument(_flag(field.name), type=_positive)
-    model.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
 
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--sweep-gpus", metavar="FIRST..LAST", help="a line for each number of GPUs, and where to stop")
-    ranks.add_argument("--tensor-model-parallel-size", dest="tensor", type=_positive, default=1)
-    ranks.add_argument(
-        "--expert-tensor-parallel-size",
-        dest="expert_tensor",
-        type=_positive,
-        help="of experts, by default as --tensor-model-parallel-size",
-    )
-    ranks.add_argument("--expert-model-parallel-size", dest="expert", type=_positive, default=1)
-    ranks.add_argument("--pipeline-model-parallel-size", dest="pipeline", type=_positive, default=1)
-    ranks.add_argument(
-        "--data-parallel-size",
-        dest="data",
-        type=_positive,
-        default=1,
-        help="over which the layer-wise distributed optimizer deals whole parameters",
-    )
+    for field in fields(Parallel):
+        flag, told = _RANKS[field.name]
+        ranks.add_argument(flag, dest=field.name, type=_positive, default=field.default, help=told)
+    ranks.set_defaults(expert_tensor=None)
 
     muon = parser.add_argument_group("Muon")
     iteration = NewtonSchulz()
-    sets = get_supported_coefficient_types()
     muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default=DEFAULT_TP_MODE)
-    muon.add_argument("--muon-coefficient-type", choices=sets, default=iteration.coefficient_type)
+    muon.add_argument(
+        "--muon-coefficient-type", choices=get_supported_coefficient_types(), default=iteration.coefficient_type
+    )
     muon.add_argument("--muon-num-ns-steps", type=_positive, default=iteration.steps)
     muon.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
     muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
@@ -99,12 +90,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
     rates = parser.add_argument_group("rates of one rank")
-    published = "half of its published operations, two thirds of its NVLink; the flags below override them"
-    rates.add_argument("--gpu", choices=GPUS, help=published)
-    flops = f"TFLOP/s, instead of the GPU's or {DEFAULT_RATES.flops / 1e12:g}"
-    rates.add_argument("--tflops", type=_above_zero, help=flops)
-    sent = f"GB/s sent, instead of the GPU's or {DEFAULT_RATES.bytes / 1e9:g}"
-    rates.add_argument("--bandwidth", type=_above_zero, help=sent)
+    rates.add_argument(
+        "--gpu",
+        choices=GPUS,
+        help="half of its published operations, two thirds of its NVLink; the flags below override them",
+    )
+    rates.add_argument(
+        "--tflops", type=_above_zero, help=f"TFLOP/s, instead of the GPU's or {DEFAULT_RATES.flops / 1e12:g}"
+    )
+    rates.add_argument(
+        "--bandwidth", type=_above_zero, help=f"GB/s sent, instead of the GPU's or {DEFAULT_RATES.bytes / 1e9:g}"
+    )
     rates.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
 
     run = parser.add_argument_group("with -- and the flags of a Megatron pretrain command, which say all of the above")
@@ -117,13 +113,8 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     if flags is not None:
         return _print_planned_run(options, flags)
     model = _model(options)
-    parallel = Parallel(
-        tensor=options.tensor,
-        expert_tensor=options.expert_tensor or options.tensor,
-        expert=options.expert,
-        pipeline=options.pipeline,
-        data=options.data,
-    )
+    sizes = {field.name: getattr(options, field.name) for field in fields(Parallel)}
+    parallel = Parallel(**sizes | {"expert_tensor": options.expert_tensor or options.tensor})
     _check(options, model, parallel)
     iteration = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
     work = Work(
@@ -132,61 +123,45 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
         share=1.0 if options.dense else 0.5,
         itemsize=options.exchange_itemsize,
     )
+    mode = options.muon_tp_mode
     rates = _rates(options)
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
     if options.sweep_gpus is None:
-        points = [_print_one(options, model, parallel, work, rates, workspace)]
+        point = point_of(model, parallel, work, mode, rates, workspace)
+        points = [point]
+        print(explain(point.plan, work, rates, workspace))
+        for deal in point.stage.deals:
+            print(f"\n{deal}.")
+        print(f"\n{swept_table(points)}\n\n{_OF_POINTS}")
     else:
-        points = _print_sweep(options, model, parallel, work, rates, workspace)
+        of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
+        gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
+        points = swept(model, parallel, gpus, work, mode, rates, workspace)
+        print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
+        modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
+        print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
     _print_notes(options.gpu, model, parallel, points)
     return 0
 
 
 def _check(options: argparse.Namespace, model: Model, parallel: Parallel) -> None:
     """Refuse flags without effect, and more stages or dense layers than layers."""
+    without_effect = {"without -- and the flags of a run": _OF_RUN}
+    if model.num_experts is None:
+        without_effect["without --num-experts"] = _OF_EXPERTS
+    if model.kv_lora_rank is None:
+        without_effect["without --kv-lora-rank"] = _OF_LATENT_ATTENTION
+    if options.sweep_gpus:
+        without_effect["with --sweep-gpus"] = {"--data-parallel-size"}
     given = _given(options)
-    for unused, needed in (
-        (given & _OF_RUN, "without -- and the flags of a run"),
-        (given & _OF_EXPERTS if model.num_experts is None else None, "without --num-experts"),
-        (given & _OF_LATENT_ATTENTION if model.kv_lora_rank is None else None, "without --kv-lora-rank"),
-        (given & {"--data-parallel-size"} if options.sweep_gpus else None, "with --sweep-gpus"),
-    ):
-        if unused:
-            raise ValueError(f"{', '.join(sorted(unused))} would have no effect {needed}")
-    for flag, number in (
-        ("--first-dense-layers", model.first_dense_layers),
-        ("--pipeline-model-parallel-size", parallel.pipeline),
-    ):
-        if number > model.num_layers:
-            raise ValueError(f"{flag} {number} is more than {model.num_layers} layers")
-
-
-def _print_one(
-    options: argparse.Namespace, model: Model, parallel: Parallel, work: Work, rates: Rates, workspace: Workspace
-) -> Point:
-    mode = options.muon_tp_mode
-    stage = dealt_matrices(model, parallel, work, mode, rates, split_gate_up=options.split_gate_up)
-    plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
-    print(explain(plan, work, rates, workspace))
-    for deal in stage.deals:
-        print(f"\n{deal}.")
-    gpus = parallel.tensor * parallel.pipeline * parallel.data
-    point = point_of(stage, plan, gpus, parallel.data, work, rates, workspace)
-    print(f"\n{swept_table([point])}\n\n{_OF_POINTS}")
-    return point
-
-
-def _print_sweep(
-    options: argparse.Namespace, model: Model, parallel: Parallel, work: Work, rates: Rates, workspace: Workspace
-) -> list[Point]:
-    mode = options.muon_tp_mode
-    of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
-    gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
-    points = swept(model, parallel, gpus, work, mode, rates, workspace, split_gate_up=options.split_gate_up)
-    print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
-    modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
-    print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
-    return points
+    for why, flags in without_effect.items():
+        if given & flags:
+            raise ValueError(f"{', '.join(sorted(given & flags))} would have no effect {why}")
+    if max(model.first_dense_layers, parallel.pipeline) > model.num_layers:
+        raise ValueError(
+            f"--first-dense-layers {model.first_dense_layers} or --pipeline-model-parallel-size {parallel.pipeline} is "
+            f"more than {model.num_layers} layers"
+        )
 
 
 def _print_notes(gpu: str | None, model: Model, parallel: Parallel, points: Sequence[Point]) -> None:
@@ -194,60 +169,36 @@ def _print_notes(gpu: str | None, model: Model, parallel: Parallel, points: Sequ
         memory = GPUS[gpu].memory
         full = [f"{point.gpus:,}" for point in points if sum(point.memory) > memory]
         if full:
-            gpus = f"{', '.join(full)} GPU{'' if full == ['1'] else 's'}"
-            print(f"\nnote: with {gpus} that is more memory than the {memory / 1e9:.0f} GB of one {gpu}.")
+            print(
+                f"\nnote: with {', '.join(full)} GPUs that is more memory than the {memory / 1e9:.0f} GB of one {gpu}."
+            )
     if model.num_layers % parallel.pipeline:
-        shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
-        print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
-        print("Megatron takes --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for that.")
+        print(
+            f"\nnote: {model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages. This is "
+            f"the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.\n"
+            "Megatron takes --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for that."
+        )
 
 
 def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    _check_of_run(options, flags)
+    if not flags:
+        raise ValueError("expected the flags of a pretrain command after --")
+    unused = sorted(_given(options) - _OF_RUN)
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} would have no effect: the flags after -- say all of the run but --world-size, and "
+            f"rates are the default ones"
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
     from megatron_eopt.tools.plan.described import planned_run
 
-    begun = time.monotonic()
-
-    def progress(done: int, stages: int) -> None:
-        if time.monotonic() - begun > _QUIET:
-            print(f"megatron-eopt plan: {done} of {stages} pipeline stages planned", file=sys.stderr, flush=True)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, of missing packages
-        try:
-            run = planned_run(flags, options.world_size, progress)
-        except ValueError as error:
-            missing = re.search(r"assert args\.(?:encoder_)?(\w+) is not None", str(error))
-            if missing is not None:
-                raise ValueError(f"the flags after -- lack {_flag(missing[1])}") from None
-            if "world size" not in str(error) and "data_parallel_size" not in str(error):
-                raise
-            ranks = options.world_size or "as few as the parallel sizes allow, by default"
-            raise ValueError(f"{error}; the world size is that of --world-size before -- ({ranks})") from None
+        run = planned_run(flags, options.world_size)
     _print_run(run, options.full)
     if options.json is not None:
         write_json(run.families, options.json)
     return 1 if run.problems else 0
-
-
-def _check_of_run(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Refuse flags that stand on the wrong side of ``--``."""
-    if not flags:
-        raise ValueError("expected the flags of a pretrain command after --")
-    given = _given(options)
-    unused = sorted(given - _OF_RUN)
-    if unused:
-        more = ""
-        if "--data-parallel-size" in given:
-            more = "; ranks are data-parallel by --world-size N before --"
-        if _RATES & given:
-            assumed = f"{DEFAULT_RATES.flops / 1e12:g} TFLOP/s and {DEFAULT_RATES.bytes / 1e9:g} GB/s"
-            more = f", and it plans with {assumed} on every GPU; plan --model takes other rates"
-        raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{more}")
-    for flag in flags:
-        if flag.partition("=")[0] in ("--world-size", "--data-parallel-size"):
-            raise ValueError(f"{flag} is no flag of Megatron's: give --world-size N, before --")
 
 
 def _print_run(run: "PlannedRun", full: bool) -> None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import NamedTuple
 
+from megatron_eopt.matrices import GATE_UP, WHOLE, Split, query_key_value
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
-from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut, cut_at, whole
+from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
 _HEADS = "--num-attention-heads over --tensor-model-parallel-size"
@@ -27,6 +30,7 @@ class Model:
     num_query_groups: int | None = None  # None for as many as heads
     kv_channels: int | None = None  # columns of one head; None for hidden_size / num_attention_heads
     swiglu: bool = False  # whether linear_fc1 has gate and up, fused
+    split_gate_up: bool = False  # whether these are two matrices; Megatron has one
     num_experts: int | None = None  # None for a dense model
     moe_ffn_hidden_size: int | None = None  # of one expert; None for ffn_hidden_size
     moe_shared_expert_intermediate_size: int | None = None  # of what every token passes beside experts; None for none
@@ -140,27 +144,9 @@ class Stage(NamedTuple):
         """Bytes of bf16 parameters, fp32 gradients, and of a momentum and a copy of the parameters in fp32."""
         return 2 * self.held, 4 * self.held, 8 * self.kept
 
-    def plus(self, other: "Stage") -> "Stage":
-        """What a rank has that is the busiest with both."""
-        return Stage(
-            self.matrices + other.matrices,
-            self.deals + other.deals,
-            self.seconds + other.seconds,
-            self.mean + other.mean,
-            self.held + other.held,
-            self.kept + other.kept,
-            self.gathered + other.gathered,
-        )
-
 
 def dealt_matrices(
-    model: Model,
-    parallel: Parallel,
-    work: Work,
-    mode: TpMode = "auto",
-    rates: Rates = DEFAULT_RATES,
-    *,
-    split_gate_up: bool = False,
+    model: Model, parallel: Parallel, work: Work, mode: TpMode = "auto", rates: Rates = DEFAULT_RATES
 ) -> Stage:
     """The busiest long stage.
 
@@ -174,11 +160,12 @@ def dealt_matrices(
         starts.setdefault(max(0, model.first_dense_layers - first), first)
     stages = []
     for first in starts.values():
-        dense, experts = _parameters(model, parallel, range(first, first + length), split_gate_up)
+        dense, experts = _parameters(model, parallel, range(first, first + length))
         stage = _dealt(dense, parallel.data, work, mode, rates)
         if experts:
             ranks = _divided(parallel.tensor * parallel.data, parallel.expert_tensor * parallel.expert, _EXPERTS)
-            stage = stage.plus(_dealt(experts, ranks, work, mode, rates))
+            of_experts = _dealt(experts, ranks, work, mode, rates)
+            stage = Stage(*map(add, stage, of_experts))  # one rank may be the busiest with both
         stages.append(stage)
     slowest = max(stages, key=lambda stage: stage.seconds)
     fullest = max(stages, key=lambda stage: sum(stage.memory))
@@ -215,91 +202,86 @@ def _dealt(parameters: Sequence[Matrices], data: int, work: Work, mode: TpMode, 
     )
 
 
-def _parameters(
-    model: Model, parallel: Parallel, layers: Sequence[int], split_gate_up: bool
-) -> tuple[list[Matrices], list[Matrices]]:
+def _parameters(model: Model, parallel: Parallel, layers: Sequence[int]) -> tuple[list[Matrices], list[Matrices]]:
     """Dense parameters of layers, and those of a rank's experts."""
     dense: list[Matrices] = []
     experts: list[Matrices] = []
     for layer in layers:
         name = f"decoder.layers.{layer}"
-        attention = _attention if model.kv_lora_rank is None else _latent_attention
-        dense += attention(f"{name}.self_attention", model, parallel.tensor)
+        if model.kv_lora_rank is None:
+            dense += _attention(f"{name}.self_attention", model, parallel.tensor)
+        else:
+            dense += _latent_attention(f"{name}.self_attention", model, parallel.tensor)
         if model.num_experts is None or layer < model.first_dense_layers:
-            dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor, "tp", split_gate_up)
+            dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor)
             continue
-        dense.append(_whole(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size)))
+        dense.append(_shared(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size), 0, 1))
         shared = model.moe_shared_expert_intermediate_size
         if shared is not None:
-            dense += _mlp(f"{name}.mlp.shared_experts", model, shared, parallel.tensor, "tp", split_gate_up)
+            dense += _mlp(f"{name}.mlp.shared_experts", model, shared, parallel.tensor)
         columns = model.moe_ffn_hidden_size or model.ffn_hidden_size
         here = _divided(model.num_experts, parallel.expert, "--num-experts over --expert-model-parallel-size")
         for expert in range(here):
             at = f"{name}.mlp.experts.local_experts.{expert}"
-            experts += _mlp(at, model, columns, parallel.expert_tensor, "expt_tp", split_gate_up)
+            experts += _mlp(at, model, columns, parallel.expert_tensor, "expt_tp")
     return dense, experts
 
 
 def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """QKV, with rows interleaved by query group, and output projection."""
+    hidden = model.hidden_size
     heads = model.num_attention_heads
-    _divided(heads, ranks, _HEADS)
-    channels = model.kv_channels or _divided(model.hidden_size, heads, "--hidden-size over --num-attention-heads")
     groups = model.num_query_groups or heads
-    rows = (_divided(heads, groups, "--num-attention-heads over --num-query-groups") * channels, channels, channels)
-    of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over --tensor-model-parallel-size")
-    qkv = []
-    before = 0
-    for letter, height in zip("qkv", rows, strict=True):
-        # Rows of this matrix before each rank's first: whole groups, and some of the group that the rank begins in.
-        edges = []
-        for rank in range(ranks + 1):
-            group, inside = divmod(rank * of_rank, sum(rows))
-            edges.append(group * height + min(max(inside - before, 0), height))
-        shape = (groups * height, model.hidden_size)
-        qkv.append(Matrix(f"{name}.linear_qkv.weight[{letter}]", shape, cut_at(shape, 0, edges)))
-        before += height
-    return [tuple(qkv), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
+    _divided(heads, ranks, _HEADS)
+    channels = model.kv_channels or _divided(hidden, heads, "--hidden-size over --num-attention-heads")
+    queries = _divided(heads, groups, "--num-attention-heads over --num-query-groups") * channels
+    rows = groups * (queries + channels + channels)
+    split = query_key_value((queries, channels, channels))
+    return [
+        _shared(f"{name}.linear_qkv.weight", (rows, hidden), 0, ranks, split=split),
+        _shared(f"{name}.linear_proj.weight", (hidden, heads * channels), 1, ranks),
+    ]
 
 
 def _latent_attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """Projections down to the ranks of latents, which are not cut, and up."""
-    heads = model.num_attention_heads
     hidden = model.hidden_size
+    heads = model.num_attention_heads
     latent = model.kv_lora_rank or 0
     _divided(heads, ranks, _HEADS)
-    of_query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-    found = [_whole(f"{name}.linear_kv_down_proj.weight", (latent + model.qk_pos_emb_head_dim, hidden))]
-    up = [("linear_kv_up_proj", (heads * (model.qk_head_dim + model.v_head_dim), latent))]
+    queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    keys_and_values = heads * (model.qk_head_dim + model.v_head_dim)
+    found = [
+        _shared(f"{name}.linear_kv_down_proj.weight", (latent + model.qk_pos_emb_head_dim, hidden), 0, 1),
+        _shared(f"{name}.linear_kv_up_proj.weight", (keys_and_values, latent), 0, ranks),
+        _shared(f"{name}.linear_proj.weight", (hidden, heads * model.v_head_dim), 1, ranks),
+    ]
     if model.q_lora_rank is None:
-        up.append(("linear_q_proj", (of_query, hidden)))
+        found.append(_shared(f"{name}.linear_q_proj.weight", (queries, hidden), 0, ranks))
     else:
-        found.append(_whole(f"{name}.linear_q_down_proj.weight", (model.q_lora_rank, hidden)))
-        up.append(("linear_q_up_proj", (of_query, model.q_lora_rank)))
-    found += [(_sharded(f"{name}.{each}.weight", shape, 0, ranks),) for each, shape in up]
-    return [*found, (_sharded(f"{name}.linear_proj.weight", (hidden, heads * model.v_head_dim), 1, ranks),)]
+        found.append(_shared(f"{name}.linear_q_down_proj.weight", (model.q_lora_rank, hidden), 0, 1))
+        found.append(_shared(f"{name}.linear_q_up_proj.weight", (queries, model.q_lora_rank), 0, ranks))
+    return found
 
 
-def _whole(name: str, shape: Shape) -> Matrices:
-    return (Matrix(name, shape, (whole(shape),)),)
-
-
-def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
-    of = "experts" if group == "expt_tp" else "an MLP"
-    _divided(columns, ranks, f"columns of {of} over their tensor-parallel ranks")
+def _mlp(name: str, model: Model, columns: int, ranks: int, group: str = "tp") -> list[Matrices]:
     hidden = model.hidden_size
-    first = f"{name}.linear_fc1.weight"
-    if not model.swiglu:
-        fc1 = [_sharded(first, (columns, hidden), 0, ranks, group)]
-    elif split:
-        fc1 = [_sharded(f"{first}[{part}]", (columns, hidden), 0, ranks, group) for part in ("gate", "up")]
-    else:
-        fc1 = [_sharded(first, (2 * columns, hidden), 0, ranks, group)]
-    return [tuple(fc1), (_sharded(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),)]
+    rows = 2 * columns if model.swiglu else columns
+    split = GATE_UP if model.swiglu and model.split_gate_up else WHOLE
+    return [
+        _shared(f"{name}.linear_fc1.weight", (rows, hidden), 0, ranks, group, split),
+        _shared(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),
+    ]
 
 
-def _sharded(name: str, shape: Shape, dim: int, ranks: int, group: str = "tp") -> Matrix:
-    return Matrix(name, shape, cut(shape, dim, ranks), group)
+def _shared(name: str, shape: Shape, dim: int, ranks: int, group: str = "tp", split: Split = WHOLE) -> Matrices:
+    """The logical matrices of a parameter that ranks share by rows or columns."""
+    layouts = split_layout(Layout(shape, cut(shape, dim, ranks)), split)
+    matrices = []
+    for part, layout in zip(split.names(shape[0]), layouts, strict=True):
+        of_part = f"{name}[{part}]" if part else name
+        matrices.append(Matrix(of_part, layout.shape, layout.rectangles, group))
+    return tuple(matrices)
 
 
 def _divided(size: int, by: int, what: str) -> int:

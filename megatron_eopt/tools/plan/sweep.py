@@ -36,6 +36,7 @@ class Point:
     gpus: int
     data: int  # data-parallel ranks
     stage: Stage
+    plan: Plan  # of the busiest rank
     sent: int  # bytes of the busiest rank, to orthogonalize
     gather: float  # seconds in which bf16 parameters come to all data-parallel ranks
     memory: tuple[int, int, int, int]  # bytes of parameters, gradients, state and temporaries
@@ -81,12 +82,15 @@ def numbers_of(text: str, model_parallel: int) -> list[int]:
     return found
 
 
-def point_of(stage: Stage, plan: Plan, gpus: int, data: int, work: Work, rates: Rates, workspace: Workspace) -> Point:
-    """What a step takes where a plan is that of a stage's busiest rank."""
+def point_of(model: Model, parallel: Parallel, work: Work, mode: TpMode, rates: Rates, workspace: Workspace) -> Point:
+    """What a step takes on so many ranks."""
+    stage = dealt_matrices(model, parallel, work, mode, rates)
+    plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
     return Point(
-        gpus,
-        data,
-        stage,
+        gpus=parallel.tensor * parallel.pipeline * parallel.data,
+        data=parallel.data,
+        stage=stage,
+        plan=plan,
         sent=plan_cost(plan, work, rates).bytes,
         gather=2 * stage.gathered / rates.bytes,
         memory=(*stage.memory, step_bytes(plan, work, workspace)),
@@ -101,17 +105,12 @@ def swept(
     mode: TpMode,
     rates: Rates,
     workspace: Workspace,
-    *,
-    split_gate_up: bool = False,
 ) -> list[Point]:
     """A point for each number of GPUs, whose data parallelism follows from it."""
     points = []
     for number in gpus:
         data = number // (parallel.tensor * parallel.pipeline)
-        here = replace(parallel, data=data)
-        stage = dealt_matrices(model, here, work, mode, rates, split_gate_up=split_gate_up)
-        plan = make_plan(stage.matrices, mode, work, rates, workspace=workspace)
-        points.append(point_of(stage, plan, number, data, work, rates, workspace))
+        points.append(point_of(model, replace(parallel, data=data), work, mode, rates, workspace))
     return points
 
 
@@ -136,12 +135,9 @@ def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rat
     if last is None:
         return f"Up to {points[-1].gpus:,} GPUs more of them make the step faster."
     longest = max(last.stage.matrices, key=lambda matrix: whole_flops(matrix.shape, work))
+    alone = plan_cost(make_plan([longest], mode, work, rates), work, rates)
     rows, cols = longest.shape
-    alone = plan_cost(make_plan([longest], mode, work, rates), work, rates).seconds
-    beyond = f"More than {last.gpus:,} GPUs hardly make the step faster"
-    if alone < last.stage.seconds / 2:  # such as logical matrices of one parameter, or dense ones beside experts
-        return f"{beyond}: what the busiest rank then has is one parameter, or one of a kind."
     return (
-        f"{beyond}: {longest.name}, {rows} x {cols}, is the work of one data-parallel rank and takes "
-        f"{figure(alone * 1e3)} ms."
+        f"More than {last.gpus:,} GPUs hardly make the step faster: {longest.name}, {rows} x {cols}, is the "
+        f"work of one data-parallel rank and takes {figure(alone.seconds * 1e3)} ms."
     )

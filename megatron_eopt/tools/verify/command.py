@@ -14,7 +14,7 @@ from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.routing import from_json, table
 from megatron_eopt.tools.verify import optimizers
-from megatron_eopt.tools.verify.data import Data, check_data, check_integrity, check_sums, check_tiling
+from megatron_eopt.tools.verify.data import check_data, check_sums, check_tiling
 
 _SIZES = {
     "tensor_model_parallel_size": "TP",
@@ -47,9 +47,14 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     """Print the report of a checkpoint; returns the exit status."""
     try:
         report = _report(options)
-        text = json.dumps(report, indent=1) if options.json else "\n".join(map(printable, _lines(report)))
+        if options.json:
+            text = json.dumps(report, indent=1, default=str)
+        else:
+            text = "\n".join(map(printable, _lines(report)))
     except Exception as error:  # what is damaged or hostile raises anything
-        what = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        what = str(error)
+        if not isinstance(error, ValueError | OSError):
+            what = f"{type(error).__name__}: {what}"
         if options.json:
             print(json.dumps({"ok": False, "unreadable": what}))
         print(printable(f"megatron-eopt verify-checkpoint: {what}"), file=sys.stderr)
@@ -60,43 +65,39 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
 
 def _report(options: argparse.Namespace) -> dict[str, Any]:
     contents = read_contents(newest(options.folder))
-    data, problems = _checked(contents, options)
-    report = _about(contents)
-    report["data"] = data and {"archives": data.archives, "bytes": data.bytes, "compared": data.compared}
-    report["problems"] = [problem._asdict() for problem in problems]
-    report["errors"] = sum(problem.severity == "error" for problem in problems)
-    report["warnings"] = len(problems) - report["errors"]
-    report["ok"] = not report["errors"]
-    if options.manifest:
-        blocks = blocks_of(contents.common.get("optimizer"))
-        report["manifest"] = next((block["manifest"] for block in blocks if "manifest" in block), None)
-    return report
-
-
-def _checked(contents: Contents, options: argparse.Namespace) -> tuple[Data | None, list[Problem]]:
-    files = list(check_files(contents))
-    problems = [*files, *check_tiling(contents), *_check_tracker(contents.folder)]
+    optimizer = contents.common.get("optimizer")
+    problems = list(check_files(contents))
+    read_data = not options.no_data and not problems
+    problems += check_tiling(contents)
+    folder = contents.folder
+    if folder.name.startswith("iter_") and not (folder.resolve().parent / TRACKER).exists():
+        advice = "Megatron would start anew from the folder above: write the iteration into that file"
+        problems.append(Problem("warning", f"there is no {TRACKER} beside {folder.name}", advice))
     problems += check_pickles(contents, {*options.trust_globals.split(",")})
     problems += check_counts(contents)
     entries = {key: tensor.entries for key, tensor in contents.tensors.items()}
     sums: Sums = {}
     try:
-        sums = saved_sums(contents.common.get(CHECKSUMS), contents.common.get("optimizer"), entries)
+        sums = saved_sums(contents.common.get(CHECKSUMS), optimizer, entries)
     except CheckpointError as error:
         problems.append(Problem("error", str(error), "a run loads it with --no-checksums alone"))
     problems += check_sums(contents, sums)
-    data = None
-    if not options.no_data and not files:
+    report = _about(contents)
+    report["data"] = None
+    if read_data:
         data = check_data(contents, sums)
-        problems += [*data.problems, *check_integrity(contents)]
+        problems += data.problems
+        report["data"] = {"archives": data.archives, "bytes": data.bytes, "compared": data.compared}
     problems += optimizers.check_states(contents)
-    return data, problems
-
-
-def _check_tracker(folder: Path) -> Iterator[Problem]:
-    if folder.name.startswith("iter_") and not (folder.resolve().parent / TRACKER).exists():
-        advice = "Megatron would start anew from the folder above: write the iteration into that file"
-        yield Problem("warning", f"there is no {TRACKER} beside {folder.name}", advice)
+    report["problems"] = [problem._asdict() for problem in problems]
+    report["errors"] = sum(problem.severity == "error" for problem in problems)
+    report["warnings"] = len(problems) - report["errors"]
+    report["ok"] = not report["errors"]
+    if options.manifest:
+        report["manifest"] = None
+        for block in blocks_of(optimizer):
+            report["manifest"] = report["manifest"] or block.get("manifest")
+    return report
 
 
 def _about(contents: Contents) -> dict[str, Any]:
@@ -107,18 +108,18 @@ def _about(contents: Contents) -> dict[str, Any]:
     found = []
     for optimizer in optimizers.optimizer_states(contents):
         states = {state: _totals(tensors) for state, tensors in optimizer.states.items()}
-        settings = _plain(optimizer.block.get("settings") or {})
+        settings = optimizer.block.get("settings") or {}
         found.append({"name": optimizer.name, "source": optimizer.source, "settings": settings, "states": states})
     return {
         "folder": str(contents.folder),
         "iteration": contents.iteration,
         "megatron": contents.release,
-        "sizes": _plain(sizes),
+        "sizes": sizes,
         "model": _totals(optimizers.parameters(contents).values()),
         "distributed_optimizer": optimizers.distributed_format(contents),
         "optimizers": found,
-        "groups": {label: _plain(group) for label, group in optimizers.groups(contents)},
-        "args": _plain(contents.args),
+        "groups": optimizers.groups(contents),
+        "args": contents.args,
     }
 
 
@@ -127,14 +128,6 @@ def _totals(tensors: Iterable[StoredTensor]) -> str:
     entries = sum(tensor.entries for tensor in listed)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in listed})
     return f"{_count(len(listed), 'tensor')}, {entries:,} entries {' and '.join(dtypes)}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
@@ -184,9 +177,12 @@ def _settings(settings: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return f"of {len(value)} steps"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    match value:
+        case [list() | tuple(), *_]:
+            return f"of {len(value)} steps"
+        case float():
+            return f"{value:g}"
+    return str(value)
 
 
 def _count(number: int, noun: str) -> str:

@@ -4,23 +4,22 @@ Every chunk is an archive of ``torch.save``, a zip file with a CRC-32 for each e
 distributed checkpointing compare these, so a damaged byte loads as another number.
 """
 
-import hashlib
 import io
-import json
 import math
 import os
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_eopt.checkpoints.bounds import open_file, read_text
-from megatron_eopt.checkpoints.contents import INTEGRITY, Chunk, Contents, StoredTensor
+from megatron_eopt.checkpoints.bounds import open_file
+from megatron_eopt.checkpoints.contents import Chunk, Contents, StoredTensor
 from megatron_eopt.checkpoints.faults import Problem
 from megatron_eopt.checkpoints.sums import Sums
+from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.parallel.checksum import INTEGERS, checksum_of_some
 
 BLOCK = 1 << 24  # bytes that a thread reads at a time, a multiple of every entry's size
@@ -31,6 +30,7 @@ _FOLDER = 0x10  # attribute of an entry in a zip file
 
 def check_tiling(contents: Contents) -> Iterator[Problem]:
     """Check that chunks have as many entries as their tensor, and lie in it."""
+    wrong = "the save was wrong: take another checkpoint"
     for tensor in contents.tensors.values():
         entries = 0
         for chunk in tensor.chunks:
@@ -38,10 +38,9 @@ def check_tiling(contents: Contents) -> Iterator[Problem]:
             for offset, size, length in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True):
                 if offset + size > length:
                     what = f"a chunk of {tensor.key} {list(tensor.shape)} lies outside of it: {list(chunk.offsets)}"
-                    yield Problem("error", what, "the save was wrong: take another checkpoint")
+                    yield Problem("error", what, wrong)
         if entries != tensor.entries:
-            what = f"{tensor.key} has {tensor.entries:,} entries, and its chunks {entries:,}"
-            yield Problem("error", what, "the save was wrong: take another checkpoint")
+            yield Problem("error", f"{tensor.key} has {tensor.entries:,} entries, and its chunks {entries:,}", wrong)
 
 
 @dataclass
@@ -56,13 +55,23 @@ class Data:
 
 @dataclass
 class _Look:
-    """What one archive holds."""
+    """What one archive holds, or all of one tensor."""
 
-    damage: str = ""
-    checked: bool = True  # whether it has checksums of its own
+    damages: list[str] = field(default_factory=list)
+    checked: bool = True  # whether archives have checksums of their own
     nan: int = 0
     infinite: int = 0
-    sum: int | None = None  # of the chunk, in the checksum of its tensor
+    sum: int | None = 0  # in the checksum of the tensor; None where entries are not stored in order
+
+    def add(self, other: "_Look") -> None:
+        """Add another archive of the tensor."""
+        self.damages += other.damages
+        self.nan += other.nan
+        self.infinite += other.infinite
+        if self.sum is None or other.sum is None:
+            self.sum = None
+        else:
+            self.sum += other.sum
 
 
 def check_data(contents: Contents, saved: Sums) -> Data:
@@ -71,34 +80,35 @@ def check_data(contents: Contents, saved: Sums) -> Data:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         looks = list(pool.map(lambda item: _look(contents, item[0], item[1], item[0] in saved), work))
     data = Data(len(work), sum(chunk.length for _, chunk in work))
-    of_keys: dict[str, list[_Look]] = {}
+    of_keys: dict[str, _Look] = {}
     for (key, _), look in zip(work, looks, strict=True):
-        of_keys.setdefault(key, []).append(look)
+        of_keys.setdefault(key, _Look()).add(look)
     changed = []
     unordered = []
-    for key, of_key in of_keys.items():
-        damages = [look.damage for look in of_key if look.damage]
-        for damage in damages:
+    for key, look in of_keys.items():
+        for damage in look.damages:
             data.problems.append(Problem("error", f"{key} {damage}", _ANOTHER))
-        counts = {"NaN": sum(look.nan for look in of_key), "infinite": sum(look.infinite for look in of_key)}
-        found = " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-        if found:
-            advice = "the run had diverged, or a kernel failed, before it was saved: take an earlier checkpoint"
-            data.problems.append(Problem("error", f"{key} has {found} entries", advice))
-        sums = [look.sum for look in of_key if look.sum is not None]
-        if key not in saved or damages:
+        if look.nan or look.infinite:
+            data.problems.append(
+                Problem(
+                    "error",
+                    f"{key} has {look.nan:,} NaN and {look.infinite:,} infinite entries",
+                    "the run had diverged, or a kernel failed, before it was saved: take an earlier checkpoint",
+                )
+            )
+        if key not in saved or look.damages:
             continue
-        if len(sums) < len(of_key):
+        if look.sum is None:
             unordered.append(key)
             continue
         data.compared += 1
-        if sum(sums) % 2**64 != saved[key][0]:
+        if look.sum % 2**64 != saved[key][0]:
             changed.append(key)
     if changed:
-        what = f"{_some(changed)} is not what was saved: its data are of another tensor, place or iteration"
+        what = f"{listed(changed)} is not what was saved: its data are of another tensor, place or iteration"
         data.problems.append(Problem("error", what, "take another checkpoint, or a good copy of this one"))
     if unordered:
-        what = f"{_some(unordered)} is not stored entry by entry, so that its checksum is not compared"
+        what = f"{listed(unordered)} is not stored entry by entry, so that its checksum is not compared"
         data.problems.append(Problem("warning", what, "a run compares it when it loads"))
     unchecked = sum(not look.checked for look in looks)
     if unchecked:
@@ -111,25 +121,18 @@ def check_sums(contents: Contents, saved: Sums) -> Iterator[Problem]:
     """Check that tensors and their checksums are the same ones."""
     gone = sorted(saved.keys() - contents.tensors.keys())
     if gone:
-        what = f"{_some(gone)} is not in it, and has a checksum"
-        yield Problem("error", what, "take another checkpoint, or a good copy of this one")
+        yield Problem(
+            "error",
+            f"{listed(gone)} is not in it, and has a checksum",
+            "take another checkpoint, or a good copy of this one",
+        )
     without = sorted(contents.tensors.keys() - saved.keys())
     if saved and without:
-        what = f"{_some(without)} has no checksum, and others have: exchanged data would not show"
-        yield Problem("warning", what, "right for quantized parameters, and for nothing else")
-
-
-def check_integrity(contents: Contents) -> Iterator[Problem]:
-    """Compare files with the SHA-256 that Megatron wrote, if any."""
-    if not (contents.folder / INTEGRITY).exists():
-        return
-    try:
-        for name, expected in json.loads(read_text(contents.folder / INTEGRITY))["files"].items():
-            with open_file(contents.folder / name, whole=False) as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    yield Problem("error", f"{name} has another SHA-256 than {INTEGRITY} says", _ANOTHER)
-    except Exception as error:  # it may be damaged itself
-        yield Problem("error", f"{INTEGRITY} cannot be compared: {error}", _ANOTHER)
+        yield Problem(
+            "warning",
+            f"{listed(without)} has no checksum, and others have: exchanged data would not show",
+            "right for quantized parameters, and for nothing else",
+        )
 
 
 def _look(contents: Contents, key: str, chunk: Chunk, summed: bool) -> _Look:
@@ -152,32 +155,33 @@ def _look(contents: Contents, key: str, chunk: Chunk, summed: bool) -> _Look:
                     for _ in _blocks(archive, entry):
                         pass  # zipfile compares the checksum
                 else:
-                    _look_at_values(look, tensor, chunk, _blocks(archive, entry), entry.file_size, summed)
+                    _look_at_values(look, tensor, chunk, archive, entry, summed)
             if tensor is not None and not _is_in_order(window, tensor.dtype, chunk.sizes):
                 look.sum = None
     except Exception as error:  # a damaged archive raises anything
         damage = f"in {chunk.file} at byte {chunk.start:,} is damaged: {str(error) or type(error).__name__}"
-        return _Look(damage, look.checked)
+        return _Look([damage], look.checked)
     return look
 
 
 def _look_at_values(
-    look: _Look, tensor: StoredTensor, chunk: Chunk, blocks: Iterator[bytearray], size: int, summed: bool
+    look: _Look, tensor: StoredTensor, chunk: Chunk, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, summed: bool
 ) -> None:
-    # of a storage that is larger than the tensor only the archive's checksum counts
-    whole = size == math.prod(chunk.sizes) * tensor.dtype.itemsize
+    if entry.file_size != math.prod(chunk.sizes) * tensor.dtype.itemsize:
+        look.sum = None  # of a storage that is larger than the tensor only the archive's checksum counts
+        for _ in _blocks(archive, entry):
+            pass
+        return
     total = 0
     start = 0
-    for block in blocks:
-        if whole:
-            _count(look, torch.frombuffer(block, dtype=tensor.dtype))
-        if whole and summed:
+    for block in _blocks(archive, entry):
+        _count(look, torch.frombuffer(block, dtype=tensor.dtype))
+        if summed:
             entries = torch.frombuffer(block, dtype=INTEGERS[tensor.dtype.itemsize])
             for some in entries.split(_SUMMED):
                 total += int(checksum_of_some(some, start, chunk.sizes, chunk.offsets, tensor.shape))
                 start += len(some)
-    if whole:
-        look.sum = total
+    look.sum = total
 
 
 def _is_in_order(window: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
@@ -238,8 +242,3 @@ class Window(io.RawIOBase):
         read = self._file.readinto(memoryview(buffer)[:size])
         self._at += read
         return read
-
-
-def _some(keys: Collection[str]) -> str:
-    shown = ", ".join(list(keys)[:3])
-    return shown if len(keys) <= 3 else f"each of {len(keys):,} tensors, such as {shown},"

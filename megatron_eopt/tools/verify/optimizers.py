@@ -8,13 +8,8 @@ from typing import Any
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.faults import Problem
 from megatron_eopt.checkpoints.states import MAIN, base, blocks_of, holding, split_key
+from megatron_eopt.optimizers.nonfinite import listed
 
-_LABELS = {  # of optimizers without our block, by state keys
-    frozenset({"momentum_buffer", "moment2_buffer"}): "adaptive Muon",
-    frozenset({"momentum_buffer"}): "Muon",
-    frozenset({"exp_avg", "exp_avg_sq"}): "Adam",
-    frozenset({"exp_avg"}): "Lion",
-}
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
 _BUFFERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|running_(mean|var)$")
 
@@ -40,12 +35,12 @@ class OptimizerState:
         return {key: found[key] for key in sorted(found)}
 
 
-def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:
+def groups(contents: Contents) -> dict[str, dict[str, Any]]:
     """Settings of parameter groups, labelled by optimizer and index."""
-    found = []
+    found = {}
     for number, state in enumerate(holding(contents.common.get("optimizer"), "param_groups")):
         for index, group in enumerate(state["param_groups"] or ()):
-            found.append((f"{number}.{index}", group))
+            found[f"{number}.{index}"] = group
     return found
 
 
@@ -76,16 +71,17 @@ def optimizer_states(contents: Contents) -> list[OptimizerState]:
     rest = state_keys(contents)
     optimizers = []
     for block in blocks_of(contents.common.get("optimizer")):
-        # layers of a stacked tensor may be in several groups
-        members = dict.fromkeys(name for group in block.get("groups") or () for name in group["names"])
-        kept = {parameter: rest.pop(parameter, {}) for parameter in members}
+        kept = {}
+        for group in block.get("groups") or ():
+            for parameter in group["names"]:
+                if parameter not in kept:  # layers of a stacked tensor may be in several groups
+                    kept[parameter] = rest.pop(parameter, {})
         optimizers.append(OptimizerState(str(block.get("optimizer")), "written down by megatron_eopt", kept, block))
     by_keys: dict[frozenset[str], Kept] = {}
     for parameter, states in rest.items():
         by_keys.setdefault(_keys(states), {})[parameter] = states
     for keys, kept in by_keys.items():
-        name = _LABELS.get(keys, f"unknown ({_listed(keys)})")
-        optimizers.append(OptimizerState(name, "by its state keys", kept))
+        optimizers.append(OptimizerState(f"with {_listed(keys)}", "by its state keys", kept))
     return optimizers
 
 
@@ -96,13 +92,19 @@ def check_states(contents: Contents) -> Iterator[Problem]:
     flat = distributed_format(contents)
     if not kept:
         if not flat:
-            advice = "it was saved with --no-save-optim: load it with --no-load-optim or --finetune"
-            yield Problem("warning", "there is no optimizer state", advice)
+            yield Problem(
+                "warning",
+                "there is no optimizer state",
+                "it was saved with --no-save-optim: load it with --no-load-optim or --finetune",
+            )
         return
     orphans = [key for key in kept if key not in model]
     if orphans:
-        what = f"there is optimizer state for parameters that are not there: {_named(orphans)}"
-        yield Problem("error", what, "the model was not saved with it: take another checkpoint")
+        yield Problem(
+            "error",
+            f"there is optimizer state for parameters that are not there: {listed(orphans)}",
+            "the model was not saved with it: take another checkpoint",
+        )
     for optimizer in optimizer_states(contents):
         if not optimizer.block:
             continue  # nothing says what it keeps
@@ -112,14 +114,21 @@ def check_states(contents: Contents) -> Iterator[Problem]:
             expected = frozenset(key for key in keys if parameter in partly.get(key, [parameter]))
             missing = expected - _keys(states)
             if missing:
-                what = f"{_listed(missing)} is missing for {parameter}; {optimizer.name} keeps {_listed(keys)}"
-                advice = "it cannot be resumed as it is: take another checkpoint, or load with --no-load-optim"
-                yield Problem("error", what, advice)
-    trainable = [key for key, tensor in model.items() if tensor.dtype.is_floating_point and not _BUFFERS.search(key)]
-    without = [key for key in trainable if key not in kept]
+                yield Problem(
+                    "error",
+                    f"{_listed(missing)} is missing for {parameter}; {optimizer.name} keeps {_listed(keys)}",
+                    "it cannot be resumed as it is: take another checkpoint, or load with --no-load-optim",
+                )
+    without = []
+    for key, tensor in model.items():
+        if tensor.dtype.is_floating_point and key not in kept and not _BUFFERS.search(key):
+            without.append(key)
     if without and not flat:
-        what = f"no optimizer keeps anything for {_named(without)}"
-        yield Problem("warning", what, "right for frozen parameters and buffers, and for nothing else")
+        yield Problem(
+            "warning",
+            f"no optimizer keeps anything for {listed(without)}",
+            "right for frozen parameters and buffers, and for nothing else",
+        )
 
 
 def _keys(states: dict[str, StoredTensor]) -> frozenset[str]:
@@ -128,8 +137,3 @@ def _keys(states: dict[str, StoredTensor]) -> frozenset[str]:
 
 def _listed(names: frozenset[str]) -> str:
     return " and ".join(sorted(names)) or "nothing"
-
-
-def _named(keys: list[str]) -> str:
-    shown = ", ".join(keys[:3])
-    return shown if len(keys) <= 3 else f"{shown} and {len(keys) - 3:,} more"

@@ -1,8 +1,6 @@
 """Completeness without data: files, tiling, stray files and the tracker file. With data: damage, NaN, shapes, zeros."""
 
-import hashlib
 import io
-import json
 import os
 
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.checkpoints.contents import StoredTensor, read_contents
 from megatron_eopt.checkpoints.faults import check_files
-from megatron_eopt.tools.verify.data import Window, check_data, check_integrity, check_tiling
+from megatron_eopt.tools.verify.data import Window, check_data, check_tiling
 from tests.checkpoints.made import archive_of, overwrite, save, tensors
 
 KEY = "optimizer.state.momentum_buffer.mlp.fc1"
@@ -140,7 +138,7 @@ def test_nan_and_infinity(tmp_path, monkeypatch, block):
 def test_nan_in_float8(tmp_path):
     value = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
     (problem,) = check_data(read_contents(save(tmp_path / "checkpoint", {"a": value})), {}).problems
-    assert problem.what == "a has 1 NaN entries"
+    assert problem.what == "a has 1 NaN and 0 infinite entries"
 
 
 def test_other_shapes_and_types_than_promised(tmp_path):
@@ -172,25 +170,6 @@ def test_saved_without_checksums(tmp_path):
     data = check_data(read_contents(folder), {})
     (problem,) = data.problems
     assert (problem.severity, "without checksums" in problem.what) == ("warning", True)
-
-
-def test_the_checksums_that_megatron_wrote_down(tmp_path):
-    contents = read_contents(save(tmp_path / "checkpoint"))
-    folder = contents.folder
-    assert list(check_integrity(contents)) == []
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-    manifest = folder / "integrity.json"
-    manifest.write_text(json.dumps({"algorithm": "sha256", "files": files}))
-    assert list(check_integrity(contents)) == []
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    (problem,) = check_integrity(contents)
-    assert problem.what == "metadata.json has another SHA-256 than integrity.json says"
-    (folder / "metadata.json").unlink()
-    (problem,) = check_integrity(contents)
-    assert "integrity.json cannot be compared" in problem.what
-    assert "metadata.json" in problem.what
-    manifest.write_text("[]")
-    assert "cannot be compared" in next(check_integrity(contents)).what
 
 
 @given(

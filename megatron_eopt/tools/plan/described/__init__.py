@@ -1,10 +1,11 @@
 """What a run would do, described from its flags."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_eopt.registry import takes_matrices
-from megatron_eopt.routing import OverrideError, ParamPattern, families, merged, problems, warnings
+from megatron_eopt.routing import ParamPattern, families, merged, problems, warnings
 from megatron_eopt.tools.plan.described.model import Memory, PlannedStage, described_run, ranks_to_describe
 
 
@@ -23,11 +24,10 @@ class PlannedRun:
     notes: tuple[str, ...]  # on the names of parameters
 
 
-def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable[[int, int], None]) -> PlannedRun:
+def planned_run(flags: Sequence[str], world_size: int | None) -> PlannedRun:
     """Describe and plan the first rank of each pipeline stage.
 
-    ``progress`` is told of each stage, and how many there are. A ValueError is for flags that Megatron or an optimizer
-    refuses, and for an optimizer that Megatron builds alone.
+    A ValueError is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.
     """
     ranks = [0]
     stages: list[PlannedStage] = []
@@ -36,25 +36,25 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
             # only now: importing Megatron may need what stands in for a GPU
             from megatron_eopt.megatron.arguments import unread, without_effect
             from megatron_eopt.tools.plan.described.arguments import problems_of_training, sizes
-            from megatron_eopt.tools.plan.described.optimizers import planned_stage
+            from megatron_eopt.tools.plan.described.optimizers import planned_stage, refuse_unmatched
 
             if not stages:
                 ranks = ranks_to_describe(run.args)
                 name = run.args.optimizer.removeprefix("dist_")
                 of_training = problems_of_training(run.args)
                 unused = unread(run.optimizer_config)
-            try:
-                stages.append(planned_stage(run))
-            except OverrideError:
-                break
-        progress(len(stages), len(ranks))
-    if len(stages) < len(ranks) or frozenset.intersection(*(stage.unmatched for stage in stages)):
-        failed = len(stages) if len(stages) < len(ranks) else 0
-        _refuse(flags, world_size, ranks, failed)
-    rows = [each for stage in stages for each in stage.rows]
+            stages.append(planned_stage(run))
+            if len(stages) == len(ranks):
+                refuse_unmatched(run, stages)
+        if len(ranks) > 1:
+            print(f"{len(stages)} of {len(ranks)} pipeline stages planned", file=sys.stderr, flush=True)
+    rows = []
+    matrices = []
+    for stage in stages:
+        rows += stage.rows
+        matrices.append(sum(len(row.matrices) for rank in stage.rows for row in rank))
     together = merged(map(families, rows))
     names = {family.like.optimizer for family in together if family.like.optimizer is not None}
-    unused = without_effect(run.args, names) + unused
     slowest = max(stages, key=lambda stage: (stage.seconds, bool(stage.explained)))
     return PlannedRun(
         families=together,
@@ -62,20 +62,8 @@ def planned_run(flags: Sequence[str], world_size: int | None, progress: Callable
         slowest=stages.index(slowest),
         seconds=slowest.seconds,
         layout=sizes(run.args),
-        stages=[(sum(len(row.matrices) for rank in stage.rows for row in rank), stage.memory) for stage in stages],
+        stages=list(zip(matrices, [stage.memory for stage in stages], strict=True)),
         problems=[*problems(together, name, takes_matrices(name)), *of_training],
-        warnings=[*unused, *warnings(together, stages[0].scale_mode)],
+        warnings=[*without_effect(run.args, names), *unused, *warnings(together, stages[0].scale_mode)],
         notes=run.notes,
     )
-
-
-def _refuse(flags: Sequence[str], world_size: int | None, ranks: Sequence[int], stage: int) -> None:
-    """Raise all that is wrong with overrides, as the run would."""
-    from megatron_eopt.tools.plan.described.optimizers import matches_here, planned_stage
-
-    of_stages = []
-    for rank in ranks:
-        with described_run(flags, rank, world_size) as run:
-            of_stages.append(matches_here(run))
-    with described_run(flags, ranks[stage], world_size) as run:
-        planned_stage(run, [sum(each) for each in zip(*of_stages, strict=True)])

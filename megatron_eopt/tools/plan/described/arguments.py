@@ -44,9 +44,6 @@ _ELSEWHERE = {
 }
 
 
-_COUNTED = ("eval_interval", "eval_iters")
-
-
 def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Namespace, bool, tuple[str, ...]]:
     """Parse and validate a pretrain command's flags for one rank.
 
@@ -67,9 +64,8 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     for name, value in _WITHOUT.items():
         if hasattr(args, name):
             setattr(args, name, value)
-    args.rank, args.world_size = rank, world_size or _smallest_world(args)
-    if not 0 <= rank < args.world_size:
-        raise ValueError(f"expected a rank below the world size {args.world_size}, got {rank}")
+    args.rank = rank
+    args.world_size = world_size or _smallest_world(args)
     with refused("refuses the flags"):
         arguments.validate_args(args)
     _pad_vocabulary(args)
@@ -94,18 +90,17 @@ def problems_of_training(args: Namespace) -> list[str]:
 
     if args.lr is None:
         raise ValueError("Megatron trains with --lr, and there is none: add it")
+    makers = {
+        "will refuse the schedule": lambda: training.get_optimizer_param_scheduler(Namespace(param_groups=[])),
+        "will refuse to count samples": training.get_train_valid_test_num_samples,
+    }
     found = []
-    try:
-        with refused("will refuse the schedule"):
-            training.get_optimizer_param_scheduler(Namespace(param_groups=[]))
-    except ValueError as error:
-        found.append(str(error))
-    try:
-        with refused("will refuse to count samples"):
-            training.get_train_valid_test_num_samples()
-    except ValueError as error:
-        missing = [f"add --{name.replace('_', '-')}" for name in _COUNTED if getattr(args, name) is None]
-        found.append("; ".join([str(error), *missing]))
+    for what, make in makers.items():
+        try:
+            with refused(what):
+                make()
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 

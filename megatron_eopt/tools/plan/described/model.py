@@ -60,7 +60,7 @@ class Memory(NamedTuple):
 class PlannedStage:
     """What the ranks of a pipeline stage would do."""
 
-    unmatched: frozenset[int]  # overrides that select none of its parameters, but defaults
+    matches: list[int]  # how many of its parameters each override selects
     rows: list[list[ManifestRow]]  # by rank of expert parallelism; the first has all that are not experts
     explained: list[str]  # plans and deals of the first
     seconds: float  # predicted of its step
@@ -124,15 +124,20 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
     from megatron.training import global_vars, initialize
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    norm = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
-    attention = "megatron.core.transformer.dot_product_attention:DotProductAttention"
     looked_at = "it is only looked at, so it may stand in for that of a GPU"
-    replaced = [
-        Redirection(dist, "new_group", _pretending, "no other rank is there to talk to"),
-        Redirection(norm, "__new__", _any_norm, looked_at),
-        Redirection(attention, "__init__", _any_attention, looked_at),
-    ]
-    redirections = Redirections(replaced, importers=("megatron", "torch.distributed"))
+    redirections = Redirections(
+        [
+            Redirection(dist, "new_group", _pretending, "no other rank is there to talk to"),
+            Redirection("megatron.core.transformer.torch_norm:WrappedTorchNorm", "__new__", _any_norm, looked_at),
+            Redirection(
+                "megatron.core.transformer.dot_product_attention:DotProductAttention",
+                "__init__",
+                _any_attention,
+                looked_at,
+            ),
+        ],
+        importers=("megatron", "torch.distributed"),
+    )
     global_vars.set_args(args)
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=args.world_size)
     stack.callback(dist.destroy_process_group)
@@ -186,9 +191,12 @@ def _described(args: Namespace, transformer_engine: bool, notes: tuple[str, ...]
             chunks = [fsdp2.TorchFullyShardedDataParallel(each.config, None, each.module) for each in chunks]
         config, overrides = training.get_megatron_optimizer_config(args)
         if getattr(args, "use_mup", False):
-            width = get_model_config(chunks[0]).mup_width_mult
-            of_mup = {"config": config, "mup_width_mult": width, "optimizer_type": config.optimizer}
-            overrides = {**overrides, **(optimizer.get_mup_config_overrides(**of_mup) or {})}
+            of_mup = optimizer.get_mup_config_overrides(
+                config=config,
+                mup_width_mult=get_model_config(chunks[0]).mup_width_mult,
+                optimizer_type=config.optimizer,
+            )
+            overrides = {**overrides, **(of_mup or {})}
     return DescribedRun(args, chunks, config, overrides, groups, notes)
 
 
@@ -201,11 +209,15 @@ def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[
     build = releases.gpt_builder(args, groups)
     rank = groups.pp.rank()
     last = groups.pp.size() - 1
-    stages = args.virtual_pipeline_model_parallel_size if last else None
-    for stage in [None] if stages is None else range(stages):
-        first = rank == 0 and not stage
-        is_last = rank == last and (stages is None or stage == stages - 1)
-        chunk = build(pre_process=first, post_process=is_last, vp_stage=stage)
+    stages: list[int | None] = [None]
+    if last and args.virtual_pipeline_model_parallel_size is not None:
+        stages = list(range(args.virtual_pipeline_model_parallel_size))
+    for stage in stages:
+        chunk = build(
+            pre_process=rank == 0 and not stage,
+            post_process=rank == last and stage == stages[-1],
+            vp_stage=stage,
+        )
         if transformer_engine:
             _replicate_down_projections(chunk)
         for parameter in chunk.parameters():

@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from operator import add
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,27 +27,23 @@ from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.deal import OF_ENTRY, deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 from megatron_eopt.routing import ManifestRow
-from megatron_eopt.routing.entries import Entry, Layer
 from megatron_eopt.tools.plan.described.model import DescribedRun, Memory, PlannedStage
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
-def matches_here(run: DescribedRun) -> list[int]:
-    """How many parameters of this stage each override selects."""
+def refuse_unmatched(run: DescribedRun, stages: Sequence[PlannedStage]) -> None:
+    """Refuse overrides that select nothing in any stage; ``run`` is of one."""
     entries = all_entries(run.optimizer_config, run.config_overrides)
-    return _matches(_of_ranks(run), run.optimizer_config, entries)
+    counts = [sum(each) for each in zip(*(stage.matches for stage in stages), strict=True)]
+    assignments(_of_ranks(run)[0], run.optimizer_config, entries, counts)
 
 
-def _matches(of_ranks: Sequence[Sequence[ModelParameter]], config: Any, entries: Sequence[Entry]) -> list[int]:
-    return [sum(each) for each in zip(*(matches(p, config, entries) for p in of_ranks), strict=True)]
-
-
-def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> PlannedStage:
+def planned_stage(run: DescribedRun) -> PlannedStage:
     """Make a stage's optimizers as the run would; plan them.
 
-    ``counts`` are of all stages; if None, each override is taken to select something in one of them. Experts of other
-    ranks are those of the first with other numbers, and so are their rows, where overrides say the same of them.
+    Each override is taken to select something in one of the stages. Experts of other ranks are those of the first with
+    other numbers, and so are their rows, where overrides say the same of them.
     """
     if run.args.optimizer in _OTHERS:
         raise ValueError(
@@ -56,44 +53,55 @@ def planned_stage(run: DescribedRun, counts: Sequence[int] | None = None) -> Pla
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     refuse_unsupported(planned.facts)
     config = planned.config
-    entries = all_entries(planned.config, run.config_overrides)
-    known = dict[str, list[tuple[int, ManifestRow]]]()  # what overrides say of experts -> rows, by number
-    rows = list[list[ManifestRow]]()
-    of_kinds = list[tuple[list[str], float, str, Memory]]()
-    of_ranks = _of_ranks(run)
-    for parameters in of_ranks:
+    entries = all_entries(config, run.config_overrides)
+    counts = [0] * len(entries)
+    known: dict[str, list[tuple[int, ManifestRow]]] = {}  # what overrides say of experts -> rows, by number
+    rows: list[list[ManifestRow]] = []
+    builds: list[tuple[list[Assignment], list[OptimizerParameter]]] = []
+    for parameters in _of_ranks(run):
         mark(parameters)
-        assigned = assignments(parameters, config, entries, [1] * len(entries) if counts is None else counts)
+        counts = list(map(add, counts, matches(parameters, config, entries)))
+        assigned = assignments(parameters, config, entries, [1] * len(entries))
         experts = [each for each in assigned if _is_of_one_rank(each.parameter.tensor)]
         said = repr([(each.optimizer, each.resolved) for each in experts])
         if said in known:
             rows.append([replace(row, name=experts[number].name) for number, row in known[said]])
             continue
-        here, of_rank = _planned(planned, run, assigned)
-        of_kinds.append(of_rank)
+        built = _built(planned, run, assigned)
+        builds.append((assigned, built))
+        here = rows_here(built, assigned, config, run.pg_collection, settled=False)
+        rows.append(here)
         number_of = {each.name: number for number, each in enumerate(experts)}
         known[said] = [(number_of[row.name], row) for row in here if row.name in number_of]
-        rows.append(here)
-    counted = zip(entries, _matches(of_ranks, config, entries), strict=True)
-    unmatched = frozenset(i for i, (entry, count) in enumerate(counted) if not count and entry.layer != Layer.DEFAULTS)
-    return PlannedStage(unmatched, rows, *of_kinds[0])
+    assigned, built = builds[0]
+    deals = _deals(built, planned, run)
+    explained, seconds, temporaries = _step(built, planned, deals)
+    return PlannedStage(
+        matches=counts,
+        rows=rows,
+        explained=explained,
+        seconds=seconds,
+        scale_mode=config.muon_scale_mode,
+        memory=_memory(run, assigned, built, rows[0], deals.rank_of, temporaries),
+    )
 
 
 def _of_ranks(run: DescribedRun) -> list[list[ModelParameter]]:
     """Parameters of each rank of expert parallelism, the shared ones once."""
     groups = run.pg_collection
-    config = run.args
     tag_as_megatron(run.model_chunks, groups)
     first = trainable(run.model_chunks, groups)
-    experts = [p for p in first if _is_of_one_rank(p.tensor)]
-    ranks = groups.ep.size()
-
-    def renamed(parameter: ModelParameter, rank: int) -> ModelParameter:
-        ahead = rank * (config.num_experts // ranks)
-        name = re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(int(found[0]) + ahead), parameter.name)
-        return replace(parameter, info=replace(parameter.info, name=name))
-
-    return [first, *([renamed(p, rank) for p in experts] for rank in range(1, ranks))]
+    of_ranks = [first]
+    for rank in range(1, groups.ep.size()):
+        ahead = rank * (run.args.num_experts // groups.ep.size())
+        renamed = []
+        for parameter in first:
+            if _is_of_one_rank(parameter.tensor):
+                start, expert, end = re.split(r"(?<=\.local_experts\.)(\d+)", parameter.name)
+                info = replace(parameter.info, name=f"{start}{int(expert) + ahead}{end}")
+                renamed.append(replace(parameter, info=info))
+        of_ranks.append(renamed)
+    return of_ranks
 
 
 def _is_of_one_rank(parameter: Tensor) -> bool:
@@ -101,48 +109,63 @@ def _is_of_one_rank(parameter: Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _planned(
-    planned: OptimizerOfRun, run: DescribedRun, assigned: list[Assignment]
-) -> tuple[list[ManifestRow], tuple[list[str], float, str, Memory]]:
-    """The manifest's rows; plans and deals, predicted seconds, the scale mode, and the memory."""
+def _built(planned: OptimizerOfRun, run: DescribedRun, assigned: list[Assignment]) -> list[OptimizerParameter]:
+    """Optimizers of the assigned parameters, with main copies as in the run."""
     config = planned.config
     planned.assigned = assigned
-    matrices, _ = planned.check()
-    tag(matrices)
-    built: list[OptimizerParameter] = []
-    for name in dict.fromkeys(each.optimizer for each in assigned if each.optimizer is not None):
-        built += _built(name, assigned, config, run)
-    optimizers = list(dict.fromkeys(each.optimizer for each in built))
-    rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
-    deals, rank_of = _deals(optimizers, planned, run)
-    _keep_busiest(optimizers, deals, rank_of)
+    tag(planned.check()[0])
+    members_of: dict[str, list[Assignment]] = {}
+    for each in assigned:
+        if each.optimizer is not None:
+            members_of.setdefault(each.optimizer, []).append(each)
+    built = []
+    for name, members in members_of.items():
+        groups = []
+        for each in members:
+            tensor = each.parameter.tensor
+            main = torch.nn.Parameter(torch.empty_like(tensor, dtype=torch.float32 if config.bf16 else tensor.dtype))
+            main.__dict__.update(tensor.__dict__)
+            groups.append({"params": [main], **group_settings(each, config)})
+        if name in EMERGING_OPTIMIZERS:
+            optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.pg_collection)
+        else:
+            optimizer = _OTHERS[name](groups, lr=0.0)  # type: ignore[call-arg]
+        for each, group in zip(members, optimizer.param_groups, strict=True):
+            built.append(OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0]))
+    return built
 
+
+def _step(
+    built: Sequence[OptimizerParameter], planned: OptimizerOfRun, deals: "_Deals"
+) -> tuple[list[str], float, int]:
+    """Plans and deals, predicted seconds, and bytes of temporaries, of the busiest rank."""
     explained = []
     seconds = 0.0
     temporaries = 0
-    for optimizer in optimizers:
+    for optimizer in dict.fromkeys(each.optimizer for each in built):
         for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in deals.of_others]
             seconds += OF_ENTRY * sum(parameter.numel() for parameter in group["params"])
         engine = optimizer.engine_to_explain() if isinstance(optimizer, BaseOptimizer) else None
         if engine is not None:
-            mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
+            mode = f"tp_mode {planned.config.muon_tp_mode} ({planned.tp_mode_source})"
             explained.append(f"{type(optimizer).__name__}, {mode}\n{engine.explain()}")
             seconds += plan_cost(engine.plan, engine.works).seconds
             temporaries = max(temporaries, step_bytes(engine.plan, engine.works, engine.workspace))
     if explained:
-        explained += [deal.text for deal in deals]
-    dealt = {each.model: rank_of[each.main] for each in built if each.main in rank_of}
-    return rows, (explained, seconds, config.muon_scale_mode, _memory(run, assigned, rows, dealt, temporaries))
+        explained += deals.texts
+    return explained, seconds, temporaries
 
 
 def _memory(
     run: DescribedRun,
     assigned: Sequence[Assignment],
+    built: Sequence[OptimizerParameter],
     rows: Sequence[ManifestRow],
-    dealt: Mapping[Tensor, int],
+    rank_of: dict[Tensor, int],
     temporaries: int,
 ) -> Memory:
-    """What the fullest rank holds, where whole parameters are dealt to ranks, as to those in ``dealt``."""
+    """What the fullest rank holds, where whole parameters are dealt to ranks, as by ``rank_of``."""
     args = run.args
     parameters = 0
     gradients = 0
@@ -155,6 +178,7 @@ def _memory(
 
     shared = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
     state_of = {row.name: row.state_bytes for row in rows}
+    dealt = {each.model: rank_of[each.main] for each in built if each.main in rank_of}
     everywhere = 0.0
     of_ranks = {True: Counter[int](), False: Counter[int]()}  # of dense parameters, and of experts
     for each in assigned:
@@ -175,66 +199,42 @@ def _memory(
     return Memory(parameters, gradients, round(everywhere) + fullest, temporaries)
 
 
-class _Deal(NamedTuple):
-    """Parameters that are dealt together."""
+class _Deals(NamedTuple):
+    """Which data-parallel rank each whole parameter is dealt to."""
 
-    text: str
-    parameters: list[Tensor]
-    busiest: int  # the rank
+    texts: list[str]  # what each deal gains
+    rank_of: dict[Tensor, int]  # of those that are dealt
+    of_others: set[Tensor]  # those of all but the busiest rank
 
 
-def _deals(
-    optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun
-) -> tuple[list[_Deal], dict[Tensor, int]]:
-    """The deals of dense parameters and of experts; each parameter's rank."""
-    deals: list[_Deal] = []
-    rank_of: dict[Tensor, int] = {}
+def _deals(built: Sequence[OptimizerParameter], planned: OptimizerOfRun, run: DescribedRun) -> _Deals:
+    """The deals of dense parameters and of experts."""
+    deals = _Deals([], {}, set())
     if not planned.facts.layer_wise:
-        return deals, rank_of
+        return deals
     whole = releases.distributed_optimizer(planned.facts.release).get("whole_matrices", False)
     by_time = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
-    items, works = items_of(optimizers)
-    for group, dense in ((run.pg_collection.dp_cp, True), (run.pg_collection.expt_dp, False)):
-        parameters = [p for p in items if _is_of_one_rank(p) != dense]
+    items, works = items_of(list(dict.fromkeys(each.optimizer for each in built)))
+    for group, experts in ((run.pg_collection.dp_cp, False), (run.pg_collection.expt_dp, True)):
+        parameters = [parameter for parameter in items if _is_of_one_rank(parameter) == experts]
         ranks = group.size()
         if ranks == 1 or not parameters:
             continue
-        by_size = to_and_fro([p.numel() for p in parameters], ranks)
-        dealt = deal([items[p] for p in parameters], by_size, ranks, works, planned.tp_mode)
+        by_size = to_and_fro([parameter.numel() for parameter in parameters], ranks)
+        dealt = deal([items[parameter] for parameter in parameters], by_size, ranks, works, planned.tp_mode)
         if by_time:
             text = f"{dealt}."
             seconds = dealt.seconds
-            rank_of |= dict(zip(parameters, dealt.ranks, strict=True))
+            rank_of = dict(zip(parameters, dealt.ranks, strict=True))
         else:
             text = (
                 f"{len(parameters)} parameters dealt to {ranks} data-parallel ranks by size, as with "
                 "--no-balanced-deal, --ckpt-format torch and Megatron's layout of buffers."
             )
             seconds = dealt.by_size
-            rank_of |= dict(zip(parameters, by_size, strict=True))
-        deals.append(_Deal(text, parameters, seconds.index(max(seconds))))
-    return deals, rank_of
-
-
-def _keep_busiest(optimizers: Sequence[Optimizer], deals: Sequence[_Deal], rank_of: Mapping[Tensor, int]) -> None:
-    """Take the parameters of all but the busiest rank out of the groups."""
-    others = {p for each in deals for p in each.parameters if rank_of[p] != each.busiest}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter not in others]
-
-
-def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:
-    members = [each for each in assigned if each.optimizer == name]
-    groups = []
-    for each in members:
-        p = each.parameter.tensor
-        main = torch.nn.Parameter(torch.empty_like(p, dtype=torch.float32 if config.bf16 else p.dtype))
-        main.__dict__.update(p.__dict__)
-        groups.append({"params": [main], **group_settings(each, config)})
-    if name in EMERGING_OPTIMIZERS:
-        optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.pg_collection)
-    else:
-        optimizer = _OTHERS[name](groups, lr=0.0)  # type: ignore[call-arg]
-    for each, group in zip(members, optimizer.param_groups, strict=True):
-        yield OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0])
+            rank_of = dict(zip(parameters, by_size, strict=True))
+        busiest = seconds.index(max(seconds))
+        deals.texts.append(text)
+        deals.rank_of.update(rank_of)
+        deals.of_others.update(parameter for parameter in parameters if rank_of[parameter] != busiest)
+    return deals

@@ -1,7 +1,6 @@
 """What parameters are: matrices, factors, embeddings, output layers, the rest."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,9 +30,10 @@ def mark_embeddings_and_outputs(model: nn.Module) -> None:
     """Set :data:`MARK` on unmarked weights of embeddings and output layers."""
     for name, module in model.named_modules():
         *path, last = name.split(".")
-        output = last in OUTPUT_LAYERS and not any(part.isdigit() for part in path)
-        kinds = nn.Embedding | nn.EmbeddingBag | nn.Linear if output else nn.Embedding | nn.EmbeddingBag
-        if isinstance(module, kinds) and not hasattr(module.weight, MARK):
+        is_one = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if isinstance(module, nn.Linear) and last in OUTPUT_LAYERS:
+            is_one = not any(part.isdigit() for part in path)
+        if is_one and not hasattr(module.weight, MARK):
             setattr(module.weight, MARK, True)
 
 
@@ -41,16 +41,19 @@ def declare_conv1d(model: nn.Module) -> list[str]:
     """Declare the weights (in, out) of Hugging Face's Conv1D."""
     found = []
     for path, module in model.named_modules():
-        kinds = [cls.__name__ for cls in type(module).__mro__]
-        if "Conv1D" not in kinds or module.weight.shape[1:] != (getattr(module, "nf", None),):
+        is_conv1d = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+        if not is_conv1d or module.weight.shape[1:] != (getattr(module, "nf", None),):
             continue
         weight = module.weight
+        if declared_split(weight) is not None:
+            continue
+        split = WHOLE
         # GPT-2 fuses q, k and v in c_attn, and of cross attention k and v
-        fused = weight.size(1) / weight.size(0) if "c_attn" in path.split(".") else 1
-        parts = {3: dict.fromkeys("qkv"), 2: dict.fromkeys("kv")}.get(fused)
-        if declared_split(weight) is None:
-            setattr(weight, ATTRIBUTE, transposed(concatenated(**parts) if parts else WHOLE))
-            found.append(path)
+        fused = {3: "qkv", 2: "kv"}.get(weight.size(1) / weight.size(0))
+        if fused is not None and "c_attn" in path.split("."):
+            split = concatenated(**dict.fromkeys(fused))
+        setattr(weight, ATTRIBUTE, transposed(split))
+        found.append(path)
     return found
 
 
@@ -85,20 +88,28 @@ def _other_than_hidden(parameter: Tensor) -> str | None:
 
 def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list[Group]]:
     """Non-empty groups of matrices, and of the rest."""
-    matrices = list[Group]()
-    rest = list[Group]()
+    matrices: list[Group] = []
+    rest: list[Group] = []
     for group in groups:
-        for some, of_adamw in ((matrices, False), (rest, True)):
-            params = [p for p in group["params"] if (why_adamw(p) is not None) == of_adamw]
-            if params:
-                some.append({**group, "params": params})
+        own = [p for p in group["params"] if why_adamw(p) is None]
+        others = [p for p in group["params"] if why_adamw(p) is not None]
+        if own:
+            matrices.append({**group, "params": own})
+        if others:
+            rest.append({**group, "params": others})
     return matrices, rest
 
 
 def adapters(groups: Sequence[Group]) -> list[str]:
     """Names of LoRA factors, by name and shape."""
-    named = {getattr(p, NAME, ""): sorted(p.shape) for group in groups for p in group["params"]}
-    return [x for x, (short, *_, long) in named.items() if "lora_" in x and short <= min(64, long // 4)]
+    found = []
+    for group in groups:
+        for p in group["params"]:
+            name = getattr(p, NAME, "")
+            short, *_, long = sorted(p.shape)
+            if "lora_" in name and short <= min(64, long // 4):
+                found.append(name)
+    return found
 
 
 def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]) -> tuple[list[Group], list[Group]]:
@@ -108,32 +119,35 @@ def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]
     the other one, or one in two pairs.
     """
     named = {getattr(p, NAME, ""): p for group in groups for p in group["params"]}
-    pairs: list[tuple[str, str]] = []
+    other_of: dict[str, str] = {}
     for first, second in patterns:
         expression = re.compile("(.*)".join(map(re.escape, first.split("*"))))
         matched = [match for match in map(expression.fullmatch, named) if match]
         if not matched:
             raise ValueError(f"no parameter is called {first!r}, of which factors are to be paired: {', '.join(named)}")
         for match in matched:
-            texts = iter(match.groups())
-            other = re.sub(r"\*", lambda star: next(texts, star[0]), second)  # noqa: B023  # called at once
+            other = second
+            for text in match.groups():
+                other = other.replace("*", text, 1)
             if other not in named or other == match[0]:
                 raise ValueError(
                     f"the other factor of {match[0]!r} is to be {other!r} by the pattern {second!r}, which is no other "
                     f"trainable parameter of the model"
                 )
-            pairs.append((match[0], other))
-    counts = Counter(name for pair in pairs for name in pair)
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        raise ValueError(f"{', '.join(twice)} would be in two pairs of factors: write narrower patterns")
+            twice = {match[0], other} & {*other_of, *other_of.values()}
+            if twice:
+                names = ", ".join(sorted(twice))
+                raise ValueError(f"{names} would be in two pairs of factors: write narrower patterns")
+            other_of[match[0]] = other
+    paired = {*other_of, *other_of.values()}
     found = []
     others = []
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         own = {getattr(p, NAME, "") for p in group["params"]}
-        of_group = [(named[a], named[b]) for a, b in pairs if a in own]
-        if of_group:
-            found.append(factor_pairs(of_group, **settings))
-        others.append({**group, "params": [p for p in group["params"] if getattr(p, NAME, "") not in counts]})
+        pairs = [(named[first], named[second]) for first, second in other_of.items() if first in own]
+        rest = [p for p in group["params"] if getattr(p, NAME, "") not in paired]
+        if pairs:
+            found.append(factor_pairs(pairs, **settings))
+        others.append({**settings, "params": rest})
     return found, others

@@ -43,9 +43,9 @@ TRAIN = "--rounded"  # the first argument of a process that trains
 
 def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
     """Train in this process, and write down the errors of the momenta in the end."""
-    from megatron_eopt.optimizers import muon
+    from megatron_eopt.optimizers import step as step_file
 
-    store, errors, kept = muon.store, dict[int, Tensor](), dict[int, Tensor]()
+    store, errors, kept = step_file.store, dict[int, Tensor](), dict[int, Tensor]()
 
     def followed(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
         if kind == "nearest":
@@ -56,7 +56,7 @@ def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
             kept[m.data_ptr()] = new = m.float()
             errors.setdefault(m.data_ptr(), torch.zeros_like(average)).mul_(beta).add_(new - average)
 
-    muon.store = followed
+    step_file.store = followed
     sys.argv = ["pretrain_gpt.py", *flags]
     runpy.run_path(str(ROOT / "examples" / "pretrain_gpt.py"), run_name="__main__")
     found = {}

@@ -8,14 +8,13 @@ from typing import Any, Literal, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.muon import Chunk
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.second_moment import adaptive_muon
+from megatron_eopt.optimizers.step import Step
 from megatron_eopt.optimizers.tensor_parallel_muon import Execution, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, warn
@@ -110,8 +109,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         [factor] = engine.merge([index], self._factors(engine, index, engine.split([index], [local(grad)])))
         return factor
 
-    def program(self, chunk: Chunk, engine: Engine) -> Program:
+    def program(self, step: Step) -> Program:
         """One chunk's step."""
         # not those of the chunk: a function of the user's in place of Newton-Schulz leaves factors unscaled here
-        scales = [scale for i in chunk.indices for scale in self._session.scales[1][i]]
-        return adaptive_muon(replace(chunk, scales=scales), engine)
+        scales = [scale for i in step.indices for scale in self._session.scales[1][i]]
+        return adaptive_muon(replace(step, scales=scales))

@@ -64,6 +64,7 @@ from megatron_eopt.settings.values import without_dimensions
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL = "symmetric_products"
 RATES = "plan_rates"
+SIMPLE = (str, int, float, bool, type(None))  # types of values that are compared as they are
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
 
@@ -574,7 +575,13 @@ class BaseOptimizer(Optimizer):
         """Settings of groups and functions of the user's, to find out whether one changes."""
         seen: list[object] = [vars(self).get(name) for name in OF_USERS]
         for group in self.param_groups:
-            seen.append({key: _frozen(value) for key, value in group.items() if key != "params"})
+            of_group: dict[str, object] = {}
+            for key, value in group.items():
+                if type(value) in SIMPLE:
+                    of_group[key] = (type(value), value)
+                elif key != "params":
+                    of_group[key] = _frozen(value)
+            seen.append(of_group)
         return seen
 
     def refuse_half_step(self) -> None:
@@ -604,5 +611,4 @@ def _frozen(value: object) -> object:
     """
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))
-    simple = (str, int, float, bool, type(None))
-    return (type(value) if type(value) in simple else id(value), value)
+    return (type(value) if type(value) in SIMPLE else id(value), value)

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.batches import Batch
+from megatron_eopt.optimizers.step import Batch
 
 Replay = Callable[[], None]
 

@@ -10,9 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.foreach import heavy_ball
-from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
+from megatron_eopt.optimizers.step import Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
@@ -45,12 +44,12 @@ class HeavyBallMuon(TensorParallelMuon):
             raise ValueError("the Newton-Schulz steps of a group are 'ns_steps' here, not 'num_ns_steps'")
         super()._refuse_decided(group)
 
-    def program(self, chunk: Chunk, engine: Engine) -> Program:
+    def program(self, step: Step) -> Program:
         """One chunk's step, of parameters read as matrices."""
-        decay(chunk)
-        u = engine.split(chunk.indices, momentum(chunk, heavy_ball))
-        factors = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, factors, chunk.scales)
+        step.decay()
+        u = step.momentum(heavy_ball)
+        O = yield from step.orthogonalize(u)
+        step.subtract(O, step.scales)
 
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter, read as a matrix."""

@@ -12,10 +12,9 @@ from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS, holds, needs_no
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.weight_step import norms_of_shards
 from megatron_eopt.orthogonalize.forms import nonzero
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
-from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 
 def radii(ends: Sequence[str], optional: bool) -> list[StateTensor]:
@@ -105,10 +104,3 @@ def norms_of_weights(optimizer: BaseOptimizer, parameters: Sequence[Tensor]) -> 
     indices = [index_of[parameter] for parameter in parameters]
     shards = optimizer.engine.split(indices, [local(p.detach()) for p in parameters])
     return optimizer.engine.flat(indices), norms_of_shards(optimizer.engine, indices, shards)
-
-
-def norms_of_shards(engine: Engine, indices: Sequence[int], shards: Sequence[Tensor]) -> Tensor:
-    """Norms in fp64 of the logical matrices of parameters, of which this rank has shards."""
-    pairs = zip(engine.flat(indices), shards, strict=True)
-    wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
-    return norms_of(engine.statistics(wanted)).sqrt()

@@ -1,6 +1,5 @@
 """MARS-Muon: Muon of variance-reduced gradients."""
 
-from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -9,15 +8,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.held_norms import norms_of_shards
-from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract, with_gradients
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.of_class import with_settings
@@ -101,20 +97,17 @@ class MarsMuon(TensorParallelMuon):
         has_previous = StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)
         return [*super().state_tensors(parameter), StateTensor(PREVIOUS_GRADIENT), has_previous]
 
-    def program(self, chunk: Chunk, engine: Engine) -> Program:
+    def program(self, step: Step) -> Program:
         """One chunk's step."""
-        decay(chunk)
+        step.decay()
         c = list[Tensor]()
-        for batch in chunk.batches:
+        for batch in step.batches:
             strength = batch.settings["gamma"] * batch.beta / (1 - batch.beta)
-            previous = [kept[PREVIOUS_GRADIENT] for kept in batch.further]
-            has_previous = [kept[HAS_PREVIOUS] for kept in batch.further]
-            c += corrected(batch.gradients, previous, has_previous, strength)
-        c = clipped(engine, chunk.indices, c)
-        u = engine.split(chunk.indices, momentum(with_gradients(chunk, c)))
-        factors = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, factors, chunk.scales)
-        for batch in chunk.batches:
+            c += corrected(batch.gradients, batch.kept(PREVIOUS_GRADIENT), batch.kept(HAS_PREVIOUS), strength)
+        u = step.with_gradients(clipped(step, c)).momentum()
+        O = yield from step.orthogonalize(u)
+        step.subtract(O, step.scales)
+        for batch in step.batches:
             keep(batch)
 
 
@@ -125,18 +118,17 @@ def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, stre
     return start
 
 
-def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> list[Tensor]:
+def clipped(step: Step, gradients: list[Tensor]) -> list[Tensor]:
     """``c / max(1, ||c||_F)`` of each logical matrix."""
-    shards = engine.split(indices, gradients)
-    norms = norms_of_shards(engine, indices, shards)
-    foreach.scale_each(shards, (LARGEST_NORM / norms.clamp(min=LARGEST_NORM)).unbind())
-    return engine.merge(indices, shards)
+    shards = step.split(gradients)
+    foreach.scale_each(shards, (LARGEST_NORM / step.norms(shards).clamp(min=LARGEST_NORM)).unbind())
+    return step.merge(shards)
 
 
 def keep(batch: Batch) -> None:
     """``g`` becomes ``g_prev`` where it is accepted."""
-    previous = [kept[PREVIOUS_GRADIENT] for kept in batch.further]
-    has_previous = [kept[HAS_PREVIOUS] for kept in batch.further]
+    previous = batch.kept(PREVIOUS_GRADIENT)
+    has_previous = batch.kept(HAS_PREVIOUS)
     torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
     flags = torch.stack(has_previous)
     accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)

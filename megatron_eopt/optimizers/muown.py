@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.muon import Chunk, momentum, scaled, with_gradients
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.parameters import local, names_of_last, scale_rows
 from megatron_eopt.optimizers.state import StateTensor, check_placements
+from megatron_eopt.optimizers.step import Batch, Step, scaled
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -66,19 +65,20 @@ def rows_of(batch: Batch) -> Rows:
         kept[key] = list(chain(*of_parameters))
         old[key] = torch.cat(kept[key])
         lengths = [sum(map(len, of_matrices)) for of_matrices in of_parameters]
-    steps = torch.stack([of_p[STEPS] for of_p in batch.further])
+    steps = torch.stack(batch.kept(STEPS))
     accepted = torch.ones_like(steps).bool() if batch.accepted is None else batch.accepted
     moved = accepted & torch.as_tensor(batch.lr != 0)
     return Rows(batch, kept, old, lengths, steps, moved)
 
 
-def muown(chunk: Chunk, engine: Engine) -> Program:
+def muown(step: Step) -> Program:
     """Muown's step of the parameters of a chunk: see :class:`Muown`."""
-    batches = [rows_of(batch) for batch in chunk.batches]
-    weights = [weight for batch in chunk.batches for weight in batch.weights]
-    G = engine.split(chunk.indices, [gradient for batch in chunk.batches for gradient in batch.gradients])
-    W = engine.split(chunk.indices, list(weights))
-    products = over_columns(engine, chunk.indices, on_stacks(row_products, G, W))
+    engine = step.engine
+    batches = [rows_of(batch) for batch in step.batches]
+    weights = step.weights
+    G = step.split(step.gradients)
+    W = step.split(list(weights))
+    products = over_columns(engine, step.indices, on_stacks(row_products, G, W))
     gradients = list[Tensor]()  # of g
     a = list[Tensor]()
     b = list[Tensor]()
@@ -87,22 +87,22 @@ def muown(chunk: Chunk, engine: Engine) -> Program:
         gradients.append(gradient)
         a += rows.split(rows.old[NORM] / nonzero(rows.old[V_NORM]))
         b += rows.split(gradient / nonzero(rows.old[V_NORM]))
-    of_v = engine.merge(chunk.indices, on_stacks(combined, a, G, b, W))  # (g G - grad_g W) / ||v||
+    of_v = step.merge(on_stacks(combined, a, G, b, W))  # (g G - grad_g W) / ||v||
     of_v = [x.to(w.dtype).view(w.shape) for x, w in zip(of_v, weights, strict=True)]
     del G, W
-    u = engine.split(chunk.indices, momentum(with_gradients(chunk, of_v)))
-    O = yield from engine.orthogonalize(chunk.indices, u)  # noqa: E741
-    if chunk.watch is not None:
-        chunk.watch(chunk.indices, scaled([x.clone() for x in O], chunk.scales))
+    u = step.with_gradients(of_v).momentum()
+    O = yield from step.orthogonalize(u)
+    if step.watch is not None:
+        step.watch(step.indices, scaled([x.clone() for x in O], step.scales))
     a = []
     b = []
     for rows in batches:
         a += rows.split(rows.old[V_NORM] / nonzero(rows.old[NORM]))
         b += rows.split(torch.ones_like(rows.old[NORM]) * rows.batch.lr)
-    b = scaled(b, chunk.scales)
-    W = engine.split(chunk.indices, list(weights))
+    b = scaled(b, step.scales)
+    W = step.split(list(weights))
     # v - lr s O, which is made twice, so that there is no copy of all of it
-    squares = over_columns(engine, chunk.indices, on_stacks(row_squares, a, W, b, O))
+    squares = over_columns(engine, step.indices, on_stacks(row_squares, a, W, b, O))
     shrinks = list[Tensor]()
     moves = list[Tensor]()
     for rows, gradient, x in zip(batches, gradients, of_batches(batches, squares), strict=True):
@@ -115,7 +115,7 @@ def muown(chunk: Chunk, engine: Engine) -> Program:
         new = combined(*(foreach.stacked(xs, some) for xs in (a, W, b, O))) * foreach.stacked(shrinks, some)[..., None]
         stack = torch.where(foreach.stacked(moves, some)[..., None], new.to(old.dtype), old)  # g v / ||v||
         torch._foreach_copy_([W[i] for i in some], list(stack.unbind()))
-    for weight, x in zip(weights, engine.merge(chunk.indices, W), strict=True):
+    for weight, x in zip(weights, step.merge(W), strict=True):
         if weight is not x:
             weight.copy_(x.view(weight.shape))
 
@@ -138,7 +138,7 @@ def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
     for key, x in new.items():
         new[key] = torch.where(moves, x, rows.old[key])
         torch._foreach_copy_(rows.kept[key], rows.split(new[key]))
-    steps_of_parameters = [of_p[STEPS] for of_p in rows.batch.further]
+    steps_of_parameters = rows.batch.kept(STEPS)
     torch._foreach_copy_(steps_of_parameters, list((rows.steps + rows.moved).unbind()))
     return new[NORM]
 
@@ -332,6 +332,6 @@ class Muown(TensorParallelMuon):
             for end, of_rows in zip(self.key_ends(parameter), of_matrices, strict=True):
                 scale_rows(state[NORM + end], of_rows[:, 0])
 
-    def program(self, chunk: Chunk, engine: Engine) -> Program:
+    def program(self, step: Step) -> Program:
         """One chunk's step."""
-        return muown(chunk, engine)
+        return muown(step)

@@ -11,9 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.batches import Batch
-from megatron_eopt.optimizers.muon import Chunk
-from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.optimizers.step import MOMENTUM_BUFFER, Batch, Step
 from megatron_eopt.parallel.scheduler import Program, resume
 
 Event = torch.cuda.Event | None  # None on a CPU, where all that was asked for is done
@@ -43,10 +41,10 @@ class Streamed:
         self.end()  # of a step that failed
         homes: dict[int, list[Tensor]] = {}
         for batch in batches:
-            states = zip(batch.indices, batch.parameters, batch.weights, batch.momenta, batch.further, strict=True)
-            for i, p, weight, momentum, further in states:
+            states = zip(batch.indices, batch.parameters, batch.weights, batch.state, strict=True)
+            for i, p, weight, state in states:
                 if kept(p):
-                    homes[i] = [x for x in (momentum, *further.values()) if x.shape == weight.shape]
+                    homes[i] = [x for x in state.values() if x.shape == weight.shape]
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []
         sizes = [sum(map(_room, tensors)) for tensors in self._waiting]
@@ -74,9 +72,8 @@ class Streamed:
             moved.append(
                 replace(
                     batch,
-                    momenta=list(map(self._on_device, batch.momenta)),
                     gradients=list(map(self._on_device, batch.gradients)),  # where one is missing, the momentum is
-                    further=[{key: self._on_device(x) for key, x in kept.items()} for kept in batch.further],
+                    state=[{key: self._on_device(x) for key, x in state.items()} for state in batch.state],
                 )
             )
         return moved
@@ -84,12 +81,12 @@ class Streamed:
     def _on_device(self, x: Tensor) -> Tensor:
         return self._here.get(id(x), x)
 
-    def around(self, chunk: Chunk, engine: Engine, program: Callable[[Chunk, Engine], Program]) -> Program:
-        """Wrap a program with its chunk's state on the device."""
-        chunk = replace(chunk, batches=self.bring(chunk.batches))
-        running = program(chunk, engine)
+    def around(self, step: Step, program: Callable[[Step], Program]) -> Program:
+        """Wrap a program with its state on the device."""
+        step = replace(step, batches=self.bring(step.batches))
+        running = program(step)
         shards = next(running)
-        momenta = list(chain(*(batch.momenta for batch in chunk.batches)))
+        momenta = list(chain(*(batch.momenta for batch in step.batches)))
 
         def written(updates: list[Tensor]) -> None:
             assert callable(shards)
@@ -99,7 +96,9 @@ class Streamed:
         if not callable(shards):
             self.take_back(momenta)
         resume(running, (yield written if callable(shards) else shards))
-        self.take_back(chain(*(kept.values() for batch in chunk.batches for kept in batch.further)))
+        for batch in step.batches:
+            for state in batch.state:
+                self.take_back([x for key, x in state.items() if key != MOMENTUM_BUFFER])
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:
         """Start to copy finished state back to the host."""

@@ -11,15 +11,15 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer, fixed
-from megatron_eopt.optimizers.batches import Batch
-from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
+from megatron_eopt.optimizers.modifiers import measures
+from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.parameters import check_matrix, local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
+from megatron_eopt.optimizers.step import MOMENTUM_BUFFER, Batch, Step
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, decay_method
@@ -27,7 +27,6 @@ from megatron_eopt.settings.of_class import is_ours
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar
 
-MOMENTUM_BUFFER = "momentum_buffer"
 # Methods that users override, or set: of whole parameters or matrices, and all.
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 
@@ -241,12 +240,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
         return [name for name, cls in owners.items() if name in vars(self) or not is_ours(cls)]
 
-    def program(self, chunk: Chunk, engine: Engine) -> Program:
+    def program(self, step: Step) -> Program:
         """One chunk's step: see :class:`OrthogonalizedOptimizer`."""
-        decay(chunk)
-        u = engine.split(chunk.indices, momentum(chunk))
-        updates = yield from engine.orthogonalize(chunk.indices, u)
-        subtract(chunk, engine, updates, chunk.scales)
+        return muon(step)
 
     def _take(self, accepted: Tensor) -> None:
         self._take_users(accepted)
@@ -307,20 +303,25 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                 continue
             own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
             beta, weight_decay = self._rates_of(group)
-            momenta = [known[i] for i in indices]
+            state = []
+            gradients = []
+            for i, p in zip(indices, chosen, strict=True):
+                further = self._further_state(p) if more else {}
+                state.append({key: known[i], **further})
+                # other ranks may wait for a parameter without a gradient: it is masked
+                gradients.append(known[i] if p.grad is None else p.grad)
             weights = chosen
-            # other ranks may wait for a parameter without a gradient: it is masked
-            gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
             if any(isinstance(p, DTensor) for p in chosen):
-                weights, momenta, gradients = (list(map(local, tensors)) for tensors in (chosen, momenta, gradients))
+                weights = list(map(local, chosen))
+                gradients = list(map(local, gradients))
+                state = [{key: local(x) for key, x in of_one.items()} for of_one in state]
             batches.append(
                 Batch(
                     indices=indices,
                     parameters=chosen,
                     weights=weights,
-                    momenta=momenta,
                     gradients=gradients,
-                    further=[self._further_state(p) if more else {} for p in chosen],
+                    state=state,
                     settings=settings,
                     own=own | {self.momentum_key: beta},
                     lr=group["lr"],
@@ -328,6 +329,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     nesterov=group[self.nesterov_key],
                     weight_decay=weight_decay,
                     decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
+                    cautious=bool(settings.get("cautious_weight_decay")),
+                    measured=measures(settings),
                     decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
                     accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
                     rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in chosen],

@@ -5,11 +5,9 @@ from typing import Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.muon import Chunk, decay, kept_momentum, subtract
+from megatron_eopt.optimizers.step import Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.statistics import StatisticsRequest
 from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import DecayMethod
 
@@ -67,12 +65,9 @@ class PolarGrad(TensorParallelMuon):
     ) -> None:
         self._begin(params, locals())
 
-    def program(self, chunk: Chunk, engine: Engine) -> Program:
+    def program(self, step: Step) -> Program:
         """One chunk's step."""
-        decay(chunk)
-        M = kept_momentum(chunk, engine)
-        U = yield from engine.orthogonalize(chunk.indices, list(M))
-        triples = zip(engine.flat(chunk.indices), M, U, strict=True)
-        wanted = [StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in triples]
-        norms = [of_matrix["inner_product"] for of_matrix in engine.statistics(wanted)]  # <M, U>
-        subtract(chunk, engine, U, norms)
+        step.decay()
+        M = step.kept_momentum()
+        U = yield from step.orthogonalize(list(M))
+        step.subtract(U, step.inner_products(M, U))

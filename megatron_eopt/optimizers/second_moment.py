@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
-from megatron_eopt.optimizers.muon import Chunk, counts_of, decay, kept_momentum, subtract
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer, refuse_blockwise
 from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
+from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Matrix, Shape
@@ -36,24 +35,25 @@ from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, norms_of, squared_norms
 
 
-def adaptive_muon(chunk: Chunk, engine: Engine) -> Program:
+def adaptive_muon(step: Step) -> Program:
     """Muon's step with second moments, in the groups that have one."""
-    decay(chunk)  # p -= lr * weight_decay * p
-    u = kept_momentum(chunk, engine)  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
-    kept = list(u) if any(batch.settings["moment2_method"] == "namo" for batch in chunk.batches) else []
-    factors = yield from engine.orthogonalize(chunk.indices, u)  # O of each whole logical matrix
-    scales = second_moment(chunk, engine, factors, kept)  # U
-    subtract(chunk, engine, factors, scales)  # p -= lr * s U
+    step.decay()  # p -= lr * weight_decay * p
+    u = step.kept_momentum()  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
+    kept = list(u) if any(batch.settings["moment2_method"] == "namo" for batch in step.batches) else []
+    O = yield from step.orthogonalize(u)  # of each whole logical matrix
+    scales = second_moment(step, O, kept)  # U
+    step.subtract(O, scales)  # p -= lr * s U
 
 
-def second_moment(chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors) -> list[float | Tensor]:
+def second_moment(step: Step, factors: list[Tensor], updates: Tensors) -> list[float | Tensor]:
     """The scale of each factor; adamuon and normuon scale factors themselves, in place."""
-    scales = list[float | Tensor](chunk.scales)
+    engine = step.engine
+    scales = list[float | Tensor](step.scales)
     batches: dict[str, list[Batch]] = {}
     numbers: dict[str, list[int]] = {}
     start = 0
-    for batch in chunk.batches:
-        end = start + sum(counts_of(engine, batch))
+    for batch in step.batches:
+        end = start + sum(step.counts(batch))
         batches.setdefault(batch.settings["moment2_method"], []).append(batch)
         numbers.setdefault(batch.settings["moment2_method"], []).extend(range(start, end))
         start = end
@@ -61,7 +61,7 @@ def second_moment(chunk: Chunk, engine: Engine, factors: list[Tensor], updates: 
         own = [factors[n] for n in numbers[method]]
         if method == "none" or not own:
             continue
-        of_matrices = [chunk.scales[n] for n in numbers[method]]
+        of_matrices = [step.scales[n] for n in numbers[method]]
         new: Sequence[float | Tensor] = [1.0] * len(own)
         if method == "adamuon":
             adamuon(engine, of_method, own, of_matrices)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.modifiers import by_torch
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.step import MOMENTUM_BUFFER, Batch
 from megatron_eopt.optimizers.step_kernels import DTYPES, StepKernels
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -136,9 +136,8 @@ def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> s
         indices=[0, 1, 2],
         parameters=weights,
         weights=[x.clone() for x in weights],
-        momenta=[x.clone() for x in momenta],
         gradients=gradients,
-        further=[{}] * 3,
+        state=[{MOMENTUM_BUFFER: x.clone()} for x in momenta],
         settings={},
         own={},
         lr=0.02,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.foreach import Tensors
+from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.values import Scalar

@@ -15,9 +15,8 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import held_norms, modifiers, reports, second_moment
 from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer, fixed
-from megatron_eopt.optimizers.batches import Batch
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.muon import Chunk, chosen, muon, scaled
+from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import (
     OF_PARAMETERS,
@@ -35,6 +34,7 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry, check_writer
+from megatron_eopt.optimizers.step import Batch, Step, chosen, scaled
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form
 from megatron_eopt.optimizers.users_functions import OF_USERS, factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.choices import check_count
@@ -304,10 +304,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._session.streamed.wait()
         return super().state_dict()
 
-    def program(self, chunk: Chunk, engine: Engine) -> Program:
+    def program(self, step: Step) -> Program:
         """One chunk's step, :func:`muon` or :func:`adaptive_muon`; a relative has its own."""
-        adapts = any(batch.settings["moment2_method"] != "none" for batch in chunk.batches)
-        return (adaptive_muon if adapts else muon)(chunk, engine)
+        adapts = any(batch.settings["moment2_method"] != "none" for batch in step.batches)
+        return adaptive_muon(step) if adapts else muon(step)
 
     def _reads_all(self) -> bool:
         """Whether the program has copies of all entries of a chunk, and reads gradients."""
@@ -347,9 +347,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             watch = partial(reports.show_updates, engine.watched, engine, groups, self.predicted_rms)
 
         def program(some: Sequence[int]) -> Program:
-            chosen_batches = chosen(batches, some, cast=own or kernels is None)
-            chunk = Chunk(chosen_batches, some, [scale for i in some for scale in scales[i]], watch, kernels)
-            return self.streamed.around(chunk, engine, self.program) if offloads else self.program(chunk, engine)
+            of_some = [scale for i in some for scale in scales[i]]
+            step = Step(chosen(batches, some, cast=own or kernels is None), some, of_some, engine, watch, kernels)
+            return self.streamed.around(step, self.program) if offloads else self.program(step)
 
         offloads = self.offload_fraction > 0
         if offloads:

@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.batches import Batch, repeated
-from megatron_eopt.optimizers.muon import Chunk, chosen, counts_of
+from megatron_eopt.optimizers.step import Batch, Step, chosen, repeated
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
@@ -18,7 +18,7 @@ from megatron_eopt.parallel.scheduler import Program, resume
 def users_step(
     batches: Sequence[Batch],
     engine: Engine,
-    program: Callable[[Chunk, Engine], Program],
+    program: Callable[[Step], Program],
     orthogonalize: Callable[..., Tensor],
     waited_for: Callable[[int], bool],
     accept: Callable[[Mapping[int, Tensor]], Tensor],
@@ -47,8 +47,9 @@ def users_step(
     changed = [list(chain(*batch.changed)) for batch in batches]
     before = [[x.clone() for x in tensors] for tensors in changed]
     try:
-        scales = [1.0] * sum(sum(counts_of(engine, batch)) for batch in batches)
-        running = program(Chunk(batches, indices, scales), engine)
+        step = Step(batches, indices, [], engine)
+        scales = [1.0] * sum(sum(step.counts(batch)) for batch in batches)
+        running = program(replace(step, scales=scales))
         shards = next(running)
         assert not callable(shards)  # a chunk without kernels
         momenta = engine.merge(indices, shards)

@@ -1,6 +1,6 @@
 """The mathematics of :mod:`~megatron_eopt.optimizers.modifiers`, over lists of shards."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.orthogonalize.forms import nonzero
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 
 def decay_cautiously(weights: Tensors, updates: Tensors, factors: Tensor) -> None:
@@ -79,3 +81,10 @@ def _stacks(
         update = torch.stack(us)
         numbers = torch.stack(rows).to(torch.promote_types(before.dtype, torch.float32))
         yield xs, before, update, numbers.view(*numbers.shape, *[1] * xs[0].ndim).unbind(1)
+
+
+def norms_of_shards(engine: Engine, indices: Sequence[int], shards: Sequence[Tensor]) -> Tensor:
+    """Norms in fp64 of the logical matrices of parameters, of which this rank has shards."""
+    pairs = zip(engine.flat(indices), shards, strict=True)
+    wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
+    return norms_of(engine.statistics(wanted)).sqrt()

@@ -15,9 +15,10 @@ OURS = f"{__name__.partition('.')[0]}."
 MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
 
 
-def is_ours(cls: type) -> bool:
+@functools.cache  # asked in every step
+def is_ours(cls: Any) -> bool:
     """Whether a class is of this package."""
-    return cls.__module__.startswith(OURS)
+    return bool(cls.__module__.startswith(OURS))
 
 
 def class_of_ours(cls: type) -> Any:

@@ -439,7 +439,7 @@ def test_a_bool_is_no_number(key):
 
 def test_a_program_that_yields_nothing_is_named():
     class Wrong(OPTIMIZERS["muon"].cls):
-        def program(self, chunk, engine):
+        def program(self, step):
             return None
 
     params = matrices(1)

@@ -8,7 +8,7 @@ from emerging_optimizers.orthogonalized_optimizers import MuonHyperball as Their
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.hyperball import MuonHyperball
-from megatron_eopt.optimizers.muon import Chunk, subtract
+from megatron_eopt.optimizers.step import Step
 from megatron_eopt.parallel import statistics
 from tests.distributed.test_statistics import allocations
 from tests.optimizers.field import (
@@ -192,8 +192,8 @@ def test_a_matrix_without_a_norm_is_refused_before_anything_changes(value, norm)
     assert not opt.state[p]["momentum_buffer"].any()
 
 
-def chunk_of(optimizer):
-    return Chunk(optimizer._batches(torch.ones(1)), [0], [1.0])
+def step_of(optimizer):
+    return Step(optimizer._batches(torch.ones(1)), [0], [1.0], optimizer.engine)
 
 
 @torch.no_grad()
@@ -203,11 +203,11 @@ def test_a_large_matrix_moves_by_pieces(tmp_path, monkeypatch):
     run(whole, p, [0])
     run(cut, q, [0])
     update = drawn((150, 100), 1)
-    subtract(chunk_of(whole), whole.engine, [update], [1.0])
+    step_of(whole).subtract([update], [1.0])
     for module in (foreach, statistics):
         monkeypatch.setattr(module, "MOST_BYTES", 2**14)  # of 60,000
-    chunk = chunk_of(cut)
-    bytes_of_each, _ = allocations(lambda: subtract(chunk, cut.engine, [update], [1.0]), tmp_path / "trace.json")
+    step = step_of(cut)
+    bytes_of_each, _ = allocations(lambda: step.subtract([update], [1.0]), tmp_path / "trace.json")
     assert max(bytes_of_each) <= 2**14
     assert_close(q.detach(), p.detach().double(), 1e-6)
 

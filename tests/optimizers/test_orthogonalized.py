@@ -306,7 +306,7 @@ def test_no_size_is_stated_of_updates_that_a_users_function_makes(method, how):
 
 def test_no_size_is_stated_of_updates_by_a_program_of_the_users():
     class Own(TensorParallelMuon):
-        def program(self, chunk, engine):
-            return super().program(chunk, engine)
+        def program(self, step):
+            return super().program(step)
 
     assert Own([matrix()]).predicted_rms(6, 4) is None

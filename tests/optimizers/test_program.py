@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
-from megatron_eopt.optimizers.muon import muon, scaled
+from megatron_eopt.optimizers.muon import muon
+from megatron_eopt.optimizers.step import scaled
 from megatron_eopt.orthogonalize import NewtonSchulz
 
 SHAPES = [(24, 16), (16, 40), (33, 12)]
@@ -68,7 +69,7 @@ def test_the_program_is_four_lines():
     assert [line.split("# ")[1] for line in lines if "# " in line] == [
         "p -= lr * weight_decay * p",
         "m += (1 - beta) (g - m);  u = (1 - beta) g + beta m",
-        "O of each whole logical matrix",
+        "of each whole logical matrix: ranks may wait here",
         "p -= lr * s O",
     ]
 

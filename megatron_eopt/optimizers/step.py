@@ -1,0 +1,314 @@
+"""A step as a program sees it: parameters of a chunk, their state by name, and the verbs of papers."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
+from megatron_eopt.optimizers.modifiers import RADIUS, holds
+from megatron_eopt.optimizers.rounding import Numbered, store
+from megatron_eopt.optimizers.weight_step import decay_cautiously, move, norms_of_shards, on_spheres, resized
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.scheduler import Shards
+from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
+from megatron_eopt.settings.groups import MOMENTUM_STEPS
+from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.settings.values import Scalar
+
+MOMENTUM_BUFFER = "momentum_buffer"
+
+Scales = Sequence[float | Tensor]  # of logical matrices
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Parameters of one group in a step."""
+
+    indices: list[int]  # among all parameters of the optimizer
+    parameters: list[Tensor]
+    weights: list[Tensor]  # this rank's shards of them
+    gradients: list[Tensor]  # of each; chosen() has them in the dtype of averages
+    state: list[dict[str, Tensor]]  # of each, by key: this rank's shards of what a step changes
+    settings: Mapping[str, Any]  # effective ones of the group
+    own: Mapping[str, Any]  # those that the group has itself, for methods of users
+    lr: Scalar
+    beta: float  # of the momentum in this step
+    nesterov: bool
+    weight_decay: Scalar
+    decays: bool  # whether there is a weight decay; a tensor may be one, since no device is asked
+    decay_method: DecayMethod
+    cautious: bool = False  # whether weight decay waits for the signs of the update
+    measured: bool = False  # whether norms of whole matrices size the step
+    accepted: Mask = None
+    rounded: list[Numbered] | None = None  # the entries of momenta in bf16: random bits follow from them
+
+    @cached_property
+    def momenta(self) -> list[Tensor]:
+        """The momentum of each parameter."""
+        return self.kept(MOMENTUM_BUFFER)
+
+    def kept(self, key: str) -> list[Tensor]:
+        """State of each parameter under a key."""
+        return [state[key] for state in self.state]
+
+    def of_matrices(self, key: str) -> list[list[Tensor]]:
+        """State of each parameter's logical matrices, under a key with their endings."""
+        return [[x for name, x in state.items() if name.startswith(key)] for state in self.state]
+
+    @property
+    def changed(self) -> list[list[Tensor]]:
+        """What a step changes of each parameter: its weight and state."""
+        return [[weight, *state.values()] for weight, state in zip(self.weights, self.state, strict=True)]
+
+    def flag(self, index: int) -> Tensor | bool:
+        """Whether one of the parameters steps."""
+        return True if self.accepted is None else self.accepted[index]
+
+    def masked(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """``x``, which has entries of each parameter, or 0 where it does not step."""
+        return x if self.accepted is None else x * repeated(self.accepted, counts)
+
+    def column(self, value: Scalar, counts: Sequence[int] | None = None) -> Tensor:
+        """A number in fp64 for each of several entries of parameters, 0 where one does not step."""
+        counts = [1] * len(self.indices) if counts is None else counts
+        made = torch.ones(sum(counts), dtype=torch.float64, device=self.weights[0].device) * value
+        return self.masked(made, counts)
+
+    def some(self, at: Sequence[int]) -> "Batch":
+        """The batch of some of its parameters."""
+        lists = ("indices", "parameters", "weights", "gradients", "state", "rounded")
+        changed: dict[str, Any] = {}
+        for name in lists:
+            of_all = getattr(self, name)
+            if of_all is not None:
+                changed[name] = [of_all[n] for n in at]
+        if self.accepted is not None:
+            flags = self.accepted.unbind()
+            changed["accepted"] = torch.stack([flags[n] for n in at])
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a program works on: the parameters of a chunk.
+
+    Lists of logical matrices have this rank's shards of them, in the order of the parameters.
+    """
+
+    batches: list[Batch]  # one for each group
+    indices: Sequence[int]  # of the parameters, ascending
+    scales: list[float]  # what multiplies the orthogonal factor of each of their logical matrices
+    engine: Engine
+    watch: Callable[[Sequence[int], Tensors], None] | None = None  # is shown the updates of logical matrices
+    kernels: Any = None  # StepKernels, which do the elementwise work; None for torch
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """This rank's shards of the parameters."""
+        return [weight for batch in self.batches for weight in batch.weights]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Gradients of the parameters."""
+        return [gradient for batch in self.batches for gradient in batch.gradients]
+
+    def split(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Logical matrices of tensors as the parameters; empties the list."""
+        return self.engine.split(self.indices, tensors)
+
+    def merge(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse of :meth:`split`."""
+        return self.engine.merge(self.indices, matrices)
+
+    def counts(self, batch: Batch) -> list[int]:
+        """How many logical matrices each parameter of a batch has."""
+        return [len(self.engine.matrices[i]) or 1 for i in batch.indices]  # without a layout one update
+
+    def of_batches(self, matrices: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Logical matrices, or what there is of each of them, for each batch."""
+        remaining = iter(matrices)
+        return [list(islice(remaining, sum(self.counts(batch)))) for batch in self.batches]
+
+    def with_gradients(self, gradients: Tensors) -> "Step":
+        """The step with other gradients."""
+        of_parameters = iter(gradients)
+        batches = []
+        for batch in self.batches:
+            batches.append(replace(batch, gradients=list(islice(of_parameters, len(batch.indices)))))
+        return replace(self, batches=batches)
+
+    def decay(self) -> None:
+        """``p -= lr * weight_decay * p``.
+
+        L2 decay is of the gradient; kernels decay when they subtract; cautious decay waits for the update.
+        """
+        for batch in self.batches if self.kernels is None else ():
+            if batch.decays and batch.decay_method != "l2" and not batch.cautious:
+                factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+                foreach.scale(batch.weights, factor, batch.accepted)
+
+    def momentum(self, rule: MomentumRule = foreach.average) -> Shards:
+        """``m += (1 - beta) (g - m)``, or another rule; logical matrices of ``m`` after the look-ahead.
+
+        Without a look-ahead these may be the momenta themselves. L2 decay adds ``weight_decay * p`` to ``g``. Momenta
+        in bf16 are averaged, and looked ahead from, in fp32. With kernels the result is what writes the matrices.
+        """
+        if self.kernels is not None:
+            return partial(self.kernels.momentum, self.batches, heavy=rule is foreach.heavy_ball)
+        updates = list[Tensor]()
+        for batch in self.batches:
+            momenta = batch.momenta
+            gradients = batch.gradients
+            if batch.rounded is not None:
+                momenta = [x.float() for x in momenta]
+                gradients = [x.float() for x in gradients]
+            if batch.decays and batch.decay_method == "l2":
+                gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
+            u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
+            if batch.rounded is not None:
+                store(batch.momenta, momenta, batch.rounded, batch.settings[MOMENTUM_STEPS])
+                u = [x.to(weight.dtype) for x, weight in zip(u, batch.weights, strict=True)]
+            updates += u
+        return self.split(updates)
+
+    def kept_momentum(self) -> list[Tensor]:
+        """Logical matrices of :meth:`momentum`, for programs that read them."""
+        shards = self.momentum()
+        if not callable(shards):
+            return shards
+        updates = list[Tensor]()
+        for i, weight in zip(self.indices, self.weights, strict=True):
+            updates += [weight.new_empty(shape) for shape in self.engine.shapes(i)]
+        shards(updates)
+        return updates
+
+    def orthogonalize(self, u: Shards) -> Generator[Shards, list[Tensor], list[Tensor]]:
+        """Wait for the orthogonal factors of whole logical matrices."""
+        return (yield u)
+
+    def norms(self, shards: Sequence[Tensor]) -> Tensor:
+        """Norms in fp64 of whole logical matrices."""
+        return norms_of_shards(self.engine, self.indices, shards)
+
+    def inner_products(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+        """``<A, B>`` of whole logical matrices, by one reduction."""
+        triples = zip(self.engine.flat(self.indices), a, b, strict=True)
+        wanted = [StatisticsRequest(matrix=W, x=x, inner=y) for W, x, y in triples]
+        return [of_matrix["inner_product"] for of_matrix in self.engine.statistics(wanted)]
+
+    def subtract(self, factors: list[Tensor], scales: Scales) -> None:
+        """``p -= lr * scale * factor``, as modifiers have it; may write to ``factors``."""
+        of_batches = self.of_batches(factors)
+        if self.kernels is not None:
+            self._subtract_by_kernels(of_batches, factors, scales)
+            return
+        updates = scaled(factors, scales)
+        if self.watch is not None:
+            self.watch(self.indices, updates)
+        measured = []
+        for batch, of_batch in zip(self.batches, of_batches, strict=True):
+            if batch.decays and batch.cautious:
+                rate = foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+                decay_cautiously(batch.weights, self._merged(batch, of_batch), 1 - batch.column(rate))
+            if batch.measured:
+                measured.append((batch, of_batch))
+        coefficients = iter(self._coefficients(measured) if measured else ())
+        for batch, of_batch in zip(self.batches, of_batches, strict=True):
+            if not batch.measured:
+                foreach.subtract(batch.weights, self._merged(batch, of_batch), batch.lr, batch.accepted)
+                continue
+            shards = self.engine.split(batch.indices, list(batch.weights))
+            move(shards, of_batch, next(coefficients))
+            for weight, x in zip(batch.weights, self.engine.merge(batch.indices, shards), strict=True):
+                if weight is not x:
+                    weight.copy_(x)
+
+    def _subtract_by_kernels(self, of_batches: Sequence[list[Tensor]], factors: list[Tensor], scales: Scales) -> None:
+        if self.watch is not None:
+            copies = []
+            for batch, of_batch in zip(self.batches, of_batches, strict=True):
+                dtypes = [w.dtype for w, n in zip(batch.weights, self.counts(batch), strict=True) for _ in range(n)]
+                copies += [x.to(dtype, copy=True) for x, dtype in zip(of_batch, dtypes, strict=True)]
+            self.watch(self.indices, scaled(copies, scales))
+        if self.batches[0].measured:  # all hold norms, else kernels do not serve
+            pairs = list(zip(self.batches, of_batches, strict=True))
+            self.kernels.rotate(self.batches, factors, torch.cat(self._coefficients(pairs)).float())
+        else:
+            self.kernels.subtract(self.batches, factors, scales)
+
+    def _merged(self, batch: Batch, updates: Tensors) -> list[Tensor]:
+        pairs = zip(batch.weights, self.engine.merge(batch.indices, updates), strict=True)
+        return [x if x.ndim == weight.ndim else x.view(weight.shape) for weight, x in pairs]
+
+    def _coefficients(self, of_batches: Sequence[tuple[Batch, list[Tensor]]]) -> list[Tensor]:
+        """Rows ``(moves, a, b)`` of each ``W <- (W - a U) b``, by one reduction."""
+        engine = self.engine
+        weights = list[StatisticsRequest]()
+        updates = list[StatisticsRequest]()
+        for batch, of_batch in of_batches:
+            shards = engine.split(batch.indices, list(batch.weights))
+            for W, x, u in zip(engine.flat(batch.indices), shards, of_batch, strict=True):
+                weights.append(StatisticsRequest(matrix=W, x=x, squared_norm=True, inner=u))
+                updates.append(StatisticsRequest(matrix=W, x=u, squared_norm=True))
+        statistics = engine.statistics([*weights, *updates])
+        squares = norms_of(statistics).view(2, -1)
+        inner = torch.stack([of_matrix["inner_product"] for of_matrix in statistics[: len(weights)]])
+        coefficients = list[Tensor]()
+        start = 0
+        for batch, of_batch in of_batches:
+            some = slice(start, start + len(of_batch))
+            start = some.stop
+            counts = self.counts(batch)
+            if holds(batch.settings):
+                radii = torch.stack([radius for of_one in batch.of_matrices(RADIUS) for radius in of_one])
+                lengths = batch.masked(radii * batch.lr, counts)
+                coefficients.append(on_spheres(squares[:, some], inner[some], radii, lengths))
+            else:
+                rates = batch.column(batch.lr, counts)
+                coefficients.append(resized(squares[:, some], inner[some], rates, batch.settings))
+        return coefficients
+
+
+def scaled(factors: list[Tensor], scales: Scales) -> list[Tensor]:
+    """``s O`` of each logical matrix, in place."""
+    pairs = list(zip(factors, scales, strict=True))
+    on_device = [(x, scale) for x, scale in pairs if isinstance(scale, Tensor)]
+    if on_device:
+        foreach.scale_each(*map(list, zip(*on_device, strict=True)))
+    on_host = [(x, scale) for x, scale in pairs if not isinstance(scale, Tensor)]
+    for scale in dict.fromkeys(scale for _, scale in on_host):  # one for each shape
+        if scale != 1:
+            exact = torch.as_tensor(scale, dtype=torch.float64) if factors[0].device.type == "cpu" else scale
+            torch._foreach_mul_([x for x, s in on_host if s == scale], exact)
+    return factors
+
+
+def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None, cast: bool = True) -> list[Batch]:
+    """Batches of some or all parameters; ``cast`` gradients for averaging."""
+    taken = list(batches)
+    wanted = None if parameters is None else set(parameters)
+    if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
+        taken = []
+        for batch in batches:
+            at = [n for n, i in enumerate(batch.indices) if i in wanted]
+            if at:
+                taken.append(batch.some(at))
+    for number, batch in enumerate(taken if cast else ()):
+        pairs = list[tuple[Tensor, torch.dtype]]()
+        for g, m, w in zip(batch.gradients, batch.momenta, batch.weights, strict=True):
+            pairs.append((g, m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype)))
+        if any(g.dtype != dtype for g, dtype in pairs):
+            taken[number] = replace(batch, gradients=[g.to(dtype) for g, dtype in pairs])
+    return taken
+
+
+def repeated(flags: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each entry so many times."""
+    entries = flags.unbind()
+    return torch.stack([entries[i] for i, count in enumerate(counts) for _ in range(count)])

@@ -58,7 +58,7 @@ from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings import groups as of_groups
 from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, settings_of
-from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
@@ -122,8 +122,8 @@ class BaseOptimizer(Optimizer):
         values = {key: given.get(key, setting.default) for key, setting in known.items()}
         in_groups = self.group_keys or [key for key, setting in known.items() if not setting.whole]
         own = {key: value for key, value in values.items() if key not in in_groups}
-        self._check_place(own)
         check_values(cls.__name__, known, own)
+        self._check_place(own)
         if "split_qkv" in known:
             values |= checked_split(cls.__name__, values, self.split_lengths)
         warn_of_uncalled(cls)
@@ -196,9 +196,11 @@ class BaseOptimizer(Optimizer):
 
     def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a group in a step: its own, else the optimizer's."""
-        known = settings_of(type(self))
-        own = {key: value for key, value in vars(self).items() if key in known}
-        return {**own, **self.defaults, **group}
+        settings = {**self.defaults, **group}
+        for key, setting in settings_of(type(self)).items():
+            if key in vars(self) and (setting.whole or key not in settings):
+                settings[key] = vars(self)[key]
+        return settings
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Multiply rows of parameters between steps, as QK-clip does.
@@ -237,8 +239,8 @@ class BaseOptimizer(Optimizer):
         name = type(self).__name__
         known = {key: setting for key, setting in settings_of(type(self)).items() if not setting.whole}
         own = {key: group[key] for key in known if key in group and key not in self.users_settings}
-        self._check_place(own)
         check_values(name, known, own)
+        self._check_place(own)
         group |= {key: without_dimensions(value) for key, value in own.items()}
         self._check_together(self.effective(group))
 
@@ -340,8 +342,11 @@ class BaseOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        known = {"params", *self.defaults, *self.settings_of_groups(), *self.carried_settings} - self.users_settings
-        for key, meant in misspelt(group, known).items():
+        known = {"params", *self.defaults, *self.settings_of_groups(), *self.carried_settings}
+        for key in group.keys() - known:
+            if key in RECORDS or key in settings_of(type(self)):
+                of_groups.warn(f"{name}: groups have no {key} of their own, so it has no effect in one")
+        for key, meant in misspelt(group, known - self.users_settings).items():
             of_groups.warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant!r}?")
         group[STATE_OF] = mark_of(self)
 

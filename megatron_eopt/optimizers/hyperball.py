@@ -1,14 +1,14 @@
 """Muon on a hyperball: matrices keep their initial norm."""
 
 from types import MappingProxyType
-from typing import Literal, Unpack
+from typing import Unpack
 
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.settings.of_class import with_settings
-from megatron_eopt.settings.records import Moment2Method
+from megatron_eopt.settings.records import Moment2Method, WeightNorm
 
 
 class MuonHyperball(TensorParallelMuon):
@@ -71,7 +71,7 @@ class MuonHyperball(TensorParallelMuon):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         *,
-        weight_norm: Literal["hold"] = "hold",
+        weight_norm: WeightNorm = "hold",
         moment2_method: Moment2Method = "none",
         beta2: float = 0.95,
         eps: float = 1e-8,

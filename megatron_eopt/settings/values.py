@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.choices import check_choice, check_count
+from megatron_eopt.orthogonalize.choices import check_count
 
 Scalar = float | Tensor  # a tensor of one entry, on the device of the parameters
 
@@ -45,9 +45,9 @@ def one_of(choices: Iterable[str], *others: object) -> Check:
     names = tuple(choices)
 
     def check(called: str, value: Any) -> None:
-        if not any(value is other for other in others):
+        if value not in names and not any(value is other for other in others):
             owner, _, name = called.rpartition(": ")
-            check_choice(f"{name} of {owner}", value, names)
+            raise ValueError(f"{owner}: unknown {name} {value!r}: expected one of {', '.join(names)}")
 
     return check
 

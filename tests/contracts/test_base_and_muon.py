@@ -95,7 +95,7 @@ def test_a_kind_of_decay_that_contradicts_the_flag_is_refused(kind, decay):
     contradiction = {"weight_decay_method": decay, "use_decoupled_weight_decay": flag}
     with pytest.raises(ValueError, match=message):
         kind.made([{"params": [p], **contradiction}])
-    with pytest.raises(ValueError, match=f"unknown weight_decay_method of {kind.cls.__name__} 'cosine'"):
+    with pytest.raises(ValueError, match=f"{kind.cls.__name__}: unknown weight_decay_method 'cosine'"):
         kind.made([p], weight_decay_method="cosine")
     opt = kind.made([p])
     before = p.detach().clone()

@@ -375,6 +375,12 @@ def test_keys_of_megatron_and_of_schedulers_in_groups_are_nobodys_business(name,
     assert not [r for r in caplog.records if "no setting" in r.getMessage()]
 
 
+@pytest.mark.parametrize("key", ["fp32_matmul_prec", "tp_mode", "betas", "momentum_warmup"])
+def test_a_setting_that_groups_cannot_have_is_named(key, caplog):
+    build("muon", [{"params": matrices(1), key: 1}])
+    assert f"groups have no {key} of their own, so it has no effect in one" in caplog.text
+
+
 def test_a_misspelt_setting_among_users_own_is_named(caplog):
     given = {"lr": 0.1, "momentum_beta": 0.9, "use_nesterov": True, "weight_decay": 0.1, "fp32_matmul_prec": "high"}
     rest = {"use_decoupled_weight_decay": True, "split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": None}

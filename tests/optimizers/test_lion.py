@@ -113,7 +113,7 @@ def test_groups_have_settings_of_their_own():
 
 def test_an_unknown_weight_decay_method_is_refused():
     (p,) = parameters([(6, 4)])
-    message = "unknown weight_decay_method of Lion 'l1': expected one of decoupled, l2"
+    message = "Lion: unknown weight_decay_method 'l1': expected one of decoupled, l2"
     with pytest.raises(ValueError, match=message):
         Lion([p], weight_decay_method="l1")
     with pytest.raises(ValueError, match=message):

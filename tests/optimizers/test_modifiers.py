@@ -202,11 +202,11 @@ def test_a_norm_that_becomes_held_is_that_of_the_next_step():
 REFUSED = {
     "unknown norm": (
         {"weight_norm": "keep"},
-        "unknown weight_norm of TensorParallelMuon 'keep': expected one of none, hold, brake",
+        "unknown weight_norm 'keep': expected one of none, hold, brake",
     ),
     "unknown size": (
         {"relative_update": "clip"},
-        "unknown relative_update of TensorParallelMuon 'clip': expected one of none, match, bound",
+        "unknown relative_update 'clip': expected one of none, match, bound",
     ),
     "part above 1": ({"weight_norm": "brake", "brake_outward": 1.5}, r"brake_outward must lie in \[0, 1\], got 1.5"),
     "ratio of 0": (

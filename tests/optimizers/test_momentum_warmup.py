@@ -83,9 +83,7 @@ def test_a_momentum_that_is_smaller_stays():
 
 @pytest.mark.parametrize("wrong", [-1, 2.5, True])
 def test_what_is_no_number_of_steps_is_refused(wrong):
-    with pytest.raises(
-        ValueError, match=f"momentum_warmup, in steps, must be a whole number of at least 0, got {wrong}"
-    ):
+    with pytest.raises(ValueError, match=f"momentum_warmup must be a whole number of at least 0, got {wrong}"):
         made(momentum_warmup=wrong)
 
 

@@ -89,7 +89,7 @@ def test_a_parameters_own_split_wins():
     ("settings", "message"),
     [
         ({"tp_mode": "duplicate"}, "unknown tp_mode 'duplicate': expected one of blockwise, duplicated, distributed"),
-        ({"scale_mode": "spectal"}, "unknown scale_mode of .* 'spectal'"),
+        ({"scale_mode": "spectal"}, "unknown scale_mode 'spectal'"),
         ({"coefficient_type": "quintc"}, "unknown coefficient type 'quintc'"),
         ({"num_ns_steps": 0}, "at least 1, got 0"),
         ({"num_ns_steps": 6}, "cannot be served in 6"),
@@ -196,7 +196,7 @@ def test_the_workspace_is_a_number_of_bytes(name):
     assert build(name, [matrix()]).workspace == 2**31
     assert build(name, [matrix()], workspace=4096).workspace == 4096
     for wrong in (0, -1, 2.5, True, "2GiB", None):
-        with pytest.raises(ValueError, match="workspace, in bytes, must be a whole number"):
+        with pytest.raises(ValueError, match="workspace must be a whole number"):
             build(name, [matrix()], workspace=wrong)
 
 

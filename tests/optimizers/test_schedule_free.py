@@ -195,7 +195,7 @@ def test_a_gradient_whose_square_is_beyond_fp32_does_not_stop_the_parameter_for_
         ({"r": math.nan}, r"r must be finite and weight_lr_power at least 0, got nan and 2\.0"),
         ({"weight_lr_power": -1.0}, r"r must be finite and weight_lr_power at least 0, got 0\.0 and -1\.0"),
         ({"r": 1.0}, r"r=1\.0 and weight_lr_power=2\.0 would have no effect with variant 'kempnerforge'"),
-        ({"variant": "x"}, "unknown variant of ScheduleFreeAdamW 'x': expected one of kempnerforge, schedulefree"),
+        ({"variant": "x"}, "ScheduleFreeAdamW: unknown variant 'x': expected one of kempnerforge, schedulefree"),
     ],
 )
 def test_wrong_settings_are_refused_at_construction_and_in_a_new_group(settings, message):

@@ -13,9 +13,9 @@ from tests.optimizers.several import parameters
         ({"precondition_frequency": 0}, "SOAP: precondition_frequency must be a whole number of at least 1, got 0"),
         ({"precondition_frequency": 1.5}, r"precondition_frequency must be a whole number of at least 1, got 1\.5"),
         ({"max_dim": -1}, "SOAP: max_dim must be a whole number of at least 0, got -1"),
-        ({"basis_method": "svd"}, "unknown basis_method of SOAP 'svd': expected one of qr, eigh"),
-        ({"basis_of": "next"}, "unknown basis_of of SOAP 'next': expected one of previous, current"),
-        ({"weight_decay_method": "l2"}, "unknown weight_decay_method of SOAP 'l2': expected one of decoupled, indep"),
+        ({"basis_method": "svd"}, "SOAP: unknown basis_method 'svd': expected one of qr, eigh"),
+        ({"basis_of": "next"}, "SOAP: unknown basis_of 'next': expected one of previous, current"),
+        ({"weight_decay_method": "l2"}, "SOAP: unknown weight_decay_method 'l2': expected one of decoupled, indep"),
         ({"fp32_matmul_prec": "x"}, "unknown fp32_matmul_prec 'x': expected one of low, medium, high, highest"),
     ],
 )

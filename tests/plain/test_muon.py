@@ -259,5 +259,5 @@ def test_around_takes_what_adamw_needs_from_torchs_defaults():
 def test_a_misspelt_setting_of_adamws_groups_is_named(caplog):
     matrix, vector = parameters((4, 3), (3,))
     Muon([matrix], [{"params": [vector], "weight_decy": 0.5}])
-    assert "AdamW in Muon: 'weight_decy' is no setting of its groups" in caplog.text
+    assert "AdamW in Muon: 'weight_decy' is no setting" in caplog.text
     assert "did you mean 'weight_decay'?" in caplog.text

@@ -129,7 +129,7 @@ def test_what_the_run_would_be_refused_for(tmp_path, capsys):
             {"scale_mode": "shape_scaling", "weight_norm": "hold", "weight_decay": 0},
             "overrides.json:1: scale_mode, weight_norm: scale_mode has no effect",
         ),
-        ("muon", {"scale_mode": "none"}, "unknown scale_mode of .* 'none': expected one of spectral"),
+        ("muon", {"scale_mode": "none"}, "unknown scale_mode 'none': expected one of spectral"),
         ("shampoo", {"scale_mode": "none"}, None),
     ],
 )

@@ -186,8 +186,10 @@ def _fault(folder: Path) -> str | None:
     if not names:
         return "is empty: a save that never wrote anything; take another checkpoint"
     if is_legacy(folder):
-        advice = "load it and save it again with --ckpt-convert-format torch_dist"
-        return f"is in Megatron's legacy torch format ({names[0]}); only torch_dist is read here: {advice}"
+        return (
+            f"is in Megatron's legacy torch format ({names[0]}); only torch_dist is read here: load it and save it "
+            f"again with --ckpt-convert-format torch_dist"
+        )
     if FORMAT not in names:
         if METADATA not in names and not any(name.endswith(".distcp") for name in names):
             return f"is no checkpoint: it has {', '.join(names[:5])}, and no {FORMAT}"

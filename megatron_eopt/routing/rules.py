@@ -173,8 +173,10 @@ def _drop_replaced(won: dict[str, _Claim]) -> list[str]:
             first = won[absolute]
             second = won[other]
             if first.order == second.order:
-                both = f"{absolute} by {first.source} and {other} by {second.source}"
-                wrong.append(f"{other}: set are {both}, which are equally specific: keep one")
+                wrong.append(
+                    f"{other}: set are {absolute} by {first.source} and {other} by {second.source}, which are equally "
+                    f"specific: keep one"
+                )
             elif first.order > second.order:
                 del won[other]
     if all(end in won for end in ENDS):

@@ -27,11 +27,12 @@ _active: Redirections | None = None
 
 
 def _all() -> Redirections:
-    # Megatron comes last: it is imported by its redirection, when torch answers already.
-    found = [*device.redirections(), *calls.redirections(), *calls.of_megatron()]
-    # Whose modules may have imported a redirected name: torch.distributed and torch.cuda re-export their own.
-    importers = ("megatron", "torch.cuda", "torch.distributed")
-    return Redirections(found, importers)
+    return Redirections(
+        # Megatron comes last: it is imported by its redirection, when torch answers already.
+        [*device.redirections(), *calls.redirections(), *calls.of_megatron()],
+        # Whose modules may have imported a redirected name: torch.distributed and torch.cuda re-export their own.
+        ("megatron", "torch.cuda", "torch.distributed"),
+    )
 
 
 def installed() -> bool:

@@ -1,11 +1,10 @@
 """Redirections of tensors to the CPU, of nccl to gloo."""
 
-import importlib.util
 import logging
 import os
 import socket
 import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,14 +128,6 @@ def _mesh(real: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> 
 _SEEDING = ("megatron.core.tensor_parallel.random", "megatron.core.distributed.fsdp.src.megatron_fsdp.utils")
 
 
-def _is_there(module: str) -> bool:
-    """Whether Megatron has a module; its parents are not imported."""
-    package, *rest = module.partition(":")[0].split(".")
-    spec = importlib.util.find_spec(package)
-    roots: Any = spec.submodule_search_locations if spec else None
-    return any(Path(root, *rest).with_suffix(".py").exists() for root in roots or ())
-
-
 def redirections() -> list[Redirection]:
     """Redirections of tensors, compilers and process groups."""
     # Before any is replaced: `with torch.device("meta")` knows its factories by identity.
@@ -232,9 +223,9 @@ def _of_process_groups() -> list[Redirection]:
 
 
 def of_megatron() -> list[Redirection]:
-    """Redirections in Megatron itself; installing them imports it."""
-    possible = [
-        without_makefile(),
+    """Redirections in Megatron itself; installing them imports it, where it is installed."""
+    found = [
+        replace(without_makefile(), required=False),
         # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
         Redirection(
             "megatron.training.initialize",
@@ -256,9 +247,9 @@ def of_megatron() -> list[Redirection]:
             "prepare_write_data",
             around(_copied_for_writer),
             "a tensor that is on the host is not copied there, so an asynchronous save would write later steps",
+            required=False,
         ),
     ]
-    found = [redirection for redirection in possible if _is_there(redirection.target)]
     one = "one generator makes the numbers of both, so Megatron finds the CPU's changed wherever it draws for the GPU"
     for name in _SEEDING:
         # getLogger makes what is not there, without importing the module

@@ -138,8 +138,10 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
         gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
         points = swept(model, parallel, gpus, work, mode, rates, workspace)
         print(f"{swept_table(points)}\n\n{where_it_stops(points, work, mode, rates)}\n")
-        modelled = f"{rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s"
-        print(f"Modelled at {modelled}, nothing overlapped.\n{_OF_POINTS}")
+        print(
+            f"Modelled at {rates.flops / 1e12:,.4g} TFLOP/s and {rates.bytes / 1e9:,.4g} GB/s, nothing overlapped.\n"
+            f"{_OF_POINTS}"
+        )
     _print_notes(options.gpu, model, parallel, points)
     return 0
 

@@ -107,9 +107,14 @@ def _about(contents: Contents) -> dict[str, Any]:
             sizes[short] = contents.args[name]
     found = []
     for optimizer in optimizers.optimizer_states(contents):
-        states = {state: _totals(tensors) for state, tensors in optimizer.states.items()}
-        settings = optimizer.block.get("settings") or {}
-        found.append({"name": optimizer.name, "source": optimizer.source, "settings": settings, "states": states})
+        found.append(
+            {
+                "name": optimizer.name,
+                "source": optimizer.source,
+                "settings": optimizer.block.get("settings") or {},
+                "states": {state: _totals(tensors) for state, tensors in optimizer.states.items()},
+            }
+        )
     return {
         "folder": str(contents.folder),
         "iteration": contents.iteration,

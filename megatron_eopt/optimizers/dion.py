@@ -158,11 +158,11 @@ class Dion(StackedOptimizer):
         """Also refuse another rank than that of the state."""
         for parameter in self._parameters():
             state = self.state.get(parameter, {})
-            for basis in (tensor for tensor in self.state_tensors(parameter)[1:] if tensor.key in state):
-                rank = state[basis.key].shape[1]
-                if basis.dims != ("columns", rank):
+            for basis in self.state_tensors(parameter)[1:]:
+                kept = state.get(basis.key)
+                if kept is not None and basis.dims != ("columns", kept.shape[1]):
                     raise ValueError(
-                        f"{type(self).__name__} keeps a basis of rank {rank} for the parameter of shape "
+                        f"{type(self).__name__} keeps a basis of rank {kept.shape[1]} for the parameter of shape "
                         f"{tuple(parameter.shape)}, whose group now has rank_fraction {self._fraction(parameter)}: set "
                         "it back, it cannot change"
                     )

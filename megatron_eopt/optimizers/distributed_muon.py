@@ -352,7 +352,9 @@ def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], fir
         alike.setdefault(shape_and_dtype, []).append(index)
     dealt = []
     for (shape, dtype), indices in sorted(alike.items(), key=lambda item: item[0][0].numel(), reverse=True):
-        for some in batched(indices, len(loads)) if shape.numel() else ():
+        if not shape.numel():
+            continue
+        for some in batched(indices, len(loads)):
             least = sorted(range(len(loads)), key=loads.__getitem__)[: len(some)]
             for rank in least:
                 loads[rank] += shape.numel() * dtype.itemsize

@@ -5,6 +5,7 @@ the first group, as ``adamw``. KempnerForge's Muon has a state dict of its own f
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
@@ -107,10 +108,10 @@ def _of_kempnerforge(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _names(groups: Sequence[Group]) -> list[list[str]]:
     """Names of AdamW's parameters by group, unique or indices."""
     known = [g.get("param_names") or [getattr(p, NAME, None) for p in g["params"]] for g in groups]
-    flat = [name for names in known for name in names]
+    flat = list(chain(*known))
     if None in flat or len(set(flat)) < len(flat):
-        indices = iter(range(len(flat)))
-        return [[str(next(indices)) for _ in names] for names in known]
+        indices = map(str, range(len(flat)))
+        return [list(islice(indices, len(names))) for names in known]
     # torch's flat form of a state divides names at dots
     return [[name.replace(".", "/") for name in names] for names in known]
 
@@ -121,10 +122,13 @@ def _in_order(saved: Sequence[Group], groups: Sequence[Group], called: str) -> l
     names = [list(group["params"]) for group in saved]
     if [set(x) for x in names] == [set(x) for x in own]:
         return own
-    by_name = all(any(not name.isdigit() for group in each for name in group) for each in (own, names))
-    if by_name:
+    if _by_name(own) and _by_name(names):
         raise ValueError(
             f"AdamW in {called} has groups of the parameters {own}, but the state was saved with {names}: build the "
             "optimizer for the model as it was"
         )
     return names
+
+
+def _by_name(groups: Sequence[Sequence[str]]) -> bool:
+    return not all(name.isdigit() for name in chain(*groups))

@@ -83,8 +83,9 @@ class FactoredOptimizer(StackedOptimizer):
         tensors.append(StateTensor(STEPS, dims=(), dtype=torch.float64))
         for part, plan in enumerate(self._planned(parameter)):
             for length, has_factor, keys in zip(plan.layout.shape, plan.has_factor, self.side_keys, strict=True):
-                for key in keys if has_factor else ():
-                    tensors.append(StateTensor(key + plan.end, (length, length), part, wide, plan.compute_rank))
+                if has_factor:
+                    for key in keys:
+                        tensors.append(StateTensor(key + plan.end, (length, length), part, wide, plan.compute_rank))
         if self._holds(parameter):
             tensors += radii(self.key_ends(parameter), optional=True)
         return tensors
@@ -95,7 +96,9 @@ class FactoredOptimizer(StackedOptimizer):
     def _check_factors(self, group: Mapping[str, Any], why: str = "") -> None:
         """Refuse a matrix without a factor in the last group."""
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
-            for layout in self.matrix_layouts(parameter) if parameter.ndim > 1 else ():
+            if parameter.ndim < 2:
+                continue
+            for layout in self.matrix_layouts(parameter):
                 if 0 not in layout.shape and min(layout.shape) > group["max_dim"]:
                     raise ValueError(
                         f"{type(self).__name__}{why} needs a factor of every matrix, and {called} has none: it is for "

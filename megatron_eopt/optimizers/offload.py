@@ -46,7 +46,9 @@ class Streamed:
                 if kept(p):
                     homes[i] = [x for x in state.values() if x.shape == weight.shape]
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
-        self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []
+        self._waiting = []
+        if homes:
+            self._waiting = [list(chain(*(homes.get(i, ()) for i in chunk))) for chunk in chunks]
         sizes = [sum(map(_room, tensors)) for tensors in self._waiting]
         of_slots = [max(sizes[number::2], default=0) for number in range(2)]
         self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in of_slots]

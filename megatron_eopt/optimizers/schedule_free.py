@@ -168,7 +168,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
                 parameter.copy_(self.state[parameter].pop(KEPT))
             group[TRAIN_MODE] = True
 
-    train, eval = train_params, eval_params  # as the schedulefree package calls them
+    # as the schedulefree package calls them
+    train = train_params
+    eval = eval_params
 
     @torch.no_grad()
     def average(self, parameter: Tensor) -> Tensor:

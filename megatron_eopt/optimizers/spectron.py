@@ -398,9 +398,10 @@ class Spectron(BaseOptimizer):
                 self._project(waiting, flags)
             self._session.changing = True
             chunks = self._chunks(set(active), flags)
+            stacks = list[FactorStack]()
             for chunk in chunks:
                 gradients_of_factors(chunk, self.engine)
-            stacks = [stack for chunk in chunks for pair in chunk.pairs for stack in pair]
+                stacks += chain(*chunk.pairs)
             step_of_factors(stacks, self._engine_of_factors, self.num_power_iterations)
             for chunk in chunks:
                 if chunk.in_state:

@@ -189,7 +189,9 @@ class StepKernels:
                     of_row, of_col = map(int, other.stride())
                     key = (number, *dtypes, other.dtype, stacks[matrix], scales[matrix] if scales else 1.0)
                     one, two, row, left = (0, 0, 0, 0) if words is None else words[part]
-                    for layer, first, count in runs if other.numel() else ():
+                    if not other.numel():
+                        runs = []
+                    for layer, first, count in runs:
                         places = [_place(x, rows.stacked, rows.transposed, layer, first) for x in sides]
                         places = places if momentum else [(0, 0, 0)] * 2 + places
                         places.append((start + top * of_row, of_row, of_col))
@@ -287,7 +289,10 @@ def _lies(pieces: Sequence[Piece], names: Sequence[str]) -> int:
 
 def _distance(piece: Piece, name: str, lie: int) -> int:
     """From one row or column to the next, whichever are apart."""
-    return int(getattr(piece, f"{name}_{'col' if lie == _BY_COLUMNS else 'row'}")) if lie != _SCATTERED else 1
+    if lie == _SCATTERED:
+        return 1
+    side = "col" if lie == _BY_COLUMNS else "row"
+    return int(getattr(piece, f"{name}_{side}"))
 
 
 def _power(number: int) -> int:

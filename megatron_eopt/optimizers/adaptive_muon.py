@@ -86,7 +86,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         if not values["align_rms"] and method != "adamuon":
             warn(f"{name}: align_rms=False has no effect with {method}, it is adamuon's")
             values["align_rms"] = True
-        self.only = MappingProxyType({**self.only, "moment2_method": (method,), "align_rms": (values["align_rms"],)})
+        self.only = {**self.only, "moment2_method": (method,), "align_rms": (values["align_rms"],)}
         super()._settle(values)
 
     def _check_functions(self, settings: Mapping[str, Any]) -> None:

@@ -184,7 +184,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Also the name of the weight decay's kind."""
-        return super().settings_of_groups() | {METHOD: decay_method(type(self).__name__, self.defaults)}
+        settings = super().settings_of_groups()
+        if METHOD in settings:
+            settings[METHOD] = decay_method(type(self).__name__, self.defaults)
+        return settings
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Describe the momentum."""

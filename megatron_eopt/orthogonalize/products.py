@@ -80,12 +80,7 @@ class Products:
         ``propagate_nan`` a matrix that is not finite becomes zero.
         """
         x, power = scaled(x, dtype, propagate_nan, own)
-        norm = torch.linalg.vector_norm(
-            x,
-            dim=(-2, -1),
-            keepdim=True,
-            dtype=power.dtype,
-        )
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
         return over_norms(x, norm, dtype, unit)
 
     def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:

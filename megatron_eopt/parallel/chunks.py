@@ -40,8 +40,8 @@ class ParamSpec:
         layout = self.layout
         return self.groups if layout is None or layout.group is None else {layout.label: layout.group}
 
-    def matrices(self) -> list[tuple[Matrix, Layout]]:
-        """Its logical matrices with their layouts; none without a layout."""
+    def matrices(self) -> list[Matrix]:
+        """Its logical matrices; none without a layout."""
         if self.layout is None:
             return []
         iteration = ""
@@ -50,11 +50,10 @@ class ParamSpec:
             iteration = self.iteration.name
             itemsize = self.iteration.sent_dtype(self.dtype).itemsize
         found = []
-        layouts = split_layout(self.layout, self.split)
-        for part, layout in zip(self.split.names(self.layout.shape[0]), layouts, strict=True):
+        parts = self.split.names(self.layout.shape[0])
+        for part, layout in zip(parts, split_layout(self.layout, self.split), strict=True):
             name = f"{self.name}[{part}]" if part else self.name
-            matrix = Matrix(name, layout.shape, layout.rectangles, layout.label, itemsize, iteration)
-            found.append((matrix, layout))
+            found.append(Matrix(name, layout.shape, layout.rectangles, layout.label, itemsize, iteration))
         return found
 
 
@@ -76,30 +75,53 @@ class Chunk:
     bytes: int
 
 
-@dataclass(frozen=True)
 class Compiler:
-    """What plans of an engine are compiled from."""
+    """The logical matrices of an engine's parameters, and what is compiled for a plan of them.
 
-    of_matrix: Sequence[tuple[int, Layout]]  # of each matrix its parameter and its layout
-    dtypes: Sequence[torch.dtype]  # of the updates of each parameter
-    iterations: Mapping[str, NewtonSchulz]  # by name
-    groups: Mapping[str, ProcessGroup]  # of ranks, by label
-    first: bool  # whether this rank is the first of each group
-    device: torch.device
-    workspace: Workspace
+    Attributes:
+        matrices: of all parameters, in their order.
+        parameter_of: the index of each matrix's parameter.
+        iterations: those of the parameters, by name.
+        is_first: whether this rank is the first of each group.
+    """
 
-    def work(self, name: str, matrices: Sequence[Matrix]) -> Work:
-        """What costs are predicted with, equal on all ranks."""
-        iteration = self.iterations[name]
+    def __init__(
+        self,
+        parameters: Sequence[ParamSpec],
+        groups: Mapping[str, ProcessGroup],
+        device: torch.device,
+        workspace: Workspace,
+    ) -> None:
+        self._groups = groups
+        self._device = device
+        self._workspace = workspace
+        self.is_first = all(group.rank() == 0 for group in groups.values())
+        self.matrices: list[Matrix] = []
+        self.parameter_of: list[int] = []
+        self.iterations: dict[str, NewtonSchulz] = {}
+        self._dtypes: list[torch.dtype] = []  # of each matrix's updates
+        for i, p in enumerate(parameters):
+            if p.iteration is not None:
+                self.iterations[p.iteration.name] = replace(p.iteration, max_bytes=workspace.iteration)
+            for matrix in p.matrices():
+                self.matrices.append(matrix)
+                self.parameter_of.append(i)
+                self._dtypes.append(p.dtype)
+
+    def works(self) -> dict[str, Work]:
+        """What costs are predicted with, by iteration; equal on all ranks."""
+        return {name: self._work(name, iteration) for name, iteration in self.iterations.items()}
+
+    def _work(self, name: str, iteration: NewtonSchulz) -> Work:
         short = 0
         itemsize = 0
-        for i, matrix in enumerate(matrices):
+        for matrix, dtype in zip(self.matrices, self._dtypes, strict=True):
             if matrix.iteration == name:
                 short = max(short, min(matrix.shape))
-                itemsize = max(itemsize, product_dtype(self._dtype(i), iteration.fp32_matmul_prec).itemsize)
+                itemsize = max(itemsize, product_dtype(dtype, iteration.fp32_matmul_prec).itemsize)
         share = 0.5
-        if self.device.type == "cpu":
-            share = default_products(self.device, torch.float32).share(short)
+        if self._device.type == "cpu":
+            share = default_products(self._device, torch.float32).share(short)
         return Work(
             schedule=iteration.schedule,
             restarts=iteration.restarts,
@@ -110,7 +132,7 @@ class Compiler:
     def product_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the products of the standard form."""
         precision = next(iter(self.iterations.values())).fp32_matmul_prec
-        return [product_dtype(dtype, precision) for dtype in sorted(set(self.dtypes), key=str)]
+        return [product_dtype(dtype, precision) for dtype in sorted(set(self._dtypes), key=str)]
 
     def stacks(self, plan: Plan) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
         """Shapes, dtypes, device and fp32 precision of a kernel's products.
@@ -118,11 +140,11 @@ class Compiler:
         Factors with more rows than columns are multiplied transposed, without a copy.
         """
         if not self.iterations:
-            return [], [], self.device, "ieee"
+            return [], [], self._device, "ieee"
         stacks = set[tuple[int, ...]]()
         for bucket in plan.buckets:
             matrix = plan.one_of(bucket)
-            shape = self._worked_on(bucket, bucket.matrices[0])
+            shape = self._worked_on(bucket, matrix)
             if not bucket.scheme.startswith("gram"):  # only shards are multiplied as they are, others short side first
                 shape = (min(shape), max(shape))
             count = len(bucket.matrices)
@@ -133,11 +155,11 @@ class Compiler:
         dtypes = dict[torch.dtype, None]()
         for product in self.product_dtypes():
             dtypes[product] = None
-            of_gram = gram_dtype(product, self.device)
+            of_gram = gram_dtype(product, self._device)
             if of_gram is not None:
                 dtypes[of_gram] = None
         high = any(iteration.fp32_matmul_prec == "high" for iteration in self.iterations.values())
-        return sorted(stacks), list(dtypes), self.device, "tf32" if high else "ieee"
+        return sorted(stacks), list(dtypes), self._device, "tf32" if high else "ieee"
 
     def chunks(
         self,
@@ -151,9 +173,9 @@ class Compiler:
         Those that are ``sliced`` have programs for as many parameters as the workspace has room to copy.
         """
         kept = set(parameters)
-        numbers = {m for m, (i, _) in enumerate(self.of_matrix) if i in kept}
+        numbers = {m for m, i in enumerate(self.parameter_of) if i in kept}
         of_chunks = grouped(subset(plan, numbers), lambda bucket: bucket.chunk)
-        needed = chunk_bytes(plan, self.workspace)  # of all parameters: the same whichever have gradients
+        needed = chunk_bytes(plan, self._workspace)  # of all parameters: the same whichever have gradients
         compiled = []
         for number, buckets in of_chunks.items():
             jobs = list[Job]()
@@ -175,23 +197,27 @@ class Compiler:
     ) -> Job:
         matrix = plan.one_of(bucket)
         settings = self.iterations[matrix.iteration]
-        dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtype(m)) for m in order])
+        dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtypes[m]) for m in order])
         form: Form = "auto"
         if bucket.scheme.startswith("gram"):
             form = "gram"
         elif bucket.scheme == "distributed":
             form = "standard"
-        shape = self._worked_on(bucket, order[0])
+        shape = self._worked_on(bucket, matrix)
         settings = replace(settings, products=products(min(shape)))
+        of_shards = [plan.matrices[m].shard_in(self._groups).shape for m in order]
+        shapes: Shapes = of_shards
+        if len(set(of_shards)) == 1:
+            shapes = (len(of_shards), *of_shards[0])
         return Job(
             bucket=bucket,
             matrix=matrix,
-            group=self.groups.get(matrix.group),
-            iteration=settings.compile(shape, dtype, self.device, form),
-            shapes=self._shapes(order),
+            group=self._groups.get(matrix.group),
+            iteration=settings.compile(shape, dtype, self._device, form),
+            shapes=shapes,
             dtype=dtype,
             runs=runs,
-            first=self.first,
+            first=self.is_first,
         )
 
     def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]], sliced: bool) -> list[ParamSlice]:
@@ -203,32 +229,24 @@ class Compiler:
         slices = list[ParamSlice]()
         held = dict[str, Counter[int]]()  # entries of ranks, by their group
         for m in sorted(rows):
-            i, _ = self.of_matrix[m]
+            i = self.parameter_of[m]
             matrix = plan.matrices[m]
             entries = Counter(dict(matrix.held))
             held.setdefault(matrix.group, Counter()).update(entries)
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
             another = not slices or slices[-1].parameters[-1] != i
-            if not slices or (sliced and another and most * OF_ENTRY > self.workspace.iteration):
+            if not slices or (sliced and another and most * OF_ENTRY > self._workspace.iteration):
                 slices.append(ParamSlice([], [], []))
                 held = {matrix.group: entries}
             if another:
                 slices[-1].parameters.append(i)
             slices[-1].rows.append(rows[m])
-            slices[-1].dtypes.append(self._dtype(m))
+            slices[-1].dtypes.append(self._dtypes[m])
         return slices
 
-    def _worked_on(self, bucket: Bucket, matrix: int) -> Shape:
+    def _worked_on(self, bucket: Bucket, matrix: Matrix) -> Shape:
         """The shape that is orthogonalized."""
-        _, layout = self.of_matrix[matrix]
-        return layout.rectangle.shape if bucket.scheme == "blockwise" else layout.shape
-
-    def _shapes(self, matrices: Sequence[int]) -> Shapes:
-        shapes = [self.of_matrix[m][1].rectangle.shape for m in matrices]
-        return (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes
-
-    def _dtype(self, matrix: int) -> torch.dtype:
-        return self.dtypes[self.of_matrix[matrix][0]]
+        return matrix.shard_in(self._groups).shape if bucket.scheme == "blockwise" else matrix.shape
 
 
 def subset(plan: Plan, kept: Collection[int]) -> list[Bucket]:

@@ -211,7 +211,7 @@ def values_of(ranks: Sequence[int], value: Any, group: ProcessGroup) -> list[Any
     several = torch.zeros(sum(sizes), dtype=torch.uint8)
     if own:
         several.split(sizes)[group.rank()].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    parts = _agreed(several, dist.ReduceOp.SUM, group).split(sizes)  # each entry is that of one rank
+    parts = total(several, group).split(sizes)  # each entry is that of one rank
     return [pickle.loads(parts[rank].numpy().tobytes()) for rank in ranks]
 
 
@@ -225,12 +225,15 @@ def _agreed(x: Tensor, op: Any, group: ProcessGroup) -> Tensor:
 def _on_device(x: Tensor, group: ProcessGroup, copy: bool = False) -> Tensor:
     # NCCL takes no tensors on the CPU; the group's name may be "undefined", so its devices are asked
     known = [device.type for device in group._device_types]
-    return x.to(known[0] if known and x.device.type not in known else x.device, copy=copy)
+    reaches = not known or x.device.type in known
+    return x.to(x.device if reaches else known[0], copy=copy)
 
 
 def _wide(x: Tensor) -> Tensor:
     """``x``, contiguous, in the dtype in which it is summed."""
-    return x.float().contiguous() if x.dtype in (torch.bfloat16, torch.float16) else x.contiguous()
+    if x.dtype in (torch.bfloat16, torch.float16):
+        x = x.float()
+    return x.contiguous()
 
 
 Partition = tuple[tuple[int, ...], ...]  # global ranks of each of several groups
@@ -261,6 +264,8 @@ def joint_group(partition: Partition, ranks: tuple[int, ...]) -> ProcessGroup:
         )
     known = _groups.setdefault(world, {})
     if wanted not in known:
-        made = [dist.new_group(ranks, use_local_synchronization=local) for ranks in map(list, wanted)]
-        known[wanted] = made[wanted.index(ranks)]  # type: ignore[assignment]
+        for members in wanted:
+            group = dist.new_group(list(members), use_local_synchronization=local)
+            if members == ranks:
+                known[wanted] = group  # type: ignore[assignment]
     return known[wanted]

@@ -73,13 +73,15 @@ def tells_its_chunk(x: DTensor) -> bool:
 def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layout:
     group, _, label = _group(x.device_mesh, dims)
     (chunk,) = x.__create_chunk_list__()
-    rows, *others = [range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+    ranges = zip(chunk.offsets, chunk.sizes, strict=True)
+    rows, *others = [range(start, start + size) for start, size in ranges]
     left, right = _flattened(others, x.shape[1:]) or (-1, -1)
     here = torch.tensor([rows.start, rows.stop, left, right], device=x.device)
     told = all_gather(here, group).wait()
     rectangles = tuple(Rectangle(*edges) for edges in told.tolist())
-    if min(r.left for r in rectangles) < 0 or sum(r.numel for r in rectangles) != prod(shape):
-        shapes = ", ".join(f"{r.shape}" for r in rectangles)
+    entries = sum(rectangle.numel for rectangle in rectangles)
+    if entries != prod(shape) or any(rectangle.left < 0 for rectangle in rectangles):
+        shapes = ", ".join(f"{rectangle.shape}" for rectangle in rectangles)
         raise ValueError(
             f"a DTensor of shape {tuple(x.shape)} is cut into chunks {shapes}, which do not make up the matrix {shape}"
         )

@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
 from megatron_eopt.orthogonalize.kernels import made
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.agreement import (
+    Groups,
     KernelProducts,
     Weights,
     agreed_kernel,
@@ -29,7 +29,7 @@ from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, largest_iteration
 from megatron_eopt.parallel.explain import explain, explain_offloaded
-from megatron_eopt.parallel.layout import Layout, local_rows
+from megatron_eopt.parallel.layout import local_rows
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, Shape, TpMode, whole
 from megatron_eopt.parallel.scheduler import Program, Shards, run_chunks
@@ -73,22 +73,14 @@ class Engine:
         for label, group in self.groups.items():
             shared = [p.shared_by.get(label) is group for p in parameters]
             self._sharers.append((group, torch.tensor(shared, device=device)))
-        self._first = all(group.rank() == 0 for group in self.groups.values())
         self._parameters = list(parameters)
-        iterations = dict[str, NewtonSchulz]()
-        for p in parameters:
-            if p.iteration is not None:
-                iterations[p.iteration.name] = replace(p.iteration, max_bytes=workspace.iteration)
+        self._compiler = Compiler(parameters, self.groups, device, workspace)
         self._rows: dict[int, LocalRows] = {}
         self._fused: dict[int, LocalRows] = {}  # of parameters that are not one matrix, or padded
-        self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
-        """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
-        planned = list[Matrix]()
-        of_matrix = list[tuple[int, Layout]]()
         for i, p in enumerate(parameters):
             if p.layout is None:
                 continue
-            if iterations and p.iteration is None:
+            if self._compiler.iterations and p.iteration is None:
                 raise ValueError(
                     f"{p.name} has a layout and no iteration, but other parameters have one: an engine orthogonalizes "
                     f"all matrices of its plan, or none; give this parameter another engine"
@@ -96,26 +88,20 @@ class Engine:
             self._rows[i] = local_rows(p.layout, p.split)
             if not p.split.is_whole or p.layout.padding:
                 self._fused[i] = self._rows[i]
-            for matrix, layout in p.matrices():
-                planned.append(matrix)
-                of_matrix.append((i, layout))
-                if tp_mode == "blockwise":
-                    shape = layout.rectangle.shape
-                    matrix = replace(
-                        matrix,
-                        shape=shape,
-                        rectangles=(whole(shape),),
-                        group="",
-                    )
-                self.matrices[i] += (matrix,)
-        dtypes = [p.dtype for p in parameters]
-        self._compiler = Compiler(of_matrix, dtypes, iterations, self.groups, self._first, device, workspace)
-        self.works = {name: self._compiler.work(name, planned) for name in iterations}
+        self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
+        """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
+        planned = self._compiler.matrices
+        indices = self._compiler.parameter_of
+        for i, matrix in zip(indices, planned, strict=True):
+            if tp_mode == "blockwise":
+                shape = self.shard(matrix).shape
+                matrix = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
+            self.matrices[i] += (matrix,)
+        self.works = self._compiler.works()
         self.rates = rates or measured_rates(self.groups, device, self._compiler.product_dtypes()[0])
         self.plan = Plan(tuple(planned), ())
         self._room = workspace.for_chunks(0)
-        if iterations:
-            indices = [i for i, _ in of_matrix]
+        if self.works:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=indices)
             self._room = workspace.for_chunks(largest_iteration(planned, self.works))
         if workspace.state:
@@ -148,11 +134,10 @@ class Engine:
             products = self.stacks()
         if products is None:
             return None
-        groups = self.groups
-        if times_kernels(kernel, kept, self.device) and dist.group.WORLD is not None:
+        groups = self._choosing(kernel, kept)
+        if groups is not self.groups:
             held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
             check_replicas(held, {p.name: p.settings for p in self._parameters}, weights)
-            groups = {"world": dist.group.WORLD}
         choice = agreed_kernel(products, kernel, kept, groups)
         *_, precision = products
         self._products = lambda rows: made(choice, rows, precision)
@@ -177,8 +162,7 @@ class Engine:
         chunk_of = dict[int, int]()  # of each parameter
         for bucket in self.plan.buckets:
             for matrix in bucket.matrices:
-                index, _ = self._compiler.of_matrix[matrix]
-                chunk_of[index] = bucket.chunk
+                chunk_of[self._compiler.parameter_of[matrix]] = bucket.chunk
         bytes_of = [0] * (1 + max(chunk_of.values(), default=0))
         for index, chunk in chunk_of.items():
             bytes_of[chunk] += self._parameters[index].offloaded
@@ -190,7 +174,7 @@ class Engine:
 
     def counts(self, index: int) -> bool:
         """Whether this rank reports a parameter, which ranks do once."""
-        return self._first or self.shares(index)
+        return self._compiler.is_first or self.shares(index)
 
     def flat(self, indices: Sequence[int]) -> list[Matrix]:
         """The logical matrices of parameters, in their order."""
@@ -223,8 +207,14 @@ class Engine:
 
     def lowest(self, flags: Tensor, asked: str | None, kept: str | None) -> Tensor:
         """Minimum over all groups; as in :meth:`prepare` over the world if neither is given."""
-        world = dist.group.WORLD if times_kernels(asked, kept, self.device) else None
-        return lowest_of_all(flags, {"world": world} if world is not None else self.groups)
+        return lowest_of_all(flags, self._choosing(asked, kept))
+
+    def _choosing(self, asked: str | None, kept: str | None) -> Groups:
+        """The ranks that choose a kernel together."""
+        world = dist.group.WORLD
+        if world is not None and times_kernels(asked, kept, self.device):
+            return {"world": world}
+        return self.groups
 
     @overload
     def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]: ...
@@ -307,8 +297,7 @@ class Engine:
 
     def shard(self, matrix: Matrix) -> Rectangle:
         """What this rank has of a matrix."""
-        rank = self.groups[matrix.group].rank() if matrix.ranks > 1 else 0
-        return matrix.rectangles[rank]
+        return matrix.shard_in(self.groups)
 
     def side_sums(self, tensors: Sequence[Tensor], matrices: Sequence[Matrix], dim: int) -> list[Tensor]:
         """Sums over ranks of what they have for rows (dim 0) or columns of matrices.

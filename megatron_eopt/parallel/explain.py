@@ -29,7 +29,8 @@ def explain(
     workspace: Workspace = DEFAULT_WORKSPACE,
 ) -> str:
     """A table of costs by shape and scheme, beside other schemes."""
-    lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
+    header = _LINE.format("matrices", *_COLUMNS)
+    lines = [header, "-" * len(header)]
     works = {"": work} if isinstance(work, Work) else work
     numbers = dict.fromkeys(works, "")
     if len(works) > 1:
@@ -53,11 +54,11 @@ def explain(
     for mode in _COMPARED:
         other = make_plan(plan.matrices, mode, work, rates, sharing, workspace)
         lines.append(_row(mode, "", "", plan_cost(other, work, rates)))
-    flops = rates.flops / 1e12
-    sent = rates.bytes / 1e9
-    latency = rates.latency * 1e6
-    modelled = f"{flops:.3g} TFLOP/s, {sent:.3g} GB/s and {latency:.3g} us a collective"
-    lines += ["", f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped."]
+    lines.append("")
+    lines.append(
+        f"Of the busiest rank in one step, modelled at {rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s "
+        f"and {rates.latency * 1e6:.3g} us a collective, nothing overlapped."
+    )
     if apart > 1.01 * whole.seconds:
         lines.append("Each line is of the rank that is the busiest with its matrices: one rank has not all of that.")
     lines.append(_memory(plan, work, workspace))
@@ -67,7 +68,8 @@ def explain(
         if one.restarts is not None:
             form = f"Gram form with {_counted(len(one.restarts), 'restart')}"
         lines.append(f"{steps}, {form}, {one.share:.0%} of a symmetric product computed.")
-    return "\n".join([*lines, "blockwise is an approximation."])
+    lines.append("blockwise is an approximation.")
+    return "\n".join(lines)
 
 
 def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:

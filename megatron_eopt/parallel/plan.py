@@ -353,13 +353,12 @@ def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
     for matrix in matrices:
         for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
             yield f"{matrix.name!r} has the {what}", getattr(matrix, what)
-    for bucket in buckets:
-        for i, compute_rank in zip_longest(bucket.matrices, bucket.compute_ranks):
-            name = plan.matrices[i].name
+    named = [tuple(plan.matrices[i].name for i in bucket.matrices) for bucket in buckets]
+    for bucket, names in zip(buckets, named, strict=True):
+        for name, compute_rank in zip_longest(names, bucket.compute_ranks):
             yield f"{name!r} has the scheme", bucket.scheme
             yield f"{name!r} has the compute rank", compute_rank
-    for number, bucket in enumerate(buckets):
-        names = tuple(plan.matrices[i].name for i in bucket.matrices)
+    for number, names in enumerate(named):
         yield f"bucket {number} begins with", names[0]
         yield f"bucket {number} has the matrices", names
 

@@ -1,10 +1,10 @@
 """The records of a plan, in pure Python."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Shape = tuple[int, int]
 
@@ -127,7 +127,7 @@ def strips(cuts: tuple[tuple[Rectangle, ...], ...]) -> tuple[Strip, ...]:
     found: list[Strip] = []
     last: tuple[Rectangle, ...] = ()
     for shards in zip(*cuts, strict=True):
-        sides = [_beside(a, b) for a, b in zip(last, shards, strict=bool(last))]
+        sides = list(map(_beside, last, shards))
         dims = tuple(dim for dim in sides if dim is not None)
         if len(dims) == len(shards) and (found[-1].ranks == 1 or found[-1].dims == dims):
             together = []
@@ -213,6 +213,15 @@ class Matrix:
     def copies(self) -> int:
         """How often the ranks hold it between them."""
         return copies(self.shape, self.rectangles)
+
+    def rank_in(self, groups: Mapping[str, Any]) -> int:
+        """This rank's index among its ranks; process groups are by label."""
+        rank: int = groups[self.group].rank() if self.ranks > 1 else 0
+        return rank
+
+    def shard_in(self, groups: Mapping[str, Any]) -> Rectangle:
+        """What this rank has of it."""
+        return self.rectangles[self.rank_in(groups)]
 
     def copy_of(self, rank: int) -> slice:
         """The ranks that hold one copy, with this one."""

@@ -77,15 +77,21 @@ def run_chunks(
 
     for _ in rounds(buckets(), next if watched is None else watched.exchange):
         for started in list(at_work):
-            if started.finish():
+            if started.left == 0:
                 at_work.remove(started)
+                started.finish()
 
 
 class StartedChunk:
-    """A chunk at work: programs, waiting stacks, and finished factors."""
+    """A chunk at work: programs, waiting stacks, and finished factors.
+
+    Attributes:
+        left: number of buckets that are not done.
+    """
 
     def __init__(self, chunk: Chunk, program: Callable[[Sequence[int]], Program], device: torch.device) -> None:
         self.chunk = chunk
+        self.left = len(chunk.jobs)
         self._factors: dict[int, Factors] = {}  # by the number of the bucket
         self._programs: list[tuple[Program, bool]] = []  # and whether it takes views
         self._stacks: list[Tensor] = []
@@ -121,11 +127,10 @@ class StartedChunk:
         except CollectiveError as error:
             error.add(f"{job.bucket.scheme} of {len(job.bucket.matrices)} matrices such as {job.matrix.name}")
             raise
+        self.left -= 1
 
-    def finish(self) -> bool:
-        """Resume each program with factors in its updates' dtypes, once all are there."""
-        if len(self._factors) < len(self.chunk.jobs):
-            return False
+    def finish(self) -> None:
+        """Resume each program with factors in its updates' dtypes."""
         last = self.chunk.slices[-1]
         rows = {number: list(factors) for number, factors in self._factors.items()}  # of a stack by one operation
         self._factors.clear()
@@ -136,7 +141,6 @@ class StartedChunk:
             if part is last:
                 rows.clear()
             resume(running, factors)
-        return True
 
 
 def resume(program: Program, factors: list[Tensor]) -> None:
@@ -155,8 +159,8 @@ def _copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Te
         alike.setdefault((x.shape, dtype), []).append(i)
     copies = list(tensors)
     for (shape, dtype), some in alike.items():
-        _, places = _room(tensors[0].device, (len(some), *shape), dtype)
-        for i, x in zip(some, places, strict=True):
+        stack = torch.empty(len(some), *shape, dtype=dtype, device=tensors[0].device)
+        for i, x in zip(some, stack.unbind(), strict=True):
             copies[i] = x
     torch._foreach_copy_(copies, list(tensors))
     return copies

@@ -115,8 +115,7 @@ def statistics_of(wanted: Sequence[StatisticsRequest], groups: Mapping[str, Proc
     sums = list[_Sums]()
     for indices in alike.values():
         matrix = wanted[indices[0]].matrix
-        rank = groups[matrix.group].rank() if matrix.ranks > 1 else 0
-        sums += _sums_of(wanted, indices, matrix, rank)
+        sums += _sums_of(wanted, indices, matrix, matrix.rank_in(groups))
     summed = sum_over([some.x for some in sums], [some.label for some in sums], groups)
     statistics: list[Statistics] = [{} for _ in wanted]
     for some, x in zip(sums, summed, strict=True):

@@ -86,7 +86,7 @@ def on_ranks(rank, ranks):
                 counters.reset()
                 factors = factors_of(engine, updates, indices)
                 sent = counted()
-                numbers = [m for m, (i, _) in enumerate(engine._compiler.of_matrix) if i in indices]
+                numbers = [m for m, i in enumerate(engine._compiler.parameter_of) if i in indices]
                 kept = replace(engine.plan, buckets=tuple(subset(engine.plan, numbers)))
                 expected = predicted(kept, rank, engine.works)
                 results.append((factors, sent, expected))

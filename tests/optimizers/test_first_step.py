@@ -31,7 +31,7 @@ def test_a_parameter_that_comes_twice_is_refused(build):
     with pytest.raises(ValueError, match="readout comes twice in one list of parameters"):
         build([("readout", first), ("other", second), ("readout", first)])
     optimizer = build([first])
-    with pytest.raises(ValueError, match=r"parameter 1 of group 1, .* comes twice"):
+    with pytest.raises(ValueError, match=r"parameter 2 of group 1, .* comes twice"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2)), second, second]})
     assert len(optimizer.param_groups) == 1
     with pytest.raises(ValueError, match="more than one parameter group"):
@@ -40,7 +40,7 @@ def test_a_parameter_that_comes_twice_is_refused(build):
 
 def test_adamw_inside_refuses_one_that_comes_twice():
     (matrix,), bias = weights(1), torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"AdamW in Muon: parameter 0 .* comes twice"):
+    with pytest.raises(ValueError, match=r"AdamW in Muon: parameter 1 .* comes twice"):
         Muon([matrix], [bias, bias])
 
 

@@ -192,8 +192,8 @@ def test_a_gradient_whose_square_is_beyond_fp32_does_not_stop_the_parameter_for_
     [
         ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, got -1"),
         ({"warmup_steps": 0.5}, r"warmup_steps must be a whole number of at least 0, got 0\.5"),
-        ({"r": math.nan}, r"r must be finite and weight_lr_power at least 0, got nan and 2\.0"),
-        ({"weight_lr_power": -1.0}, r"r must be finite and weight_lr_power at least 0, got 0\.0 and -1\.0"),
+        ({"r": math.nan}, "r must be a finite number, got nan"),
+        ({"weight_lr_power": -1.0}, r"weight_lr_power must be a finite number of at least 0, got -1\.0"),
         ({"r": 1.0}, r"r=1\.0 and weight_lr_power=2\.0 would have no effect with variant 'kempnerforge'"),
         ({"variant": "x"}, "ScheduleFreeAdamW: unknown variant 'x': expected one of kempnerforge, schedulefree"),
     ],

@@ -334,6 +334,7 @@ def test_the_first_difference_is_named():
     name = plan.matrices[1].name
     first, second = plan.buckets
     compute_ranks = replace(first, compute_ranks=(1, 0, *first.compute_ranks[2:]))
+    fewer = make_plan(plan.matrices[:7], "owner", WORK)
     others = {
         f"{name!r} has the shape (4096, 16384) in the one and (3, 4)": changed(plan, 1, shape=(3, 4)),
         f"{name!r} has the rectangles": changed(plan, 1, rectangles=(whole((4096, 16384)),)),
@@ -347,13 +348,12 @@ def test_the_first_difference_is_named():
             plan, buckets=(Bucket(first.matrices, "duplicated"), second)
         ),
         f"bucket 0 begins with {plan.matrices[0].name!r} in the one": replace(plan, buckets=(second, first)),
-        f"matrix 7 is {plan.matrices[7].name!r} in the one and None": make_plan(plan.matrices[:7], "owner", WORK),
+        f"matrix 7 is {plan.matrices[7].name!r} in the one and None in the other": fewer,
     }
     assert first_difference(plan, plan) is None
     for message, other in others.items():
         assert first_difference(plan, other).startswith(message)
         assert fingerprint(other) != fingerprint(plan)
-    fewer = make_plan(plan.matrices[:7], "owner", WORK)
     assert first_difference(fewer, plan) == f"matrix 7 is None in the one and {plan.matrices[7].name!r} in the other"
 
 

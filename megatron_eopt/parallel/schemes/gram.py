@@ -28,12 +28,7 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
         X = X.new_zeros(*X.shape[:-1], 1)
     with job.phase():
         X, power = scaled(X, iteration.dtype)
-        norm = torch.linalg.vector_norm(
-            X,
-            dim=(-2, -1),
-            keepdim=True,
-            dtype=power.dtype,
-        )
+        norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=power.dtype)
     pending = all_reduce((norm.double() * power.double()).square(), group)
     yield
     norm = (pending.wait().sqrt() / power.double()).to(power.dtype)

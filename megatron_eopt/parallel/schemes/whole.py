@@ -22,25 +22,29 @@ LayoutRuns = Sequence[tuple[int, Matrix]]  # equal layouts in order: (how many, 
 class Dealt:
     """Which matrices each rank of a group computes, and the ways there and back.
 
+    Of several copies of a matrix the shards of one come, and those of all go.
+
     Attributes:
         here: the matrices that this rank computes.
-        copy: the ranks that hold one copy of the matrices, with this one.
+        arriving: the same, as the ranks of one copy hold them.
     """
 
     def __init__(self, runs: Sequence[LayoutRuns], matrix: Matrix, group: ProcessGroup) -> None:
         rank = group.rank()
-        self.here = runs[rank] or [(0, matrix)]
-        self.copy = matrix.copy_of(rank)
+        self.here = self.arriving = runs[rank] or [(0, matrix)]
+        self._copy = matrix.copy_of(rank)
         self._group = group
+        if matrix.copies > 1:
+            self.arriving = [(count, replace(x, rectangles=x.rectangles[self._copy])) for count, x in self.here]
         self._sent = []  # entries of this rank's shards of the matrices of each rank
         for of_rank in runs:
-            self._sent.append(sum(count * each.rectangles[rank].numel for count, each in of_rank))
+            self._sent.append(sum(count * x.rectangles[rank].numel for count, x in of_rank))
         self._received = entries_of(self.here)
 
     def send(self, flat: Tensor) -> Pending[Tensor]:
         """Send shards, rank by rank, to the compute ranks of this rank's copy, which has all of each matrix."""
-        first = sum(self._sent[: self.copy.start])
-        end = sum(self._sent[: self.copy.stop])
+        first = sum(self._sent[: self._copy.start])
+        end = sum(self._sent[: self._copy.stop])
         return exchange(flat[first:end], self._near(self._sent), self._near(self._received), self._group)
 
     def send_back(self, flat: Tensor) -> Pending[Tensor]:
@@ -48,7 +52,8 @@ class Dealt:
         return exchange(flat, self._received, self._sent, self._group)
 
     def _near(self, sizes: Sequence[int]) -> list[int]:
-        return [size if self.copy.start <= rank < self.copy.stop else 0 for rank, size in enumerate(sizes)]
+        near = range(self._copy.start, self._copy.stop)
+        return [size if rank in near else 0 for rank, size in enumerate(sizes)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +129,7 @@ def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     pending = dealt.send(stack.view(-1))
     del stack
     yield
-    (whole,) = assemble(pending.wait(), [of_copy(dealt.here, dealt.copy)], short_first=True)
+    (whole,) = assemble(pending.wait(), [dealt.arriving], short_first=True)
     factors = orthogonalized(whole, job)
     del whole
     back = cut_up(_stacks(factors, dealt.here), dealt.here)
@@ -223,7 +228,7 @@ def bring(stacks: Sequence[Tensor], spread: Sequence[Spread], group: ProcessGrou
         return gather(stacks, [kind.matrix for kind in spread], group)
     dealt = _dealt(spread, group)
     pending = dealt.send(_by_rank(stacks, spread))
-    return lambda: assemble(pending.wait(), [[run] for run in of_copy(dealt.here, dealt.copy)])
+    return lambda: assemble(pending.wait(), [[run] for run in dealt.arriving])
 
 
 def hand_out(stacks: Sequence[Tensor], spread: Sequence[Spread], group: ProcessGroup) -> Exchanged:
@@ -263,14 +268,6 @@ def _of_stacks(flat: Tensor, spread: Sequence[Spread], shapes: Sequence[tuple[in
             sizes.append(kind.numbers[rank] * rows * cols)
     parts = flat.split(sizes)
     return [torch.cat(parts[i :: len(shapes)]).view(shape) for i, shape in enumerate(shapes)]
-
-
-def of_copy(runs: LayoutRuns, copy: slice) -> LayoutRuns:
-    """The runs as the ranks of one copy hold them."""
-    _, matrix = runs[0]
-    if matrix.copies == 1:
-        return runs
-    return [(count, replace(each, rectangles=each.rectangles[copy])) for count, each in runs]
 
 
 def entries_of(runs: LayoutRuns) -> list[int]:

@@ -197,7 +197,10 @@ def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
     optimizers = {id(each.model): each.optimizer for each in optimizer_parameters(optimizer)}
     for each in assigned:
         updating = optimizers.get(id(each.parameter.tensor))
-        if updating is not None and (unread := sorted(_of_optimizer(each).keys() - settings_of_groups(updating))):
+        if updating is None:
+            continue
+        unread = sorted(_of_optimizer(each).keys() - settings_of_groups(updating))
+        if unread:
             raise OverrideError(
                 f"{each.resolved.sources[unread[0]]}: {unread[0]}: {each.optimizer} has one {unread[0]} for all its "
                 f"parameters, which is set for the run alone, for {each.name}"
@@ -210,13 +213,17 @@ def _of_optimizer(assigned: Assignment) -> dict[str, Any]:
 
 def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:
     settings = assigned.settings
-    by_user = {key: source for key in ("weight_decay", *ENDS) if (source := assigned.user_source(key))}
+    by_user = {}
+    for key in ("weight_decay", *ENDS):
+        source = assigned.user_source(key)
+        if source is None:
+            continue
+        by_user[key] = source
+        if settings[key] and not class_of_ours(name).decays_weights:
+            of_parameter = f"got {settings[key]:g} for {assigned.name}"
+            raise OverrideError(f"{source}: {key}: {name} has no weight decay, {of_parameter}: leave it out")
     if not by_user:
         return
-    wrong = None if class_of_ours(name).decays_weights else next((key for key in by_user if settings[key]), None)
-    if wrong is not None:
-        of_parameter = f"got {settings[wrong]:g} for {assigned.name}"
-        raise OverrideError(f"{by_user[wrong]}: {wrong}: {name} has no weight decay, {of_parameter}: leave it out")
     start, end = (settings.get(key, settings.get("weight_decay", config.weight_decay)) for key in ENDS)
     if start != end and getattr(config, "weight_decay_incr_style", None) == "constant":
         raise OverrideError(

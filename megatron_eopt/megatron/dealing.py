@@ -96,8 +96,11 @@ def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[
     for optimizer in (inner for outer in optimizers for inner in torch_optimizers(outer)):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
-        if isinstance(optimizer, BaseOptimizer) and (engine := optimizer.proposed()).works:
-            flat, works = iter(engine.plan.matrices), works | engine.works  # as they are on all ranks, in any mode
-            matrices = [tuple(islice(flat, len(parts))) for parts in engine.matrices]
+        if isinstance(optimizer, BaseOptimizer):
+            engine = optimizer.proposed()
+            if engine.works:
+                works |= engine.works
+                flat = iter(engine.plan.matrices)  # as they are on all ranks, in any mode
+                matrices = [tuple(islice(flat, len(parts))) for parts in engine.matrices]
         items |= {p: Item(parts, p.numel()) for p, parts in zip(parameters, matrices, strict=True)}
     return items, works

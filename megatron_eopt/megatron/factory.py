@@ -44,9 +44,8 @@ from megatron_eopt.megatron.parameters import (
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
-from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.factored import FactoredOptimizer
-from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.redirect import around
@@ -174,7 +173,6 @@ class OptimizerOfRun:
         remember(self.optimizer, self.model_chunks)
         average_weights(list(torch_optimizers(self.optimizer)), self.config, self.facts.args)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
-        agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for optimizer in torch_optimizers(self.optimizer):
             if isinstance(optimizer, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 vars(optimizer)["pg_collection"] = self.groups
@@ -190,13 +188,10 @@ class OptimizerOfRun:
         if self.tp_mode_source == "checkpoint":
             agreement.on_all_ranks(take_over)
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
-        ours = [x for x in here if isinstance(x, BaseOptimizer)]
-        for optimizer in ours:
-            kernel = self.decided.factors_kernel if isinstance(optimizer, FactoredOptimizer) else self.decided.kernel
-            kept = {KERNEL: kernel, RATES: self.decided.rates, STEP_KERNELS: self.decided.step_kernels}
-            for key in kept.keys() & optimizer.carried_settings:
-                for group in optimizer.param_groups if kept[key] is not None else ():
-                    group.setdefault(key, kept[key])
+        for optimizer in here:
+            decided = self.decided.settings.get(type(optimizer).__name__, {})
+            for group in optimizer.param_groups:
+                group.update(decided | group)
         agreement.choose_kernels(here)
         self.phase("kernels")
         agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])

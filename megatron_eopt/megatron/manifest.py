@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.family import ADAMW_RMS, OPTIMIZERS
 from megatron_eopt.matrices import warn_of_unmatched
-from megatron_eopt.megatron.agreement import distinct
+from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
@@ -84,13 +84,13 @@ def build_manifest(
 def _report(families: list[ParamPattern], config: Any) -> None:
     preset = getattr(config, "muon_preset", None)
     if preset is not None:
-        print(f"megatron_eopt: {preset_line(preset)}", flush=True)
+        say(preset_line(preset))
     form = getattr(config, "optimizer_manifest", "short")
     if form != "none":
         listed = table(families, full=form == "full")
-        print(f"megatron_eopt: the optimizer of every trainable parameter\n{listed}", flush=True)
+        say(f"the optimizer of every trainable parameter\n{listed}")
     for warning in warnings(families, config.muon_scale_mode):
-        print(f"megatron_eopt: warning: {warning}", flush=True)
+        say(f"warning: {warning}")
     file = getattr(config, "optimizer_manifest_file", None)
     if file is not None:
         write_json(families, file)

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL
@@ -20,81 +20,74 @@ from megatron_eopt.settings.groups import iteration_of
 
 def print_summary(optimizer: Any, tp_mode_source: str) -> None:
     """Print :func:`summary` of an optimizer of Megatron's, on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"megatron_eopt: {summary(list(torch_optimizers(optimizer)), tp_mode_source)}", flush=True)
+    say(summary(list(torch_optimizers(optimizer)), tp_mode_source))
 
 
 def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -> str:
     """One line on what each class of optimizers updates here."""
-    alike: dict[str, list[Optimizer]] = {}
+    of_classes: dict[str, list[Optimizer]] = {}
+    averages = []
     for optimizer in optimizers:
-        alike.setdefault(type(optimizer).__name__, []).append(optimizer)
-    text = "; ".join(_updated(name, group, tp_mode_source) for name, group in alike.items())
-    rules = dict.fromkeys(str(average) for each in optimizers if (average := average_of(each)) is not None)
-    return text + "".join(f"; weights are averaged by {rule}, and evaluated at it" for rule in rules)
+        of_classes.setdefault(type(optimizer).__name__, []).append(optimizer)
+        average = average_of(optimizer)
+        if average is not None:
+            averages.append(f"weights are averaged by {average}, and evaluated at it")
+    updated = [_updated(name, of_class, tp_mode_source) for name, of_class in of_classes.items()]
+    return "; ".join([*updated, *dict.fromkeys(averages)])
 
 
-def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
-    with_parameters = [optimizer for optimizer in alike if any(group["params"] for group in optimizer.param_groups)]
-    parameters = [p for optimizer in with_parameters for group in optimizer.param_groups for p in group["params"]]
+def _updated(name: str, of_class: Sequence[Optimizer], source: str) -> str:
+    parameters = [p for optimizer in of_class for group in optimizer.param_groups for p in group["params"]]
     elements = sum(local(p).numel() for p in parameters)
-    modes = {optimizer.tp_mode for optimizer in with_parameters if isinstance(optimizer, TensorParallelMuon | Spectron)}
     text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
-    text += "".join(f", tp_mode {mode} ({source})" for mode in modes)
-    muons = [optimizer for optimizer in with_parameters if isinstance(optimizer, TensorParallelMuon)]
+    having = [optimizer for optimizer in of_class if any(group["params"] for group in optimizer.param_groups)]
+    muons = [optimizer for optimizer in having if isinstance(optimizer, TensorParallelMuon)]
+    factored = [optimizer for optimizer in having if isinstance(optimizer, Spectron)]
+    for mode in dict.fromkeys(optimizer.tp_mode for optimizer in (*muons, *factored)):
+        text += f", tp_mode {mode} ({source})"
     if muons:
         offloaded = sum(sum(optimizer.prepare().offloaded()) for optimizer in muons)
         if offloaded:
             text += f", {offloaded / 2**20:,.3g} MiB of their state in host memory"
-        return f"{text}, {_orthogonalized(muons)}"
-    factored = [optimizer for optimizer in with_parameters if isinstance(optimizer, Spectron)]
+        text += f", {_orthogonalized(muons)}"
     if factored:
         count = sum(optimizer.matrices_per_step for optimizer in factored)
-        ranks = sorted({group["rank"] for optimizer in factored for group in optimizer.param_groups if group["params"]})
-        listed = " or ".join(map(str, ranks))
+        ranks = {group["rank"] for optimizer in factored for group in optimizer.param_groups if group["params"]}
+        listed = " or ".join(map(str, sorted(ranks)))
         # for those who did not ask for low rank
-        return f"{text}, {count} matrices, each the product of two factors of rank {listed} from the first step on"
+        text += f", {count} matrices, each the product of two factors of rank {listed} from the first step on"
     return text
 
 
 def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
+    iterations = Counter[str]()
     schemes = Counter[str]()
-    iterations = Counter[tuple[int, str]]()
     sizes = set[float]()
-    ranks = 1
     for muon in muons:
         described = muon.described_matrices()
         for group in muon.param_groups:
             settings = iteration_of(muon.effective(group))
             coefficients = settings.coefficient_type if isinstance(settings.coefficient_type, str) else "custom"
             for parameter in group["params"]:
-                for matrix, layout in zip(described[parameter], muon.matrix_layouts(parameter), strict=True):
-                    iterations[settings.steps, coefficients] += 1
-                    sizes |= set() if matrix.rms is None else {round(matrix.rms, 3)}
-                    if matrix.scheme != "local":
-                        schemes[matrix.scheme] += 1
-                        ranks = max(ranks, layout.ranks)
+                for matrix in described[parameter]:
+                    iterations[f"{settings.steps} steps of {coefficients}"] += 1
+                    schemes[matrix.scheme] += 1
+                    if matrix.rms is not None:
+                        sizes.add(round(matrix.rms, 3))
     first = muons[0]
-    second_moment = ""
-    modified = first.given_modifiers()
-    modifiers = "".join(f"{key} {value}, " for key, value in modified.items())
-    if isinstance(first, TensorParallelAdaptiveMuon):
-        method = first.moment2_method
-        aligned = "aligned" if method == "normuon" or (method == "adamuon" and first.align_rms) else "not aligned"
-        second_moment = f"second moment by {method} ({aligned} to Muon's size), first "
-    steps = " or ".join(str(number) for number in sorted({number for number, _ in iterations}))
-    counted = [f"{count} by {number} of {name}" for (number, name), count in sorted(iterations.items())]
-    named = ", ".join(counted) if len(counted) > 1 else "".join(name for _, name in iterations)
-    listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
-    where = f"{listed} over {ranks} ranks" if schemes else "none sharded"
-    rms = " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)})) if sizes else ""
-    form = first.param_groups[0].get(STEP_KERNELS)  # chosen on a GPU
-    form = f", elementwise work by {form}" if form else ""
+    group = first.param_groups[0]
+    how = [f"{count} by {name}" for name, count in sorted(iterations.items())]
+    how.append(f"{first.newton_schulz.fp32_matmul_prec} precision")
+    how.append(f"symmetric products by {group[KERNEL]}")
+    if STEP_KERNELS in group:  # chosen on a GPU
+        how.append(f"elementwise work by {group[STEP_KERNELS]}")
+    where = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
     exactness = "an approximation" if "blockwise" in schemes else "exact"
-    return (
-        f"{sum(iterations.values())} matrices orthogonalized by {steps} Newton-Schulz steps ({named}, "
-        f"{first.newton_schulz.fp32_matmul_prec} precision, symmetric products by "
-        f"{first.param_groups[0][KERNEL]}{form}), "
-        f"{where} ({exactness}), {modifiers}{second_moment}update RMS {rms or 'not known before the steps'} "
-        f"(AdamW's is near 0.2)"
-    )
+    facts = [f"{schemes.total()} matrices orthogonalized ({', '.join(how)})", f"{where} ({exactness})"]
+    facts += [f"{key} {value}" for key, value in first.given_modifiers().items()]
+    if isinstance(first, TensorParallelAdaptiveMuon):
+        facts.append(f"second moment by {first.moment2_method}")
+    size = "not known before the steps"
+    if sizes:
+        size = " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)}))
+    return f"{', '.join(facts)}, first update RMS {size} (AdamW's is near 0.2)"

@@ -181,7 +181,9 @@ def test_the_kernel_of_the_checkpoint_is_that_of_the_plan(monkeypatch, kernel, e
     monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
     optimizer = TensorParallelMuon([nn.Parameter(torch.randn(512, 512))], fp32_matmul_prec="highest")
     run = OptimizerOfRun.__new__(OptimizerOfRun)
-    run.optimizer, run.tp_mode_source, run.decided = FP32Optimizer(optimizer), "default", Decided(kernel=kernel)
+    run.optimizer, run.tp_mode_source, run.decided = FP32Optimizer(optimizer), "default", Decided()
+    if kernel is not None:
+        run.decided = Decided(settings={"TensorParallelMuon": {"symmetric_products": kernel}})
     run.seconds, run.began = {}, 0.0
     run.prepare()
     assert optimizer.param_groups[0]["symmetric_products"] == expected

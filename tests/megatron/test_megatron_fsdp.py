@@ -9,7 +9,7 @@ import torch
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from megatron_eopt.megatron.checkpoints.loading import Decided, decided_before
+from megatron_eopt.megatron.checkpoints.loading import decided_before
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.megatron.runs import MUON, WARMUP, assert_close_in_bf16, assert_same, losses, train, whole
 
@@ -132,8 +132,10 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, straight):
     found, said = train(tmp_path / "run", 2, *RESUMED, *SHARDED, "--load", saved, "--train-iters", 6)
     assert_same(after(found), after(expected))
     assert "changed since the checkpoint" not in said
-    decided = Decided("auto", "torch", asdict(DEFAULT_RATES))
-    assert decided_before(SimpleNamespace(load=saved), megatron_fsdp=True) == decided
+    decided = decided_before(SimpleNamespace(load=saved), megatron_fsdp=True)
+    assert decided.tp_mode == "auto"
+    own = {"symmetric_products": "torch", "plan_rates": asdict(DEFAULT_RATES)}
+    assert decided.settings["TensorParallelMuon"] == own
 
 
 @pytest.mark.parametrize(

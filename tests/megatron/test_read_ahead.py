@@ -7,6 +7,7 @@ import torch
 
 from megatron_eopt.megatron.checkpoints.loading import Decided, checked_load, decided_before, read_stored
 from megatron_eopt.megatron.checkpoints.whole import contents_of, damage_of_resumed
+from megatron_eopt.optimizers.base import KERNEL
 from tests.checkpoints.made import block, common, save
 
 RATES = {"flops": 1e15, "bytes": 1e11, "latency": 1e-5}
@@ -29,10 +30,11 @@ def decided(folder, **flags):
 
 
 def test_what_the_run_had_decided(tmp_path):
-    assert decided(saved(tmp_path)) == Decided("distributed", "torch", RATES, "triton")
+    expected = Decided("distributed", {"Optimizer0": SAVED, "Optimizer1": SAVED})
+    assert decided(saved(tmp_path)) == expected
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     assert decided(tmp_path) == Decided()  # Megatron starts anew
-    assert decided(tmp_path, ckpt_step=5) == Decided("distributed", "torch", RATES, "triton")
+    assert decided(tmp_path, ckpt_step=5) == expected
 
 
 def test_the_metadata_are_read_once_for_a_run_and_then_forgotten(tmp_path, monkeypatch):
@@ -56,20 +58,21 @@ def test_the_kernel_of_soap_is_its_own(tmp_path):
         state={**common(), "optimizer": {i: {"megatron_eopt": x} for i, x in enumerate(blocks)}},
     )
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    assert decided(tmp_path) == Decided(None, "blocked", factors_kernel="torch")
-    del blocks[1]["groups"][0]["settings"]["symmetric_products"]
+    kernels = {"TensorParallelMuon": {KERNEL: "blocked"}, "SOAP": {KERNEL: "torch"}}
+    assert decided(tmp_path) == Decided(None, kernels)
+
+
+def test_of_groups_that_differ_the_first_that_says_something_counts_until_the_load(tmp_path):
+    blocks = [block(names=[name]) for name in "abc"]
+    settings = [{}, SAVED, {**SAVED, "plan_rates": {**RATES, "flops": 1e14}}]
+    for each, own in zip(blocks, settings, strict=True):
+        each["groups"][0]["settings"] |= own
     save(
-        tmp_path / "iter_0000006",
+        tmp_path / "iter_0000005",
         state={**common(), "optimizer": {i: {"megatron_eopt": x} for i, x in enumerate(blocks)}},
     )
-    assert decided(tmp_path, ckpt_step=6) == Decided(None, "blocked")
-
-
-def test_settings_that_differ_between_groups_are_left_to_the_load(tmp_path):
-    slower = {**SAVED, "plan_rates": {**RATES, "flops": 1e14}}
-    assert decided(saved(tmp_path, of_groups=[SAVED, slower, {}])) == Decided(
-        "distributed", "torch", step_kernels="triton"
-    )
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    assert decided(tmp_path) == Decided(None, {"TensorParallelMuon": SAVED})
 
 
 @pytest.mark.parametrize(
@@ -93,8 +96,8 @@ def test_what_cannot_be_read_is_left_to_the_load(tmp_path, file):
     assert decided(tmp_path) == Decided()
 
 
-def test_a_mode_or_a_kernel_of_no_kind_is_left_to_the_load(tmp_path):
-    assert decided(saved(tmp_path, "no mode", [{"symmetric_products": 3}])) == Decided()
+def test_a_mode_of_no_kind_is_left_to_the_load(tmp_path):
+    assert decided(saved(tmp_path, "no mode", [SAVED])).tp_mode is None
 
 
 def test_a_folder_without_a_checkpoint(tmp_path):

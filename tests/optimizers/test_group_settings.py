@@ -297,11 +297,11 @@ def test_the_summary_says_how_many_matrices_get_what():
     text = summary([optimizer(grouped())])
     assert " on this rank, tp_mode duplicated (argument), " in text
     assert (
-        "20 matrices orthogonalized by 5 or 7 Newton-Schulz steps (5 by 5 of custom, 10 by 5 of quintic, 5 by 7 of "
-        "polar_express, highest precision, symmetric products by torch), none sharded (exact), update RMS 0.1 to 0.7 "
+        "20 matrices orthogonalized (5 by 5 steps of custom, 10 by 5 steps of quintic, 5 by 7 steps of polar_express, "
+        "highest precision, symmetric products by torch), 20 local (exact), first update RMS 0.1 to 0.7 "
     ) in text
     text = summary([optimizer(grouped([{}, {"scale_mode": "unit_rms_norm"}]))])
-    assert "10 matrices orthogonalized by 5 Newton-Schulz steps (quintic, highest precision, " in text
+    assert "10 matrices orthogonalized (10 by 5 steps of quintic, highest precision, " in text
 
 
 def after_a_step(**settings):

@@ -19,7 +19,6 @@ from megatron_eopt.checkpoints.contents import CheckpointError, forget_metadata,
 from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, blocks_of, holding, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
-from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, say, union
 from megatron_eopt.megatron.checkpoints import matching
@@ -27,7 +26,6 @@ from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_k
 from megatron_eopt.megatron.checkpoints.whole import checksums, contents_of, damage_of, loaded_tensors, resumed
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import KERNEL, RATES
-from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
@@ -44,6 +42,7 @@ _SECOND_MOMENT = "exp_avg_sq"
 _DISTRIBUTED_MAIN = "param"  # the main copy, in what Megatron's distributed optimizer saves by parameter
 _FLAT = ".distributed."  # in keys of flat buffers
 _STACKED = re.compile(r"\.layers\.(?!\d)")
+_DECISIONS = (KERNEL, RATES, STEP_KERNELS)  # settings of groups that a run has decided
 # With these Megatron loads no optimizer state, or chooses between two folders.
 _NOT_READ = ("finetune", "no_load_optim", "moe_use_upcycling", "non_persistent_ckpt_type")
 
@@ -398,13 +397,10 @@ def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern
 
 
 class Decided(NamedTuple):
-    """Decisions of the run that saved; None where unknown."""
+    """Decisions of the run that saved; empty where unknown."""
 
     tp_mode: TpMode | None = None
-    kernel: str | None = None  # of symmetric products, but for those of factors
-    rates: dict[str, float] | None = None  # of the plan
-    step_kernels: str | None = None
-    factors_kernel: str | None = None
+    settings: Mapping[str, dict[str, Any]] = {}  # class of an optimizer -> kernels and rates in its groups
 
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
@@ -418,23 +414,24 @@ def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
         modes, groups = (_decided_in_fsdp_dtensor if megatron_fsdp else _decided_in_torch_dist)(path)
     except Exception:  # whatever is wrong with it, the load says
         return Decided()
-    factored = {name for name, cls in CLASSES.items() if issubclass(cls, FactoredOptimizer)}
-    of_factors = [group for name, group in groups if name in factored]
-    others = [group for name, group in groups if name not in factored]
-    return Decided(
-        next((mode for mode in modes if mode in get_args(TpMode)), None),
-        _common(others, KERNEL, str),
-        _common(others, RATES, dict),
-        _common(others, STEP_KERNELS, str),
-        _common(of_factors, KERNEL, str),
-    )
+    settings: dict[str, dict[str, Any]] = {}
+    for name, group in groups:
+        of_class = settings.setdefault(name, {})
+        for key in _DECISIONS:
+            if key in group:
+                of_class.setdefault(key, group[key])
+    mode = next((mode for mode in modes if mode in get_args(TpMode)), None)
+    return Decided(mode, settings)
 
 
 def _decided_in_torch_dist(path: Path) -> tuple[list[Any], list[Group]]:
     """The modes of optimizers, and the settings of groups."""
-    blocks = blocks_of(contents_of(path).common.get("optimizer"))
-    modes = [block["settings"].get("tp_mode") for block in blocks]
-    return modes, [(block["optimizer"], group["settings"]) for block in blocks for group in block["groups"]]
+    modes = []
+    groups = []
+    for block in blocks_of(contents_of(path).common.get("optimizer")):
+        modes.append(block["settings"].get("tp_mode"))
+        groups += [(block["optimizer"], group["settings"]) for group in block["groups"]]
+    return modes, groups
 
 
 def _decided_in_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Group]]:
@@ -445,9 +442,3 @@ def _decided_in_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Group]]:
 
     groups = [tuple(read(key)) for key in blobs if key.startswith("optimizer.settings.")]
     return [read(f"optimizer.{BLOCK}.run")["tp_mode"]], groups
-
-
-def _common(groups: Iterable[Mapping[str, Any]], key: str, kind: type) -> Any:
-    values = [group[key] for group in groups if key in group]
-    known = values and isinstance(values[0], kind) and all(value == values[0] for value in values)
-    return values[0] if known else None

@@ -20,12 +20,14 @@ from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.state import NO_SETTINGS
-from megatron_eopt.registry import list_optimizers, optimizer_class
 from megatron_eopt.routing.patterns import compressed as boxes_of
 from megatron_eopt.settings.records import MODIFIERS, names_of
 
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"
+
+_TORCHS = ("Adam", "AdamW")
+_ADAMS = (*_TORCHS, "FusedAdam")  # the last is Transformer Engine's, and Apex's
 
 # Key of a parameter -> runs [first, last + 1] of the layers and experts stacked under it; [[0, 1]] where none are.
 Names = dict[str, list[list[int]]]
@@ -167,26 +169,21 @@ def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> 
 
 def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> dict[Any, Any]:
     """An optimizer's state dict with groups, step count and manifest."""
-    inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
-    saved = list(holding(common, "param_groups"))
-    inner["param_groups"] = [group for each in saved for group in each["param_groups"]]
+    theirs = list(holding(common, "param_groups"))
     blocks = blocks_of(common)
-    name = requested[BLOCK]["optimizer"]
-    counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [
-        ("Adam", each.get("state", {}).get("common_step")) for each in saved
-    ]
-    steps = [step for of, step in counted if step is not None and (of == name or (_is_adam(of) and _is_adam(name)))]
-    of_groups = [group["step"] for group in inner["param_groups"] if "step" in group]
-    if steps:
-        inner["state"]["common_step"] = steps[0]
-    elif of_groups and name in ("Adam", "AdamW"):  # torch's; the distributed optimizer saves its count with the groups
-        inner["state"]["common_step"] = torch.tensor(float(of_groups[0]))
-    groups = [group for block in blocks for group in block["groups"]]
-    block = {"state": loaded.get(BLOCK, {}).get("state", {})} | ({"groups": groups} if groups else {})
-    modes = [each["settings"]["tp_mode"] for each in blocks if "tp_mode" in each.get("settings", {})]
-    block |= {"tp_mode": modes[0]} if modes else {}
-    for key in ("manifest", "average"):
-        block |= next(({key: each[key]} for each in blocks if key in each), {})
+    inner: dict[str, Any] = {
+        "state": dict(torch_state(loaded).get("state", {})),
+        "param_groups": [group for each in theirs for group in each["param_groups"]],
+    }
+    step = _steps_made(requested[BLOCK]["optimizer"], blocks, theirs)
+    if step is not None:
+        inner["state"]["common_step"] = step
+    block = {"state": loaded.get(BLOCK, {}).get("state", {})}
+    if blocks:
+        block["groups"] = [group for each in blocks for group in each["groups"]]
+    for each in reversed(blocks):  # the first that has something counts
+        found = each | each["settings"]
+        block |= {key: found[key] for key in ("tp_mode", "manifest", "average") if key in found}
     if "optimizer" not in requested:
         return inner | {BLOCK: block}
     main = loaded.get(MAIN_PARAMETERS, [])
@@ -196,6 +193,16 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     return {"optimizer": inner, MAIN_PARAMETERS: main, BLOCK: block}
 
 
-def _is_adam(name: str) -> bool:
-    described = map(optimizer_class, list_optimizers())
-    return "Adam" in name and name not in {cls.__name__ for cls in described if issubclass(cls, BaseOptimizer)}
+def _steps_made(name: str, blocks: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Any:
+    """How many steps a class of optimizers has made; None where nothing says so."""
+    alike = _ADAMS if name in _ADAMS else (name,)
+    counts = [block["common_step"] for block in blocks if block["optimizer"] in alike]
+    if not blocks and name in _ADAMS:
+        counts = [each.get("state", {}).get("common_step") for each in theirs]
+    for count in counts:
+        if count is not None:
+            return count
+    if name in _TORCHS:  # the distributed optimizer saves its count with the groups
+        for group in (group for each in theirs for group in each["param_groups"] if "step" in group):
+            return torch.tensor(float(group["step"]))
+    return None

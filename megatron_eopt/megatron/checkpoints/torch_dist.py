@@ -23,6 +23,7 @@ from megatron_eopt.megatron.checkpoints import loading, matching, sharding
 from megatron_eopt.megatron.checkpoints.whole import checksums
 from megatron_eopt.megatron.dealing import share_dealt
 from megatron_eopt.megatron.parameters import model_parameters
+from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
@@ -51,8 +52,9 @@ class SavedState:
         optimizer.load_state_dict = self.load_state_dict
         self._state_dict = optimizer.state_dict
         optimizer.state_dict = self.state_dict
-        asked = bool(getattr(getattr(optimizer, "config", None), "save_weight_average", False))
-        self._exports = exports(optimizer, asked)  # whether the model of a checkpoint is an average
+        self._exports = exports(
+            optimizer, on(optimizer.config, "save_weight_average")
+        )  # whether the model of a checkpoint is an average
         self._with_trained = False  # whether the state dict at work has what is trained, too
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -119,9 +121,9 @@ class SavedState:
             self._load(state_dict)
             return
         block = state_dict.pop(BLOCK, {})
-        if self._run is not None and "tp_mode" in block:
-            self._run.adopt_tp_mode(block["tp_mode"])
         if self._run is not None:
+            if "tp_mode" in block:
+                self._run.adopt_tp_mode(block["tp_mode"])
             loading.report_changes(block.get("manifest"), self._run.families)
         for index, parameter, tensor in self._described():
             if not tensor.like_parameter:
@@ -135,12 +137,12 @@ class SavedState:
         average = block.get("average", {})
         if average and average_of(self._torch) is None:
             say(f"{type(self._torch).__name__} leaves the average of weights in the checkpoint, as this run has none")
-        groups = self._torch.state_dict()["param_groups"]
-        kept = [{key: group[key] for key in NO_SETTINGS & group.keys()} for group in groups]  # indices, and the mark
-        settings = self._settings(theirs, block)
-        inner["param_groups"] = [each | ours for each, ours in zip(settings, kept, strict=True)]
-        wanted = ((index, key) for index, (key, _) in self._trained().items())
-        live = {i: inner["state"][i].pop(key) for i, key in wanted if key in inner["state"].get(i, {})}
+        inner["param_groups"] = self._groups(theirs, block)
+        live = {}
+        for index, (key, _) in self._trained().items():
+            values = inner["state"].get(index, {})
+            if key in values:
+                live[index] = values.pop(key)
         self._check_finite(inner["state"])
         self._place(state_dict)
         for values in inner["state"].values():
@@ -172,7 +174,9 @@ class SavedState:
         """A copy of the state without tensors of other shapes."""
         hidden = {(index, tensor.key) for index, _, tensor in self._described() if not tensor.like_parameter}
         found = state_dict["state"].items()
-        state = {i: {key: x for key, x in values.items() if (i, key) not in hidden} for i, values in found}
+        state = {}
+        for i, values in found:
+            state[i] = {key: x for key, x in values.items() if (i, key) not in hidden}
         averaging = average_of(optimizer) is not None
         for index, parameter in enumerate(self._parameters()):
             if state.get(index, {}).pop(SCHEDULE, None) is not None or (averaging and state.get(index)):
@@ -217,30 +221,32 @@ class SavedState:
             "partly": {state: kept[state] for state in states if kept[state] != names},
         }
 
-    def _settings(self, theirs: list[dict[str, Any]], block: dict[str, Any]) -> list[dict[str, Any]]:
-        results = []
-        for number, own in enumerate(self._names_of_groups()):
+    def _groups(self, theirs: list[dict[str, Any]], block: dict[str, Any]) -> list[dict[str, Any]]:
+        """The groups of this run, with the settings to go on with."""
+        groups = []
+        names = self._names_of_groups()
+        for number, own in enumerate(self._torch.state_dict()["param_groups"]):
+            saved = []
             if "groups" in block:
-                saved = [g["settings"] for g in block["groups"] if any(matching.has(g["names"], *name) for name in own)]
-            elif isinstance(self._torch, BaseOptimizer):
-                saved = []
-            else:  # nothing says which group a parameter was in, but all have made as many steps
-                saved = [{key: each[key] for key in ("step",) if key in each} for each in theirs]
-            results.append(matching.settings_of_group(self._torch, number, saved))
-        return results
+                for group in block["groups"]:
+                    if any(matching.has(group["names"], *name) for name in names[number]):
+                        saved.append(group["settings"])
+            elif not isinstance(self._torch, BaseOptimizer):
+                # nothing says which group a parameter was in, but all have made as many steps
+                saved = [{"step": group["step"]} for group in theirs if "step" in group]
+            settings = matching.settings_of_group(self._torch, number, saved)
+            kept = {key: own[key] for key in NO_SETTINGS & own.keys()}  # indices, and the mark
+            groups.append(settings | kept)
+        return groups
 
     def _check_finite(self, state: dict[Any, Any]) -> None:
         """Refuse values that are not finite, on all ranks together, also of Adam."""
-        tensors = {
-            (index, key): value
-            for index, _ in enumerate(self._parameters())
-            for key, value in state.get(index, {}).items()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        }
-        flags = [local(value).isfinite().all().cpu() for value in tensors.values()]  # some may be in host memory
-        finite = torch.stack(flags).tolist() if flags else []
-        bad = [f"{key} of {self._names[index][0]}" for (index, key), ok in zip(tensors, finite, strict=True) if not ok]
-        bad = union(bad)
+        found = []
+        for index, (name, _) in self._names.items():
+            for key, value in state.get(index, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and not local(value).isfinite().all():
+                    found.append(f"{key} of {name}")
+        bad = union(found)
         if bad:
             raise CheckpointError(
                 f"the checkpoint holds values that are not finite, in {len(bad)} tensors, such as {bad[0]}: a run "
@@ -258,11 +264,14 @@ class SavedState:
 def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or isinstance(shard, DTensor):
         return shard
-    mesh = parameter.device_mesh
-    placements = parameter.placements
-    shape = parameter.shape
-    stride = parameter.stride()
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 @around

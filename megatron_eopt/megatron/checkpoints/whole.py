@@ -114,7 +114,9 @@ def resumed(folder: Path, step: int | None) -> Path | None:
 
 def damage_of(contents: Contents) -> str | None:
     """Why a checkpoint's files are not whole."""
-    return next((f"{fault.what}. {fault.advice}" for fault in check_files(contents)), None)
+    for fault in check_files(contents):
+        return f"{fault.what}. {fault.advice}"
+    return None
 
 
 def damage_of_resumed(
@@ -133,12 +135,13 @@ def damage_of_resumed(
         if ckpt_format == "torch_dist":
             contents = contents_of(path) if dist.is_initialized() else read_contents(path)
             problems += check_files(contents)
-            problems += check_counts(contents) if counts else ()
+            if counts:
+                problems += check_counts(contents)
             if not dist.is_initialized():  # Megatron reads arguments only
                 contents = replace(contents, blobs={})
         else:
             contents = read_layout(path)
-        for problem in itertools.chain(problems, check_pickles(contents, trusted)):
+        for problem in problems or check_pickles(contents, trusted):
             return f"{path}: {problem.what}. {problem.advice}"
     except Exception as error:  # what is damaged or hostile raises anything
         return str(error)
@@ -213,7 +216,9 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
         step = next(steps)
         if step % EVERY == 0:
             begun[:] = _compared(model_chunks, groups, quickly=step > 0)
-        for ranks, names, extremes in begun if step == 0 or step % EVERY == _DELAY else []:
+        if step > 0 and step % EVERY != _DELAY:
+            return
+        for ranks, names, extremes in begun:
             least, complement = extremes()
             different = list(itertools.compress(names, (least != ~complement).tolist()))
             if different:
@@ -257,7 +262,8 @@ class RunMark:
     """
 
     def __init__(self, args: Any) -> None:
-        save, load = (getattr(args, name, None) or "" for name in ("save", "load"))
+        save = getattr(args, "save", None) or ""
+        load = getattr(args, "load", None) or ""
         # of all ranks: a restart within the same processes may number them anew
         self._own = distinct(process(os.getpid()) if save else ())
         marks = self._own[0] and save and "://" not in save and dist.get_rank() == 0
@@ -277,9 +283,10 @@ class RunMark:
         on_all_ranks(lambda: self._write(self._file) if self._file else None)
 
     def _write(self, file: Path) -> None:
-        *found, words = _read(file).split(maxsplit=4) or [""]
-        other = tuple(found)
-        if len(other) == 4 and other not in self._own:
+        found = _read(file).split(maxsplit=4)
+        other = tuple(found[:4])
+        words = "".join(found[4:])
+        if words and other not in self._own:
             if process(other[2]) == other or self._replaced.get(other, words) != words:
                 raise ValueError(
                     f"another run saves to {file.parent}: {words}. The two would overwrite each other's checkpoints: "

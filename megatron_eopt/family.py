@@ -279,7 +279,7 @@ _SPECS = (
         cls=TensorParallelMuon,
         of_muon=MUON,
         flags=(
-            Flag("momentum", default=0.9),
+            Flag("momentum", "Decay rate of the momentum, in [0, 1); papers have 0.95.", default=0.9),
             Flag("nesterov", default=False),
             *names_of(SCALE),
             *(replace(flag, shared=True) for flag in _SHARED),
@@ -291,7 +291,7 @@ _SPECS = (
         cls=TensorParallelAdaptiveMuon,
         plain=False,
         of_muon=MUON,
-        flags=names_of(SECOND_MOMENT),
+        flags=(Flag("moment2_method", "What the second moment is taken of."), "beta2", "eps", "align_rms"),
         state_settings=({"moment2_method": "normuon"}, {"moment2_method": "namo"}),
         state_depends_on=("adaptive_muon_moment2_method",),
     ),
@@ -384,7 +384,7 @@ _SPECS = (
         name="signum",
         cls=Signum,
         owns="all",
-        flags=("momentum",),
+        flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
         update_rms=1.0,
     ),
     OptimizerSpec(
@@ -419,7 +419,7 @@ _SPECS = (
         cls=Scion,
         of_muon=(*OF_ITERATION, *names_of(BOUNDS), "momentum_warmup"),
         flags=(
-            "momentum",
+            Flag("momentum", "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
             "radius",
             "constrained",
         ),
@@ -448,7 +448,7 @@ _SPECS = (
         of_muon=("split_qkv",),
         flags=(
             "rank_fraction",
-            "momentum",
+            Flag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
         ),
         state_depends_on=("dion_rank_fraction", *_SPLITS),
     ),

@@ -106,7 +106,7 @@ DECAY = (
 )
 
 MOMENTUM = (
-    Setting("momentum", "Decay rate of the momentum, in [0, 1); papers of Muon have 0.95.", BELOW_1, megatrons=True),
+    Setting("momentum", "Decay rate of the momentum, in [0, 1).", BELOW_1, megatrons=True),
     Setting("nesterov", "Look ahead, as Nesterov's momentum does.", megatrons=True),
     Setting(
         "momentum_warmup",

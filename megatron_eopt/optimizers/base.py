@@ -179,8 +179,10 @@ class BaseOptimizer(Optimizer):
     def settings_of_groups(self) -> dict[str, Any]:
         """Settings that groups may have -> their values where a group says nothing."""
         known = settings_of(type(self))
-        further = {key: vars(self)[key] for key in known.keys() & vars(self).keys() if not known[key].whole}
-        settings = {**self.defaults, **further}
+        settings = dict(self.defaults)
+        for key, setting in known.items():
+            if key in vars(self) and not setting.whole:
+                settings[key] = vars(self)[key]
         for key, setting in known.items():
             if setting.only_with is None:
                 continue

@@ -291,7 +291,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         batches = []
         first = 0
         key = MOMENTUM_BUFFER
-        for group, settings in zip(self.param_groups, self._session.settings, strict=True):
+        of_groups = self._session.settings or list(map(self.effective, self.param_groups))
+        for group, settings in zip(self.param_groups, of_groups, strict=True):
             params = group["params"]
             # a parameter whose gradient is left out has a momentum, too
             known = {

@@ -5,7 +5,7 @@ read as version 1.2, which contains JSON: ``1e-3`` is a number and ``no`` is tex
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from os import PathLike
@@ -39,7 +39,7 @@ class Entry:
 
 
 def make_entry(selector: object, settings: Any, layer: Layer, source: str) -> Entry:
-    """One checked entry; an :class:`OverrideError` names the first mistake."""
+    """One checked entry; an :class:`OverrideError` has a line for each mistake."""
     try:
         parsed = Selector.parse(selector)
     except OverrideError as error:
@@ -47,14 +47,31 @@ def make_entry(selector: object, settings: Any, layer: Layer, source: str) -> En
     if not isinstance(settings, Mapping) or not settings:
         raise OverrideError(f"{source}: expected a mapping of settings, as lr: 1e-3, got {settings!r}")
     values = {}
+    mistakes = []
     for key, raw in settings.items():
         if key in ("optimizer", "exclude") and parsed.optimizer is not None:
-            raise OverrideError(f"{source}: {key}: cannot be set for the parameters of an optimizer, by '{parsed}'")
+            mistakes.append(f"{source}: {key}: cannot be set for the parameters of an optimizer, by '{parsed}'")
         try:
             values[str(key)] = check_setting(str(key), raw, None)  # its parameters' optimizer is not known yet
         except ValueError as error:
-            raise OverrideError(f"{source}: {key}: {error}") from None
+            mistakes.append(f"{source}: {key}: {error}")
+    if mistakes:
+        raise OverrideError("\n".join(mistakes))
     return Entry(parsed, values, layer, source)
+
+
+def _make_entries(written: Iterable[tuple[object, Any, str]], layer: Layer) -> list[Entry]:
+    """Entries of (selector, settings, source), or all their mistakes."""
+    entries = []
+    mistakes = []
+    for selector, settings, source in written:
+        try:
+            entries.append(make_entry(selector, settings, layer, source))
+        except OverrideError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise OverrideError("\n".join(mistakes))
+    return entries
 
 
 def entries_from_dict(
@@ -62,18 +79,18 @@ def entries_from_dict(
 ) -> list[Entry]:
     """Entries from ``{selector: settings}``.
 
-    A selector may be a ``ParamKey``, and a setting Megatron's ``max_lr``. An :class:`OverrideError` names the first
+    A selector may be a ``ParamKey``, and a setting Megatron's ``max_lr``. An :class:`OverrideError` has a line for each
     mistake.
     """
-    entries = []
+    written = []
     for selector, settings in overrides.items():
         own_source = f"{source}[{_shown(selector)}]"
         if isinstance(settings, Mapping) and "max_lr" in settings:
             if "lr" in settings:
                 raise OverrideError(f"{own_source}: max_lr is lr: keep one of the two")
             settings = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
-        entries.append(make_entry(selector, settings, layer, own_source))
-    return entries
+        written.append((selector, settings, own_source))
+    return _make_entries(written, layer)
 
 
 def _shown(selector: object) -> str:
@@ -116,7 +133,8 @@ class _Loader(yaml.SafeLoader):
 def read_overrides(path: str | PathLike[str]) -> list[Entry]:
     """Entries of a file of YAML or JSON.
 
-    An :class:`OverrideError` is ``FILE:LINE: KEY: what, suggestion``, with the line on which the entry begins.
+    An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``, with the line on which
+    the entry begins.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -126,28 +144,26 @@ def read_overrides(path: str | PathLike[str]) -> list[Entry]:
         root = loader.get_single_node()
         found = loader.construct_document(root) if root else None
     except yaml.MarkedYAMLError as error:
-        raise OverrideError(
-            f"{path}:{error.problem_mark.line + 1}: this is no YAML: {error.problem}: quote a selector that begins "
-            f"with *, and indent by blanks"
-        ) from None
+        line = error.problem_mark.line + 1
+        hint = "quote a selector that begins with *, and indent by blanks"
+        raise OverrideError(f"{path}:{line}: this is no YAML: {error.problem}: {hint}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OverrideError(f"{path}: cannot be read: {error}") from None
-    entries = []
+    written = []
     if isinstance(found, list):
         for entry, node in zip(found, root.value, strict=True):
             source = f"{path}:{node.start_mark.line + 1}"
             if not isinstance(entry, dict) or "select" not in entry:
                 raise OverrideError(f"{source}: expected an entry {{select: ..., SETTING: ...}}, got {entry!r}")
             settings = {key: value for key, value in entry.items() if key != "select"}
-            entries.append(make_entry(entry["select"], settings, Layer.FILE, source))
+            written.append((entry["select"], settings, source))
     elif isinstance(found, dict):
         lines = {key.value: key.start_mark.line + 1 for key, _ in root.value}
         for selector, settings in found.items():
-            source = f"{path}:{lines.get(selector, 1)}"
-            entries.append(make_entry(selector, settings, Layer.FILE, source))
-    if not entries:
+            written.append((selector, settings, f"{path}:{lines.get(selector, 1)}"))
+    if not written:
         raise OverrideError(
             f"{path}: expected a list of entries {{select: ..., SETTING: ...}}, or a mapping of selectors to settings, "
             f"got {found!r}"
         )
-    return entries
+    return _make_entries(written, Layer.FILE)

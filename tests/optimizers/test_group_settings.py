@@ -4,6 +4,9 @@ import copy
 import inspect
 import logging
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -462,3 +465,24 @@ def test_soaps_scale_is_refused_at_every_door_where_nothing_is_orthogonalized(mo
     SOAP(
         [{"params": matrices(1), "orthogonalize": False}, {"params": matrices(1)}], orthogonalize=True, scale_mode=mode
     )
+
+
+ORDERS = """
+import torch
+from megatron_eopt.family import OPTIMIZERS
+for row in OPTIMIZERS.values():
+    optimizer = row.cls([torch.nn.Parameter(torch.ones(128, 128))])
+    print(optimizer.settings(), optimizer.settings_of_groups(), list(optimizer.param_groups[0]))
+"""
+
+
+def test_settings_have_one_order_in_every_process():
+    """Ranks compare them by a hash of what is printed."""
+    printed = set()
+    for seed in ("1", "2", "3"):
+        ran = subprocess.run(
+            [sys.executable, "-c", ORDERS], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        printed.add(ran.stdout)
+    assert len(printed) == 1

@@ -144,7 +144,7 @@ def test_what_has_no_factor_is_refused(cls):
         ({"damping": 0.0}, "damping must be above 0 and below 1, got 0.0"),
         ({"damping": 1e-8, "root_method": "cans"}, "damping must be at least 1e-07, which the products"),
         ({"root_method": "svd"}, "Shampoo: unknown root_method"),
-        ({"scale_mode": "best"}, "scale_mode of Shampoo"),
+        ({"scale_mode": "best"}, "Shampoo: unknown scale_mode"),
         ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"precondition_frequency": 0}, "precondition_frequency"),
     ],

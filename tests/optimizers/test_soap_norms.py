@@ -88,7 +88,7 @@ def test_a_matrix_without_norm_is_refused_before_anything_is_changed():
 
 
 def test_an_unknown_way_is_refused():
-    with pytest.raises(ValueError, match=r"weight_norm of SOAP .*hold"):
+    with pytest.raises(ValueError, match=r"SOAP: unknown weight_norm .*hold"):
         SOAP(parameters([(6, 4)]), weight_norm="keep")
 
 

@@ -219,7 +219,7 @@ def test_megatrons_dicts():
         ({"x": {"lrr": 1}}, ["overrides['x']: lrr: unknown setting, did you mean 'lr'?"]),
         (
             {"x": {"lr": -1, "optimizer": "mun"}},
-            ["overrides['x']: lr: expected a number of at least 0, got -1"],
+            ["overrides['x']: lr: expected a number of at least 0, got -1", "overrides['x']: optimizer: unknown optim"],
         ),
         ({"x": {"lr": 1, "max_lr": 1}}, ["overrides['x']: max_lr is lr: keep one of the two"]),
         ({"x": {"end_wd": -0.2}}, ["overrides['x']: end_wd: expected a number of at least 0, got -0.2"]),
@@ -227,7 +227,7 @@ def test_megatrons_dicts():
         ({3: {"lr": 1}}, ["overrides[3]: select: expected a glob"]),
         (
             {"shape:x": {"lr": 1}, "y": {}},
-            ["overrides['shape:x']: select: unknown shape 'x'"],
+            ["overrides['shape:x']: select: unknown shape 'x'", "overrides['y']: expected a mapping of settings"],
         ),
     ],
 )

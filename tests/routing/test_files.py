@@ -136,6 +136,14 @@ WRONG = {
     "optimizer": (entry("optimizer: moun"), "1: optimizer: unknown optimizer 'moun', did you mean 'muon'?"),
     "split": (entry("split: nnoe"), "1: split: unknown split 'nnoe', did you mean 'none'?"),
     "twice": (entry("lr: 0.1\neps: 1\nlr: 0.2"), "4: this is no YAML: lr is here a second time"),
+    "two mistakes": (
+        entry("lrr: 0.1\nlr: -2\n"),
+        "1: lrr: unknown setting, did you mean 'lr'?\no.yaml:1: lr: ",
+    ),
+    "in two entries": (
+        '- select: "*"\n  lr: -1\n- select: "shape:tal"\n  lr: 1\n',
+        "1: lr: expected a number of at least 0, got -1\no.yaml:3: select: unknown shape 'tal', did you mean 'tall'?",
+    ),
     "an entry of another kind": ("- 7\n", "1: expected an entry {select: ..., SETTING: ...}, got 7"),
     "no selector": ("- lr: 1\n", "1: expected an entry {select: ..., SETTING: ...}, got {'lr': 1}"),
     "no settings": ('- select: "*"\n', "1: expected a mapping of settings, as lr: 1e-3, got {}"),

@@ -345,8 +345,8 @@ class BaseOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         known = {"params", *self.defaults, *self.settings_of_groups(), *self.carried_settings}
-        for key in group.keys() - known:
-            if key in RECORDS or key in settings_of(type(self)):
+        for key in group:
+            if key not in known and (key in RECORDS or key in settings_of(type(self))):
                 of_groups.warn(f"{name}: groups have no {key} of their own, so it has no effect in one")
         for key, meant in misspelt(group, known - self.users_settings).items():
             of_groups.warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant!r}?")

@@ -1,6 +1,6 @@
 """Muon with heavy-ball momentum, as its original has it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,11 @@ from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.foreach import heavy_ball
 from megatron_eopt.optimizers.step import Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
+from megatron_eopt.orthogonalize.coefficients import Coefficients
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.of_class import with_settings
@@ -27,7 +31,18 @@ class HeavyBallMuon(TensorParallelMuon):
     only = MappingProxyType({"moment2_method": ("none",)})
 
     @with_settings(Transport, TensorParallelMuon)
-    def __init__(self, params: ParamsT, ns_steps: int = 5, **settings: Any) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        ns_steps: int = 5,
+        *,
+        nesterov: bool = False,
+        scale_mode: ScaleMode = "shape_scaling",
+        coefficient_type: str | Sequence[Coefficients] = "simple",
+        fp32_matmul_prec: MatmulPrecision = "highest",
+        tp_mode: TpMode = "auto",
+        **settings: Any,
+    ) -> None:
         self._begin(params, locals())
 
     def _settle(self, values: dict[str, Any]) -> None:

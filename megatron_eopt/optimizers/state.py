@@ -4,7 +4,6 @@ State of a DTensor in another shape is a DTensor on the same mesh: torch's check
 that all ranks have alike, and save one rank's.
 """
 
-import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -25,7 +24,7 @@ from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Shape
 from megatron_eopt.settings.groups import plain, warn
-from megatron_eopt.settings.of_class import class_of_ours
+from megatron_eopt.settings.of_class import class_of_ours, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -221,10 +220,13 @@ def name_in_states(cls: type) -> str:
 
 def mark_of(optimizer: Any) -> str:
     """Its :func:`name_in_states`, and, as JSON, settings that groups lack and that are no default."""
-    arguments = inspect.signature(class_of_ours(type(optimizer)).__init__).parameters
-    known = plain(optimizer.settings() | optimizer.settings_of_groups())
-    told = (known.keys() & arguments.keys()) - optimizer.defaults.keys() - UNMARKED
-    given = {key: x for key, x in known.items() if key in told and x != arguments[key].default}
+    known = settings_of(type(optimizer))
+    settings = plain(optimizer.settings() | optimizer.settings_of_groups())
+    given = {}
+    for key in known:
+        marked = key in settings and key not in optimizer.defaults and key not in UNMARKED
+        if marked and settings[key] != known[key].default:
+            given[key] = settings[key]
     return name_in_states(type(optimizer)) + (f" {json.dumps(given)}" if given else "")
 
 

@@ -148,21 +148,13 @@ class Muon(Optimizer):
         taken = {**inspect.signature(Muon).parameters, **settings_of(HeavyBallMuon)}
         known = [name for name in taken if name not in ("muon_settings", "num_ns_steps")]
         check_named(type(self).__name__, muon_settings, known)
-        settings = {
-            "nesterov": False,
-            "scale_mode": "shape_scaling",
-            "coefficient_type": "simple",
-            "fp32_matmul_prec": "highest",
-            "tp_mode": "auto",
-            **muon_settings,
-        }
         muon = HeavyBallMuon(
             muon_params,
+            ns_steps,
             lr=lr,
             momentum=momentum,
             weight_decay=weight_decay,
-            ns_steps=ns_steps,
-            **settings,
+            **muon_settings,
         )
         if "fp32_matmul_prec" not in muon_settings and any(p.is_cuda for p in muon._parameters()):
             warn(

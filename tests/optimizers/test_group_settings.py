@@ -479,7 +479,7 @@ for row in OPTIMIZERS.values():
 def test_settings_have_one_order_in_every_process():
     """Ranks compare them by a hash of what is printed."""
     printed = set()
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         ran = subprocess.run(
             [sys.executable, "-c", ORDERS], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
         )

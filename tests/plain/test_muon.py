@@ -261,3 +261,9 @@ def test_a_misspelt_setting_of_adamws_groups_is_named(caplog):
     Muon([matrix], [{"params": [vector], "weight_decy": 0.5}])
     assert "AdamW in Muon: 'weight_decy' is no setting" in caplog.text
     assert "did you mean 'weight_decay'?" in caplog.text
+
+
+def test_a_load_names_what_the_state_was_made_with_and_goes_on_without(caplog):
+    own = Muon(list(parameters((4, 3))), [], coefficient_type="quintic")
+    Muon(list(parameters((4, 3))), []).load_state_dict(own.state_dict())
+    assert "coefficient_type 'quintic' and goes on with 'simple'" in caplog.text

@@ -287,33 +287,38 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """One batch per group; ``masked`` ones are equal each step."""
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
         masks = accepted.unbind() if flags is None else ()
-        more = type(self).state_tensors is not OrthogonalizedOptimizer.state_tensors
         batches = []
         first = 0
-        key = MOMENTUM_BUFFER
+        further = self._further_keys()
         of_groups = self._session.settings or list(map(self.effective, self.param_groups))
         for group, settings in zip(self.param_groups, of_groups, strict=True):
-            params = group["params"]
-            # a parameter whose gradient is left out has a momentum, too
-            known = {
-                i: (state if key in (state := self.state[p]) else self._states.of(p))[key]
-                for i, p in enumerate(params, first)
-                if p.grad is not None or self._waited_for(i)
-            }
-            indices = [i for i in known if flags is None or flags[i]]
-            chosen = [params[i - first] for i in indices]
-            first += len(params)
+            indices = []
+            chosen = []
+            state = []
+            gradients = []
+            for i, p in enumerate(group["params"], first):
+                if p.grad is None and not self._waited_for(i):
+                    continue
+                of_p = self.state[p]
+                if MOMENTUM_BUFFER not in of_p:  # also of a parameter whose gradient is left out
+                    of_p = self._states.of(p)
+                if flags is not None and not flags[i]:
+                    continue
+                kept = {MOMENTUM_BUFFER: of_p[MOMENTUM_BUFFER]}
+                for key in further[i]:
+                    if key not in of_p:
+                        of_p = self._states.of(p)
+                    kept[key] = of_p[key]
+                indices.append(i)
+                chosen.append(p)
+                state.append(kept)
+                # other ranks may wait for a parameter without a gradient: it is masked
+                gradients.append(kept[MOMENTUM_BUFFER] if p.grad is None else p.grad)
+            first += len(group["params"])
             if not chosen:
                 continue
             own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
             beta, weight_decay = self._rates_of(group)
-            state = []
-            gradients = []
-            for i, p in zip(indices, chosen, strict=True):
-                further = self._further_state(p) if more else {}
-                state.append({key: known[i], **further})
-                # other ranks may wait for a parameter without a gradient: it is masked
-                gradients.append(known[i] if p.grad is None else p.grad)
             weights = chosen
             if any(isinstance(p, DTensor) for p in chosen):
                 weights = list(map(local, chosen))
@@ -350,14 +355,19 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """Whether other ranks need this one's part, gradient or not."""
         return False
 
+    def _further_keys(self) -> list[list[str]]:
+        """Keys of each parameter's state beside the momentum, as the last plan has it."""
+        session = self._session
+        engine, keys = session.further_keys
+        if engine is None or engine is not session.engine:
+            keys = [self._keys_beside_momentum(p) for p in self._parameters()]
+            session.further_keys = session.engine, keys
+        return keys
+
+    def _keys_beside_momentum(self, parameter: Tensor) -> list[str]:
+        return [tensor.key for tensor in self.state_tensors(parameter) if tensor.key != MOMENTUM_BUFFER]
+
     def _further_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Local state beside the momentum that a step changes, by key."""
-        known = self._session.further_keys
-        if parameter not in known:  # asked in every step
-            known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
-        keys = known[parameter]
-        state = self.state[parameter]
-        if not keys:
-            return {}
-        state = state if state.keys() >= set(keys) else self._states.of(parameter)
-        return {key: local(state[key]) for key in keys}
+        """Local state beside the momentum, by key."""
+        state = self._states.of(parameter)
+        return {key: local(state[key]) for key in self._keys_beside_momentum(parameter)}

@@ -24,7 +24,7 @@ class Session:
     engine_of: object = None  # the settings that the engine was made for
     agree: Callable[[Tensor], Tensor] | None = None  # minimum of flags over ranks; None where no rank shares anything
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
-    further_keys: dict[Tensor, list[str]] = field(default_factory=dict)  # of state beside the momentum
+    further_keys: tuple[Engine | None, list[list[str]]] = (None, [])  # of state beside momenta, and for which engine
     numbered: tuple[Engine, dict[Tensor, Numbered]] | None = None  # entries of momenta in bf16, and for which engine
     scales: tuple[Engine | None, list[list[float]]] = (None, [])  # of each parameter's matrices, and for which engine
     normed: Engine | None = None  # the engine for which norms of weights were measured

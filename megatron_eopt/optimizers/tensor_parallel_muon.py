@@ -503,7 +503,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if session.scales[0] is not engine:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             session.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            session.further_keys.clear()
             session.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
         form = "torch" if session.kernels is None else "triton"
         for group in self.param_groups:

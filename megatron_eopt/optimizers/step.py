@@ -157,9 +157,12 @@ class Step:
         """``m += (1 - beta) (g - m)``, or another rule; logical matrices of ``m`` after the look-ahead.
 
         Without a look-ahead these may be the momenta themselves. L2 decay adds ``weight_decay * p`` to ``g``. Momenta
-        in bf16 are averaged, and looked ahead from, in fp32. With kernels the result is what writes the matrices.
+        in bf16 are averaged, and looked ahead from, in fp32. With kernels the result is what writes the matrices, and a
+        ``ValueError`` is for a rule that they do not have.
         """
         if self.kernels is not None:
+            if rule not in (foreach.average, foreach.heavy_ball):
+                raise ValueError(f"kernels of steps have no rule {rule.__name__} of momenta: set step_kernels='torch'")
             return partial(self.kernels.momentum, self.batches, heavy=rule is foreach.heavy_ball)
         updates = list[Tensor]()
         for batch in self.batches:

@@ -165,6 +165,25 @@ def test_gradients_may_be_wider_and_lie_otherwise(dtype):
 
 
 @interpreted
+def test_a_rule_of_momenta_that_kernels_lack_is_refused_before_anything_changes():
+    def sums(momenta, gradients, beta, nesterov, accepted):
+        raise AssertionError("kernels do not call it")
+
+    class Own(TensorParallelMuon):
+        def program(self, step):
+            step.decay()
+            step.subtract((yield step.momentum(sums)), step.scales)
+
+    parameters = of_shapes()
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="no rule sums of momenta: set step_kernels='torch'"):
+        Own(parameters, step_kernels="triton").step()
+    assert_equal(zip(before, [p.detach() for p in parameters], strict=True))
+
+
+@interpreted
 def test_gradients_of_convolutions_may_lie_otherwise():
     def step(form):
         (p,) = of_shapes(shapes=[(6, 4, 3, 2)])

@@ -223,10 +223,10 @@ def mark_of(optimizer: Any) -> str:
     known = settings_of(type(optimizer))
     settings = plain(optimizer.settings() | optimizer.settings_of_groups())
     given = {}
-    for key in known:
-        marked = key in settings and key not in optimizer.defaults and key not in UNMARKED
-        if marked and settings[key] != known[key].default:
-            given[key] = settings[key]
+    for key, value in settings.items():
+        marked = key in known and key not in optimizer.defaults and key not in UNMARKED
+        if marked and value != known[key].default:
+            given[key] = value
     return name_in_states(type(optimizer)) + (f" {json.dumps(given)}" if given else "")
 
 

@@ -11,6 +11,7 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.optimizers import step_choice
@@ -228,3 +229,13 @@ def of_entries(entries: Sequence[Entry]) -> dict[str, Any]:
     """The overrides of a run by number: what is set, not from where."""
     said = ((str(entry.selector), plain(entry.settings)) for entry in entries)
     return {"the number of overrides": len(entries)} | {f"override {n}": entry for n, entry in enumerate(said)}
+
+
+def of_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+    """Settings that all torch optimizers of a class here share."""
+    values: dict[str, list[Any]] = {}
+    for optimizer in optimizers:
+        settings = plain(optimizer.defaults | (optimizer.settings() if isinstance(optimizer, BaseOptimizer) else {}))
+        for key in settings.keys() - {"of_groups"}:
+            values.setdefault(f"{type(optimizer).__name__} {key}", []).append(settings[key])
+    return {name: alike[0] for name, alike in sorted(values.items()) if all(value == alike[0] for value in alike)}

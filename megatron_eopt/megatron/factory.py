@@ -173,6 +173,7 @@ class OptimizerOfRun:
         remember(self.optimizer, self.model_chunks)
         average_weights(list(torch_optimizers(self.optimizer)), self.config, self.facts.args)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
+        agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for optimizer in torch_optimizers(self.optimizer):
             if isinstance(optimizer, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 vars(optimizer)["pg_collection"] = self.groups

@@ -63,15 +63,18 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
     iterations = Counter[str]()
     schemes = Counter[str]()
     sizes = set[float]()
+    ranks = 1
     for muon in muons:
         described = muon.described_matrices()
         for group in muon.param_groups:
             settings = iteration_of(muon.effective(group))
             coefficients = settings.coefficient_type if isinstance(settings.coefficient_type, str) else "custom"
             for parameter in group["params"]:
-                for matrix in described[parameter]:
+                for matrix, layout in zip(described[parameter], muon.matrix_layouts(parameter), strict=True):
                     iterations[f"{settings.steps} steps of {coefficients}"] += 1
                     schemes[matrix.scheme] += 1
+                    if matrix.scheme != "local":
+                        ranks = max(ranks, layout.ranks)
                     if matrix.rms is not None:
                         sizes.add(round(matrix.rms, 3))
     first = muons[0]
@@ -82,6 +85,8 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
     if STEP_KERNELS in group:  # chosen on a GPU
         how.append(f"elementwise work by {group[STEP_KERNELS]}")
     where = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
+    if ranks > 1:
+        where += f" over {ranks} ranks"
     exactness = "an approximation" if "blockwise" in schemes else "exact"
     facts = [f"{schemes.total()} matrices orthogonalized ({', '.join(how)})", f"{where} ({exactness})"]
     facts += [f"{key} {value}" for key, value in first.given_modifiers().items()]

@@ -76,6 +76,6 @@ def test_optimizer_state_is_not_saved():
     optimizer = TensorParallelMuon([p])
     p.is_gtp_weight_remat = True  # as the ranks see it that have others beside them
     methods = dict.fromkeys(("state_dict", "sharded_state_dict", "load_state_dict"))
-    wrapper = SimpleNamespace(optimizer=optimizer, **methods)
+    wrapper = SimpleNamespace(optimizer=optimizer, config=SimpleNamespace(), **methods)
     with pytest.raises(CheckpointError, match=r"shape \(6, 4\) .* cut a second time .* unproven: .*--no-save-optim"):
         SavedState(wrapper).sharded_state_dict({})

@@ -47,7 +47,7 @@ def test_two_ranks_train_as_one(tmp_path, flags, said):
     assert "TensorParallelAdaptiveMuon owns 4 parameters" in summary(output)
     assert said in summary(output)
     two, output = train(tmp_path / "two", 2, *RUN, *flags, *TP2)
-    assert "6 duplicated (exact), " + said in summary(output)
+    assert "6 duplicated over 2 ranks (exact), " + said in summary(output)
     assert alone["losses"][-1] < alone["losses"][0]
     for rank in two:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -335,7 +335,8 @@ def test_one_line_says_who_owns_what(tmp_path):
     assert line == (
         "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, "
         "tp_mode auto (default), 12 matrices orthogonalized (12 by 5 steps of quintic, medium precision, "
-        "symmetric products by blocked), 12 duplicated (exact), first update RMS 0.2 (AdamW's is near 0.2); "
+        "symmetric products by blocked), 12 duplicated over 2 ranks (exact), "
+        "first update RMS 0.2 (AdamW's is near 0.2); "
         "AdamW owns 7 parameters with 8,512 elements on this rank"
     )
     phases = ["parameters and settings", "checkpoint", "optimizer", "kernels", "plan", "manifest and checks"]

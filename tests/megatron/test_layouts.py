@@ -25,7 +25,7 @@ def test_two_ranks_train_as_one(tmp_path, model, matrices, schemes):
         ranks, output = train(tmp_path / tp_mode, 2, *RUN, *model, *TP2, "--muon-tp-mode", tp_mode)
         assert f"{matrices} matrices" in summary(output)
         expected = {"duplicated": f"{matrices} duplicated", "distributed": schemes, "auto": ""}[tp_mode]
-        assert f"{expected} (exact)" in summary(output)
+        assert f"{expected} over 2 ranks (exact)" in summary(output)
         for rank in ranks:
             assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
             assert rank["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)

@@ -203,5 +203,5 @@ def test_a_resume_keeps_blockwise_and_says_that_it_is_an_approximation(tmp_path)
     train(tmp_path / "first", 2, *RUN, *MUON, *TP2, *saved, "--muon-tp-mode", "blockwise")
     _, output = train(tmp_path / "second", 2, *RUN, *MUON, *TP2, "--load", tmp_path / "checkpoint")
     assert modes(output)[0] == ["blockwise (checkpoint)"]
-    assert "12 blockwise (an approximation)" in output
+    assert "12 blockwise over 2 ranks (an approximation)" in output
     assert "changed since the checkpoint" not in output  # where matrices would be orthogonalized exactly

@@ -24,6 +24,7 @@ from megatron_eopt.from_config import (
 )
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.ademamix import AdEMAMix as AdEMAMix
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.dion import Dion as Dion
 from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
@@ -44,7 +45,7 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as 
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.settings.groups import DECOUPLED
-from megatron_eopt.settings.of_class import choices_of, settings_of
+from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import (
     BOUNDS,
@@ -91,7 +92,7 @@ class Flag:
         return replace(
             flag,
             help=flag.help or setting.help,
-            choices=flag.choices or choices_of(setting),
+            choices=flag.choices or setting.choices,
             megatrons=flag.megatrons or (setting.megatrons and optimizer == "muon"),
             metavar=flag.metavar or setting.metavar,
         )
@@ -122,7 +123,7 @@ class OptimizerSpec:
     """A row of the table."""
 
     name: str  # for ``--optimizer``, and for the config of plain torch
-    cls: Any  # a class of BaseOptimizer
+    cls: type[BaseOptimizer]
     owns: Literal["matrices", "all"] = "matrices"  # the parameters it updates in Megatron; Adam updates the rest
     vectors: bool = False  # takes any shape, so that plain torch gives it all; always where it owns all
     plain: bool = True  # has a builder of plain torch

@@ -236,15 +236,20 @@ class BaseOptimizer(Optimizer):
         """The engine that orthogonalizes, before ranks agree on it, or None."""
         return None
 
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        """Refuse settings of a new, loaded or changed group that no step could use, without waiting."""
+    def _check_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Refuse settings of a new, loaded or changed group that no step could use, without waiting.
+
+        Returns the effective ones.
+        """
         name = type(self).__name__
         known = {key: setting for key, setting in settings_of(type(self)).items() if not setting.whole}
         own = {key: group[key] for key in known if key in group and key not in self.users_settings}
         check_values(name, known, own)
         self._check_place(own)
         group |= {key: without_dimensions(value) for key, value in own.items()}
-        self._check_together(self.effective(group))
+        settings = self.effective(group)
+        self._check_together(settings)
+        return settings
 
     def _check_place(self, values: Mapping[str, Any]) -> None:
         """Refuse values that have no place in this optimizer."""
@@ -505,7 +510,6 @@ class BaseOptimizer(Optimizer):
             if len(devices) > 1:
                 raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
             session.nonfinite = NonFinite(self._names(), torch.device(devices[0]))
-        session.settings = list(map(self.effective, self.param_groups))
         return session.engine
 
     @property

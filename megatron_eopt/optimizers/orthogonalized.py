@@ -20,6 +20,7 @@ from megatron_eopt.optimizers.step import MOMENTUM_BUFFER, Batch, Step
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, decay_method
@@ -194,6 +195,12 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return [StateTensor(MOMENTUM_BUFFER, dtype=self.momentum_dtype)]
 
     # The step.
+
+    def prepare(self) -> Engine:
+        """Also find the settings of groups in steps."""
+        engine = super().prepare()
+        self._session.settings = list(map(self.effective, self.param_groups))
+        return engine
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """One parameter's update, before the learning rate; to override.

@@ -89,9 +89,8 @@ class PSGDKron(StackedOptimizer):
 
     own_settings = (
         FACTOR_PRECISION,
-        Setting(
-            "precond_lr", "Rate of the factors, above 0 and at most 1.", ABOVE_0_UP_TO_1
-        ),  # more turns one negative
+        # a rate above 1 could turn a factor negative
+        Setting("precond_lr", "Rate of the factors, above 0 and at most 1.", ABOVE_0_UP_TO_1),
         Setting("min_precond_lr", "Least rate of the factors.", AT_LEAST_0),
         Setting("precond_decay_steps", "Steps by which the rate of the factors decays.", count(1), metavar="STEPS"),
         Setting("precondition_frequency", "Steps from one fit of the factors to the next.", count(1)),

@@ -6,7 +6,6 @@ It is chosen once, on all ranks, and kept in the checkpoint, since torch's own k
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -18,24 +17,16 @@ from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.step import MOMENTUM_BUFFER, Batch
 from megatron_eopt.optimizers.step_kernels import DTYPES, StepKernels
-from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import is_cut_again, on_one_rank, padding_of
-from megatron_eopt.settings.records import StepForm
 
 STEP_KERNELS = "step_kernels"
 """Setting of a group: the form of its step."""
 
 _SHAPE = (40, 72)  # of the matrices of a check: no tile fits
 _LIKE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # a few units in the last place
-
-
-def check_form(form: object) -> None:
-    """Refuse an unknown form."""
-    if form is not None:
-        check_choice(STEP_KERNELS, form, get_args(StepForm))
 
 
 def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: Callable[[Tensor], Tensor]) -> str:

@@ -35,7 +35,7 @@ from megatron_eopt.optimizers.parameters import (
 from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry, check_writer
 from megatron_eopt.optimizers.step import Batch, Step, chosen, scaled
-from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels, check_form
+from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels
 from megatron_eopt.optimizers.users_functions import OF_USERS, factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -59,7 +59,7 @@ from megatron_eopt.settings.groups import (
     note_short_schedule,
     warn,
 )
-from megatron_eopt.settings.of_class import check_effect, settings_of
+from megatron_eopt.settings.of_class import check_effect, check_values, settings_of
 from megatron_eopt.settings.records import (
     MODIFIERS,
     MOMENTUM_DTYPES,
@@ -372,15 +372,18 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             group = self.group_of(parameter)
         tensors = super().state_tensors(parameter)
         settings = self.effective(group)
-        free = self.settings_of_groups()  # what is fixed, every state has
         if modifiers.holds(settings):
-            tensors += held_norms.radii(self.key_ends(parameter), optional="weight_norm" in free)
+            tensors += held_norms.radii(self.key_ends(parameter), optional=self._is_free("weight_norm"))
         method = settings["moment2_method"]
         if method != "none":
             ends = self.key_ends(parameter)
             layouts = self.matrix_layouts(parameter)
-            tensors += second_moment.moments(method, ends, layouts, optional="moment2_method" in free)
+            tensors += second_moment.moments(method, ends, layouts, optional=self._is_free("moment2_method"))
         return tensors
+
+    def _is_free(self, key: str) -> bool:
+        """Whether groups may have several values of a setting; what is fixed, every state has."""
+        return key in self.settings_of_groups()
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
@@ -664,13 +667,16 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
         self._check_split(parameter)
 
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        super()._check_settings(group)
-        check_form(group.get(STEP_KERNELS))
+    def _check_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        settings = super()._check_settings(group)
+        if STEP_KERNELS in group:  # of a checkpoint, or chosen by ranks
+            kept = {STEP_KERNELS: group[STEP_KERNELS]}
+            check_values(type(self).__name__, settings_of(type(self)), kept)
         if MOMENTUM_STEPS in group:
             check_count(f"{type(self).__name__}: {MOMENTUM_STEPS} of a group", group[MOMENTUM_STEPS], least=0)
         self._refuse_decided(group)
-        check_decay(self, group)
+        check_decay(self, group, settings)
+        return settings
 
     def _check_together(self, settings: Mapping[str, Any]) -> None:
         super()._check_together(settings)
@@ -744,10 +750,9 @@ def check_shards(optimizer: TensorParallelMuon, parameter: Tensor, called: str) 
         check_shard(parameter, optimizer.pg_collection, called, otherwise)
 
 
-def check_decay(optimizer: TensorParallelMuon, group: Mapping[str, Any]) -> None:
-    """Refuse a group's weight decay that does not go with its modifiers."""
+def check_decay(optimizer: TensorParallelMuon, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a group's weight decay that does not go with its effective settings."""
     name = type(optimizer).__name__
-    settings = optimizer.effective(group)
     method = decay_method(name, group)
     decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
     if settings["moment2_method"] == "namo" and decays and method == "l2":

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import local_rows
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, Shape, TpMode, whole
-from megatron_eopt.parallel.scheduler import Program, Shards, run_chunks
+from megatron_eopt.parallel.scheduler import Program, run_chunks
 from megatron_eopt.parallel.schemes.whole import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
 from megatron_eopt.parallel.watched import Watched
@@ -216,16 +216,8 @@ class Engine:
             return {"world": world}
         return self.groups
 
-    @overload
-    def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]: ...
-
-    @overload
-    def split(self, indices: Sequence[int], tensors: Shards) -> Shards: ...
-
-    def split(self, indices: Sequence[int], tensors: Shards) -> Shards:
+    def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]:
         """This rank's shards of logical matrices, as :meth:`flat`; empties ``tensors``."""
-        if callable(tensors):  # writes the shards itself
-            return tensors
         shards: list[Tensor] = []
         for i, x in zip(indices, tensors, strict=True):
             if x.ndim > 2 and i in self._rows and not self._rows[i].stacked:
@@ -255,13 +247,6 @@ class Engine:
             else:
                 merged.append(next(remaining))
         return merged
-
-    def orthogonalize(self, indices: Sequence[int], shards: Shards) -> Generator[Shards, list[Tensor], list[Tensor]]:
-        """Wait in a program for this rank's shards of factors.
-
-        ``indices`` are ascending, ``shards`` as :meth:`flat`: see :data:`~megatron_eopt.parallel.scheduler.Program`.
-        """
-        return (yield shards)
 
     @torch.no_grad()
     def run(self, indices: Sequence[int], program: Callable[[Sequence[int]], Program]) -> None:

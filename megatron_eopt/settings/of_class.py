@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_eopt.settings.records import RECORDS, Setting
-from megatron_eopt.settings.values import flag, one_of
+from megatron_eopt.settings.values import Check, flag, flag_or_none, one_of
 
 OURS = f"{__name__.partition('.')[0]}."
 MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
@@ -40,7 +40,14 @@ def _settings_of(ours: Any) -> Mapping[str, Setting]:
         if argument.name in ("self", "params") or argument.kind is argument.VAR_KEYWORD:
             continue
         record = records.get(argument.name, Setting(argument.name))
-        found[argument.name] = replace(record, default=argument.default, annotation=argument.annotation)
+        choices = record.choices or _choices(argument.annotation)
+        found[argument.name] = replace(
+            record,
+            check=record.check or _check(argument.annotation, choices),
+            choices=choices,
+            default=argument.default,
+            annotation=argument.annotation,
+        )
     return types.MappingProxyType(found)
 
 
@@ -63,28 +70,29 @@ def with_settings[**P](kind: Any, base: type) -> Callable[[Callable[P, None]], C
     return decorate
 
 
-def choices_of(setting: Setting) -> tuple[Any, ...]:
-    """The names that a setting may have, empty where it is no choice."""
-    for kind in (setting.annotation, *get_args(setting.annotation)):
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The names that a type allows, empty where it is no choice."""
+    for kind in (annotation, *get_args(annotation)):
         if get_origin(kind) is Literal:
             return get_args(kind)
-    return setting.choices
+    return ()
+
+
+def _check(annotation: Any, choices: tuple[Any, ...]) -> Check | None:
+    """What a type says of values, where no record does."""
+    kinds = (annotation, *get_args(annotation))
+    others = (None,) if types.NoneType in kinds else ()
+    if bool in kinds:
+        return flag_or_none if others else flag
+    return one_of(choices, *others) if choices else None
 
 
 def check_values(owner: str, settings: Mapping[str, Setting], values: Mapping[str, Any]) -> None:
     """Refuse values that settings cannot have, whatever other settings are."""
-    for key, setting in settings.items():
-        if key not in values:
-            continue
-        called = f"{owner}: {key}"
-        kinds = (setting.annotation, *get_args(setting.annotation))
-        others = (None,) if types.NoneType in kinds else ()
-        if setting.check is not None:
-            setting.check(called, values[key])
-        elif bool in kinds and not (others and values[key] is None):
-            flag(called, values[key])
-        elif choices_of(setting):
-            one_of(choices_of(setting), *others)(called, values[key])
+    for key, value in values.items():
+        check = settings[key].check if key in settings else None
+        if check is not None:
+            check(f"{owner}: {key}", value)
 
 
 def check_effect(settings: Mapping[str, Setting], given: Iterable[str], values: Mapping[str, Any]) -> None:

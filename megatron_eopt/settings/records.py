@@ -56,12 +56,12 @@ class Setting:
     Attributes:
         name: argument of constructors, and key of groups.
         help: a sentence, for its flag and the docs; empty where it has no flag.
-        check: which values it may have; None for what the type in the signature says.
+        check: which values it may have; filled in from the type in the signature.
         whole: whether it is of the optimizer as a whole, so that groups cannot have their own.
         planned: whether ranks plan by it: they compare it, and plan anew where it changes.
         only_with: another setting, and the values of that with which this one has an effect.
         megatrons: whether Megatron has the flag itself.
-        choices: of a flag, where the type is no ``Literal``.
+        choices: of a flag; filled in from a ``Literal``.
         metavar: what ``--help`` calls the flag's value.
         default: filled in from the signature.
         annotation: filled in from the signature.

@@ -58,6 +58,12 @@ def flag(called: str, value: Any) -> None:
         raise TypeError(f"{called} must be True or False, got {value!r}")
 
 
+def flag_or_none(called: str, value: Any) -> None:
+    """True, False, or None."""
+    if value is not None:
+        flag(called, value)
+
+
 def two_below_1(called: str, value: Any) -> None:
     """Two numbers in [0, 1), as betas are."""
     for each in value if isinstance(value, list | tuple) else [value]:

@@ -239,7 +239,7 @@ def _kind(flag: Flag) -> str:
 def _holds_for(flag: Flag) -> str:
     """Optimizers other than the flag's own that it holds for."""
     others = [row for row in OPTIMIZERS.values() if row.name != flag.optimizer]
-    if flag.setting in MUON:
+    if flag.setting in (*MUON, *names_of(SECOND_MOMENT)):
         return code(row.name for row in others if flag.setting in row.of_muon)
     if flag.setting == "preset":
         return code(name for name in LIKE_MUON if name != flag.optimizer)

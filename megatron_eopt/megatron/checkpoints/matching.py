@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
+from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.parameters import torch_optimizers
@@ -27,7 +28,6 @@ OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing 
 MAIN_PARAMETERS = "fp32_from_fp16_params"
 
 _TORCHS = ("Adam", "AdamW")
-_ADAMS = (*_TORCHS, "FusedAdam")  # the last is Transformer Engine's, and Apex's
 
 # Key of a parameter -> runs [first, last + 1] of the layers and experts stacked under it; [[0, 1]] where none are.
 Names = dict[str, list[list[int]]]
@@ -195,9 +195,11 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
 
 def _steps_made(name: str, blocks: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Any:
     """How many steps a class of optimizers has made; None where nothing says so."""
-    alike = _ADAMS if name in _ADAMS else (name,)
-    counts = [block["common_step"] for block in blocks if block["optimizer"] in alike]
-    if not blocks and name in _ADAMS:
+    counts = []
+    for block in blocks:
+        if block["optimizer"] == name or (_is_adam(name) and _is_adam(block["optimizer"])):
+            counts.append(block["common_step"])
+    if not blocks and _is_adam(name):
         counts = [each.get("state", {}).get("common_step") for each in theirs]
     for count in counts:
         if count is not None:
@@ -206,3 +208,8 @@ def _steps_made(name: str, blocks: Sequence[dict[str, Any]], theirs: Sequence[di
         for group in (group for each in theirs for group in each["param_groups"] if "step" in group):
             return torch.tensor(float(group["step"]))
     return None
+
+
+def _is_adam(name: str) -> bool:
+    """Whether a class counts steps as Adam does: torch's, Transformer Engine's, Apex's, or a user's."""
+    return "Adam" in name and name not in CLASSES

@@ -98,9 +98,11 @@ class Streamed:
         if not callable(shards):
             self.take_back(momenta)
         resume(running, (yield written if callable(shards) else shards))
+        further = list[Tensor]()
         for batch in step.batches:
             for state in batch.state:
-                self.take_back([x for key, x in state.items() if key != MOMENTUM_BUFFER])
+                further += [x for key, x in state.items() if key != MOMENTUM_BUFFER]
+        self.take_back(further)
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:
         """Start to copy finished state back to the host."""

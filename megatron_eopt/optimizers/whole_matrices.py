@@ -325,11 +325,14 @@ class StackedOptimizer(BaseOptimizer):
     def _steps_of(self, accepted: Tensor) -> list[ParameterStep]:
         """Parameters that step, or of which other ranks wait for this one's part."""
         steps = list[ParameterStep]()
-        for index, (p, flag) in enumerate(zip(self._parameters(), accepted.unbind(), strict=True)):
-            plans = self._planned(p)
-            group = self.group_of(p)
-            if p.grad is not None or self._waited_for(index, plans, group):
-                steps.append(ParameterStep(index, p, self._state_of(p), group, flag, plans, self.moments))
+        flags = accepted.unbind()
+        index = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                plans = self._planned(p)
+                if p.grad is not None or self._waited_for(index, plans, group):
+                    steps.append(ParameterStep(index, p, self._state_of(p), group, flags[index], plans, self.moments))
+                index += 1
         return steps
 
     def _together(self, p: ParameterStep) -> tuple[Any, ...]:

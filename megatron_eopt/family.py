@@ -31,7 +31,6 @@ from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
 from megatron_eopt.optimizers.muown import Muown as Muown
-from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.psgd import PSGDKron as PSGDKron
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
@@ -40,7 +39,7 @@ from megatron_eopt.optimizers.shampoo import KLShampoo as KLShampoo
 from megatron_eopt.optimizers.shampoo import Shampoo as Shampoo
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
-from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.parallel.records import TpMode

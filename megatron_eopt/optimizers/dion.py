@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
-from megatron_eopt.optimizers.state import StateTensor, check_placements
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.optimizers.whole_matrices import (
     GRADIENT,
     WEIGHT,
@@ -33,7 +33,6 @@ from megatron_eopt.parallel.records import Matrix, Rectangle
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 
-MOMENTUM_BUFFER = "momentum_buffer"
 BASIS = "Q"
 NOISE = 100  # times the precision of the dtype: a column of P this much below the largest is rounding
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.parameters import names_of_last
-from megatron_eopt.optimizers.state import StateTensor, check_finite, check_writer
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_finite, check_writer
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
@@ -32,8 +32,6 @@ from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.settings.records import Setting
 
 logger = logging.getLogger(__name__)
-
-MOMENTUM_BUFFER = "momentum_buffer"
 
 _COEFFICIENTS = "simple"
 _LABEL = "dp"

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from megatron_eopt.matrices import Split
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.state import SIDES, Dim, StateTensor
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor
 from megatron_eopt.orthogonalize.spectral import low_rank_factors, start_vector
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.layout import Layout, on_one_rank, split_layout
 from megatron_eopt.parallel.records import Rectangle, whole
 
 PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before the first step
-# State keys: of a weight with _A and _B behind; of a parameter that is a factor itself the last two, as they are.
+# State keys beside MOMENTUM_BUFFER, of a weight with _A and _B behind; a parameter that is a factor itself has U alone.
 FACTOR = "factor"
-MOMENTUM = "momentum_buffer"
 U = "u"
 
 
@@ -79,7 +78,7 @@ class Factor:
     def state_tensors(self) -> list[StateTensor]:
         """Itself where it is in the state, its momentum and its singular vector."""
         side: Dim = SIDES[self.dim]
-        keys = (FACTOR, MOMENTUM) if self.in_state else (MOMENTUM,)
+        keys = (FACTOR, MOMENTUM_BUFFER) if self.in_state else (MOMENTUM_BUFFER,)
         dims = (side, self.rank) if self.in_state else None
         tensors = [StateTensor(key + self.end, dims, self.number, self.dtype) for key in keys]
         return [*tensors, StateTensor(U + self.end, (side,), self.number, self.dtype, start=start_vector)]

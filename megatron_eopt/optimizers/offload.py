@@ -11,7 +11,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.step import MOMENTUM_BUFFER, Batch, Step
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
+from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.parallel.scheduler import Program, resume
 
 Event = torch.cuda.Event | None  # None on a CPU, where all that was asked for is done

@@ -15,8 +15,8 @@ from megatron_eopt.optimizers.modifiers import measures
 from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.parameters import check_matrix, local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered
-from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.step import MOMENTUM_BUFFER, Batch, Step
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
+from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.low_rank import FACTOR, MOMENTUM, PROJECTED, Chunk, Factor, FactorStack, Kept, U
+from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, Kept, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
     scale_rows,
 )
-from megatron_eopt.optimizers.state import StateTensor, check_placements, check_writer
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements, check_writer
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
@@ -426,7 +426,7 @@ class Spectron(BaseOptimizer):
     def _kept(self, factor: Factor) -> Kept:
         state = self._states.of(factor.parameter, U + factor.end)
         value = state[FACTOR + factor.end] if factor.in_state else factor.parameter
-        return Kept(local(value), local(state[MOMENTUM + factor.end]), local(state[U + factor.end]))
+        return Kept(local(value), local(state[MOMENTUM_BUFFER + factor.end]), local(state[U + factor.end]))
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Project weights in their first step; the host waits."""

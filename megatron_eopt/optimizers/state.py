@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Layouts = Callable[[Tensor], list[Layout]]
 Dim = Literal["rows", "columns"] | int
+MOMENTUM_BUFFER = "momentum_buffer"  # state key: the momentum
 STATE_OF = "state_of"  # in a group: the name of the optimizer that keeps its state
 NO_SETTINGS = frozenset({"params", "param_names", STATE_OF})  # in a group
 UNMARKED = frozenset({"tp_mode", "momentum_dtype"})  # exact in all but one value; and what the state shows by itself

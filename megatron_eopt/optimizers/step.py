@@ -13,6 +13,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
 from megatron_eopt.optimizers.modifiers import RADIUS, holds
 from megatron_eopt.optimizers.rounding import Numbered, store
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.weight_step import decay_cautiously, move, norms_of_shards, on_spheres, resized
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Shards
@@ -20,8 +21,6 @@ from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
-
-MOMENTUM_BUFFER = "momentum_buffer"
 
 Scales = Sequence[float | Tensor]  # of logical matrices
 

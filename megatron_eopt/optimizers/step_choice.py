@@ -15,7 +15,8 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.modifiers import by_torch
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.step import MOMENTUM_BUFFER, Batch
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
+from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.optimizers.step_kernels import DTYPES, StepKernels
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.chunks import ParamSpec

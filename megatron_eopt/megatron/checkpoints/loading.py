@@ -27,7 +27,7 @@ from megatron_eopt.megatron.checkpoints.whole import checksums, contents_of, dam
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import KERNEL, RATES
 from megatron_eopt.optimizers.modifiers import OPTIONAL
-from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 from megatron_eopt.parallel.plan import TpMode

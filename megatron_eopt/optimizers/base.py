@@ -253,9 +253,9 @@ class BaseOptimizer(Optimizer):
 
     def _check_place(self, values: Mapping[str, Any]) -> None:
         """Refuse values that have no place in this optimizer."""
-        for key in [key for key in self.only if key in values]:
-            if values[key] not in self.only[key]:
-                wanted = " or ".join(map(repr, self.only[key]))
+        for key, fitting in self.only.items():
+            if key in values and values[key] not in fitting:
+                wanted = " or ".join(map(repr, fitting))
                 raise ValueError(
                     f"{type(self).__name__} has no {key} {values[key]!r}, only {wanted}: take the setting away"
                 )

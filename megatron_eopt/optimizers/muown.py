@@ -17,6 +17,7 @@ from megatron_eopt.optimizers.parameters import local, names_of_last, scale_rows
 from megatron_eopt.optimizers.state import StateTensor, check_placements
 from megatron_eopt.optimizers.step import Batch, Step, scaled
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
+from megatron_eopt.optimizers.weight_step import write_back
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
@@ -115,9 +116,7 @@ def muown(step: Step) -> Program:
         new = combined(*(foreach.stacked(xs, some) for xs in (a, W, b, O))) * foreach.stacked(shrinks, some)[..., None]
         stack = torch.where(foreach.stacked(moves, some)[..., None], new.to(old.dtype), old)  # g v / ||v||
         torch._foreach_copy_([W[i] for i in some], list(stack.unbind()))
-    for weight, x in zip(weights, step.merge(W), strict=True):
-        if weight is not x:
-            weight.copy_(x.view(weight.shape))
+    write_back(engine, step.indices, weights, W)
 
 
 def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer, refuse_blockwise
 from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
 from megatron_eopt.optimizers.step import Batch, Step
+from megatron_eopt.optimizers.weight_step import squares_of_shards
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Matrix, Shape
@@ -158,7 +159,7 @@ def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
         torch._foreach_div_(wide, roots)
     new = engine.split(indices, directions)
     if all(batch.settings["align_rms"] for batch in batches):
-        ratios = list(_alignment(*_squared_norms(engine, indices, factors, new)).unbind())
+        ratios = list(_alignment(*squares_of_shards(engine, indices, factors, new)).unbind())
         torch._foreach_mul_(ratios, scales)
         foreach.scale_each(new, ratios)
     else:
@@ -211,7 +212,7 @@ def namo(engine: Engine, batches: Sequence[Batch], updates: Tensors, scales: lis
     indices = [i for batch in batches for i in batch.indices]
     moments = moments_of(batches)
     gradients = engine.split(indices, [gradient for batch in batches for gradient in batch.gradients])
-    of_gradients, of_updates = _squared_norms(engine, indices, gradients, updates)
+    of_gradients, of_updates = squares_of_shards(engine, indices, gradients, updates)
     roots = torch._foreach_sqrt(average(moments, of_gradients.float().unbind()))
     torch._foreach_add_(roots, [moment.eps for moment in moments])
     ratios = list((of_updates.sqrt() / torch.stack(roots)).unbind())
@@ -226,14 +227,6 @@ def _tall(shape: Shape) -> bool:
 def _means_cross(matrix: Matrix) -> bool:
     short = int(_tall(matrix.shape))
     return any(r.shape[1 - short] and r.shape[short] != matrix.shape[short] for r in matrix.rectangles)
-
-
-def _squared_norms(engine: Engine, indices: Sequence[int], *shards: Tensors) -> tuple[Tensor, ...]:
-    wanted = list[StatisticsRequest]()
-    for xs in shards:
-        pairs = zip(engine.flat(indices), xs, strict=True)
-        wanted += [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in pairs]
-    return norms_of(engine.statistics(wanted)).chunk(len(shards))
 
 
 def _alignment(factor: Tensor, update: Tensor) -> Tensor:

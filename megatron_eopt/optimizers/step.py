@@ -14,10 +14,19 @@ from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
 from megatron_eopt.optimizers.modifiers import RADIUS, holds
 from megatron_eopt.optimizers.rounding import Numbered, store
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
-from megatron_eopt.optimizers.weight_step import decay_cautiously, move, norms_of_shards, on_spheres, resized
+from megatron_eopt.optimizers.weight_step import (
+    decay_cautiously,
+    move,
+    norms_of_shards,
+    on_spheres,
+    resized,
+    squares_and_products,
+    write_back,
+)
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import Shards
-from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
+from megatron_eopt.parallel.statistics import StatisticsRequest
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
@@ -227,9 +236,7 @@ class Step:
                 continue
             shards = self.engine.split(batch.indices, list(batch.weights))
             move(shards, of_batch, next(coefficients))
-            for weight, x in zip(batch.weights, self.engine.merge(batch.indices, shards), strict=True):
-                if weight is not x:
-                    weight.copy_(x)
+            write_back(self.engine, batch.indices, batch.weights, shards)
 
     def _subtract_by_kernels(self, of_batches: Sequence[list[Tensor]], factors: list[Tensor], scales: Scales) -> None:
         if self.watch is not None:
@@ -250,17 +257,14 @@ class Step:
 
     def _coefficients(self, of_batches: Sequence[tuple[Batch, list[Tensor]]]) -> list[Tensor]:
         """Rows ``(moves, a, b)`` of each ``W <- (W - a U) b``, by one reduction."""
-        engine = self.engine
-        weights = list[StatisticsRequest]()
-        updates = list[StatisticsRequest]()
+        matrices = list[Matrix]()
+        weights = list[Tensor]()
+        updates = list[Tensor]()
         for batch, of_batch in of_batches:
-            shards = engine.split(batch.indices, list(batch.weights))
-            for W, x, u in zip(engine.flat(batch.indices), shards, of_batch, strict=True):
-                weights.append(StatisticsRequest(matrix=W, x=x, squared_norm=True, inner=u))
-                updates.append(StatisticsRequest(matrix=W, x=u, squared_norm=True))
-        statistics = engine.statistics([*weights, *updates])
-        squares = norms_of(statistics).view(2, -1)
-        inner = torch.stack([of_matrix["inner_product"] for of_matrix in statistics[: len(weights)]])
+            matrices += self.engine.flat(batch.indices)
+            weights += self.engine.split(batch.indices, list(batch.weights))
+            updates += of_batch
+        squares, inner = squares_and_products(self.engine, matrices, weights, updates)
         coefficients = list[Tensor]()
         start = 0
         for batch, of_batch in of_batches:

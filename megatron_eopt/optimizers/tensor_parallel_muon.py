@@ -281,7 +281,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_effect(known, given, values)
         rule = self.size_rule or modifiers.sizes(values)
         scale = [values[key] for key in names_of(SCALE)]
-        if rule and scale != ["spectral", 1.0]:
+        if rule and scale != [known[key].default for key in names_of(SCALE)]:
             raise ValueError(
                 f"{name}: scale_mode {scale[0]!r} and extra_scale_factor {scale[1]} have no effect here: "
                 f"the size of an update is {rule}; take them away, and set lr"

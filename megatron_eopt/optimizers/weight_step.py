@@ -11,6 +11,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 
@@ -83,8 +84,40 @@ def _stacks(
         yield xs, before, update, numbers.view(*numbers.shape, *[1] * xs[0].ndim).unbind(1)
 
 
-def norms_of_shards(engine: Engine, indices: Sequence[int], shards: Sequence[Tensor]) -> Tensor:
+def write_back(engine: Engine, indices: Sequence[int], weights: Tensors, shards: Tensors) -> None:
+    """Write shards of logical matrices to the weights of which they are copies."""
+    for weight, x in zip(weights, engine.merge(indices, shards), strict=True):
+        if weight is not x:
+            weight.copy_(x.view(weight.shape))
+
+
+def norms_of_shards(engine: Engine, indices: Sequence[int], shards: Tensors) -> Tensor:
     """Norms in fp64 of the logical matrices of parameters, of which this rank has shards."""
-    pairs = zip(engine.flat(indices), shards, strict=True)
-    wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
-    return norms_of(engine.statistics(wanted)).sqrt()
+    [squares] = squares_of_shards(engine, indices, shards)
+    return squares.sqrt()
+
+
+def squares_of_shards(engine: Engine, indices: Sequence[int], *shards: Tensors) -> tuple[Tensor, ...]:
+    """Squared norms, as :func:`norms_of_shards`, for each list of shards; by one reduction."""
+    wanted = list[StatisticsRequest]()
+    for xs in shards:
+        pairs = zip(engine.flat(indices), xs, strict=True)
+        wanted += [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
+    return norms_of(engine.statistics(wanted)).chunk(len(shards))
+
+
+def squares_and_products(
+    engine: Engine, matrices: Sequence[Matrix], weights: Tensors, updates: Tensors
+) -> tuple[Tensor, Tensor]:
+    """Squared norms (2, n) of shards of weights and updates, and inner products of both (n,); by one reduction.
+
+    They are in fp64 and of whole matrices, as :func:`on_spheres` and :func:`resized` take them.
+    """
+    of_weights = list[StatisticsRequest]()
+    of_updates = list[StatisticsRequest]()
+    for W, x, u in zip(matrices, weights, updates, strict=True):
+        of_weights.append(StatisticsRequest(matrix=W, x=x, squared_norm=True, inner=u))
+        of_updates.append(StatisticsRequest(matrix=W, x=u, squared_norm=True))
+    statistics = engine.statistics([*of_weights, *of_updates])
+    inner = torch.stack([of_matrix["inner_product"] for of_matrix in statistics[: len(of_weights)]])
+    return norms_of(statistics).view(2, -1), inner

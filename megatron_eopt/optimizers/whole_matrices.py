@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import batched, compress, islice
+from itertools import batched, compress
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -26,14 +26,13 @@ from megatron_eopt.optimizers.parameters import (
     local,
     names_of_last,
 )
-from megatron_eopt.optimizers.weight_step import on_spheres
+from megatron_eopt.optimizers.weight_step import on_spheres, squares_and_products
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.parallel.schemes.whole import Spread
-from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 from megatron_eopt.settings.values import Scalar
 
 CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
@@ -447,24 +446,24 @@ def subtract(stacks: Sequence[MatrixStack], results: Sequence[Sequence[Tensor]],
 
 def steps_on_spheres(held: Sequence[tuple[MatrixStack, Tensor]], engine: Engine) -> list[tuple[Tensor, ...]]:
     """Coefficients of updates that hold norms, by one reduction; the weights decay before."""
-    weights = list[StatisticsRequest]()
-    updates = list[StatisticsRequest]()
+    if not held:
+        return []
+    matrices = list[Matrix]()
+    weights = list[Tensor]()
+    updates = list[Tensor]()
     for stack, update in held:
-        for (p, number), x, u in zip(stack.matrices, stack.shards[WEIGHT], update.unbind(), strict=True):
-            matrix = engine.matrices[p.index][number]
-            weights.append(StatisticsRequest(matrix=matrix, x=x, squared_norm=True, inner=u))
-            updates.append(StatisticsRequest(matrix=matrix, x=u, squared_norm=True))
-    measured = engine.statistics([*weights, *updates])
-    of_weights = iter(measured[: len(weights)])
-    of_updates = iter(measured[len(weights) :])
+        matrices += [engine.matrices[p.index][number] for p, number in stack.matrices]
+        weights += stack.shards[WEIGHT]
+        updates += update.unbind()
+    squares, inner = squares_and_products(engine, matrices, weights, updates)
+    counts = [len(stack.matrices) for stack, _ in held]
+    of_stacks = zip(held, squares.split(counts, 1), inner.split(counts), strict=True)
     steps = []
-    for stack, update in held:
+    for (stack, _), (of_weights, of_updates), products in of_stacks:
         kept = 1 - stack.decay
-        of_stack = list(islice(of_weights, len(update)))
-        squares = torch.stack([norms_of(of_stack) * kept**2, norms_of(list(islice(of_updates, len(update))))])
-        inner = torch.stack([x["inner_product"] for x in of_stack]) * kept
         radii = torch.stack([matrix.state(RADIUS) for matrix in stack.matrices])
-        coefficients = on_spheres(squares, inner, radii, radii * stack.group["lr"])
+        measured = torch.stack([of_weights * kept**2, of_updates])
+        coefficients = on_spheres(measured, products * kept, radii, radii * stack.group["lr"])
         steps.append(tuple(x.view(-1, 1, 1) for x in coefficients.unbind(1)))
     return steps
 

@@ -67,6 +67,27 @@ def test_nesterov_looks_ahead_by_the_momentum():
     torch.testing.assert_close(p.detach(), start, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight_norm": "hold"},
+        {"weight_norm": "brake"},
+        {"relative_update": "match"},
+        {"cautious_weight_decay": True, "weight_decay": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_modifiers_read_a_convolution_as_a_matrix(settings, memory_format):
+    (convolution,) = parameters((4, 3, 2, 2))
+    matrix = torch.nn.Parameter(convolution.detach().flatten(1).clone())
+    convolution = torch.nn.Parameter(convolution.detach().to(memory_format=memory_format))
+    steps = gradients([convolution], 3)
+    run(Muon([convolution], [], **settings), [convolution], steps)
+    run(Muon([matrix], [], **settings), [matrix], [[g.flatten(1) for g in of_step] for of_step in steps])
+    assert torch.equal(convolution.detach().flatten(1), matrix.detach())
+
+
 def test_add_param_group_adds_matrices():
     a, b, vector, later = params = parameters((4, 4), (5, 4), (4,), (3, 4))
     optimizer = Muon([a], [vector], lr=0.02, adam_lr=0.01)

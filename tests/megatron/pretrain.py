@@ -285,3 +285,5 @@ if __name__ == "__main__":
     finally:
         if "RECORD" in os.environ:
             record.save(os.environ["RECORD"])
+    torch.distributed.barrier()  # a rank that leaves closes connections that others still read
+    torch.distributed.destroy_process_group()  # a thread of gloo that still runs at the end aborts the process

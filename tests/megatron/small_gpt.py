@@ -1,5 +1,7 @@
 """A small GPT of Megatron-Core's, without ``megatron.training``: for programs of their own, on the CPU."""
 
+import atexit
+
 import torch
 
 import megatron_eopt.tools.cpu
@@ -20,6 +22,8 @@ def begin(**sizes):
     """Groups of ranks, and random numbers, as Megatron's scripts make them; alone where nobody started ranks."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        # a thread of gloo that still runs at the end aborts the process
+        atexit.register(torch.distributed.destroy_process_group)
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
 

@@ -97,6 +97,7 @@ CASES = {
     "mars": Case("MarsMuon"),
     "mars chunks": Case("MarsMuon", {"gamma": 0.5, **TWO_CHUNKS}, late=True),
     "dion": Case("Dion", {"weight_decay": 0.1}),
+    "dion2": Case("Dion2", {"weight_decay": 0.1}),
     "dion late": Case("Dion", {"rank_fraction": 0.5}, late=True),
     "muown": Case("Muown", {"weight_decay": 0.1}),
     "muown chunks": Case("Muown", {"nesterov": False, **TWO_CHUNKS}, late=True),

@@ -26,6 +26,7 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as
 from megatron_eopt.optimizers.ademamix import AdEMAMix as AdEMAMix
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.dion import Dion as Dion
+from megatron_eopt.optimizers.dion2 import Dion2 as Dion2
 from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
@@ -451,6 +452,15 @@ _SPECS = (
             Flag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
         ),
         state_depends_on=("dion_rank_fraction", *_SPLITS),
+    ),
+    OptimizerSpec(
+        name="dion2",
+        cls=Dion2,
+        of_muon=("split_qkv", "num_ns_steps", "coefficient_type", "fp32_matmul_prec"),
+        flags=(
+            "fraction",
+            Flag("momentum", "What selected rows keep of their momentum, in [0, 1)."),
+        ),
     ),
     OptimizerSpec(
         name="muown",

@@ -221,7 +221,7 @@ class StackedOptimizer(BaseOptimizer):
         raise NotImplementedError
 
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
-        """Updates of own matrices, and new moments after the first; empty while factors are made."""
+        """Updates of own matrices, and the last of their moments; empty while factors are made."""
         raise NotImplementedError
 
     def program(self, stacks: list[MatrixStack]) -> Program:
@@ -342,7 +342,7 @@ class StackedOptimizer(BaseOptimizer):
         """What a matrix takes in a chunk on its compute rank."""
         # gradient and moments come together; a factor may be larger
         squares = [length**2 for length in matrix.plan.factor_lengths]
-        itemsize: int = matrix.of.state[EXP_AVG].element_size()
+        itemsize: int = matrix.of.state[self.moments[0]].element_size()
         return itemsize * max([3 * prod(matrix.plan.layout.shape), *squares])
 
     def _most(self, matrices: Sequence[MatrixStep]) -> int:
@@ -426,7 +426,7 @@ def refreshes(settings: Mapping[str, Any]) -> bool:
 
 
 def subtract(stacks: Sequence[MatrixStack], results: Sequence[Sequence[Tensor]], engine: Engine) -> None:
-    """Subtract updates, the first of each result, and write the moments that follow them."""
+    """Subtract updates, the first of each result, and write the moments that follow them, which are the last."""
     moving = [(stack, result) for stack, result in zip(stacks, results, strict=True) if stack.moves]
     held = iter(steps_on_spheres([(stack, update) for stack, (update, *_) in moving if stack.holds], engine))
     for stack, (update, *moments) in moving:
@@ -440,7 +440,8 @@ def subtract(stacks: Sequence[MatrixStack], results: Sequence[Sequence[Tensor]],
         else:
             moved = moved - update * stack.group["lr"]
         stack.write(WEIGHT, torch.where(accepted, moved.to(weights.dtype), weights))
-        for key, moment in zip(stack.one.moments[1:], moments, strict=True):
+        keys = stack.one.moments
+        for key, moment in zip(keys[len(keys) - len(moments) :], moments, strict=True):
             stack.write(key, moment)
 
 

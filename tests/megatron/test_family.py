@@ -24,6 +24,7 @@ OWN = {  # flags, and what the line at start says of it
     "scion": (["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"], "Scion owns 8 parameters"),
     "polargrad": (["--lr", "1e-1", "--min-lr", "1e-1"], "update RMS not known before the steps"),
     "dion": (["--lr", "2e-2", "--min-lr", "2e-2"], "Dion owns 8 parameters"),
+    "dion2": (["--lr", "2e-2", "--min-lr", "2e-2"], "Dion2 owns 8 parameters"),
     "muown": ([], "update RMS not known before the steps"),
     "signum": (["--lr", "1e-3", "--min-lr", "1e-3"], "Signum owns 15 parameters"),
     "lion": (["--lr", "1e-3", "--min-lr", "1e-3"], "Lion owns 15 parameters with 78,144 elements on this rank"),
@@ -60,6 +61,7 @@ def run(name):
     "--optimizer muon_hyperball",
     "--optimizer mars_muon",
     "--optimizer dion",
+    "--optimizer dion2",
     "--optimizer muown",
 )
 def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):

@@ -87,6 +87,8 @@ BESIDE = {  # run by `make test-full` alone
     "scion": ["--optimizer", "scion", "--muon-lr", 4e-2, "--muon-min-lr", 4e-2],
     "signum": ["--optimizer", "signum", "--lr", 1e-3, "--min-lr", 1e-3],
     "lion": ["--optimizer", "lion", "--lr", 1e-3, "--min-lr", 1e-3],
+    # so many that the rows of the fault are among them
+    "dion2": ["--optimizer", "dion2", "--dion2-fraction", 0.75],
     **{
         name: ["--optimizer", name]
         for name in ("polargrad", "muon_hyperball", "mars_muon", "schedule_free_adamw", "dion", "muown")

@@ -29,6 +29,7 @@ LIMITS = {
     "ademamix": (400, "ademamix", {}),
     "spectron": (1500, "spectron", {"rank": 16}),
     "dion": (1500, "dion", {}),
+    "dion2": (1500, "dion2", {}),
     "muown": (1500, "muown", {}),
     "soap": (1500, "soap", {}),
     "psgd_kron": (1800, "psgd_kron", {}),

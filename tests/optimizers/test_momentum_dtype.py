@@ -62,10 +62,6 @@ def assert_equal(one, other):
                 assert torch.equal(x, other.state[q][key]), key
 
 
-def test_muon_and_its_relatives_have_a_choice():
-    assert "muon adaptive_muon scion polargrad muon_hyperball mars_muon muown".split() == RELATIVES
-
-
 @relatives
 def test_the_state_takes_half_the_bytes(name):
     wide, narrow = build(name, parameters()), build(name, parameters(), momentum_dtype=BF16)

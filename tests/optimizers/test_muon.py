@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt import TensorParallelMuon
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import query_key_value
 from megatron_eopt.orthogonalize import muon_scale_factor, newton_schulz
 from tests.optimizers.family import build, having
@@ -200,5 +201,7 @@ def test_the_workspace_is_a_number_of_bytes(name):
             build(name, [matrix()], workspace=wrong)
 
 
-def test_muon_and_its_relatives_have_a_workspace():
-    assert having("workspace") == "muon adaptive_muon scion polargrad muon_hyperball mars_muon muown".split()
+def test_muon_and_its_relatives_have_the_settings_of_how_a_step_is_done():
+    relatives = [name for name, row in OPTIMIZERS.items() if issubclass(row.cls, TensorParallelMuon)]
+    for setting in ("workspace", "offload_fraction", "momentum_dtype"):
+        assert having(setting) == relatives

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers import offload
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.state import on_host
@@ -262,21 +261,6 @@ def test_what_cannot_be_is_refused_at_construction(mesh):
     optimizer = TensorParallelMuon(params(), offload_fraction=0.5)
     with pytest.raises(ValueError, match="state of a DTensor"):
         optimizer.add_param_group({"params": [sharded]})
-
-
-def test_every_optimizer_says_whether_it_takes_the_setting():
-    assert set(OPTIMIZERS) - set(having("offload_fraction")) == {
-        "lion",
-        "signum",
-        "soap",
-        "shampoo",
-        "kl_shampoo",
-        "psgd_kron",
-        "spectron",
-        "dion",
-        "ademamix",
-        "schedule_free_adamw",
-    }
 
 
 def test_a_load_hands_torch_no_state_that_stays_on_the_host():

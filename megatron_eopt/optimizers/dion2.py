@@ -1,0 +1,120 @@
+"""Dion2: Muon of the rows, or columns, whose momentum is largest."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil, prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
+from megatron_eopt.optimizers.whole_matrices import GRADIENT, MatrixStack, Planned, StackedOptimizer
+from megatron_eopt.orthogonalize.coefficients import CoefficientType
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.settings.groups import iteration_of
+from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
+
+
+class Dion2(StackedOptimizer):
+    """Dion2 [1]: Muon of the rows, or columns, whose momentum is largest.
+
+    Each logical matrix ``W`` (m x n) with gradient ``G`` has a momentum ``M``. In this order:
+
+    1. ``M <- M + G``;
+    2. ``S``: of the short side of ``M`` (its rows, if m <= n), the ``ceil(fraction * side)`` rows or columns with the
+       largest sums of magnitudes; of equal ones the first;
+    3. ``O``, the orthogonal factor of ``M[S]``, at that size, by Newton-Schulz iteration;
+    4. error feedback: ``M[S] <- momentum * M[S]``; the others wait for a later step;
+    5. weight decay of all: ``W <- (1 - lr weight_decay) W``;
+    6. ``W[S] <- W[S] - lr sqrt(m / n) O``.
+
+    A compute rank selects from whole matrices, so the update at TP=k is the update at TP=1. (The authors' code selects
+    from each shard by itself.) Momenta travel to it, and come back with updates; a DTensor is gathered on every rank.
+    ``M`` is kept in fp32 (fp64 for fp64 parameters). A parameter stays as it is where its gradient is missing or not
+    finite: see :mod:`~megatron_eopt.optimizers.nonfinite`.
+
+    Args:
+        params: matrices, or groups of them; the attribute ``logical_matrices`` declares those that are several.
+        lr: learning rate, at least 0.
+        momentum: what selected rows keep of ``M``, in [0, 1).
+        weight_decay: decoupled, at least 0.
+        fraction: the part of the short side that a step selects, above 0 and at most 1.
+        num_ns_steps: Newton-Schulz steps.
+        coefficient_type: of these, as Muon's.
+        fp32_matmul_prec: ``low``, ``medium``, ``high`` or ``highest``: precision of their products.
+        split_qkv: update the parts of fused query, key and value projections separately.
+        is_qkv_fn: tells which parameters are fused.
+        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
+            wins.
+        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+
+    Raises:
+        ValueError: for a setting out of its range, a parameter that is no matrix, a split that does not fit, or shards
+            without a group.
+
+    [1] Ahn et al., Dion2: A Simple Method to Shrink Matrix in Muon, arXiv 2512.16928.
+    """
+
+    own_settings = (
+        Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
+    )
+    moments = (MOMENTUM_BUFFER,)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 0.01,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        fraction: float = 0.25,
+        *,
+        num_ns_steps: int = 5,
+        coefficient_type: CoefficientType = "quintic",
+        fp32_matmul_prec: MatmulPrecision = "medium",
+        split_qkv: bool = False,
+        is_qkv_fn: Callable[[Tensor], bool] | None = None,
+        qkv_split_shapes: Sequence[int] | None = None,
+        pg_collection: TensorParallelGroups | None = None,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def _check_together(self, settings: Any) -> None:
+        iteration_of(settings)
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum."""
+        return [StateTensor(MOMENTUM_BUFFER, dtype=torch.promote_types(parameter.dtype, torch.float32))]
+
+    def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
+        return Planned(end, layout, (False, False), cost=prod(layout.shape) * min(layout.shape))
+
+    def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
+        described = super()._describe(name, plan, parameter)
+        scale = muon_scale_factor(*plan.layout.shape, "unit_rms_norm")
+        selected = ceil(self.group_of(parameter)["fraction"] * min(plan.layout.shape))
+        return replace(described, scale=scale, rms=scale * sqrt(selected / max(1, prod(plan.layout.shape))))
+
+    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+        """``M + G``."""
+        M = stack.read(MOMENTUM_BUFFER)
+        return [M + torch.where(stack.accepted, stack.read(GRADIENT).to(M.dtype), 0.0)]
+
+    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+        """Updates, zero where nothing is selected, and momenta after error feedback."""
+        [M] = whole
+        rows, cols = M.shape[1:]
+        x = M if rows <= cols else M.mT
+        selected = ceil(stack.group["fraction"] * x.shape[1])
+        order = x.abs().sum(2, dtype=torch.float64).argsort(dim=1, descending=True, stable=True)
+        S = order[:, :selected, None].expand(-1, -1, x.shape[2])
+        O = iteration_of(self.effective(stack.group))(x.gather(1, S))
+        update = torch.zeros_like(x).scatter(1, S, O * muon_scale_factor(rows, cols, "unit_rms_norm"))
+        decayed = x.scatter(1, S, x.gather(1, S) * stack.group["momentum"])
+        momentum = torch.where(stack.accepted[stack.own], decayed, x)
+        return [update, momentum] if rows <= cols else [update.mT, momentum.mT]

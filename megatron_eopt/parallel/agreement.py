@@ -22,7 +22,7 @@ from megatron_eopt.orthogonalize.timing import seconds
 from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest, told, values_of
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.plan import fingerprint, first_difference
+from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.records import Plan
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label

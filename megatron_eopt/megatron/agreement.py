@@ -20,8 +20,8 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import reason_against
 from megatron_eopt.parallel.agreement import hashed, in_turns, lowest_of_all, versions
+from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.collectives import lowest, told, values_of
-from megatron_eopt.parallel.layout import is_expert
 from megatron_eopt.routing import OverrideError
 from megatron_eopt.routing.entries import Entry
 from megatron_eopt.settings.groups import is_plain, plain

@@ -15,9 +15,10 @@ from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Fp32Precision, Products, default_products
 from megatron_eopt.parallel.cost import Work
+from megatron_eopt.parallel.exchange import LayoutRuns, Shapes
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Shape, grouped
-from megatron_eopt.parallel.schemes.whole import Job, LayoutRuns, Shapes
+from megatron_eopt.parallel.schemes.whole import Job
 from megatron_eopt.parallel.workspace import OF_ENTRY, Workspace, chunk_bytes
 
 

@@ -131,7 +131,7 @@ def _started(collective: Counted, call: Callable[[], dist.Work | None]) -> Calla
     return lambda: collective.run(work.wait)
 
 
-def exchange(
+def all_to_all(
     sent: Tensor,
     send_sizes: Sequence[int],
     receive_sizes: Sequence[int],

@@ -28,12 +28,12 @@ from megatron_eopt.parallel.agreement import (
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, largest_iteration
+from megatron_eopt.parallel.exchange import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import local_rows
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, Shape, TpMode, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks
-from megatron_eopt.parallel.schemes.whole import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace

@@ -12,7 +12,7 @@ from megatron_eopt.parallel.records import Plan
 @lru_cache
 def _digest(value: tuple[Any, ...]) -> str:
     """SHA-256 of a fact of many numbers, which many matrices share."""
-    return sha256(repr(value).encode()).hex_digest()
+    return sha256(repr(value).encode()).hexdigest()
 
 
 def fingerprint(plan: Plan, label: str | None = None) -> str:
@@ -20,7 +20,7 @@ def fingerprint(plan: Plan, label: str | None = None) -> str:
     facts = []
     for what, x in _facts(plan, label):
         facts.append((what, _digest(x) if isinstance(x, tuple) else x))
-    return sha256(repr(facts).encode()).hex_digest()
+    return sha256(repr(facts).encode()).hexdigest()
 
 
 def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str | None:

@@ -228,10 +228,10 @@ class _Planner:
     def _served(self, picked: Sequence[Option]) -> list[Bucket]:
         return self._with_compute_ranks(list(chain(*picked)))
 
-    def _seconds_in_chunks(self, groups: Sequence[list[Bucket]]) -> float:
+    def _seconds_in_chunks(self, groups: Iterable[list[Bucket]]) -> float:
         return self._costs.of_buckets(self._in_chunks(groups)).seconds
 
-    def _in_chunks(self, groups: Sequence[list[Bucket]]) -> list[Bucket]:
+    def _in_chunks(self, groups: Iterable[list[Bucket]]) -> list[Bucket]:
         """The buckets of groups of ranks, cut where they do not fit together."""
         buckets = list(chain(*groups))
         chunk_of = self._chunk_of(sorted(buckets, key=self._order))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_eopt.parallel.chunks import Chunk
 from megatron_eopt.parallel.collectives import CollectiveError
+from megatron_eopt.parallel.exchange import Factors, Shapes, shards_of
 from megatron_eopt.parallel.schemes import SCHEMES
-from megatron_eopt.parallel.schemes.whole import Factors, Shapes, shards_of
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 

@@ -27,7 +27,8 @@ from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan
+from megatron_eopt.parallel.rectangles import whole
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.settings.records import Setting
 

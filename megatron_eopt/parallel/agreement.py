@@ -20,7 +20,7 @@ from megatron_eopt.orthogonalize.kernels import Shapes, choose
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.timing import seconds
 from megatron_eopt.parallel.checksum import checksum
-from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest, told, values_of
+from megatron_eopt.parallel.collectives import all_gather, all_reduce, gather_numbers, lowest, values_of
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.records import Plan
@@ -68,7 +68,7 @@ def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, A
     """
     for label, group in groups.items():
         of_group = {} if settings is None else settings[label]
-        digests = told(hashed((fingerprint(plan, label), of_group, versions())), group)
+        digests = gather_numbers(hashed((fingerprint(plan, label), of_group, versions())), group)
         pair = _differing([0] * len(digests), digests)
         if pair is None:
             continue
@@ -139,7 +139,7 @@ def check_replicas(
     for name, of, x in weights:
         of_weights[name, of] = int(checksum(x, [0] * x.ndim, x.shape))
     compared = held, (settings, versions()), list(of_weights), list(of_weights.values())
-    holders, of_settings, named, values = zip(*told([hashed(x)[0] for x in compared], ranks), strict=True)
+    holders, of_settings, named, values = zip(*gather_numbers([hashed(x)[0] for x in compared], ranks), strict=True)
     pair = _differing(holders, of_settings)
     if pair:
         (of_one, packages), (of_other, other_packages) = values_of(pair, (settings, versions()), ranks)

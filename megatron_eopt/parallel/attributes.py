@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.layout import Layout, cut_over, over_both
-from megatron_eopt.parallel.records import cut_twice
+from megatron_eopt.parallel.rectangles import cut_twice
 
 
 def is_expert(parameter: Tensor) -> bool:

@@ -17,7 +17,8 @@ from megatron_eopt.orthogonalize.products import Fp32Precision, Products, defaul
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.exchange import LayoutRuns, Shapes
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Shape, grouped
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, grouped
+from megatron_eopt.parallel.rectangles import Rectangle, Shape
 from megatron_eopt.parallel.schemes.whole import Job
 from megatron_eopt.parallel.workspace import OF_ENTRY, Workspace, chunk_bytes
 

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_eopt.parallel.collectives import Partition, all_gather, joint_group
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.records import Rectangle
+from megatron_eopt.parallel.rectangles import Rectangle
 
 Cut = tuple[int, int, int]  # by a mesh dimension: dimension of the tensor, number of ranks, split factor
 

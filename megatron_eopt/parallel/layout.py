@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows, Split
 from megatron_eopt.parallel.collectives import joint_group
-from megatron_eopt.parallel.records import Rectangle, Shape, cut, cut_dimension, shapes, whole
+from megatron_eopt.parallel.rectangles import Rectangle, Shape, cut, cut_dimension, shapes, whole
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from megatron_eopt.parallel.cost import (
     whole_flops,
     work_of,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, cut_dimension, grouped
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, grouped
+from megatron_eopt.parallel.rectangles import cut_dimension
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 
 REPLICATED_ROWS = 1024  # most rows of a Gram matrix that every rank computes: to split it takes more collectives

@@ -104,7 +104,7 @@ def alone(rank, ranks):
         "reduce of 0 bytes": lambda group: collectives.reduce(x, 0, group).wait(),
         "broadcast of 0 bytes": lambda group: collectives.broadcast(x, 1, group).wait(),
         "agree of 24 bytes": lambda group: collectives.lowest(x, group),
-        "agree of 16 bytes": lambda group: collectives.told([1, 2], group),
+        "agree of 16 bytes": lambda group: collectives.gather_numbers([1, 2], group),
     }
     counters.reset()
     for name, call in calls.items():

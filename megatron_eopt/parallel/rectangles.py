@@ -44,7 +44,10 @@ def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
     rows, cols = shape
     shards = []
     for start, end in pairwise(edges):
-        shards.append(Rectangle(start, end, 0, cols) if dim == 0 else Rectangle(0, rows, start, end))
+        if dim == 0:
+            shards.append(Rectangle(start, end, 0, cols))
+        else:
+            shards.append(Rectangle(0, rows, start, end))
     return tuple(shards)
 
 
@@ -75,7 +78,8 @@ def cut_twice(
 @lru_cache
 def copies(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int:
     """How often ranks hold a matrix; 1 without entries."""
-    return sum(rectangle.numel for rectangle in rectangles) // (shape[0] * shape[1] or 1) or 1
+    entries = max(1, shape[0] * shape[1])
+    return max(1, sum(rectangle.numel for rectangle in rectangles) // entries)
 
 
 @lru_cache
@@ -87,8 +91,7 @@ def shapes(rectangles: tuple[Rectangle, ...]) -> frozenset[Shape]:
 @lru_cache
 def held(rectangles: tuple[Rectangle, ...]) -> tuple[tuple[int, int], ...]:
     """Ranks that hold entries, ascending, each with their number."""
-    entries = (rectangle.numel for rectangle in rectangles)
-    return tuple((rank, number) for rank, number in enumerate(entries) if number)
+    return tuple((rank, rectangle.numel) for rank, rectangle in enumerate(rectangles) if rectangle.numel)
 
 
 @lru_cache
@@ -97,8 +100,9 @@ def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None
     for dim in (0, 1):
         if shape[dim] == 0:
             continue
-        starts = [(rectangle.top, rectangle.left)[dim] for rectangle in rectangles]
-        if rectangles == cut_at(shape, dim, [*starts, shape[dim]]) and starts[0] == 0 and len(rectangles) > 1:
+        starts = [rectangle.left if dim else rectangle.top for rectangle in rectangles]
+        in_order = rectangles == cut_at(shape, dim, [*starts, shape[dim]])
+        if in_order and starts[0] == 0 and len(rectangles) > 1:
             return dim
     return None
 

@@ -219,12 +219,12 @@ class Engine:
         shards: list[Tensor] = []
         for i, x in zip(indices, tensors, strict=True):
             rows = self._rows.get(i)
-            if rows is None:
-                shards.append(x)
-                continue
-            if x.ndim > 2 and not rows.stacked:
+            if rows is not None and x.ndim > 2 and not rows.stacked:
                 x = x.flatten(1)
-            shards += rows.split(x)
+            if rows is None or rows.is_whole:
+                shards.append(x)
+            else:
+                shards += rows.split(x)
         tensors.clear()
         return shards
 
@@ -242,7 +242,7 @@ class Engine:
         merged = []
         for i in indices:
             rows = self._rows.get(i)
-            if rows is None:
+            if rows is None or rows.is_whole:
                 merged.append(next(remaining))
             else:
                 merged.append(rows.merge(list(islice(remaining, len(self.matrices[i])))))

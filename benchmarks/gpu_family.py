@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.parallel.records import Shape
+from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.tools.plan.models import Parallel, dealt_matrices
 
 Build = Callable[[Sequence[Tensor]], Any]

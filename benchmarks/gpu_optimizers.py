@@ -34,7 +34,8 @@ from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.timing import CANDIDATES
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
-from megatron_eopt.parallel.records import Shape, TpMode
+from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from megatron_eopt.tools.plan.models import MODELS, Model, Parallel, dealt_matrices
 

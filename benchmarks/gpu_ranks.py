@@ -55,7 +55,7 @@ def exchanges() -> dict[str, Callable[[Tensor], Any]]:
     """Every collective of the package, as a function that gives back what it gets where there is one rank."""
     group: Any = dist.group.WORLD
     return {
-        "all_to_all": lambda x: collectives.exchange(x, [x.numel()], [x.numel()], group).wait(),
+        "all_to_all": lambda x: collectives.all_to_all(x, [x.numel()], [x.numel()], group).wait(),
         "all_gather": lambda x: collectives.all_gather(x, group).wait()[0],
         "all_reduce": lambda x: collectives.all_reduce(x.clone(), group).wait(),
         "all_reduce in bf16": lambda x: collectives.all_reduce(x.bfloat16(), group).wait(),

@@ -26,13 +26,19 @@ if TYPE_CHECKING:  # type checkers and editors find the names where they are
 
 __version__ = "0.1.0.dev0"  # the one place of it: pyproject.toml and the command read it here
 
-_REGISTRY = "EMERGING_OPTIMIZERS EmergingOptimizerEntry get_optimizer_entry list_optimizers register_optimizer"
 _MODULES = {  # of the names that :mod:`megatron_eopt.family` has not
-    **dict.fromkeys(("DistributedMuon", "OrthogonalizedOptimizer", "factor_pairs"), "optimizers"),
+    "DistributedMuon": "optimizers",
+    "OrthogonalizedOptimizer": "optimizers",
+    "factor_pairs": "optimizers",
     "Muon": "optimizers.with_adamw",
     "WeightAverage": "optimizers.weight_average",
-    **dict.fromkeys(("OptimizerConfig", "build_optimizer"), "plain"),
-    **dict.fromkeys(_REGISTRY.split(), "registry"),
+    "OptimizerConfig": "plain",
+    "build_optimizer": "plain",
+    "EMERGING_OPTIMIZERS": "registry",
+    "EmergingOptimizerEntry": "registry",
+    "get_optimizer_entry": "registry",
+    "list_optimizers": "registry",
+    "register_optimizer": "registry",
     "watch": "metrics",
 }
 
@@ -41,18 +47,26 @@ def __getattr__(name: str) -> Any:
     """Import the module of a name when it is used."""
     if name == "__all__":
         return ["activate", "get_megatron_optimizer", *_MODULES, *import_module("megatron_eopt.family").CLASSES]
-    where = _MODULES.get(name, name if name[:1].islower() else "family")
-    names: dict[str, Any] = {}
-    if not name.startswith("_"):
-        try:
-            module = import_module(f"{__name__}.{where}")
-            names = {**(module.CLASSES if where == "family" else vars(module)), where: module}
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{where}":
-                raise
-    if name not in names:
+    found = None
+    if name in _MODULES:
+        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    elif name[:1].islower():
+        found = _module(name)
+    elif not name.startswith("_"):
+        found = import_module("megatron_eopt.family").CLASSES.get(name)
+    if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault(name, names[name])
+    return globals().setdefault(name, found)
+
+
+def _module(name: str) -> Any:
+    """A module of the package, imported; None if there is none."""
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        return None
 
 
 def __dir__() -> list[str]:

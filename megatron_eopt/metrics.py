@@ -19,9 +19,10 @@ from megatron_eopt.registry import BUILT_AS, EMERGING_OPTIMIZERS
 Metrics = dict[str, dict[str, float]]
 """Optimizer -> figure of docs/metrics.md -> value."""
 
+_MS = tuple(f"{phase}_ms" for phase in PHASES)
+# What is kept of an optimizer on a rank, by how that of several, and of all ranks, follows.
 _SUMS = "matrices effective_rank effective_rank_share residual squares entries predicted gradient".split()
-_LARGEST = "largest_residual smallest_effective_rank_share learning_rate skipped sent_mb".split()
-_LARGEST += [f"{phase}_ms" for phase in PHASES]
+_LARGEST = ["largest_residual", "smallest_effective_rank_share", "learning_rate", "skipped", "sent_mb", *_MS]
 
 
 class Sampler:
@@ -72,14 +73,14 @@ class Sampler:
         sums = {name: dict.fromkeys(_SUMS, 0.0) for name in names}
         largest = {name: dict.fromkeys(_LARGEST, -math.inf) for name in names}
         for optimizer in self._optimizers:
-            key = id(optimizer)
-            if key in self._watched and any(group["params"] for group in optimizer.param_groups):
-                name = name_of(optimizer)
-                summands, most = _of(optimizer, self._watched[key], squared_gradients.get(key, math.nan))
-                for figure, value in summands.items():
-                    sums[name][figure] += value
-                for figure, value in most.items():
-                    largest[name][figure] = max(largest[name][figure], value)
+            watched = self._watched.get(id(optimizer))
+            if watched is None or not any(group["params"] for group in optimizer.param_groups):
+                continue
+            name = name_of(optimizer)
+            for figure, value in _summands(watched, squared_gradients.get(id(optimizer), math.nan)).items():
+                sums[name][figure] += value
+            for figure, value in _peaks(optimizer, watched).items():
+                largest[name][figure] = max(largest[name][figure], value)
         self._watched = {}
         if dist.is_initialized():
             _reduce(sums, dist.ReduceOp.SUM, self._device)
@@ -88,7 +89,11 @@ class Sampler:
         if norm and total > 0:
             for of_one in sums.values():
                 of_one["gradient"] *= norm**2 / total
-        return {name: _figures(sums[name], of_one) for name, of_one in largest.items() if of_one["skipped"] >= 0}
+        metrics: Metrics = {}
+        for name in names:
+            if largest[name]["skipped"] >= 0:  # it stepped on some rank
+                metrics[name] = _figures(sums[name], largest[name])
+        return metrics
 
 
 def _reduce(figures: Mapping[str, dict[str, float]], op: Any, device: torch.device) -> None:
@@ -100,11 +105,11 @@ def _reduce(figures: Mapping[str, dict[str, float]], op: Any, device: torch.devi
         of_one.update(zip(of_one, row, strict=True))
 
 
-def _of(optimizer: Optimizer, watched: Watched, gradient: float) -> tuple[dict[str, float], dict[str, float]]:
-    """What is summed over ranks, and of what the largest counts."""
+def _summands(watched: Watched, gradient: float) -> dict[str, float]:
+    """What is summed over ranks."""
     ranks, shares, residuals = watched.figures()
     squares, entries, predicted = watched.sizes()
-    sums = {
+    return {
         "matrices": len(ranks),
         "effective_rank": ranks.sum().item(),
         "effective_rank_share": shares.sum().item(),
@@ -114,14 +119,23 @@ def _of(optimizer: Optimizer, watched: Watched, gradient: float) -> tuple[dict[s
         "predicted": predicted,
         "gradient": gradient,
     }
-    largest = {
+
+
+def _peaks(optimizer: Optimizer, watched: Watched) -> dict[str, float]:
+    """Of what the largest counts; of the smallest share, the negative."""
+    _, shares, residuals = watched.figures()
+    peaks = {
         "largest_residual": max(residuals.tolist(), default=-math.inf),
         "smallest_effective_rank_share": -min(shares.tolist(), default=math.inf),
         "learning_rate": max(float(group["lr"]) for group in optimizer.param_groups if group["params"]),
-        "skipped": sum(optimizer.skipped_steps().values()) if isinstance(optimizer, BaseOptimizer) else 0,
+        "skipped": 0.0,
         "sent_mb": watched.sent / 1e6,
     }
-    return sums, largest | {f"{phase}_ms": 1e3 * taken for phase, taken in watched.seconds().items()}
+    if isinstance(optimizer, BaseOptimizer):
+        peaks["skipped"] = sum(optimizer.skipped_steps().values())
+    for phase, seconds in watched.seconds().items():
+        peaks[f"{phase}_ms"] = 1e3 * seconds
+    return peaks
 
 
 def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
@@ -140,42 +154,55 @@ def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[st
             "effective_rank_share": sums["effective_rank_share"] / sums["matrices"],
             "smallest_effective_rank_share": -largest["smallest_effective_rank_share"],
         }
-    return figures | {key: largest[key] for key in ("skipped", *(f"{phase}_ms" for phase in PHASES), "sent_mb")}
+    for name in ("skipped", *_MS, "sent_mb"):
+        figures[name] = largest[name]
+    return figures
 
 
 def name_of(optimizer: Optimizer) -> str:
     """Name for ``--optimizer``, else ``adam`` or ``other``."""
-    known = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
-    named = (known[cls] for cls in type(optimizer).__mro__ if cls in known)
-    is_adam = any(cls.__name__.endswith(("Adam", "AdamW")) for cls in type(optimizer).__mro__)
-    return BUILT_AS.get(optimizer) or next(named, "adam" if is_adam else "other")
+    if optimizer in BUILT_AS:
+        return BUILT_AS[optimizer]
+    names = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
+    bases = type(optimizer).__mro__
+    for cls in bases:
+        if cls in names:
+            return names[cls]
+    return "adam" if any(cls.__name__.endswith(("Adam", "AdamW")) for cls in bases) else "other"
 
 
 def line(metrics: Metrics) -> str:
     """The figures for a log line; equal rates come once."""
     # Megatron's own line has the rate of the step after this one
     rates = {name: f"{figures['learning_rate']:.3g}" for name, figures in metrics.items()}
-    of_each = [f"{rate} ({name})" for name, rate in rates.items()] if len({*rates.values()}) > 1 else {*rates.values()}
-    said = (f"{name}: {_said(figures)}" for name, figures in metrics.items())
-    return " | ".join([f"stepped by a rate of {', '.join(of_each)}", *said])
+    different = sorted(set(rates.values()))
+    if len(different) > 1:
+        different = [f"{rate} ({name})" for name, rate in rates.items()]
+    parts = [f"stepped by a rate of {', '.join(different)}"]
+    for name, figures in metrics.items():
+        parts.append(f"{name}: {_text(figures)}")
+    return " | ".join(parts)
 
 
-def _said(figures: Mapping[str, float]) -> str:
-    said = []
+def _text(figures: Mapping[str, float]) -> str:
+    parts = []
     if "grad_norm" in figures:
-        said.append(f"grad norm {figures['grad_norm']:.3g}")
+        parts.append(f"grad norm {figures['grad_norm']:.3g}")
     if "update_rms" in figures:
-        predicted = f" ({figures['predicted_update_rms']:.3g} predicted)" if "predicted_update_rms" in figures else ""
-        said.append(f"update RMS {figures['update_rms']:.3g}{predicted}")
+        update = f"update RMS {figures['update_rms']:.3g}"
+        if "predicted_update_rms" in figures:
+            update += f" ({figures['predicted_update_rms']:.3g} predicted)"
+        parts.append(update)
     if "residual" in figures:
-        said.append(f"residual {figures['residual']:.2g} (largest {figures['largest_residual']:.2g})")
-        said.append(f"effective rank {figures['effective_rank']:.3g} ({figures['effective_rank_share']:.1%})")
+        parts.append(f"residual {figures['residual']:.2g} (largest {figures['largest_residual']:.2g})")
+        parts.append(f"effective rank {figures['effective_rank']:.3g} ({figures['effective_rank_share']:.1%})")
     if figures["skipped"]:
-        said.append(f"skipped {figures['skipped']:.0f}")
-    said.append("ms " + ", ".join(f"{phase} {figures[f'{phase}_ms']:.3g}" for phase in PHASES))
+        parts.append(f"skipped {figures['skipped']:.0f}")
+    times = [f"{phase} {figures[f'{phase}_ms']:.3g}" for phase in PHASES]
+    parts.append(f"ms {', '.join(times)}")
     if figures["sent_mb"]:
-        said.append(f"{figures['sent_mb']:.3g} MB sent")
-    return ", ".join(said)
+        parts.append(f"{figures['sent_mb']:.3g} MB sent")
+    return ", ".join(parts)
 
 
 def watch(
@@ -197,8 +224,12 @@ def watch(
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"interval is a number of steps, 1 or more, got {interval!r}")
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    inner = [optimizer for outer in given for optimizer in _inside(outer)]
-    parameters = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
+    inner = list[Optimizer]()
+    for outer in given:
+        inner += _inside(outer)
+    parameters = list[Tensor]()
+    for each in inner:
+        parameters += _parameters(each)
     if not parameters:
         raise ValueError("there is nothing to watch: the optimizers have no parameters")
     steps = 0
@@ -226,12 +257,18 @@ def _inside(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer]
 
 
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _squared_gradients(optimizer: Optimizer) -> float:
     """This rank's summand of an optimizer's squared gradient norm."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    shards = [_shards(g) if isinstance(g, DTensor) else 1 for g in gradients]
-    return sum(n * square for n, square in zip(shards, squared_norms(gradients), strict=True)) / ranks
+    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    total = 0.0
+    for gradient, square in zip(gradients, squared_norms(gradients), strict=True):
+        shards = _shards(gradient) if isinstance(gradient, DTensor) else 1
+        total += shards * square
+    return total / dist.get_world_size() if dist.is_initialized() else total
 
 
 def _shards(x: DTensor) -> int:

@@ -35,8 +35,10 @@ class Redirection:
     @property
     def what(self) -> str:
         """What is replaced, in words."""
+        if self.target is os.environ:
+            return f"environment variable {self.name}"
         if isinstance(self.target, MutableMapping):
-            return f"{'environment variable' if self.target is os.environ else 'entry'} {self.name}"
+            return f"entry {self.name}"
         target = getattr(self.target, "__name__", None) or getattr(self.target, "name", self.target)  # of a logger
         return f"{str(target).replace(':', '.')}.{self.name}"
 

@@ -225,14 +225,12 @@ def register_optimizer(name: str, entry: EmergingOptimizerEntry | None = None) -
     registered: MutableMapping[str, Any] = _BUILDERS if entry is None else EMERGING_OPTIMIZERS
 
     def register(what: Any) -> Any:
-        _check_free(name, registered)
+        if name in registered:
+            raise ValueError(f"an optimizer named {name!r} is registered already: choose another name")
         registered[name] = what
         return what
 
-    if entry is not None:
-        return register(entry)
-    _check_free(name, registered)
-    return register
+    return register if entry is None else register(entry)
 
 
 def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
@@ -260,11 +258,6 @@ def list_optimizers() -> list[str]:
     """Names for ``--optimizer`` beside Megatron's own, sorted."""
     untested = EMERGING_OPTIMIZERS.untested
     return sorted(name for name, entry in EMERGING_OPTIMIZERS.items() if untested.get(name) is not entry)
-
-
-def _check_free(name: str, registered: Iterable[str]) -> None:
-    if name in registered:
-        raise ValueError(f"an optimizer named {name!r} is registered already: choose another name")
 
 
 def _look_up[T](name: str, registered: Mapping[str, T]) -> T:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
-from megatron_eopt.parallel.records import Rectangle
+from megatron_eopt.parallel.rectangles import Rectangle
 from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices
 
 TENSOR, DATA = 8, (16, 64)

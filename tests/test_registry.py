@@ -110,7 +110,7 @@ def test_the_decorator_keeps_builders_of_plain_torch():
     assert registry.get_optimizer_builder("plain") is build
     assert "plain" not in registry.EMERGING_OPTIMIZERS
     with pytest.raises(ValueError, match="'plain' is registered already"):
-        registry.register_optimizer("plain")
+        registry.register_optimizer("plain")(build)
     with pytest.raises(ValueError, match=r"unknown optimizer 'plan' \(did you mean 'plain'\?\)"):
         registry.get_optimizer_builder("plan")
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 GATE_UP = Split((Part("gate"), Part("up")), "per_shard")
 """Gate and up of a gated MLP: each shard has its part of gate, then of up (a stride of 2)."""
 
-_GROUP_PARTS = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}
+_GROUP_PARTS: dict[int, tuple[str, ...]] = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}
 
 
 def interleaved(**rows: int) -> Split:
@@ -58,13 +58,15 @@ def query_key_value(shapes: Sequence[int], per_head: bool = False) -> Split:
             of the gate those of v's.
     """
     names = _GROUP_PARTS.get(len(shapes))
-    if not per_head:
-        return Split(tuple(map(Part, names or [f"part {i}" for i in range(len(shapes))], shapes)))
+    if per_head:
+        if names is None:
+            raise ValueError(f"a group has q, k and v or q, gate, k and v, got {len(shapes)} parts: {list(shapes)}")
+        *_, k, v = shapes
+        heads = (k, k, v) if len(shapes) == 3 else (k, v, k, v)
+        return Split(tuple(map(Part, names, shapes, heads)))
     if names is None:
-        raise ValueError(f"a group has q, k and v or q, gate, k and v, got {len(shapes)} parts: {list(shapes)}")
-    *_, k, v = shapes
-    heads = (k, k, v) if len(shapes) == 3 else (k, v, k, v)
-    return Split(tuple(map(Part, names, shapes, heads)))
+        names = tuple(f"part {i}" for i in range(len(shapes)))
+    return Split(tuple(map(Part, names, shapes)))
 
 
 def key_value(k: int, v: int, per_head: bool = False) -> Split:

@@ -208,6 +208,7 @@ class LocalRows:
 
     Attributes:
         padding: rows behind the shards.
+        is_whole: whether the parameter is one matrix, so that there is nothing to split.
         transposed: whether columns are split.
         stacked: whether the parameter has three dimensions.
     """
@@ -221,6 +222,7 @@ class LocalRows:
         padding: int = 0,
     ) -> None:
         self.padding = padding
+        self.is_whole = split.is_whole and not padding
         self.transposed = split.transposed
         self.stacked = split.stacked is not None
         self._shape = (bottom - top,) if split.stacked is None else (split.stacked, bottom - top)

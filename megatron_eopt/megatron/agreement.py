@@ -20,8 +20,8 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import reason_against
 from megatron_eopt.parallel.agreement import hashed, in_turns, lowest_of_all, versions
-from megatron_eopt.parallel.collectives import lowest, told, values_of
-from megatron_eopt.parallel.layout import is_expert
+from megatron_eopt.parallel.attributes import is_expert
+from megatron_eopt.parallel.collectives import gather_numbers, lowest, values_of
 from megatron_eopt.routing import OverrideError
 from megatron_eopt.routing.entries import Entry
 from megatron_eopt.settings.groups import is_plain, plain
@@ -50,7 +50,7 @@ def by_first_rank[T](value: T, group: ProcessGroup | None = None) -> dict[int, T
     """
     ranks = group or cast(ProcessGroup, dist.group.WORLD)
     first: dict[tuple[int, ...], int] = {}
-    for rank, words in enumerate(told(hashed(value), ranks)):
+    for rank, words in enumerate(gather_numbers(hashed(value), ranks)):
         first.setdefault(tuple(words), rank)
     if len(first) == 1:
         return {0: value}

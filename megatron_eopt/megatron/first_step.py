@@ -16,7 +16,7 @@ from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.parallel.layout import is_expert, is_replicated
+from megatron_eopt.parallel.attributes import is_expert, is_replicated
 
 PARTIAL = 0.1  # of a gradient's norm: what is further off the mean of the ranks is a part, not rounding
 _NUMBER_OF_EXPERT = re.compile(r"(?<=^local_experts\.)\d+|(?<=\.weight)\d+|(?<=\.bias)\d+")

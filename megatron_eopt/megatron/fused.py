@@ -12,7 +12,7 @@ from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter, attention_config, is_qkv_projection
 from megatron_eopt.optimizers.parameters import ROWS
-from megatron_eopt.parallel.layout import is_sharded
+from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.registry import class_of_ours, get_qkv_split_shapes
 from megatron_eopt.routing import OverrideError
 

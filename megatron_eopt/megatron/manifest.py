@@ -18,8 +18,8 @@ from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
+from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded
 from megatron_eopt.parallel.dtensor import tells_its_chunk
-from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
 from megatron_eopt.routing import (
     ManifestRow,

@@ -13,8 +13,8 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.from_config import get_qkv_split_shapes
 from megatron_eopt.matrices import tag_declared
 from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
+from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, padding_of
 from megatron_eopt.parallel.dtensor import tells_its_chunk
-from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
 from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing.selectors import ParameterInfo, unwrapped
 

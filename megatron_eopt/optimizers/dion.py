@@ -29,7 +29,8 @@ from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.orthogonalize.spectral import start_basis
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.records import Matrix, Rectangle
+from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.rectangles import Rectangle
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 

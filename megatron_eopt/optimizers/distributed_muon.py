@@ -23,11 +23,12 @@ from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, p
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_replicas, check_same, times_kernels
+from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import is_sharded
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan
+from megatron_eopt.parallel.rectangles import whole
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.settings.records import Setting
 

@@ -21,7 +21,8 @@ from megatron_eopt.orthogonalize.kernels import KEPT, Shapes, made
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.parallel.agreement import KernelProducts
-from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
+from megatron_eopt.parallel.attributes import is_expert
+from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 
 STEPS = "steps"

@@ -12,18 +12,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.matrices import Split, check_split_shapes, declared_split
+from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, is_unmarked, layout_of
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
-from megatron_eopt.parallel.layout import (
-    Layout,
-    is_cut_again,
-    is_expert,
-    is_sharded,
-    is_unmarked,
-    layout_of,
-    split_layout,
-    within,
-)
-from megatron_eopt.parallel.records import Matrix, Shape
+from megatron_eopt.parallel.layout import Layout, split_layout, within
+from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.settings.groups import warn
 
 logger = logging.getLogger(__name__)

@@ -56,7 +56,7 @@ class PSGDKron(StackedOptimizer):
 
     Args:
         params: matrices and declared stacks of matrices, or groups of them; see
-            :func:`megatron_eopt.parallel.layout.layout_of` for the attributes that say how they are sharded.
+            :func:`megatron_eopt.parallel.attributes.layout_of` for the attributes that say how they are sharded.
         lr: learning rate, at least 0.
         momentum: in [0, 1).
         weight_decay: at least 0, decoupled.

@@ -31,7 +31,8 @@ from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.weight_step import squares_of_shards
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Matrix, Shape
+from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, norms_of, squared_norms
 

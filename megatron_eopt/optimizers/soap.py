@@ -76,7 +76,7 @@ class SOAP(FactoredOptimizer):
 
     Args:
         params: vectors, matrices and declared stacks of matrices, or groups of them; see
-            :func:`megatron_eopt.parallel.layout.layout_of` for the attributes that say how they are sharded.
+            :func:`megatron_eopt.parallel.attributes.layout_of` for the attributes that say how they are sharded.
         lr: learning rate, at least 0.
         betas: of ``M`` and ``V``, each in [0, 1).
         shampoo_beta: of the factors, in [0, 1).

@@ -22,7 +22,7 @@ from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Shape
+from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.settings.groups import plain, warn
 from megatron_eopt.settings.of_class import class_of_ours, settings_of
 

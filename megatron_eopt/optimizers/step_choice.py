@@ -19,9 +19,10 @@ from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.optimizers.step_kernels import DTYPES, StepKernels
 from megatron_eopt.orthogonalize.kernels import KERNELS
+from megatron_eopt.parallel.attributes import is_cut_again, padding_of
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import is_cut_again, on_one_rank, padding_of
+from megatron_eopt.parallel.layout import on_one_rank
 
 STEP_KERNELS = "step_kernels"
 """Setting of a group: the form of its step."""

@@ -42,10 +42,11 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
+from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout, cut_over, is_expert, shared_out
+from megatron_eopt.parallel.layout import Layout, cut_over, shared_out
 from megatron_eopt.parallel.plan import sharing_pays
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
@@ -134,8 +135,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     step captured as a graph refuses it.
 
     Args:
-        params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes that
-            say how they are sharded.
+        params: matrices, or groups of them; see :func:`megatron_eopt.parallel.attributes.layout_of` for the attributes
+            that say how they are sharded.
         lr: learning rate.
         momentum: of the exponential moving average, in [0, 1).
         nesterov: whether to look ahead.

@@ -29,10 +29,10 @@ from megatron_eopt.optimizers.parameters import (
 from megatron_eopt.optimizers.weight_step import on_spheres, squares_and_products
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import rounds
-from megatron_eopt.parallel.schemes.whole import Spread
 from megatron_eopt.settings.values import Scalar
 
 CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again

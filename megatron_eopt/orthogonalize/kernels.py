@@ -260,8 +260,11 @@ def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
     stack = [min(2, n) for n in shape[:-2]]
     short, long = sorted(shape[-2:])
     most = max(short, MOST_ENTRIES // max(1, short * math.prod(stack)))
-    long -= max(0, -(-(long - most) // KEPT)) * KEPT
-    return (*stack, short, long) if shape[-2] <= shape[-1] else (*stack, long, short)
+    if long > most:
+        long -= math.ceil((long - most) / KEPT) * KEPT
+    if shape[-2] > shape[-1]:
+        return (*stack, long, short)
+    return (*stack, short, long)
 
 
 def _trials(

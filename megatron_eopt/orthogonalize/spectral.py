@@ -38,7 +38,8 @@ def power_iteration(matrix: Tensor, u: Tensor, steps: int = 1) -> tuple[Tensor, 
     x cols) are in fp32 (fp64 for an fp64 matrix). Returns new ``u`` and ``v`` (... x cols), without waiting for the
     device.
     """
-    return power_iterations([matrix], [u], steps)[0][:2]
+    ((u, v, _),) = power_iterations([matrix], [u], steps)
+    return u, v
 
 
 def rayleigh_quotient(matrix: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -61,9 +62,8 @@ def power_iterations(
         raise ValueError(f"a power iteration has at least 1 step, got {steps}")
     us = list(us)
     for _ in range(steps):
-        vs = []
-        for v in summed([_times(W, u, transposed=True) for W, u in zip(matrices, us, strict=True)]):
-            vs.append(v / nonzero(_norm(v)).to(v.dtype))
+        products = [_times(W, u, transposed=True) for W, u in zip(matrices, us, strict=True)]
+        vs = [v / nonzero(_norm(v)).to(v.dtype) for v in summed(products)]
         images = [_times(W, v) for W, v in zip(matrices, vs, strict=True)]
         squares = summed([_norm(x).square() for x in images])
         for i, (x, squared) in enumerate(zip(images, squares, strict=True)):
@@ -83,7 +83,9 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     if not 1 <= rank <= min(matrix.shape):
         raise ValueError(f"a matrix {tuple(matrix.shape)} has factors of rank 1 to {min(matrix.shape)}, got {rank}")
     transposed = matrix.size(0) > matrix.size(1)
-    W = (matrix.mT if transposed else matrix).double()
+    W = matrix.double()
+    if transposed:
+        W = W.mT
     squares, U = torch.linalg.eigh(W @ W.mT)
     S = squares.clamp(min=0).sqrt().flip(0)
     root = S[:rank].sqrt()

@@ -38,19 +38,23 @@ def times(
     an error ends it: other ranks wait for this one's times.
     """
     found = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64)
-    warned = set()
-    stacks = [] if torch.float64 in dtypes else stacks
+    if torch.float64 in dtypes:
+        return found
+    warned = set[str]()
     for shape, dtype, (i, name) in product(stacks, dtypes, enumerate(CANDIDATES)):
         if "/" in name and dtype == torch.float32:
             continue
-        reason = reason_against(name, [shape], [dtype], device, fp32_precision) if i else None
+        reason = None
         taken = torch.inf
+        if i > 0:  # the first is the reference
+            reason = reason_against(name, [shape], [dtype], device, fp32_precision)
         if reason is None:
             try:
                 taken = _time(name, shape, dtype, device, fp32_precision)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-        found[min(shape[-2:]).bit_length() - 1, i] += taken
+        size = min(shape[-2:]).bit_length() - 1
+        found[size, i] += taken
         if reason is None:
             continue
         torch.cuda.empty_cache()  # of what had no room
@@ -66,8 +70,11 @@ def fastest(times: Tensor) -> str | None:
     last = ""
     for size, of_size in enumerate(times.tolist()):
         timed = [(taken, i) for i, taken in enumerate(of_size) if taken]
-        if timed and CANDIDATES[min(timed)[1]] != last:
-            last = CANDIDATES[min(timed)[1]]
+        if not timed:
+            continue
+        _, quickest = min(timed)
+        if CANDIDATES[quickest] != last:
+            last = CANDIDATES[quickest]
             chosen.append(f"{last} from {2**size}" if chosen else last)
     return ", ".join(chosen) or None
 

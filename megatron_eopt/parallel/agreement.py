@@ -20,9 +20,9 @@ from megatron_eopt.orthogonalize.kernels import Shapes, choose
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.timing import seconds
 from megatron_eopt.parallel.checksum import checksum
-from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest, told, values_of
+from megatron_eopt.parallel.collectives import all_gather, all_reduce, gather_numbers, lowest, values_of
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.plan import fingerprint, first_difference
+from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.records import Plan
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label
@@ -68,7 +68,7 @@ def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, A
     """
     for label, group in groups.items():
         of_group = {} if settings is None else settings[label]
-        digests = told(hashed((fingerprint(plan, label), of_group, versions())), group)
+        digests = gather_numbers(hashed((fingerprint(plan, label), of_group, versions())), group)
         pair = _differing([0] * len(digests), digests)
         if pair is None:
             continue
@@ -138,8 +138,10 @@ def check_replicas(
     of_weights = dict[tuple[str, str], int]()
     for name, of, x in weights:
         of_weights[name, of] = int(checksum(x, [0] * x.ndim, x.shape))
-    compared = held, (settings, versions()), list(of_weights), list(of_weights.values())
-    holders, of_settings, named, values = zip(*told([hashed(x)[0] for x in compared], ranks), strict=True)
+    names = list(of_weights)
+    sums = list(of_weights.values())
+    compared = held, (settings, versions()), names, sums
+    holders, of_settings, named, values = zip(*gather_numbers([hashed(x)[0] for x in compared], ranks), strict=True)
     pair = _differing(holders, of_settings)
     if pair:
         (of_one, packages), (of_other, other_packages) = values_of(pair, (settings, versions()), ranks)
@@ -217,11 +219,11 @@ def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> 
     An error on one rank, such as out of memory, is a ``RuntimeError`` on all.
     """
     rows = 4096 if device.type == "cuda" else 1024
-    rates = list[float]()
+    flops = 0.0
     reason = None
     try:
         x = torch.randn(rows, rows, device=device).to(dtype)
-        rates.append(2 * rows**3 / seconds(lambda: x @ x, device))
+        flops = 2 * rows**3 / seconds(lambda: x @ x, device)
         flag = torch.zeros(1, device=device)
         sent = torch.zeros(_SENT_BYTES // 4, device=device)
         for group in groups.values():  # memory of an all-gather: without it, the others would wait for this rank there
@@ -234,15 +236,21 @@ def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> 
             f"rates cannot be measured: {reason or 'it fails on another rank'}. Leave room for it, or give rates "
             f"(plan_rates) in place of 'measure'"
         )
-
-    def bytes_and_calls(group: ProcessGroup) -> tuple[float, float]:
-        latency = seconds(lambda: all_reduce(flag, group).wait(), device)
-        gathered = seconds(lambda: all_gather(sent, group).wait(), device)
-        return (group.size() - 1) * _SENT_BYTES / max(gathered - latency, 1e-9), 1 / latency
-
+    bandwidth = float("inf")
+    calls = float("inf")  # a second
     for group in groups.values():
-        rates += bytes_and_calls(group)
-    flops, *others = lowest_of_all(torch.tensor(rates, dtype=torch.float64, device=device), groups).tolist()
-    if not others:
+        latency, bandwidth_here = _of_exchanges(flag, sent, group)
+        bandwidth = min(bandwidth, bandwidth_here)
+        calls = min(calls, 1 / latency)
+    slowest = torch.tensor([flops, bandwidth, calls], dtype=torch.float64, device=device)
+    flops, bandwidth, calls = lowest_of_all(slowest, groups).tolist()
+    if not groups:
         return replace(DEFAULT_RATES, flops=flops)
-    return Rates(flops=flops, bytes=min(others[::2]), latency=1 / min(others[1::2]))
+    return Rates(flops=flops, bytes=bandwidth, latency=1 / calls)
+
+
+def _of_exchanges(flag: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[float, float]:
+    """Seconds of a small collective, and bytes sent a second in a large one."""
+    latency = seconds(lambda: all_reduce(flag, group).wait(), flag.device)
+    gathered = seconds(lambda: all_gather(sent, group).wait(), flag.device)
+    return latency, (group.size() - 1) * sent.nbytes / max(gathered - latency, 1e-9)

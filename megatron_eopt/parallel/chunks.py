@@ -15,9 +15,11 @@ from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Fp32Precision, Products, default_products
 from megatron_eopt.parallel.cost import Work
+from megatron_eopt.parallel.exchange import LayoutRuns, Shapes
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Shape, grouped
-from megatron_eopt.parallel.schemes.whole import Job, LayoutRuns, Shapes
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, grouped
+from megatron_eopt.parallel.rectangles import Rectangle, Shape
+from megatron_eopt.parallel.schemes.whole import Job
 from megatron_eopt.parallel.workspace import OF_ENTRY, Workspace, chunk_bytes
 
 
@@ -234,11 +236,12 @@ class Compiler:
             entries = Counter(dict(matrix.held))
             held.setdefault(matrix.group, Counter()).update(entries)
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
-            another = not slices or slices[-1].parameters[-1] != i
-            if not slices or (sliced and another and most * OF_ENTRY > self._workspace.iteration):
+            is_next = not slices or slices[-1].parameters[-1] != i  # the first matrix of a parameter
+            too_many = sliced and most * OF_ENTRY > self._workspace.iteration
+            if not slices or (is_next and too_many):
                 slices.append(ParamSlice([], [], []))
                 held = {matrix.group: entries}
-            if another:
+            if is_next:
                 slices[-1].parameters.append(i)
             slices[-1].rows.append(rows[m])
             slices[-1].dtypes.append(self._dtypes[m])
@@ -253,11 +256,14 @@ def subset(plan: Plan, kept: Collection[int]) -> list[Bucket]:
     """A plan's buckets with some of its matrices alone."""
     buckets = []
     for bucket in plan.buckets:
-        left = [i for i, matrix in enumerate(bucket.matrices) if matrix in kept]
-        if left:
-            compute_ranks = tuple(bucket.compute_ranks[i] for i in left) if bucket.compute_ranks else ()
-            matrices = tuple(bucket.matrices[i] for i in left)
-            buckets.append(replace(bucket, matrices=matrices, compute_ranks=compute_ranks))
+        matrices = []
+        compute_ranks = list[int]()
+        for i, matrix in enumerate(bucket.matrices):
+            if matrix in kept:
+                matrices.append(matrix)
+                compute_ranks += bucket.compute_ranks[i : i + 1]  # none in schemes that have none
+        if matrices:
+            buckets.append(replace(bucket, matrices=tuple(matrices), compute_ranks=tuple(compute_ranks)))
     return buckets
 
 

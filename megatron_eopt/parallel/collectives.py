@@ -114,24 +114,29 @@ class Pending[Result]:
 
 def _start(
     name: str,
-    call: Callable[..., dist.Work | None],
-    x: Tensor,
+    sent: int,
     group: ProcessGroup,
-    root: int = 0,
+    call: Callable[..., dist.Work | None],
 ) -> Callable[[], object] | None:
-    """Start a collective that sends ``x``; returns what waits for it."""
-    sent = sent_bytes(name, x.nbytes, group.size(), group.rank(), root)
-    return _started(Counted(name, sent, group), partial(call, group=group, async_op=True))
-
-
-def _started(collective: Counted, call: Callable[[], dist.Work | None]) -> Callable[[], object] | None:
-    work = collective.run(call)
+    """Start a collective that sends so many bytes; returns what waits for it."""
+    collective = Counted(name, sent, group)
+    work = collective.run(partial(call, group=group, async_op=True))
     if work is None:
         return None
     return lambda: collective.run(work.wait)
 
 
-def exchange(
+def _sent(
+    name: str,
+    x: Tensor,
+    group: ProcessGroup,
+    root: int = 0,
+) -> int:
+    """Bytes that this rank sends."""
+    return sent_bytes(name, x.nbytes, group.size(), group.rank(), root)
+
+
+def all_to_all(
     sent: Tensor,
     send_sizes: Sequence[int],
     receive_sizes: Sequence[int],
@@ -139,24 +144,25 @@ def exchange(
 ) -> Pending[Tensor]:
     """All-to-all of 1-D tensors; sizes are entries for each rank."""
     received = sent.new_empty(sum(receive_sizes))
-    collective = Counted("all_to_all", (sent.numel() - send_sizes[group.rank()]) * sent.element_size(), group)
-    sizes = list(receive_sizes), list(send_sizes)
-    call = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
-    return Pending(_started(collective, call), lambda: received, sent)
+    call = partial(dist.all_to_all_single, received, sent, list(receive_sizes), list(send_sizes))
+    bytes_sent = (sent.numel() - send_sizes[group.rank()]) * sent.element_size()
+    wait = _start("all_to_all", bytes_sent, group, call)
+    return Pending(wait, lambda: received, sent)
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """``x`` of all ranks: (ranks x *shape of x)."""
     x = x.contiguous()
     gathered = x.new_empty(group.size() * x.numel())
-    wait = _start("all_gather", partial(dist.all_gather_into_tensor, gathered, x.view(-1)), x, group)
+    call = partial(dist.all_gather_into_tensor, gathered, x.view(-1))
+    wait = _start("all_gather", _sent("all_gather", x, group), group, call)
     return Pending(wait, lambda: gathered.view(group.size(), *x.shape))
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """Sum over the ranks; ``x`` may be written to."""
     wide = _wide(x)
-    wait = _start("all_reduce", partial(dist.all_reduce, wide), wide, group)
+    wait = _start("all_reduce", _sent("all_reduce", wide, group), group, partial(dist.all_reduce, wide))
     return Pending(wait, lambda: wide.to(x.dtype))
 
 
@@ -164,21 +170,23 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """This rank's n of the (ranks * n) summed rows."""
     wide = _wide(x)
     part = wide.new_empty(x.size(0) // group.size(), *x.shape[1:])
-    wait = _start("reduce_scatter", partial(dist.reduce_scatter_tensor, part, wide), wide, group)
+    call = partial(dist.reduce_scatter_tensor, part, wide)
+    wait = _start("reduce_scatter", _sent("reduce_scatter", wide, group), group, call)
     return Pending(wait, lambda: part.to(x.dtype), wide)
 
 
 def reduce(x: Tensor, dst: int, group: ProcessGroup) -> Pending[Tensor | None]:
     """Sum on rank ``dst``, else None; ``x`` may be overwritten."""
     wide = _wide(x)
-    wait = _start("reduce", partial(dist.reduce, wide, group_dst=dst), wide, group, dst)
+    wait = _start("reduce", _sent("reduce", wide, group, dst), group, partial(dist.reduce, wide, group_dst=dst))
     return Pending(wait, lambda: wide.to(x.dtype) if group.rank() == dst else None, wide)
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Pending[Tensor]:
     """``x`` of rank ``src``; that of others is overwritten."""
     sent = x.contiguous()
-    wait = _start("broadcast", partial(dist.broadcast, sent, group_src=src), sent, group, src)
+    call = partial(dist.broadcast, sent, group_src=src)
+    wait = _start("broadcast", _sent("broadcast", sent, group, src), group, call)
     return Pending(wait, lambda: sent)
 
 
@@ -192,8 +200,8 @@ def total(x: Tensor, group: ProcessGroup) -> Tensor:
     return _agreed(x, dist.ReduceOp.SUM, group)
 
 
-def told(numbers: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-    """As many numbers of each rank, in 64 bits; finished on return."""
+def gather_numbers(numbers: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+    """The numbers of each rank, of 64 bits and equally many; finished on return."""
     sent = _on_device(torch.tensor(numbers, dtype=torch.int64), group)
     found = sent.new_empty(group.size() * len(numbers))
     collective = Counted("agree", sent_bytes("all_gather", sent.nbytes, group.size()), group)
@@ -207,7 +215,7 @@ def values_of(ranks: Sequence[int], value: Any, group: ProcessGroup) -> list[Any
     What is sent grows with these values, and not with the ranks of the group.
     """
     own = pickle.dumps(value) if group.rank() in ranks else b""
-    sizes = [size for (size,) in told([len(own)], group)]
+    sizes = [size for (size,) in gather_numbers([len(own)], group)]
     several = torch.zeros(sum(sizes), dtype=torch.uint8)
     if own:
         several.split(sizes)[group.rank()].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
@@ -243,7 +251,7 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKe
 
 
 def joint_group(partition: Partition, ranks: tuple[int, ...]) -> ProcessGroup:
-    """The group of ranks ``own``, one part of a partition.
+    """The group of ``ranks``, one part of a partition.
 
     All ranks of the partition make it at the first call; ``ValueError`` where other ranks would have to join.
     """

@@ -8,14 +8,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache, reduce
+from functools import reduce
 from operator import add, sub
 from typing import Any, NamedTuple
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, grouped, in_rounds
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, grouped, in_rounds
+from megatron_eopt.parallel.rectangles import Shape, cut_dimension
 from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
 
 
@@ -206,8 +207,10 @@ class Costs:
     """What buckets of a plan's matrices cost, each computed once."""
 
     def __init__(self, plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> None:
-        self._of_ranks = lru_cache(None)(lambda bucket: _rank_costs(plan, bucket, work, rates))
         self._plan = plan
+        self._work = work
+        self._rates = rates
+        self._known: dict[Bucket, list[Cost]] = {}
 
     def of_bucket(self, bucket: Bucket) -> Cost:
         """What a bucket costs the busiest rank of its group."""
@@ -217,9 +220,14 @@ class Costs:
         """Cost of each group's busiest rank, summed over the groups."""
         of_groups = list[Cost]()
         for of_group in grouped(buckets, self._group).values():
-            costs = set(zip(*map(self._of_ranks, of_group), strict=True))  # ranks with the same work are many
+            costs = set(zip(*map(self._of_ranks, of_group), strict=True))  # many ranks have the same work
             of_groups.append(_busiest(map(_sum, costs)))
         return _sum(of_groups)
+
+    def _of_ranks(self, bucket: Bucket) -> list[Cost]:
+        if bucket not in self._known:
+            self._known[bucket] = _rank_costs(self._plan, bucket, self._work, self._rates)
+        return self._known[bucket]
 
     def _group(self, bucket: Bucket) -> tuple[str, int]:
         matrix = self._plan.one_of(bucket)
@@ -288,7 +296,10 @@ def _rank_costs(
         # what a rank passes on of the rest of gram_split depends on the rank after it
         kind = (rectangle.shape, owned[rank], owned[(rank + 1) % matrix.ranks], sent[rank])
         if kind not in known:
-            traffic = {"all_to_all": (2, sent[rank])} if by_owner else bucket_traffic(plan, bucket, rank, work)
+            if by_owner:
+                traffic = {"all_to_all": (2, sent[rank])}
+            else:
+                traffic = bucket_traffic(plan, bucket, rank, work)
             known[kind] = cost_of(bucket_flops(plan, bucket, rank, work), traffic, rates)
         costs.append(known[kind])
     return costs

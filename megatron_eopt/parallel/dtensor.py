@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_eopt.parallel.collectives import Partition, all_gather, joint_group
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.records import Rectangle
+from megatron_eopt.parallel.rectangles import Rectangle
 
 Cut = tuple[int, int, int]  # by a mesh dimension: dimension of the tensor, number of ranks, split factor
 
@@ -71,14 +71,16 @@ def tells_its_chunk(x: DTensor) -> bool:
 
 
 def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layout:
+    """The layout of a DTensor that tells its chunk; all ranks call together."""
     group, _, label = _group(x.device_mesh, dims)
     (chunk,) = x.__create_chunk_list__()
-    ranges = zip(chunk.offsets, chunk.sizes, strict=True)
-    rows, *others = [range(start, start + size) for start, size in ranges]
+    top, *_ = chunk.offsets
+    height, *_ = chunk.sizes
+    others = [range(start, start + size) for start, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)]
     left, right = _flattened(others, x.shape[1:]) or (-1, -1)
-    here = torch.tensor([rows.start, rows.stop, left, right], device=x.device)
-    told = all_gather(here, group).wait()
-    rectangles = tuple(Rectangle(*edges) for edges in told.tolist())
+    here = torch.tensor([top, top + height, left, right], device=x.device)
+    of_all = all_gather(here, group).wait()
+    rectangles = tuple(Rectangle(*edges) for edges in of_all.tolist())
     entries = sum(rectangle.numel for rectangle in rectangles)
     if entries != prod(shape) or any(rectangle.left < 0 for rectangle in rectangles):
         shapes = ", ".join(f"{rectangle.shape}" for rectangle in rectangles)
@@ -118,6 +120,7 @@ def lies_alike(x: DTensor, layout: Layout, dims: Collection[int] = (0, 1)) -> bo
 
 
 def _cuts(x: DTensor) -> dict[int, Cut]:
+    """The dimensions of the mesh that cut, each with its cut."""
     cuts = dict[int, Cut]()
     for i, placement in enumerate(x.placements):
         ranks = x.device_mesh.size(i)
@@ -131,7 +134,8 @@ def _cuts(x: DTensor) -> dict[int, Cut]:
 def _rectangles(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Rectangle, ...] | None:
     """Each rank's rectangle, the last cut fastest; None for several."""
     result = []
-    for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
+    ranges = [range(ranks) for _, ranks, _ in cuts]
+    for coordinates in product(*ranges):
         rows, *others = [_held(dim, length, cuts, coordinates) for dim, length in enumerate(shape)]
         columns = _flattened(others, shape[1:])
         if rows is None or columns is None:
@@ -153,10 +157,15 @@ def _held(
     held: Sequence[int] = range(length)
     for (cut_dim, ranks, factor), rank in zip(cuts, coordinates, strict=True):
         if cut_dim == dim:
-            held = [i for part in range(factor) for i in _chunk(_chunk(held, factor, part), ranks, rank)]
+            shards = list[int]()
+            for part in range(factor):
+                shards += _chunk(_chunk(held, factor, part), ranks, rank)
+            held = shards
     if not held:
         return range(length, length)
-    return range(held[0], held[-1] + 1) if held[-1] - held[0] == len(held) - 1 else None
+    if held[-1] - held[0] != len(held) - 1:
+        return None
+    return range(held[0], held[-1] + 1)
 
 
 def _chunk(indices: Sequence[int], chunks: int, which: int) -> Sequence[int]:
@@ -175,7 +184,9 @@ def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[in
             return None
         start = start * length + held.start
         size = size * len(held)
-    return (start, start + size) if size else (prod(shape), prod(shape))
+    if size == 0:
+        return prod(shape), prod(shape)
+    return start, start + size
 
 
 def _group(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[ProcessGroup, tuple[int, ...], str]:
@@ -190,5 +201,6 @@ def _partition(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[Partition, tuple[
     """Ranks that differ in ``dims`` only; those with this rank."""
     others = [dim for dim in range(mesh.ndim) if dim not in dims]
     ranks = mesh.mesh.permute(*others, *dims).reshape(-1, prod(mesh.size(dim) for dim in dims))
-    partition = tuple(tuple(row) for row in ranks.tolist())
-    return partition, next(row for row in partition if dist.get_rank() in row)
+    partition = tuple(map(tuple, ranks.tolist()))
+    (own,) = [row for row in partition if dist.get_rank() in row]
+    return partition, own

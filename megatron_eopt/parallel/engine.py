@@ -28,12 +28,13 @@ from megatron_eopt.parallel.agreement import (
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, largest_iteration
+from megatron_eopt.parallel.exchange import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import local_rows
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix, Plan, Rectangle, Shape, TpMode, whole
+from megatron_eopt.parallel.records import Matrix, Plan, TpMode
+from megatron_eopt.parallel.rectangles import Rectangle, Shape, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks
-from megatron_eopt.parallel.schemes.whole import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
@@ -76,7 +77,6 @@ class Engine:
         self._parameters = list(parameters)
         self._compiler = Compiler(parameters, self.groups, device, workspace)
         self._rows: dict[int, LocalRows] = {}
-        self._fused: dict[int, LocalRows] = {}  # of parameters that are not one matrix, or padded
         for i, p in enumerate(parameters):
             if p.layout is None:
                 continue
@@ -86,8 +86,6 @@ class Engine:
                     f"all matrices of its plan, or none; give this parameter another engine"
                 )
             self._rows[i] = local_rows(p.layout, p.split)
-            if not p.split.is_whole or p.layout.padding:
-                self._fused[i] = self._rows[i]
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
         planned = self._compiler.matrices
@@ -220,12 +218,13 @@ class Engine:
         """This rank's shards of logical matrices, as :meth:`flat`; empties ``tensors``."""
         shards: list[Tensor] = []
         for i, x in zip(indices, tensors, strict=True):
-            if x.ndim > 2 and i in self._rows and not self._rows[i].stacked:
+            rows = self._rows.get(i)
+            if rows is not None and x.ndim > 2 and not rows.stacked:
                 x = x.flatten(1)
-            if i in self._fused:
-                shards += self._fused[i].split(x)
-            else:
+            if rows is None or rows.is_whole:
                 shards.append(x)
+            else:
+                shards += rows.split(x)
         tensors.clear()
         return shards
 
@@ -242,10 +241,11 @@ class Engine:
         remaining = iter(shards)
         merged = []
         for i in indices:
-            if i in self._fused:
-                merged.append(self._fused[i].merge(list(islice(remaining, len(self.matrices[i])))))
-            else:
+            rows = self._rows.get(i)
+            if rows is None or rows.is_whole:
                 merged.append(next(remaining))
+            else:
+                merged.append(rows.merge(list(islice(remaining, len(self.matrices[i])))))
         return merged
 
     @torch.no_grad()
@@ -260,11 +260,16 @@ class Engine:
 
     def factors(self, indices: Sequence[int], shards: list[Tensor]) -> list[Tensor]:
         """The orthogonal factors of ``shards``, in that list, without programs."""
-        numbers = iter(range(len(shards)))
-        at = {i: list(islice(numbers, len(self.matrices[i]))) for i in indices}
+        first_of = dict[int, int]()  # where the shards of each parameter begin
+        count = 0
+        for i in indices:
+            first_of[i] = count
+            count += len(self.matrices[i])
 
         def program(some: Sequence[int]) -> Program:
-            numbers = [number for i in some for number in at[i]]
+            numbers = list[int]()
+            for i in some:
+                numbers += range(first_of[i], first_of[i] + len(self.matrices[i]))
             factors = yield [shards[number] for number in numbers]
             for number, factor in zip(numbers, factors, strict=True):
                 shards[number] = factor

@@ -4,11 +4,9 @@ Pure Python, from shapes, shards and settings alone: the same on every rank, als
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
-from functools import lru_cache
-from hashlib import sha256
-from itertools import chain, product, zip_longest
+from itertools import chain, product
 from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -23,7 +21,8 @@ from megatron_eopt.parallel.cost import (
     whole_flops,
     work_of,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, cut_dimension, grouped
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, grouped
+from megatron_eopt.parallel.rectangles import cut_dimension
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 
 REPLICATED_ROWS = 1024  # most rows of a Gram matrix that every rank computes: to split it takes more collectives
@@ -31,6 +30,8 @@ REPLICATED_ROWS = 1024  # most rows of a Gram matrix that every rank computes: t
 SMALL_ENTRIES = 128 * 128  # most entries of a matrix that every rank may compute to save a collective
 
 SHARED_PARTS = 4  # of a bucket, so that the first results leave before all are computed
+
+Option = tuple[Bucket, ...]  # a way to serve equal matrices, without compute ranks
 
 
 def validate_tp_mode(tp_mode: str) -> None:
@@ -81,144 +82,132 @@ def make_plan(
     _check(draft.matrices)
     if parameters is None:
         parameters = range(len(draft.matrices))
-    costs = Costs(draft, work, rates)
-
-    def kind(index: int) -> tuple[Any, ...]:
-        m = draft.matrices[index]
-        rectangles = () if mode in ("auto", "owner") and m.uneven else m.rectangles
-        flops = whole_flops(m.shape, work_of(m, work))
-        return -flops, m.group, m.shape, rectangles, m.itemsize, m.iteration, m.ranks
-
-    def order(bucket: Bucket) -> tuple[int, bool, float]:
-        idle = bucket.scheme in ("local", "blockwise")
-        return bucket.chunk, idle, -costs.of_bucket(bucket).seconds
-
-    def cut(of_groups: Sequence[list[Bucket]]) -> list[Bucket]:
-        buckets = list(chain(*of_groups))
-        chunk_of = _chunks(draft, sorted(buckets, key=order), work, workspace, parameters)
-        if not chunk_of:
-            return buckets
-        cut_buckets = list[Bucket]()
-        for of_group in of_groups:
-            cut_buckets += _with_compute_ranks(draft, _cut(of_group, chunk_of), work)
-        return cut_buckets
-
-    def seconds(of_groups: Sequence[list[Bucket]]) -> float:
-        return costs.of_buckets(cut(of_groups)).seconds
-
-    # from here on the order does not depend on that of the parameters
-    options: dict[str, dict[int, list[list[Option]]]] = {}  # by label and number of ranks
-    for _, indices in sorted(grouped(range(len(draft.matrices)), kind).items()):
-        m = draft.matrices[indices[0]]
-        of_kind = _options(draft, tuple(indices), mode, work, m.group in share_groups)
-        options.setdefault(m.group, {}).setdefault(m.ranks, []).append(of_kind)
-    of_groups = list[list[Bucket]]()
-    for _, by_ranks in sorted(options.items()):
-        best = [_best(draft, of_ranks, work, costs) for _, of_ranks in sorted(by_ranks.items())]
-        # groups of one label share chunks, and what is best in one chunk need not be best in several
-        quickest = min(product(*best), key=seconds)
-        of_groups += quickest
-    parts = list[Bucket]()
-    for bucket in cut(of_groups):
-        parts += _in_parts(bucket, draft.one_of(bucket).ranks)
-    return replace(draft, buckets=tuple(sorted(parts, key=order)))
+    planner = _Planner(draft, mode, work, rates, workspace, parameters)
+    return replace(draft, buckets=tuple(planner.buckets(share_groups)))
 
 
-def _chunks(
-    draft: Plan,
-    buckets: Sequence[Bucket],
-    work: Works,
-    workspace: Workspace,
-    parameters: Sequence[int],
-) -> dict[int, int]:
-    """Each matrix's chunk, label by label, in the order of execution; empty if all fit."""
-    of_labels = grouped(buckets, lambda bucket: draft.one_of(bucket).group)
-    chunk_of: dict[int, int] = {}
-    for of_label in of_labels.values():
-        largest = largest_iteration([draft.matrices[i] for bucket in of_label for i in bucket.matrices], work)
-        alone = replace(draft, buckets=tuple(of_label))
-        first = 1 + max(chunk_of.values(), default=-1)
-        for i, chunk in in_chunks(alone, parameters, workspace, largest).items():
-            chunk_of[i] = first + chunk
-    together = sum(chunk_bytes(replace(draft, buckets=tuple(buckets)), workspace))
-    fit = together <= workspace.for_chunks(largest_iteration(draft.matrices, work))
-    one_each = len(set(chunk_of.values())) == len(of_labels)
-    return {} if fit and one_each and not workspace.state else chunk_of
+class _Planner:
+    """Makes the buckets of the matrices of a draft, which has none yet."""
 
+    def __init__(
+        self,
+        draft: Plan,
+        mode: TpMode,
+        work: Works,
+        rates: Rates,
+        workspace: Workspace,
+        parameters: Sequence[int],
+    ) -> None:
+        self._draft = draft
+        self._mode = mode
+        self._work = work
+        self._workspace = workspace
+        self._parameters = parameters
+        self._costs = Costs(draft, work, rates)
 
-def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> list[Bucket]:
-    found = []
-    for bucket in buckets:
-        for chunk, indices in sorted(grouped(bucket.matrices, chunk_of.__getitem__).items()):
-            found.append(Bucket(tuple(indices), bucket.scheme, (), chunk))
-    return found
+    def buckets(self, share_groups: Set[str]) -> list[Bucket]:
+        """All buckets, in the order of execution."""
+        # label -> number of ranks -> the options of each kind of matrices; a matrix of one rank may have any label
+        options: dict[str, dict[int, list[list[Option]]]] = {}
+        # from here on the order does not depend on that of the parameters
+        kinds = grouped(range(len(self._draft.matrices)), self._kind)
+        for _, indices in sorted(kinds.items()):
+            matrix = self._draft.matrices[indices[0]]
+            by_ranks = options.setdefault(matrix.group, {})
+            of_kinds = by_ranks.setdefault(matrix.ranks, [])
+            of_kinds.append(self._options(tuple(indices), matrix.group in share_groups))
+        groups = list[list[Bucket]]()
+        for _, by_ranks in sorted(options.items()):
+            best = [self._quickest_first(of_kinds) for _, of_kinds in sorted(by_ranks.items())]
+            # groups of one label share chunks, and what is best in one chunk need not be best in several
+            groups += min(product(*best), key=self._seconds_in_chunks)
+        buckets = list[Bucket]()
+        for bucket in self._in_chunks(groups):
+            buckets += _in_parts(bucket, self._draft.one_of(bucket).ranks)
+        return sorted(buckets, key=self._order)
 
+    def _kind(self, index: int) -> tuple[Any, ...]:
+        """Equal for matrices that may be in one bucket; the largest come first."""
+        matrix = self._draft.matrices[index]
+        rectangles = matrix.rectangles
+        if self._mode in ("auto", "owner") and matrix.uneven:
+            rectangles = ()
+        return (
+            -whole_flops(matrix.shape, work_of(matrix, self._work)),
+            matrix.group,
+            matrix.shape,
+            rectangles,
+            matrix.itemsize,
+            matrix.iteration,
+            matrix.ranks,
+        )
 
-Option = tuple[Bucket, ...]  # a way to serve equal matrices, without compute ranks
+    def _order(self, bucket: Bucket) -> tuple[int, bool, float]:
+        """By chunk; what exchanges first, the most expensive first."""
+        exchanges = bucket.scheme not in ("local", "blockwise")
+        return bucket.chunk, not exchanges, -self._costs.of_bucket(bucket).seconds
 
+    def _options(self, indices: tuple[int, ...], share: bool) -> list[Option]:
+        """Ways to serve equal matrices, by preference."""
+        matrix = self._draft.matrices[indices[0]]
+        mode = self._mode
 
-def _options(
-    draft: Plan,
-    indices: tuple[int, ...],
-    mode: TpMode,
-    work: Works,
-    share: bool,
-) -> list[Option]:
-    """Ways to serve equal matrices, by preference."""
-    matrix = draft.matrices[indices[0]]
+        def by(*schemes: Scheme) -> list[Option]:
+            return [(Bucket(indices, scheme),) for scheme in schemes]
 
-    def by(*schemes: Scheme) -> list[Option]:
-        return [(Bucket(indices, scheme),) for scheme in schemes]
+        if matrix.ranks == 1 or 0 in matrix.shape:
+            return by("local")
+        if not matrix.sharded:
+            return by("share" if share else "local")
+        if matrix.copies > 1:
+            return by("owner")
+        if matrix.uneven and any(self._draft.matrices[i].rectangles != matrix.rectangles for i in indices):
+            return by("owner")
+        if mode in ("blockwise", "duplicated", "owner"):
+            return by(mode)
+        sums = self._that_sum(matrix)
+        if mode != "auto":
+            return by(*sums) or by("owner")
+        options = by("owner")
+        rest = len(indices) % matrix.ranks
+        if 0 < rest < len(indices):
+            full_rounds = Bucket(indices[:-rest], "owner")
+            for scheme in sums:
+                options.append((full_rounds, Bucket(indices[-rest:], scheme)))
+        options += by(*sums)
+        if matrix.shape[0] * matrix.shape[1] <= SMALL_ENTRIES:
+            options += by("duplicated")
+        return options
 
-    if matrix.ranks == 1 or 0 in matrix.shape:
-        return by("local")
-    if not matrix.sharded:
-        return by("share" if share else "local")
-    if matrix.copies > 1:
-        return by("owner")
-    if matrix.uneven and any(draft.matrices[i].rectangles != matrix.rectangles for i in indices):
-        return by("owner")
-    if mode in ("blockwise", "duplicated", "owner"):
-        return by(mode)
-    cut = cut_dimension(matrix.shape, matrix.rectangles)
-    sums: list[Scheme] = []
-    if cut is not None and matrix.shape[cut] == max(matrix.shape):
-        if mode != "distributed" and work_of(matrix, work).restarts is not None:
-            sums.append("gram_replicated")
+    def _that_sum(self, matrix: Matrix) -> list[Scheme]:
+        """The mode's schemes that sum Gram matrices of the short side, by preference."""
+        cut = cut_dimension(matrix.shape, matrix.rectangles)
+        if cut is None or matrix.shape[cut] != max(matrix.shape):
+            return []
+        schemes = list[Scheme]()
+        if self._mode != "distributed" and work_of(matrix, self._work).restarts is not None:
+            schemes.append("gram_replicated")
             if min(matrix.shape) > REPLICATED_ROWS:
-                sums.append("gram_split")
-        if mode != "gram":
-            sums.append("distributed")
-    if mode != "auto":
-        return by(*sums) or by("owner")
-    options = by("owner")
-    rest = len(indices) % matrix.ranks
-    if 0 < rest < len(indices):
-        first = Bucket(indices[:-rest], "owner")
-        for scheme in sums:
-            options.append((first, Bucket(indices[-rest:], scheme)))
-    options += by(*sums)
-    if matrix.shape[0] * matrix.shape[1] <= SMALL_ENTRIES:
-        options += by("duplicated")
-    return options
+                schemes.append("gram_split")
+        if self._mode != "gram":
+            schemes.append("distributed")
+        return schemes
 
+    def _quickest_first(self, options: Sequence[list[Option]]) -> list[list[Bucket]]:
+        """Buckets of a group of ranks, by predicted time: one option of each kind."""
+        preferred = [choices[0] for choices in options]
+        quickest = [min(choices, key=lambda choice: self._seconds([choice])) for choices in options]
+        better = [self._improved(preferred, options), self._improved(quickest, options)]
+        better.sort(key=self._seconds)
+        found = list[list[Option]]()
+        for picked in (*better, preferred, quickest):
+            if picked not in found:
+                found.append(picked)
+        return [self._served(picked) for picked in found]
 
-def _best(
-    draft: Plan,
-    options: Sequence[list[Option]],
-    work: Works,
-    costs: Costs,
-) -> list[list[Bucket]]:
-    """Options of a group with compute ranks, the quickest first."""
-
-    def serve(picked: Sequence[Option]) -> list[Bucket]:
-        return _with_compute_ranks(draft, list(chain(*picked)), work)
-
-    def seconds(picked: Sequence[Option]) -> float:
-        return costs.of_buckets(serve(picked)).seconds
-
-    def improved(picked: list[Option]) -> list[Option]:
-        least = seconds(picked)
+    def _improved(self, picked: list[Option], options: Sequence[list[Option]]) -> list[Option]:
+        """Change one option after another until no change is faster."""
+        least = self._seconds(picked)
         before = float("inf")
         while least < before:
             before = least
@@ -226,46 +215,83 @@ def _best(
                 for choice in choices:
                     if choice is picked[i]:
                         continue
-                    trial = list(picked)
-                    trial[i] = choice
-                    needed = seconds(trial)
+                    changed = list(picked)
+                    changed[i] = choice
+                    needed = self._seconds(changed)
                     if needed < least:
-                        picked = trial
+                        picked = changed
                         least = needed
         return picked
 
-    preferred = [choices[0] for choices in options]
-    quickest = [min(choices, key=lambda choice: seconds([choice])) for choices in options]
-    better = sorted([improved(preferred), improved(quickest)], key=seconds)
-    found = list[list[Option]]()
-    for picked in (*better, preferred, quickest):
-        if picked not in found:
-            found.append(picked)
-    return [serve(picked) for picked in found]
+    def _seconds(self, picked: Sequence[Option]) -> float:
+        return self._costs.of_buckets(self._served(picked)).seconds
 
+    def _served(self, picked: Sequence[Option]) -> list[Bucket]:
+        return self._with_compute_ranks(list(chain(*picked)))
 
-def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Bucket]:
-    """A group's buckets with compute ranks, the largest matrices first."""
-    ranks = plan.matrices[buckets[0].matrices[0]].ranks
-    load = [0.0] * ranks
-    done = list(buckets)
+    def _seconds_in_chunks(self, groups: Iterable[list[Bucket]]) -> float:
+        return self._costs.of_buckets(self._in_chunks(groups)).seconds
 
-    def flops(bucket: Bucket) -> float:
-        count = cube_flops if bucket.scheme == "gram_split" else whole_flops
-        matrix = plan.one_of(bucket)
-        return count(matrix.shape, work_of(matrix, work))
+    def _in_chunks(self, groups: Iterable[list[Bucket]]) -> list[Bucket]:
+        """The buckets of groups of ranks, cut where they do not fit together."""
+        buckets = list(chain(*groups))
+        chunk_of = self._chunk_of(sorted(buckets, key=self._order))
+        if not chunk_of:
+            return buckets
+        found = list[Bucket]()
+        for of_group in groups:
+            cut = list[Bucket]()
+            for bucket in of_group:
+                for chunk, indices in sorted(grouped(bucket.matrices, chunk_of.__getitem__).items()):
+                    cut.append(Bucket(tuple(indices), bucket.scheme, (), chunk))
+            found += self._with_compute_ranks(cut)
+        return found
 
-    for i in sorted(range(len(buckets)), key=lambda i: -flops(buckets[i])):
-        bucket = buckets[i]
-        if bucket.scheme not in ("owner", "gram_split", "share"):
-            continue
-        rounds, rest = divmod(len(bucket.matrices), ranks)
-        by_load = sorted(range(ranks), key=load.__getitem__)  # of equals the first
-        last = sorted(by_load[:rest])
-        for rank in last:
-            load[rank] += flops(bucket)
-        done[i] = replace(bucket, compute_ranks=_where_held(plan, bucket, (*range(ranks),) * rounds + (*last,)))
-    return done
+    def _chunk_of(self, buckets: Sequence[Bucket]) -> dict[int, int]:
+        """Each matrix's chunk, label by label, in the order of execution; empty if all fit."""
+        draft = self._draft
+        by_label = grouped(buckets, lambda bucket: draft.one_of(bucket).group)
+        chunk_of: dict[int, int] = {}
+        chunks = 0
+        for of_label in by_label.values():
+            largest = largest_iteration([draft.matrices[i] for bucket in of_label for i in bucket.matrices], self._work)
+            alone = replace(draft, buckets=tuple(of_label))
+            of_matrices = in_chunks(alone, self._parameters, self._workspace, largest)
+            for i, chunk in of_matrices.items():
+                chunk_of[i] = chunks + chunk
+            chunks += 1 + max(of_matrices.values())
+        together = sum(chunk_bytes(replace(draft, buckets=tuple(buckets)), self._workspace))
+        room = self._workspace.for_chunks(largest_iteration(draft.matrices, self._work))
+        if together <= room and chunks == len(by_label) and not self._workspace.state:
+            return {}
+        return chunk_of
+
+    def _with_compute_ranks(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """A group's buckets with compute ranks, the largest matrices first."""
+        ranks = self._draft.one_of(buckets[0]).ranks
+        load = [0.0] * ranks
+        done = list(buckets)
+        flops = [self._flops(bucket) for bucket in buckets]
+        for i in sorted(range(len(buckets)), key=lambda i: -flops[i]):
+            bucket = buckets[i]
+            if bucket.scheme not in ("owner", "gram_split", "share"):
+                continue
+            rounds, rest = divmod(len(bucket.matrices), ranks)
+            by_load = sorted(range(ranks), key=load.__getitem__)  # of equals the first
+            last_round = sorted(by_load[:rest])
+            for rank in last_round:
+                load[rank] += flops[i]
+            in_rounds = (*range(ranks),) * rounds + tuple(last_round)
+            done[i] = replace(bucket, compute_ranks=_where_held(self._draft, bucket, in_rounds))
+        return done
+
+    def _flops(self, bucket: Bucket) -> float:
+        """Operations of a matrix on its compute rank."""
+        matrix = self._draft.one_of(bucket)
+        work = work_of(matrix, self._work)
+        if bucket.scheme == "gram_split":
+            return cube_flops(matrix.shape, work)
+        return whole_flops(matrix.shape, work)
 
 
 def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -279,11 +305,13 @@ def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> t
     room = Counter(compute_ranks)
     holders = []
     for kind, held in enumerate(kinds):
-        holders += [(-entries, rank, kind) for rank, entries in held]
+        for rank, entries in held:
+            holders.append((-entries, rank, kind))
     rank_of = dict[int, int]()
     for _, rank, kind in sorted(holders):
         while room[rank] and waiting[kind]:
-            rank_of[waiting[kind].popleft()] = rank
+            matrix = waiting[kind].popleft()
+            rank_of[matrix] = rank
             room[rank] -= 1
     rank_of |= zip(chain(*waiting), sorted(room.elements()), strict=True)
     return tuple(rank_of[i] for i in bucket.matrices)
@@ -319,48 +347,6 @@ def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
         part = slice(start, start + size)
         parts.append(replace(bucket, matrices=bucket.matrices[part], compute_ranks=bucket.compute_ranks[part]))
     return parts
-
-
-@lru_cache
-def digest(value: tuple[Any, ...]) -> str:
-    """SHA-256 of a fact of many numbers, which many matrices share."""
-    return sha256(repr(value).encode()).hexdigest()
-
-
-def fingerprint(plan: Plan, label: str | None = None) -> str:
-    """SHA-256 of a plan, or of what a group shares."""
-    facts = [(what, digest(x) if isinstance(x, tuple) else x) for what, x in _facts(plan, label)]
-    return sha256(repr(facts).encode()).hexdigest()
-
-
-def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str | None:
-    """The first fact in which two plans differ."""
-    ours = dict(_facts(mine, label))
-    theirs = dict(_facts(other, label))
-    for what in ours if len(ours) >= len(theirs) else theirs:
-        x = ours.get(what)
-        y = theirs.get(what)
-        if x != y:
-            return f"{what} {x!r} in the one and {y!r} in the other"
-    return None
-
-
-def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
-    matrices = [matrix for matrix in plan.matrices if label in (None, matrix.group)]
-    buckets = [bucket for bucket in plan.buckets if label in (None, plan.one_of(bucket).group)]
-    for number, matrix in enumerate(matrices):
-        yield f"matrix {number} is", matrix.name
-    for matrix in matrices:
-        for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
-            yield f"{matrix.name!r} has the {what}", getattr(matrix, what)
-    named = [tuple(plan.matrices[i].name for i in bucket.matrices) for bucket in buckets]
-    for bucket, names in zip(buckets, named, strict=True):
-        for name, compute_rank in zip_longest(names, bucket.compute_ranks):
-            yield f"{name!r} has the scheme", bucket.scheme
-            yield f"{name!r} has the compute rank", compute_rank
-    for number, names in enumerate(named):
-        yield f"bucket {number} begins with", names[0]
-        yield f"bucket {number} has the matrices", names
 
 
 def sharing_pays(plan: Plan, works: Works, rates: Rates) -> bool:

@@ -5,15 +5,15 @@ A program is an optimizer's algorithm for some parameters, which waits for the o
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.parallel.chunks import Chunk
+from megatron_eopt.parallel.chunks import Chunk, ParamSlice
 from megatron_eopt.parallel.collectives import CollectiveError
+from megatron_eopt.parallel.exchange import Factors, Shapes, shards_of
 from megatron_eopt.parallel.schemes import SCHEMES
-from megatron_eopt.parallel.schemes.whole import Factors, Shapes, shards_of
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 
@@ -82,6 +82,14 @@ def run_chunks(
                 started.finish()
 
 
+class _Running(NamedTuple):
+    """A program that waits for its factors."""
+
+    program: Program
+    part: ParamSlice
+    takes_views: bool
+
+
 class StartedChunk:
     """A chunk at work: programs, waiting stacks, and finished factors.
 
@@ -93,7 +101,7 @@ class StartedChunk:
         self.chunk = chunk
         self.left = len(chunk.jobs)
         self._factors: dict[int, Factors] = {}  # by the number of the bucket
-        self._programs: list[tuple[Program, bool]] = []  # and whether it takes views
+        self._programs: list[_Running] = []
         self._stacks: list[Tensor] = []
         shards_in: list[list[Tensor]] = []  # of each stack
         for part in chunk.slices:
@@ -104,17 +112,17 @@ class StartedChunk:
                     f"muon in megatron_eopt/optimizers/muon.py"
                 )
             shards = next(running)
-            self._programs.append((running, callable(shards)))
+            self._programs.append(_Running(running, part, callable(shards)))
             if not self._stacks:
                 for job in chunk.jobs:
                     stack, matrices = _room(device, job.shapes, job.dtype)
                     self._stacks.append(stack)
                     shards_in.append(matrices)
-            places = [shards_in[bucket][row] for bucket, row in part.rows]
+            stacked = [shards_in[bucket][row] for bucket, row in part.rows]
             if callable(shards):
-                shards(places)
+                shards(stacked)
             else:
-                torch._foreach_copy_(places, shards)
+                torch._foreach_copy_(stacked, shards)
                 shards.clear()
 
     def bucket(self, number: int, watched: Watched | None) -> Generator[None, None, None]:
@@ -131,16 +139,16 @@ class StartedChunk:
 
     def finish(self) -> None:
         """Resume each program with factors in its updates' dtypes."""
-        last = self.chunk.slices[-1]
         rows = {number: list(factors) for number, factors in self._factors.items()}  # of a stack by one operation
         self._factors.clear()
-        for part, (running, views) in zip(self.chunk.slices, self._programs, strict=True):
-            factors = [rows[bucket][row] for bucket, row in part.rows]
-            if not views:
-                factors = _copies(factors, part.dtypes)
-            if part is last:
+        last = self._programs[-1]
+        for running in self._programs:
+            factors = [rows[bucket][row] for bucket, row in running.part.rows]
+            if not running.takes_views:
+                factors = _copies(factors, running.part.dtypes)
+            if running is last:
                 rows.clear()
-            resume(running, factors)
+            resume(running.program, factors)
 
 
 def resume(program: Program, factors: list[Tensor]) -> None:

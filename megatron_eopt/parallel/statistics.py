@@ -37,11 +37,16 @@ without entries; ``squared_norm`` and ``inner_product`` as numbers in fp64."""
 
 def norms_of(statistics: Sequence[Statistics]) -> Tensor:
     """The squared norms of several matrices, (n,)."""
-    return torch.stack([of_matrix["squared_norm"] for of_matrix in statistics]) if statistics else torch.empty(0)
+    if not statistics:
+        return torch.empty(0)
+    return torch.stack([of_matrix["squared_norm"] for of_matrix in statistics])
 
 
 def sum_over(tensors: Sequence[Tensor], labels: Sequence[str], groups: Mapping[str, ProcessGroup]) -> list[Tensor]:
-    """Sums of tensors over groups, by one all-reduce for each group and dtype; without a label they stay."""
+    """Sums of tensors over groups; without a label they stay.
+
+    There is one all-reduce for each group and dtype.
+    """
     labelled = [i for i, label in enumerate(labels) if label]
     alike = grouped(labelled, lambda i: (labels[i], str(tensors[i].dtype)))
     pending = []
@@ -56,49 +61,59 @@ def sum_over(tensors: Sequence[Tensor], labels: Sequence[str], groups: Mapping[s
     return summed
 
 
+@dataclass(frozen=True)
 class _Sums:
-    """This rank's sums of equal matrices, (matrices, sums), of which a statistic is made.
+    """Sums of equal matrices, (matrices, sums), of which a statistic is made."""
 
-    Along ``dim`` they are of rows (0) or columns; without they are one of each matrix.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        indices: list[int],
-        x: Tensor,
-        matrix: Matrix,
-        rank: int,
-        dim: int | None = None,
-    ) -> None:
-        self.name = name
-        self.indices = indices
-        self.x = x
-        self.label = ""  # of the group over which they are summed
-        self._entries: int | None = None  # that make a mean
-        start = 0
-        length = 1
-        crosses = matrix.sharded
-        if dim is not None:
-            rectangle = matrix.rectangles[rank]
-            start = rectangle.left if dim else rectangle.top
-            length = matrix.shape[dim]
-            across = self._entries = matrix.shape[1 - dim]
-            crosses = any(shape[dim] and shape[1 - dim] != across for shape in matrix.shapes)
-        count = x.shape[1]
-        self._own = slice(0, count)  # of this rank, in what is summed
-        if crosses:
-            if matrix.copy_of(rank).start > 0:  # another rank has the same
-                x = torch.zeros_like(x)
-            self.x = pad(x, (start, length - start - count))
-            self.label = matrix.group
-            self._own = slice(start, start + count)
+    name: str
+    indices: list[int]  # of the matrices
+    x: Tensor
+    label: str = ""  # of the group over which they are summed
+    here: slice = slice(None)  # those of this rank's rows or columns
+    entries: int | None = None  # of a row or column, over which they are means; None: numbers of matrices
 
     def statistics(self, x: Tensor) -> Tensor:
         """Of each matrix, from the sums over ranks."""
-        if self._entries is None:
+        if self.entries is None:
             return x[:, 0]
-        return (x[:, self._own] / max(self._entries, 1)).float()
+        return (x[:, self.here] / max(self.entries, 1)).float()
+
+
+def _of_matrices(
+    name: str,
+    indices: list[int],
+    x: Tensor,
+    matrix: Matrix,
+    rank: int,
+) -> _Sums:
+    """This rank's sums over whole shards, (matrices, 1)."""
+    if not matrix.sharded:
+        return _Sums(name, indices, x)
+    return _Sums(name, indices, _of_first_copy(x, matrix, rank), matrix.group)
+
+
+def _of_sides(
+    name: str,
+    indices: list[int],
+    x: Tensor,
+    matrix: Matrix,
+    rank: int,
+    dim: int,
+) -> _Sums:
+    """This rank's sums over its parts of rows (``dim`` 0) or columns."""
+    entries = matrix.shape[1 - dim]
+    if not any(shape[dim] and shape[1 - dim] != entries for shape in matrix.shapes):
+        return _Sums(name, indices, x, entries=entries)
+    shard = matrix.rectangles[rank]
+    start = shard.left if dim else shard.top
+    end = start + x.shape[1]
+    on_all = pad(_of_first_copy(x, matrix, rank), (start, matrix.shape[dim] - end))
+    return _Sums(name, indices, on_all, matrix.group, slice(start, end), entries)
+
+
+def _of_first_copy(x: Tensor, matrix: Matrix, rank: int) -> Tensor:
+    """Zeros where another rank has the same."""
+    return torch.zeros_like(x) if matrix.copy_of(rank).start > 0 else x
 
 
 def statistics_of(wanted: Sequence[StatisticsRequest], groups: Mapping[str, ProcessGroup]) -> list[Statistics]:
@@ -134,19 +149,23 @@ def _sums_of(
     some = [i for i in indices if wanted[i].row_squares]
     if some:
         x = _row_sums(_squares, [wanted[i].x for i in some])
-        yield _Sums("row_squares", some, x, matrix, rank, 0)
+        yield _of_sides("row_squares", some, x, matrix, rank, 0)
     some = [i for i in indices if wanted[i].column_squares]
     if some:
         x = _row_sums(_squares, [wanted[i].x.mT for i in some])
-        yield _Sums("column_squares", some, x, matrix, rank, 1)
+        yield _of_sides("column_squares", some, x, matrix, rank, 1)
     some = [i for i in indices if wanted[i].squared_norm]
     if some:
         x = squared_norms([wanted[i].x for i in some])
-        yield _Sums("squared_norm", some, x[:, None], matrix, rank)
-    others = {i: other for i in indices if (other := wanted[i].inner) is not None}
+        yield _of_matrices("squared_norm", some, x[:, None], matrix, rank)
+    others = dict[int, Tensor]()
+    for i in indices:
+        other = wanted[i].inner
+        if other is not None:
+            others[i] = other
     if others:
         x = _row_sums(_products, [wanted[i].x for i in others], list(others.values()))
-        yield _Sums("inner_product", list(others), x.sum(1, keepdim=True), matrix, rank)
+        yield _of_matrices("inner_product", list(others), x.sum(1, keepdim=True), matrix, rank)
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, cut_dimension
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme
+from megatron_eopt.parallel.rectangles import cut_dimension
 
 IN_FLIGHT = 3  # buckets at work: one whose shards arrive, one that is computed, one whose results leave
 OFFLOADED_CHUNKS = 8  # at least, with state in host memory: the first, which is waited for, is small

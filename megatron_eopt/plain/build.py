@@ -139,7 +139,9 @@ def _config_of_name(name: str) -> OptimizerConfig:
 
 
 def _warn_of_fields(config: OptimizerConfig) -> None:
-    used = _OWN_FIELDS.get(config.name, set()) | signature(OWN[config.name]).parameters.keys() | {"name", "options"}
+    """Name fields that were set and have no effect."""
+    used = {"name", "options", *signature(OWN[config.name]).parameters}
+    used |= _OWN_FIELDS.get(config.name, set())
     if config.name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
     without = []
@@ -151,6 +153,7 @@ def _warn_of_fields(config: OptimizerConfig) -> None:
 
 
 def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse what is no optimizer, or leaves out parameters."""
     if not hasattr(optimizer, "param_groups"):
         found = type(optimizer).__name__
         raise TypeError(f"the builder of {name!r} returned {found}, expected a torch.optim.Optimizer: return one")
@@ -158,7 +161,9 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
     for value in vars(optimizer).values():
         inside = value if isinstance(value, list | tuple) else [value]
         optimizers += [each for each in inside if isinstance(each, Optimizer)]
-    taken = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    taken = set[Tensor]()
+    for each in optimizers:
+        taken.update(_parameters(each.param_groups))
     left_out = [called for called, parameter in trained if parameter not in taken]
     if left_out:
         raise ValueError(
@@ -203,6 +208,39 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     """One optimizer, or one of matrices beside an AdamW."""
     if row.vectors:
         return row.cls(groups, **_settings(config, row.cls))
+    matrices, rest = _divided(row, groups, config)
+    if not isinstance(config.fused, bool):
+        raise ValueError(
+            f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
+        )
+    adam: dict[str, Any] = {
+        "betas": config.betas or ADAM_BETAS,
+        "eps": config.eps,
+        "fused": _fused(_parameters(rest), config),
+        "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
+    }
+    if row.cls is TensorParallelMuon:
+        of_adam = {f"adam_{key}": value for key, value in adam.items()}
+        settings = _settings(config, Muon, momentum=config.muon_momentum, ns_steps=config.muon_ns_steps, **of_adam)
+        return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
+    settings = _settings(config, row.cls)
+    if not matrices:
+        return AdamW(rest, **adam)
+    if row.takes("tp_mode") and row.cls is not Spectron:
+        settings.setdefault("tp_mode", DEFAULT_TP_MODE)
+    if not row.cls.decays_weights:
+        settings["weight_decay"] = 0.0
+        matrices = [{**group, "weight_decay": 0.0} for group in matrices]
+        _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
+    return Muon.around(row.cls(matrices, **settings), rest, adam)
+
+
+def _divided(
+    row: OptimizerSpec,
+    groups: list[Group],
+    config: OptimizerConfig,
+) -> tuple[list[Group], list[Group]]:
+    """Groups of matrices, and of what AdamW has; says who got what, and why."""
     why_adamw: Rule = kinds.for_matrices
     factors: list[Group] = []
     if row.cls is TensorParallelMuon:
@@ -221,36 +259,10 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     beside = _counted(_parameters(rest))
     reasons = Counter(why_adamw(parameter) for parameter in _parameters(rest))
     if reasons:
-        beside += f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})"
+        counts = [f"{count} {reason}" for reason, count in reasons.items()]
+        beside += f" ({', '.join(counts)})"
     _log(f"{config.name}: {_counted(_parameters(matrices), 'matrices')}; AdamW beside it: {beside}")
-    if not isinstance(config.fused, bool):
-        raise ValueError(
-            f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
-        )
-    adam: dict[str, Any] = {
-        "betas": config.betas or ADAM_BETAS,
-        "eps": config.eps,
-        "fused": _fused(_parameters(rest), config),
-        "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
-    }
-    if row.cls is TensorParallelMuon:
-        own = {f"adam_{key}": value for key, value in adam.items()}
-        own["momentum"] = config.muon_momentum
-        own["ns_steps"] = config.muon_ns_steps
-        settings = _settings(config, Muon, **own)
-    else:
-        settings = _settings(config, row.cls)
-    if not matrices:
-        return AdamW(rest, **adam)
-    if row.cls is TensorParallelMuon:
-        return Muon(matrices, rest, **settings)
-    if row.takes("tp_mode") and row.cls is not Spectron:
-        settings.setdefault("tp_mode", DEFAULT_TP_MODE)
-    if not row.cls.decays_weights:
-        settings["weight_decay"] = 0.0
-        matrices = [{**group, "weight_decay": 0.0} for group in matrices]
-        _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
-    return Muon.around(row.cls(matrices, **settings), rest, adam)
+    return matrices, rest
 
 
 def _parameters(groups: Sequence[Group]) -> list[Tensor]:
@@ -262,9 +274,10 @@ def _counted(parameters: Sequence[Tensor], what: str = "parameters") -> str:
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
+    """Arguments of a class: its own fields, those it shares with others, and options."""
     known: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    further = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
-    for name, value in further.items():
+    shared = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
+    for name, value in shared.items():
         if value is not None and name in signature(cls).parameters:
             known[name] = value
     known |= own

@@ -2,14 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import isfinite
-from numbers import Real
 from typing import Any, Literal, get_args
 
-from megatron_eopt.orthogonalize.choices import check_choice, check_count, did_you_mean, listing
+from megatron_eopt.orthogonalize.choices import check_choice, did_you_mean, listing
 from megatron_eopt.registry import get_optimizer_builder
+from megatron_eopt.settings.values import ABOVE_0, AT_LEAST_0, BELOW_1, Check, count, flag, two_below_1
 
 Package = Literal["transformer_engine", "apex"]
+
+_CHECKS: dict[str, Check] = {  # by field
+    "lr": AT_LEAST_0,
+    "weight_decay": AT_LEAST_0,
+    "betas": two_below_1,
+    "eps": ABOVE_0,
+    "muon_momentum": BELOW_1,
+    "muon_ns_steps": count(1),
+    "muon_adam_lr": AT_LEAST_0,
+    "muon_embeddings": flag,
+    "schedule_free_warmup_steps": count(0),
+}
+_MAY_BE_NONE = ("betas", "muon_adam_lr")
 
 
 @dataclass(kw_only=True)
@@ -37,7 +49,7 @@ class OptimizerConfig:
 
     Raises:
         ValueError: for an unknown name, with the nearest ones, or a setting out of its range.
-        TypeError: for an unknown field.
+        TypeError: for an unknown field, or a setting of another type.
     """
 
     name: str = "adamw"
@@ -56,39 +68,17 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         get_optimizer_builder(self.name)
-        rates = {"lr": self.lr, "weight_decay": self.weight_decay}
-        if self.muon_adam_lr is not None:
-            rates["muon_adam_lr"] = self.muon_adam_lr
-        for name, value in rates.items():
-            if not _is_number(value) or value < 0:
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-        if self.betas is not None:
-            two = isinstance(self.betas, Sequence) and len(self.betas) == 2
-            if not two or not all(map(_is_share, self.betas)):
-                raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
-        if not _is_number(self.eps) or self.eps <= 0:
-            raise ValueError(f"eps must be a finite number above 0, got {self.eps!r}")
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                check(name, value)
         if not isinstance(self.fused, bool):
             check_choice("fused, unless it is True or False,", self.fused, get_args(Package))
-        if not _is_share(self.muon_momentum):
-            raise ValueError(f"muon_momentum must lie in [0, 1), got {self.muon_momentum!r}")
-        check_count("muon_ns_steps", self.muon_ns_steps)
-        check_count("schedule_free_warmup_steps", self.schedule_free_warmup_steps, 0)
-        if not isinstance(self.muon_embeddings, bool):
-            raise ValueError(f"muon_embeddings must be True or False, got {self.muon_embeddings!r}")
         if not isinstance(self.options, Mapping):
             raise ValueError(f"options must be a mapping of arguments to values, got {self.options!r}")
         for pair in self.spectron_factor_pairs:
             if isinstance(pair, str) or len(pair) != 2:
                 raise ValueError(f"spectron_factor_pairs are pairs of names, got {pair!r} among them")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-
-
-def _is_share(value: float) -> bool:
-    return _is_number(value) and 0 <= value < 1
 
 
 FIELDS = [each.name for each in fields(OptimizerConfig)]
@@ -102,9 +92,13 @@ def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
     elif isinstance(config, Mapping):
         given.update((str(field), value) for field, value in config.items())
     elif not isinstance(config, type):
-        own = getattr(config, "__dict__", None) or [x for x in dir(config) if not callable(getattr(config, x))]
-        known = [field for field in FIELDS if hasattr(config, field)]  # also on its class
-        given.update((field, getattr(config, field)) for field in (*own, *known) if not field.startswith("_"))
+        names = list(getattr(config, "__dict__", ()))
+        if not names:  # it has slots, or fields on its class alone
+            names = [name for name in dir(config) if not callable(getattr(config, name))]
+        names += [field for field in FIELDS if hasattr(config, field)]  # also on its class
+        for field in names:
+            if not field.startswith("_"):
+                given[field] = getattr(config, field)
     if name and given:
         given.setdefault("name", name)
     if "name" not in given:
@@ -122,12 +116,12 @@ def config_of(config: Any, name: str) -> OptimizerConfig:
     A ``TypeError`` is for an unknown field, unless the config is for another optimizer.
     """
     given = given_fields(config, name)
-    wrong = [field for field in given if field not in FIELDS]
+    wrong = [f"{field!r}{did_you_mean(field, FIELDS)}" for field in given if field not in FIELDS]
     if wrong and given["name"] == name:
         raise TypeError(
-            f"unknown fields in {type(config).__name__}: "
-            f"{'; '.join(f'{field!r}{did_you_mean(field, FIELDS)}' for field in wrong)}. A config has "
-            f"{listing(FIELDS, 'and')}; further arguments of the optimizer's class go into options"
+            f"unknown fields in {type(config).__name__}: {'; '.join(wrong)}. A config has {listing(FIELDS, 'and')}; "
+            f"further arguments of the optimizer's class go into options"
         )
     taken = {field: given[field] for field in FIELDS if field in given}
-    return OptimizerConfig(**{**taken, "name": name})
+    taken["name"] = name
+    return OptimizerConfig(**taken)

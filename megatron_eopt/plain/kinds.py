@@ -1,7 +1,7 @@
 """What parameters are: matrices, factors, embeddings, output layers, the rest."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,9 +73,12 @@ def for_muon_of_all(parameter: Tensor) -> str | None:
     """KempnerForge's rule of Muon: by shape alone, also embeddings."""
     if parameter.ndim < 2:
         return "of fewer than two dimensions"
+    if declared_split(parameter) not in (None, transposed()):
+        return None
     short, long = sorted((parameter.shape[0], parameter.shape[1:].numel()))
-    too_long = declared_split(parameter) in (None, transposed()) and (short == 0 or long > MAX_ASPECT_RATIO * short)
-    return f"of aspect ratio above {MAX_ASPECT_RATIO}" if too_long else None
+    if short == 0 or long > MAX_ASPECT_RATIO * short:
+        return f"of aspect ratio above {MAX_ASPECT_RATIO}"
+    return None
 
 
 def _other_than_hidden(parameter: Tensor) -> str | None:
@@ -83,7 +86,9 @@ def _other_than_hidden(parameter: Tensor) -> str | None:
         return "of fewer than two dimensions"
     if getattr(parameter, MARK, False):
         return "embeddings or output layers"
-    return None if decays(getattr(parameter, NAME, ""), parameter) else "biases"
+    if not decays(getattr(parameter, NAME, ""), parameter):
+        return "biases"
+    return None
 
 
 def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list[Group]]:
@@ -121,24 +126,12 @@ def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]
     named = {getattr(p, NAME, ""): p for group in groups for p in group["params"]}
     other_of: dict[str, str] = {}
     for first, second in patterns:
-        expression = re.compile("(.*)".join(map(re.escape, first.split("*"))))
-        matched = [match for match in map(expression.fullmatch, named) if match]
-        if not matched:
-            raise ValueError(f"no parameter is called {first!r}, of which factors are to be paired: {', '.join(named)}")
-        for match in matched:
-            other = second
-            for text in match.groups():
-                other = other.replace("*", text, 1)
-            if other not in named or other == match[0]:
-                raise ValueError(
-                    f"the other factor of {match[0]!r} is to be {other!r} by the pattern {second!r}, which is no other "
-                    f"trainable parameter of the model"
-                )
-            twice = {match[0], other} & {*other_of, *other_of.values()}
+        for name, other in _matched(first, second, named):
+            twice = {name, other} & {*other_of, *other_of.values()}
             if twice:
                 names = ", ".join(sorted(twice))
                 raise ValueError(f"{names} would be in two pairs of factors: write narrower patterns")
-            other_of[match[0]] = other
+            other_of[name] = other
     paired = {*other_of, *other_of.values()}
     found = []
     others = []
@@ -151,3 +144,25 @@ def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]
             found.append(factor_pairs(pairs, **settings))
         others.append({**settings, "params": rest})
     return found, others
+
+
+def _matched(first: str, second: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """The names that a pattern fits, each with that of the other factor."""
+    expression = re.compile("(.*)".join(map(re.escape, first.split("*"))))
+    pairs = []
+    for name in names:
+        match = expression.fullmatch(name)
+        if match is None:
+            continue
+        other = second
+        for text in match.groups():
+            other = other.replace("*", text, 1)
+        if other not in names or other == name:
+            raise ValueError(
+                f"the other factor of {name!r} is to be {other!r} by the pattern {second!r}, which is no other "
+                f"trainable parameter of the model"
+            )
+        pairs.append((name, other))
+    if not pairs:
+        raise ValueError(f"no parameter is called {first!r}, of which factors are to be paired: {', '.join(names)}")
+    return pairs

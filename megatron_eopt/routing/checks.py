@@ -71,7 +71,10 @@ def _differing(rows: Sequence[ManifestRow]) -> str:
     for name in dict.fromkeys(chain(*values)):
         if any(value.get(name) != values[0].get(name) for value in values):
             names.append(name)
-    return " and ".join(", ".join(f"{name} {value.get(name)}" for name in names) for value in values)
+    described = []
+    for value in values:
+        described.append(", ".join(f"{name} {value.get(name)}" for name in names))
+    return " and ".join(described)
 
 
 def _drifting_ties(families: Sequence[ParamPattern]) -> Iterator[str]:

@@ -102,20 +102,18 @@ def _shown(selector: object) -> str:
         return repr(selector)
 
 
+_SCALARS = {  # of the core schema of YAML 1.2: type -> how it is written
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
+}
+_RESOLVERS = [(f"tag:yaml.org,2002:{kind}", re.compile(f"^({written})$")) for kind, written in _SCALARS.items()]
+
+
 class _Loader(yaml.SafeLoader):
-    # The core schema of YAML 1.2; None: whatever a scalar begins with
-    yaml_implicit_resolvers: ClassVar = {
-        None: [
-            (f"tag:yaml.org,2002:{kind}", re.compile(f"^({like})$"))
-            for kind, like in {
-                "null": r"~|null|Null|NULL|",
-                "bool": r"true|True|TRUE|false|False|FALSE",
-                "int": r"[-+]?(0|[1-9][0-9]*)",
-                "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-                "merge": r"<<",
-            }.items()
-        ]
-    }
+    yaml_implicit_resolvers: ClassVar = {None: _RESOLVERS}  # None: whatever a scalar begins with
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key that is there twice, of which PyYAML takes the last."""

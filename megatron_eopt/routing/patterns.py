@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +246,23 @@ def expanded(members: Members) -> list[Index]:
     """All indices, in ascending order."""
     found: list[Index] = []
     for box in members:
-        found += product(*([number for run in runs for number in range(*run)] for runs in box))
+        numbers = []
+        for runs in box:
+            numbers.append(list(chain(*(range(first, end) for first, end in runs))))
+        found += product(*numbers)
     return sorted(found)
 
 
 def _ranges(runs: Runs) -> str:
-    shown = ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in runs)
-    return shown if shown.isdecimal() else f"{{{shown}}}"
+    ranges = []
+    for first, end in runs:
+        ranges.append(str(first) if end == first + 1 else f"{first}-{end - 1}")
+    text = ",".join(ranges)
+    return text if text.isdecimal() else f"{{{text}}}"
 
 
 def _by_numbers(name: str) -> tuple[str | int, ...]:
-    return tuple(int(text) if index % 2 else text for index, text in enumerate(re.split(r"([0-9]+)", name)))
+    parts: list[str | int] = []
+    for index, text in enumerate(re.split(r"([0-9]+)", name)):
+        parts.append(int(text) if index % 2 else text)  # each second part is a number
+    return tuple(parts)

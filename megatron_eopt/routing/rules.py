@@ -138,12 +138,13 @@ def _winners(claims: _Claims) -> tuple[dict[str, _Claim], list[str]]:
     won = {}
     ties = []
     for key in sorted(claims):
-        top = max(claim.order for claim in claims[key])
-        first = sorted((claim for claim in claims[key] if claim.order == top), key=lambda claim: claim.source)
-        sources = dict.fromkeys(claim.source for claim in first)
-        won[key] = first[0]._replace(source=" and ".join(sources))
-        if any(claim.value != first[0].value for claim in first):
-            values = " and ".join(dict.fromkeys(f"{claim.value!r} by {claim.source}" for claim in first))
+        highest = max(claim.order for claim in claims[key])
+        equal = [claim for claim in claims[key] if claim.order == highest]
+        equal.sort(key=lambda claim: claim.source)
+        sources = dict.fromkeys(claim.source for claim in equal)
+        won[key] = equal[0]._replace(source=" and ".join(sources))
+        if any(claim.value != equal[0].value for claim in equal):
+            values = " and ".join(dict.fromkeys(f"{claim.value!r} by {claim.source}" for claim in equal))
             ties.append(f"{key}: set to {values}, which are equally specific: remove one, or narrow its selector")
     return won, ties
 

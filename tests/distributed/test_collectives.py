@@ -29,7 +29,7 @@ def every_collective(rank, ranks):
     # rank r sends r + 1 entries to each rank but the first, which gets none
     parts = [torch.tensor([10.0 * rank + to, *[-1.0] * rank] if to else []) for to in range(ranks)]
     sizes = [other + 1 if rank else 0 for other in range(ranks)]
-    received = collectives.exchange(torch.cat(parts), list(map(len, parts)), sizes, group).wait()
+    received = collectives.all_to_all(torch.cat(parts), list(map(len, parts)), sizes, group).wait()
     for other, part in enumerate(received.split(sizes)):
         assert part.tolist() == ([10.0 * other + rank, *[-1.0] * other] if rank else [])
     assert counted() == {"all_to_all": (1, 4 * (rank + 1) * (ranks - 1 - (rank > 0)))}
@@ -84,7 +84,7 @@ def every_collective(rank, ranks):
 
     # nothing to send is a collective too
     assert collectives.all_gather(numbers[:0], group).wait().shape == (ranks, 0)
-    assert collectives.exchange(numbers[:0], [0] * ranks, [0] * ranks, group).wait().numel() == 0
+    assert collectives.all_to_all(numbers[:0], [0] * ranks, [0] * ranks, group).wait().numel() == 0
     return True
 
 
@@ -97,14 +97,14 @@ def alone(rank, ranks):
     """What rank 0 is told of each collective in which rank 1 takes no part."""
     x, told = torch.ones(2, 3), {}
     calls = {
-        "all_to_all of 12 bytes": lambda group: collectives.exchange(torch.ones(6), [3, 3], [3, 3], group).wait(),
+        "all_to_all of 12 bytes": lambda group: collectives.all_to_all(torch.ones(6), [3, 3], [3, 3], group).wait(),
         "all_gather of 24 bytes": lambda group: collectives.all_gather(x, group).wait(),
         "all_reduce of 24 bytes": lambda group: collectives.all_reduce(x, group).wait(),
         "reduce_scatter of 12 bytes": lambda group: collectives.reduce_scatter(x, group).wait(),
         "reduce of 0 bytes": lambda group: collectives.reduce(x, 0, group).wait(),
         "broadcast of 0 bytes": lambda group: collectives.broadcast(x, 1, group).wait(),
         "agree of 24 bytes": lambda group: collectives.lowest(x, group),
-        "agree of 16 bytes": lambda group: collectives.told([1, 2], group),
+        "agree of 16 bytes": lambda group: collectives.gather_numbers([1, 2], group),
     }
     counters.reset()
     for name, call in calls.items():

@@ -20,7 +20,7 @@ from megatron_eopt.parallel import collectives as groups
 from megatron_eopt.parallel.collectives import joint_group
 from megatron_eopt.parallel.dtensor import _rectangles, layout_of_dtensor
 from megatron_eopt.parallel.layout import on_one_rank
-from megatron_eopt.parallel.records import Rectangle, cut_at
+from megatron_eopt.parallel.rectangles import Rectangle, cut_at
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import part_of
 

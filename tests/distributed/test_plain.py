@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel import collectives
-from megatron_eopt.parallel.plan import fingerprint
+from megatron_eopt.parallel.fingerprint import fingerprint
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import message_of

@@ -84,7 +84,7 @@ def on_rank(rank, ranks):
     resumed = TensorParallelMuon(named(rank))
     resumed.load_state_dict(equal[0].state_dict())  # with its kernel
     found["resumed"] = outcome(resumed)
-    with mock.patch.object(agreement, "told", side_effect=agreement.told) as told:
+    with mock.patch.object(agreement, "gather_numbers", side_effect=agreement.gather_numbers) as told:
         TensorParallelMuon(named(0)).prepare()
     found["calls"] = told.call_count
     return found

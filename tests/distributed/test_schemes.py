@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan
+from megatron_eopt.parallel.rectangles import Rectangle, cut
 from tests.distributed.buckets import (
     CASES,
     ONE_CUT,

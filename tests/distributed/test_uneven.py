@@ -13,7 +13,7 @@ from megatron_eopt.parallel.chunks import ParamSpec, subset
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.records import cut, cut_at
+from megatron_eopt.parallel.rectangles import cut, cut_at
 from megatron_eopt.parallel.workspace import Workspace
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import counted, part_of

@@ -19,7 +19,7 @@ from megatron_eopt.matrices import (
 )
 from megatron_eopt.matrices import query_key_value as qkv
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, shared_out, split_layout
-from megatron_eopt.parallel.records import cut, cut_at, whole
+from megatron_eopt.parallel.rectangles import cut, cut_at, whole
 from tests.matrices.models import kinds, merge_rows, split_rows
 from tests.parallel.test_layout import Group
 

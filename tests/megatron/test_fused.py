@@ -31,7 +31,8 @@ from megatron_eopt.megatron.fused import split_of as split_of_assigned
 from megatron_eopt.megatron.parameters import tag_as_megatron, trainable
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.optimizers.parameters import rows_of as numbered_rows_of
-from megatron_eopt.parallel.layout import layout_of, on_one_rank
+from megatron_eopt.parallel.attributes import layout_of
+from megatron_eopt.parallel.layout import on_one_rank
 from megatron_eopt.registry import is_nonlinear_or_embedding
 from megatron_eopt.routing import Resolved
 from tests.parallel.test_layout import Group

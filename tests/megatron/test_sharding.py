@@ -17,7 +17,7 @@ from megatron_eopt.matrices import query_key_value
 from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, named_apart, sharded_state, undecided
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import cut, whole
+from megatron_eopt.parallel.rectangles import cut, whole
 from tests.distributed.ranks import run_ranks
 
 LAYERS, LAYER = 3, 1

@@ -13,7 +13,7 @@ from megatron_eopt.matrices import WHOLE, interleaved, per_shard
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.rounding import between, mixed, numbered, rounded_at_random, store
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.records import Rectangle
+from megatron_eopt.parallel.rectangles import Rectangle
 
 WORD = 2**32
 CPU = torch.device("cpu")

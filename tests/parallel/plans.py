@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Rates, Work, bucket_traffic
-from megatron_eopt.parallel.records import Matrix, Rectangle, cut, cut_at, whole
+from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, whole
 
 QUINTIC = get_coefficients("quintic", 5)
 WORK = Work(schedule=QUINTIC, restarts=(3,))

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.records import Matrix, Rectangle, cut_at, strips
-from megatron_eopt.parallel.schemes.whole import assemble, cut_up, entries_of
+from megatron_eopt.parallel.exchange import assemble, cut_up, entries_of
+from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.rectangles import Rectangle, cut_at, strips
 
 WIDE, TALL = (6, 10), (10, 6)
 

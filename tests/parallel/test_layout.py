@@ -6,16 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.matrices import Part, Split, query_key_value
-from megatron_eopt.parallel.layout import (
-    Layout,
-    is_expert,
-    is_sharded,
-    layout_of,
-    local_rows,
-    on_one_rank,
-    split_layout,
-)
-from megatron_eopt.parallel.records import Rectangle, cut, cut_at, cut_twice, whole
+from megatron_eopt.parallel.attributes import is_expert, is_sharded, layout_of
+from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, split_layout
+from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, cut_twice, whole
 from tests.distributed.shards import part_of
 from tests.matrices.models import split_rows
 

@@ -11,15 +11,10 @@ from hypothesis import strategies as st
 from megatron_eopt.parallel import records
 from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.cost import Rates, bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
-from megatron_eopt.parallel.plan import (
-    REPLICATED_ROWS,
-    SHARED_PARTS,
-    SMALL_ENTRIES,
-    fingerprint,
-    first_difference,
-    make_plan,
-)
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at, cut_dimension, whole
+from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
+from megatron_eopt.parallel.plan import REPLICATED_ROWS, SHARED_PARTS, SMALL_ENTRIES, make_plan
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan
+from megatron_eopt.parallel.rectangles import Rectangle, cut_at, cut_dimension, whole
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
 
 OWNED = ("owner", "gram_split", "share")

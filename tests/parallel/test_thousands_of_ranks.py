@@ -6,8 +6,10 @@ import pytest
 
 from megatron_eopt.parallel import cost
 from megatron_eopt.parallel.cost import Work
-from megatron_eopt.parallel.plan import fingerprint, make_plan
-from megatron_eopt.parallel.records import Matrix, Rectangle, cut_at
+from megatron_eopt.parallel.fingerprint import fingerprint
+from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.rectangles import Rectangle, cut_at
 
 WORK = Work(schedule=((3.4, -4.7, 2.0),) * 5, restarts=(2,))
 HIDDEN, FFN = 4096, 14336

@@ -8,7 +8,7 @@ import pytest
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import Matrix, make_plan
-from megatron_eopt.parallel.records import cut
+from megatron_eopt.parallel.rectangles import cut
 from megatron_eopt.tools.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 QUINTIC = get_coefficients("quintic", 5)

@@ -20,7 +20,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import union
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import copies
+from megatron_eopt.parallel.rectangles import copies
 from megatron_eopt.redirect import around
 from megatron_eopt.routing import ParamPattern, rows
 

@@ -28,7 +28,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
-from megatron_eopt.parallel.layout import is_cut_again
+from megatron_eopt.parallel.attributes import is_cut_again
 from megatron_eopt.redirect import around
 from megatron_eopt.routing import to_json
 

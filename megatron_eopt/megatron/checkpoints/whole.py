@@ -42,9 +42,9 @@ from megatron_eopt.megatron.agreement import distinct, from_rank_0, on_all_ranks
 from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_ours, loading, trusted_by
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.optimizers.nonfinite import to_host
+from megatron_eopt.parallel.attributes import is_replicated
 from megatron_eopt.parallel.checksum import INTEGERS, checksum
 from megatron_eopt.parallel.collectives import total
-from megatron_eopt.parallel.layout import is_replicated
 from megatron_eopt.redirect import around
 
 FILE = "megatron_eopt_run.txt"  # the mark of a run in its folder of --save

@@ -11,8 +11,10 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, in_units, nonzero, watch_in_units
 from megatron_eopt.orthogonalize.products import over_norms, scaled, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
-from megatron_eopt.parallel.records import cut_dimension, in_rounds
-from megatron_eopt.parallel.schemes.whole import Factors, Job
+from megatron_eopt.parallel.exchange import Factors
+from megatron_eopt.parallel.records import in_rounds
+from megatron_eopt.parallel.rectangles import cut_dimension
+from megatron_eopt.parallel.schemes.whole import Job
 
 _InPlace = Callable[[Tensor], None]
 _Exchange = Callable[[Tensor, _InPlace], Generator[None, None, Tensor]]

@@ -9,7 +9,8 @@ from megatron_eopt.matrices import GATE_UP, WHOLE, Split, query_key_value
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut
+from megatron_eopt.parallel.records import Matrix, TpMode
+from megatron_eopt.parallel.rectangles import Shape, cut
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
 _HEADS = "--num-attention-heads over --tensor-model-parallel-size"

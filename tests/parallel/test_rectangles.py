@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.records import Rectangle, cut, cut_at, cut_dimension, whole
+from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, cut_dimension, whole
 
 
 @st.composite

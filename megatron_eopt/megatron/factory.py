@@ -20,11 +20,12 @@ from megatron_eopt.megatron.arguments import (
     without_effect,
 )
 from megatron_eopt.megatron.averaging import average_weights, check_rule
+from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
+from megatron_eopt.megatron.checkpoints.decided import Decided, decided_before
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from megatron_eopt.megatron.checkpoints.loading import Decided, decided_before
-from megatron_eopt.megatron.checkpoints.sharding import keep_apart, layers_differ
-from megatron_eopt.megatron.checkpoints.torch_dist import AdamOfBuffers, SavedState
-from megatron_eopt.megatron.checkpoints.whole import RunMark, check_replicas
+from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
+from megatron_eopt.megatron.checkpoints.run_mark import RunMark
+from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
 from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradients, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.manifest import build_manifest
@@ -41,6 +42,7 @@ from megatron_eopt.megatron.parameters import (
     torch_optimizers,
     trainable,
 )
+from megatron_eopt.megatron.replicas import check_replicas
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on

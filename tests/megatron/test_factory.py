@@ -10,7 +10,7 @@ from torch import nn
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.loading import Decided
+from megatron_eopt.megatron.checkpoints.decided import Decided
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.parameters import remember, trainable

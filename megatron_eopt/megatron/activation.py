@@ -19,10 +19,10 @@ from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
+from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, gated, layers, loading, run_mark, whole
-from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
-from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.megatron.qk_clip import clip
+from megatron_eopt.megatron.wrappers import shard_of
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
 from megatron_eopt.redirect import Redirection, Redirections, around, becomes, without_makefile

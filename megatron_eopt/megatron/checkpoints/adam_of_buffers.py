@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW
 
+from megatron_eopt.megatron.wrappers import parameters_in
+
 STEP = "step"
 
 
@@ -21,13 +23,12 @@ class AdamOfBuffers:
         adam = optimizer.optimizer
         if not isinstance(adam, Adam | AdamW):
             return
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state[parameter] = {
-                    STEP: torch.zeros(()),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        for parameter in parameters_in(adam):
+            adam.state[parameter] = {
+                STEP: torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         adam.register_state_dict_post_hook(_with_a_count)
         adam.register_load_state_dict_post_hook(_with_counts_apart)
         self._get = optimizer._get_main_param_and_optimizer_states

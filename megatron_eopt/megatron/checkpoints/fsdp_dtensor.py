@@ -27,8 +27,9 @@ from megatron_eopt.megatron.checkpoints.loading import report_changes, report_co
 from megatron_eopt.megatron.checkpoints.matching import settings_of_group
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH, too_new
 from megatron_eopt.megatron.checkpoints.whole import resumed
-from megatron_eopt.megatron.fused import fused
-from megatron_eopt.megatron.parameters import ModelParameter, torch_optimizers
+from megatron_eopt.megatron.fused import in_shards
+from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, SIDES, Dim, StateTensor
@@ -48,7 +49,7 @@ class SavedShards:
         self._megatron = optimizer
         self._run = run
         self._optimizers: list[Optimizer] = list(torch_optimizers(optimizer))
-        self._splits = {each.tensor: in_shards(each) for each in run.parameters}
+        self._splits = {each.tensor: _split_of(each) for each in run.parameters}
         optimizer.sharded_state_dict = self.sharded_state_dict
         optimizer.load_state_dict = self.load_state_dict
 
@@ -176,14 +177,10 @@ def with_chunk(shard: Tensor, like: DTensor, shape: Sequence[int], start: Sequen
     return whole
 
 
-def in_shards(parameter: ModelParameter) -> Split:
-    """The matrices of which every tensor-parallel shard has rows."""
+def _split_of(parameter: ModelParameter) -> Split:
     if parameter.tensor.ndim < 2:  # a bias, whose rows are those of its weight
         parameter = replace(parameter, tensor=torch.empty(1, 1))
-    made_of = fused(parameter)
-    if made_of is None or made_of.matrices.order != "per_shard":
-        return WHOLE
-    return made_of.matrices
+    return in_shards(parameter) or WHOLE
 
 
 class _Model:

@@ -17,8 +17,8 @@ from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
 from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.megatron.support.run import on
+from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.state import NO_SETTINGS
 from megatron_eopt.routing.patterns import compressed as boxes_of
@@ -39,10 +39,17 @@ _SCHEDULED = frozenset({"lr", "weight_decay"})
 _SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})  # what it starts from
 # What a user gives to single groups: where a run no longer has one of them, it goes on without.
 _OVERRIDES = frozenset(
-    {
-        *("optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode"),
-        *("extra_scale_factor", *names_of(MODIFIERS)),
-    }
+    (
+        "optimizer",
+        "betas",
+        "eps",
+        "momentum",
+        "num_ns_steps",
+        "coefficient_type",
+        "scale_mode",
+        "extra_scale_factor",
+        *names_of(MODIFIERS),
+    )
 )
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
 

@@ -15,13 +15,13 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base
 from megatron_eopt.megatron.agreement import distinct, say, union
-from megatron_eopt.megatron.averaging import export, exports, go_on_from, trained
+from megatron_eopt.megatron.averaging import export, go_on_from, is_average, trained
 from megatron_eopt.megatron.checkpoints import matching, sharding
 from megatron_eopt.megatron.checkpoints.loading import report_changes
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH
 from megatron_eopt.megatron.dealing import share_dealt
-from megatron_eopt.megatron.parameters import model_parameters
 from megatron_eopt.megatron.support.run import on
+from megatron_eopt.megatron.wrappers import model_parameters, parameters_in
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
@@ -49,7 +49,7 @@ class SavedState:
         optimizer.sharded_state_dict = self.sharded_state_dict
         optimizer.load_state_dict = self.load_state_dict
         # whether the model of a checkpoint is an average
-        self._exports = exports(optimizer, on(optimizer.config, "save_weight_average"))
+        self._exports = is_average(optimizer) or on(optimizer.config, "save_weight_average")
         self._with_trained = False  # whether the state dict at work has what is trained, too
         self._names: dict[int, matching.Name] = {}  # of parameters, by index
 
@@ -181,7 +181,7 @@ class SavedState:
             self._megatrons_load_state_dict(inner if self._nested else state_dict)
         finally:
             del self._megatron._filter_and_reorder_param_groups
-        if exports(self._megatron) or average.get("exported"):
+        if is_average(self._megatron) or average.get("exported"):
             go_on_from(self._megatron, live)
             share_dealt(self._whole)  # others have loaded the average as the model
 
@@ -273,7 +273,7 @@ class SavedState:
                 yield index, parameter, tensor
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._torch.param_groups for parameter in group["params"]]
+        return parameters_in(self._torch)
 
     def _names_of_groups(self) -> list[list[matching.Name]]:
         names = []

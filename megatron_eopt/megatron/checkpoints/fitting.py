@@ -5,12 +5,11 @@ there.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, split_key
+from megatron_eopt.checkpoints.states import BLOCK, MAIN, StateDict, base, split_key
 from megatron_eopt.megatron.agreement import say, union
 from megatron_eopt.megatron.checkpoints.matching import torch_state
 from megatron_eopt.megatron.checkpoints.refusals import (
@@ -25,7 +24,7 @@ from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 
 
-def fit(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> None:
+def fit(optimizers: Sequence[StateDict], stored: Stored) -> None:
     """Fit the requests of our optimizers; all ranks together."""
     _renumber(optimizers, stored.shapes)
     _leave_averages(optimizers, stored.shapes)
@@ -34,7 +33,7 @@ def fit(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> None:
         _ask_for_adams(optimizers, stored.shapes)
 
 
-def _renumber(optimizers: Iterable[dict[Any, Any]], stored: Iterable[str]) -> None:
+def _renumber(optimizers: Iterable[StateDict], stored: Iterable[str]) -> None:
     """Ask for state by the numbers of optimizers in ``stored``."""
     # Megatron numbers those of the layer-wise optimizer (chained_1.optimizer...); without it, experts have one more.
     numbers = {split_key(key): key.partition("optimizer.")[0] for key in stored}
@@ -45,7 +44,7 @@ def _renumber(optimizers: Iterable[dict[Any, Any]], stored: Iterable[str]) -> No
                 value.key = number + value.key[value.key.index("optimizer.") :]
 
 
-def _leave_averages(optimizers: Iterable[dict[Any, Any]], stored: Iterable[str]) -> None:
+def _leave_averages(optimizers: Iterable[StateDict], stored: Iterable[str]) -> None:
     """Take averages of weights, and what belongs to them, out of a request if there are none."""
     lacking = {AVERAGE, TRAINED} - {split_key(key)[0] for key in stored}
     for each in optimizers:
@@ -58,7 +57,7 @@ def _leave_averages(optimizers: Iterable[dict[Any, Any]], stored: Iterable[str])
                     values.pop(key, None)
 
 
-def _leave_out_missing(optimizers: Iterable[dict[Any, Any]], stored: Iterable[str]) -> None:
+def _leave_out_missing(optimizers: Iterable[StateDict], stored: Iterable[str]) -> None:
     """Take out of the request what modifiers keep and the checkpoint lacks, or say what they drop."""
     keys = {*stored}
     missing = set[str]()
@@ -81,7 +80,7 @@ def _leave_out_missing(optimizers: Iterable[dict[Any, Any]], stored: Iterable[st
         say(f"the checkpoint holds {state} of some parameters, which no modifier of this run keeps: it is left out")
 
 
-def _ask_for_adams(optimizers: Iterable[dict[Any, Any]], stored: Iterable[str]) -> None:
+def _ask_for_adams(optimizers: Iterable[StateDict], stored: Iterable[str]) -> None:
     """Ask for Adam's first moments in place of momenta."""
     theirs = {MOMENTUM_BUFFER: FIRST_MOMENT}
     if any(split_key(key)[0] == DISTRIBUTED_MAIN for key in stored):
@@ -92,7 +91,7 @@ def _ask_for_adams(optimizers: Iterable[dict[Any, Any]], stored: Iterable[str]) 
             value.key = state_key(theirs[name], parameter)
 
 
-def _requested(optimizers: Iterable[dict[Any, Any]]) -> Iterator[Sharded]:
+def _requested(optimizers: Iterable[StateDict]) -> Iterator[Sharded]:
     for value in nested_values(list(optimizers)):
         if isinstance(value, ShardedTensor | ShardedTensorFactory):
             yield value

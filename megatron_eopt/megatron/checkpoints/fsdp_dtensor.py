@@ -20,7 +20,7 @@ from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.checkpoints.states import BLOCK
+from megatron_eopt.checkpoints.states import BLOCK, Settings, StateDict
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import from_rank_0, union
 from megatron_eopt.megatron.checkpoints.loading import report_changes, report_converted
@@ -53,7 +53,7 @@ class SavedShards:
         optimizer.sharded_state_dict = self.sharded_state_dict
         optimizer.load_state_dict = self.load_state_dict
 
-    def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> StateDict:
         """State and settings by parameters; NaN where to be loaded."""
         self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
         state: dict[str, dict[str, Tensor]] = {}
@@ -75,7 +75,7 @@ class SavedShards:
         run = {"format": FORMAT, "manifest": to_json(self._run.families), "tp_mode": self._run.tp_mode}
         return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on with the loaded state; all ranks together."""
         written = state_dict[BLOCK]["run"]
         if written == _TO_LOAD:  # Megatron's --strict-fsdp-dtensor-load is off
@@ -90,7 +90,7 @@ class SavedShards:
         for optimizer in self._optimizers:
             state = optimizer.state_dict()
             for number, group in enumerate(optimizer.param_groups):
-                different: list[dict[str, Any]] = []
+                different: list[Settings] = []
                 for parameter in group["params"]:
                     _, of_group = saved[self._megatron._param_name(parameter)]
                     if of_group not in different:
@@ -198,7 +198,7 @@ class _Model:
 
 
 @around
-def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any], model: Any) -> Any:
+def prepared(prepare: Callable[..., Any], args: Any, state_dict: StateDict, model: Any) -> Any:
     """Replaces ``preprocess_fsdp_dtensor_state_dict``, which knows Adam's state only."""
     if args.optimizer not in list_optimizers():
         return prepare(args, state_dict, model)

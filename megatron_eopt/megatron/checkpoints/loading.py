@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_eopt.checkpoints.contents import CheckpointError, forget_metadata
-from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding, split_key
+from megatron_eopt.checkpoints.states import BLOCK, StateDict, blocks_of, holding, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say, union
@@ -58,7 +58,7 @@ def checked_load(
     return result
 
 
-def _fitted(requested: Any, optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | None:
+def _fitted(requested: Any, optimizers: Sequence[StateDict], stored: Stored) -> str | None:
     """Fit the request of our optimizers, in place, or say why it cannot be met."""
     if stored.damage is not None:
         return stored.damage

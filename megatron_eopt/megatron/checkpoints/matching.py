@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
+from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, blocks_of, holding
 from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
@@ -81,8 +81,8 @@ def has(names: Names, key: str, index: int) -> bool:
 
 
 def settings_after_load(
-    current: dict[str, Any], saved: Sequence[dict[str, Any]], carried: Set[str], from_checkpoint: bool = False
-) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    current: Settings, saved: Sequence[Settings], carried: Set[str], from_checkpoint: bool = False
+) -> tuple[Settings, dict[str, tuple[Any, Any]]]:
     """A group's settings, and changes: name -> (checkpoint's, now).
 
     ``saved`` are the checkpoint's groups that have its parameters. ``from_checkpoint`` takes its schedule. A ValueError
@@ -120,7 +120,7 @@ def settings_after_load(
     return settings, changed
 
 
-def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[Settings]) -> Settings:
     """:func:`settings_after_load` of one group; changes are printed."""
     carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
     from_checkpoint = on(releases.training_args(), "use_checkpoint_opt_param_scheduler")
@@ -132,12 +132,12 @@ def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[dict[st
     return settings
 
 
-def schedules(optimizer: Any) -> list[dict[str, Any]]:
+def schedules(optimizer: Any) -> list[Settings]:
     """What the schedule of each group starts from."""
     return [{key: group[key] for key in _SCHEDULE & group.keys()} for group in _groups(optimizer)]
 
 
-def restore_schedules(optimizer: Any, of_run: Sequence[dict[str, Any]]) -> None:
+def restore_schedules(optimizer: Any, of_run: Sequence[Settings]) -> None:
     """Give all groups back what :func:`schedules` returned; changes are printed."""
     changed = 0
     for group, kept in zip(_groups(optimizer), of_run, strict=True):
@@ -150,7 +150,7 @@ def restore_schedules(optimizer: Any, of_run: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
+def _groups(optimizer: Any) -> Iterator[Settings]:
     for each in torch_optimizers(optimizer):
         yield from each.param_groups
 
@@ -161,17 +161,17 @@ def _differs(a: Any, b: Any) -> bool:
     return bool(a != b)
 
 
-def torch_state(state_dict: dict[str, Any]) -> Any:
+def torch_state(state_dict: StateDict) -> Any:
     """The torch optimizer's state dict; in bf16 it is nested."""
     return state_dict.get("optimizer", state_dict)
 
 
-def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
+def taken_out(requested: StateDict) -> StateDict:
     """The request, with our optimizers by number under :data:`OPTIMIZERS`."""
     return _without_ours(requested) | {OPTIMIZERS: dict(enumerate(holding(requested, BLOCK)))}
 
 
-def _without_ours(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+def _without_ours(state_dict: StateDict) -> StateDict:
     rest = {}
     for key, value in state_dict.items():
         if not any(holding(value, BLOCK)):
@@ -181,7 +181,7 @@ def _without_ours(state_dict: dict[Any, Any]) -> dict[Any, Any]:
     return rest
 
 
-def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
+def put_back(requested: StateDict, loaded: StateDict, common: Any) -> None:
     """Bring what :func:`taken_out` loaded into the requested form, in place."""
     optimizers = loaded.pop(OPTIMIZERS, {})
     ours = []
@@ -191,9 +191,9 @@ def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> 
     loaded |= _filled(with_ours, loaded, iter(ours))
 
 
-def _filled(requested: dict[Any, Any], loaded: dict[Any, Any], ours: Iterator[dict[Any, Any]]) -> dict[Any, Any]:
+def _filled(requested: StateDict, loaded: StateDict, ours: Iterator[StateDict]) -> StateDict:
     """What was loaded in the requested form, with ours in the order of :func:`holding`."""
-    filled: dict[Any, Any] = {}
+    filled: StateDict = {}
     for key, value in requested.items():
         own = loaded.get(key)
         if not any(holding(value, BLOCK)):
@@ -205,11 +205,11 @@ def _filled(requested: dict[Any, Any], loaded: dict[Any, Any], ours: Iterator[di
     return filled
 
 
-def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> dict[Any, Any]:
+def _completed(requested: StateDict, loaded: StateDict, common: Any) -> StateDict:
     """An optimizer's state dict with groups, step count and manifest."""
     theirs = list(holding(common, "param_groups"))
     blocks = blocks_of(common)
-    inner: dict[str, Any] = {
+    inner: StateDict = {
         "state": dict(torch_state(loaded).get("state", {})),
         "param_groups": [group for each in theirs for group in each["param_groups"]],
     }
@@ -231,7 +231,7 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     return {"optimizer": inner, MAIN_PARAMETERS: main, BLOCK: block}
 
 
-def _steps_made(name: str, blocks: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Any:
+def _steps_made(name: str, blocks: Sequence[Block], theirs: Sequence[StateDict]) -> Any:
     """How many steps a class of optimizers has made; None where nothing says so."""
     counts = []
     for block in blocks:

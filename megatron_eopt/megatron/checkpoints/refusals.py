@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_eopt.checkpoints.states import BLOCK, MAIN, base, blocks_of, split_key
+from megatron_eopt.checkpoints.states import BLOCK, MAIN, Block, StateDict, base, blocks_of, split_key
 from megatron_eopt.megatron.agreement import distinct, union
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored
@@ -26,7 +26,7 @@ _STACKED = re.compile(r"\.layers\.(?!\d)")
 Shapes = Mapping[str, tuple[int, ...] | None]  # key -> global shape; None is any shape
 
 
-def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | None:
+def problem_of(optimizers: Sequence[StateDict], stored: Stored) -> str | None:
     """Why the checkpoint cannot serve our optimizers, the same on every rank."""
     blocks = blocks_of(stored.optimizer)
     problem = too_new(max((block.get("format", 0) for block in blocks), default=0))
@@ -59,7 +59,7 @@ def requested_of(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
     return {t.key: None if t.allow_shape_mismatch else t.global_shape for t in sharded_tensors(optimizer)}
 
 
-def imports_adam(optimizers: Iterable[dict[Any, Any]], stored: Stored) -> bool:
+def imports_adam(optimizers: Iterable[StateDict], stored: Stored) -> bool:
     """Whether Adam's first moments become momenta."""
     return any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes)
 
@@ -95,7 +95,7 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
     return None
 
 
-def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
+def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Block]) -> str | None:
     """Why state that another of our optimizers wrote cannot serve."""
     ours = {optimizer_class(each).__name__ for each in list_optimizers()}
     if name is not None and name not in ours:

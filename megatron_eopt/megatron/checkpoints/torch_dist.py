@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.checkpoints.states import BLOCK, base
+from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, base
 from megatron_eopt.megatron.agreement import distinct, say, union
 from megatron_eopt.megatron.averaging import export, go_on_from, is_average, trained
 from megatron_eopt.megatron.checkpoints import matching, sharding
@@ -53,14 +53,14 @@ class SavedState:
         self._with_trained = False  # whether the state dict at work has what is trained, too
         self._names: dict[int, matching.Name] = {}  # of parameters, by index
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
         """Megatron's, as plain tensors without attributes: files allow no others."""
         state_dict = self._megatrons_state_dict(*args, **kwargs)
         return dict_list_map_outplace(lambda x: x.detach() if isinstance(x, Tensor) else x, state_dict)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """Megatron's, with state of other shapes in :data:`BLOCK`."""
         _refuse_cut_again(self._parameters())
         if self._is_ours:
@@ -93,9 +93,9 @@ class SavedState:
             state_dict = {"optimizer": state_dict}
         return state_dict | {BLOCK: block}
 
-    def _state_of_other_shapes(self, sharded: dict[int, sharding.Sharded]) -> dict[int, dict[str, Any]]:
+    def _state_of_other_shapes(self, sharded: dict[int, sharding.Sharded]) -> StateDict:
         """By index of the parameter, and key."""
-        state: dict[int, dict[str, Any]] = {}
+        state: StateDict = {}
         for index, parameter, tensor in self._of_other_shapes():
             layouts = self._torch.matrix_layouts(parameter)
             data = local(self._torch.state[parameter][tensor.key])
@@ -103,7 +103,7 @@ class SavedState:
             state.setdefault(index, {})[tensor.key] = shards
         return state
 
-    def _requested(self) -> dict[str, Any]:
+    def _requested(self) -> Block:
         """What a load has to know of this run."""
         return {
             "import_adam": bool(getattr(self._megatron.config, "muon_momentum_from_adam", False)),
@@ -111,7 +111,7 @@ class SavedState:
             "modifies": self._is_ours and "weight_norm" in self._torch.settings_of_groups(),
         }
 
-    def _about(self, step: Any) -> dict[str, Any]:
+    def _about(self, step: Any) -> Block:
         """The optimizer, its groups and settings, equal on all ranks."""
         of_ranks = distinct(self._on_this_rank(step))
         groups = [_merged(of_group) for of_group in zip(*(rank.groups for rank in of_ranks), strict=True)]
@@ -148,7 +148,7 @@ class SavedState:
             having[base(key)].add(self._names[index])
         return _OnRank(step, groups, {state: matching.compressed(names) for state, names in having.items()})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what :meth:`sharded_state_dict` or Megatron alone saved."""
         inner = matching.torch_state(state_dict)
         theirs = inner["param_groups"]
@@ -185,7 +185,7 @@ class SavedState:
             go_on_from(self._megatron, live)
             share_dealt(self._whole)  # others have loaded the average as the model
 
-    def _join(self, saved: dict[int, dict[str, Any]], state: dict[Any, Any]) -> None:
+    def _join(self, saved: StateDict, state: StateDict) -> None:
         """Put loaded shards of other shapes together, into ``state``."""
         for index, parameter, tensor in self._of_other_shapes():
             shards = saved.get(index, {}).get(tensor.key, [])
@@ -196,7 +196,7 @@ class SavedState:
             joined = sharding.joined(tensor, loaded, tuple(local(own).shape))
             state.setdefault(index, {})[tensor.key] = _like(own, joined)
 
-    def _groups(self, theirs: list[dict[str, Any]], block: dict[str, Any]) -> list[dict[str, Any]]:
+    def _groups(self, theirs: list[Settings], block: Block) -> list[Settings]:
         """The groups of this run, with the settings to go on with."""
         groups = []
         names = self._names_of_groups()
@@ -214,7 +214,7 @@ class SavedState:
             groups.append(settings | kept)
         return groups
 
-    def _check_finite(self, state: dict[Any, Any]) -> None:
+    def _check_finite(self, state: StateDict) -> None:
         """Refuse values that are not finite, on all ranks together, also of Adam."""
         found = []
         for index, (name, _) in self._names.items():
@@ -228,7 +228,7 @@ class SavedState:
                 f"would not get rid of them. Load an earlier checkpoint, or {FRESH}"
             )
 
-    def _place(self, state_dict: dict[str, Any]) -> None:
+    def _place(self, state_dict: StateDict) -> None:
         """Make DTensors of loaded shards, in place; Megatron does not."""
         done = {(index, tensor.key) for index, _, tensor in self._of_other_shapes()}
         for index, parameter in enumerate(self._parameters()):
@@ -240,7 +240,7 @@ class SavedState:
         for mains, loaded in zip(groups, state_dict.get(matching.MAIN_PARAMETERS, []), strict=False):
             loaded[:] = map(_like, mains, loaded)
 
-    def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """A copy of the state without tensors of other shapes."""
         hidden = {(index, tensor.key) for index, _, tensor in self._of_other_shapes()}
         state = {}
@@ -289,11 +289,11 @@ class _OnRank(NamedTuple):
     """What one rank knows of an optimizer."""
 
     step: Any
-    groups: list[tuple[matching.Names, dict[str, Any]]]  # parameters and settings
+    groups: list[tuple[matching.Names, Settings]]  # parameters and settings
     kept: dict[str, matching.Names]  # described state -> the parameters that have it
 
 
-def _merged(of_ranks: Sequence[tuple[matching.Names, dict[str, Any]]]) -> dict[str, Any]:
+def _merged(of_ranks: Sequence[tuple[matching.Names, Settings]]) -> Settings:
     """One group as all ranks know it together."""
     # a stage of a pipeline that has no parameter of a group does not know what became of it
     _, settings = next((of_rank for of_rank in of_ranks if of_rank[0]), of_ranks[0])

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.wrappers import shard_of
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
-from megatron_eopt.redirect import Redirection, Redirections, around, becomes, without_makefile
+from megatron_eopt.redirect import Original, Redirection, Redirections, around, becomes, without_makefile
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def _of_training() -> list[Redirection]:
 
 
 @around
-def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def _with_our_settings(init: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     if "muon_tp_mode" not in kwargs:
         setattr(self, arguments.TP_MODE_SOURCE, arguments.UNNAMED)
     fields = {field.name for field in dataclasses.fields(self)}

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -22,7 +22,7 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.redirect import Original, Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
 from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import MOMENTUM_DTYPES, SECOND_MOMENT, names_of
@@ -165,7 +165,7 @@ def tell_torchrun(error: str) -> bool:
 
 
 @around
-def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validated(validate: Original, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Replaces ``validate_args``; Megatron's does not see three flags.
 
     - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
@@ -202,7 +202,7 @@ def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any
 
 
 @around
-def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any:
+def with_flags(make_config: Original, args: argparse.Namespace) -> Any:
     """Replaces ``get_megatron_optimizer_config``: our flags reach the config."""
     if dist.is_initialized():  # else all ranks come again
         refuse_different(of_command_line(args))

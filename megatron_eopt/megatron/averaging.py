@@ -1,6 +1,6 @@
 """Runs that evaluate, and may save as the model, an average of weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,37 +12,30 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.dealing import dealt_parameters, share_dealt
+from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.megatron.wrappers import model_parameters, optimizers_of, parameters_in, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.weight_average import TRAINED, AverageRule, WeightAverage, average_in, average_of, swapped
-from megatron_eopt.redirect import around
+from megatron_eopt.optimizers.weight_average import TRAINED, WeightAverage, average_in, average_of, swapped
+from megatron_eopt.redirect import Original, around
 
 
-def check_rule(config: Any) -> None:
-    """Refuse what is no rule of an average."""
-    rule = getattr(config, "optimizer_weight_average", None)
-    if rule is not None:
-        AverageRule.parse(rule)
-
-
-def average_weights(optimizers: Sequence[Optimizer], config: Any, args: Any) -> None:
+def average_weights(optimizers: Sequence[Optimizer], run: Run) -> None:
     """Begin the run's average of weights, if it has one; ``tail`` ends with it."""
-    rule = getattr(config, "optimizer_weight_average", None)
-    if rule is None:
+    if run.weight_average is None:
         return
 
     def remaining() -> int | None:
-        last = getattr(args, "train_iters", None)
+        last = getattr(run.args, "train_iters", None)
         now = getattr(releases.training_args(), "curr_iteration", None)
         return None if last is None or now is None else last - now - 1
 
-    WeightAverage(rule, *optimizers, remaining=remaining)
+    WeightAverage(run.weight_average, *optimizers, remaining=remaining)
 
 
 @around
 def averaged(
-    evaluate: Callable[..., Any], forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
+    evaluate: Original, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces ``evaluate``: the model is at the average meanwhile."""
     averaging = [optimizer for optimizer in optimizers_of(model) if _averaging(optimizer)]

@@ -1,6 +1,5 @@
 """What replaces Megatron's builders of optimizers."""
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -10,13 +9,13 @@ from megatron_eopt.megatron import fsdp
 from megatron_eopt.megatron.agreement import of_config, of_packages, refuse_different
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.support.run import primary_of
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 
 @around
 def wrap_emerging_builder(
-    build: Callable[..., Any], config: Any, model_chunks: Any, config_overrides: Any = None, *args: Any, **kwargs: Any
+    build: Original, config: Any, model_chunks: Any, config_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces Megatron's builder of emerging optimizers by :class:`OptimizerOfRun`."""
     if kwargs.get("pg_collection") is None:
@@ -30,15 +29,13 @@ def wrap_emerging_builder(
 
 
 @around
-def checked_elsewhere(check: Callable[..., Any], config: Any, config_overrides: Any) -> Any:
+def checked_elsewhere(check: Original, config: Any, config_overrides: Any) -> Any:
     """Skips Megatron's check of overrides, which :class:`OptimizerOfRun` replaces."""
     return primary_of(config) in EMERGING_OPTIMIZERS or check(config, config_overrides)
 
 
 @around
-def wrap_group_builder(
-    build: Callable[..., Any], config: Any, model_chunks: Any, param_groups: list[Any], **kwargs: Any
-) -> Any:
+def wrap_group_builder(build: Original, config: Any, model_chunks: Any, param_groups: list[Any], **kwargs: Any) -> Any:
     """Lets Megatron's builder of adam, sgd and lion build ours."""
     if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in ("adam", "sgd", "lion"):
         return build(config, model_chunks, param_groups=param_groups, **kwargs)

@@ -16,7 +16,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal
 from megatron_eopt.parallel.records import Matrix, TpMode
-from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.redirect import Original, Redirection, Redirections, around
 
 HANDS = (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
@@ -25,7 +25,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
     """Redirections that make Megatron's layer-wise optimizer deal by time."""
 
     @around
-    def shard_params(original: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
+    def shard_params(original: Original, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
         if any(layouts):
             original(self, optimizers, *layouts)
             return
@@ -89,7 +89,13 @@ def share_dealt(optimizer: Any) -> None:
 
 @around
 def wrapped_in_fp32(
-    make: Any, self: Any, optimizers: Sequence[Any], config: Any, *args: Any, init_state_fn_list: Any, **kwargs: Any
+    make: Original,
+    self: Any,
+    optimizers: Sequence[Any],
+    config: Any,
+    *args: Any,
+    init_state_fn_list: Any,
+    **kwargs: Any,
 ) -> None:
     """Wraps torch optimizers also in fp32 for Megatron's layer-wise one."""
     if not config.bf16:

@@ -13,7 +13,7 @@ from megatron_eopt.megatron.arguments import (
     unread,
     without_effect,
 )
-from megatron_eopt.megatron.averaging import average_weights, check_rule
+from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.decided import Decided, decided_before
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
@@ -40,6 +40,7 @@ from megatron_eopt.megatron.wrappers import (
     torch_optimizers,
 )
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.weight_average import AverageRule
 from megatron_eopt.parallel.records import TpMode
 
 
@@ -59,7 +60,8 @@ class OptimizerOfRun:
         self.model_chunks = model_chunks
         self.groups = pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
-        check_rule(config)
+        if self.facts.weight_average is not None:
+            AverageRule.parse(self.facts.weight_average)
         self.tp_mode = config.muon_tp_mode
         self.tp_mode_source = getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
@@ -158,7 +160,7 @@ class OptimizerOfRun:
             if each.main is not None and hasattr(each.model, "qkv_split_shapes"):
                 each.main.qkv_split_shapes = each.model.qkv_split_shapes  # type: ignore[attr-defined]
         remember(self.optimizer, self.model_chunks)
-        average_weights(list(torch_optimizers(self.optimizer)), self.config, self.facts.args)
+        average_weights(list(torch_optimizers(self.optimizer)), self.facts)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for optimizer in torch_optimizers(self.optimizer):

@@ -7,7 +7,7 @@ all heads share the keys' positional part, so the queries of that part get ``c``
 copies or factorizes weights is scaled with them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.megatron.wrappers import optimizer_parameters, optimizers_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import scale_rows
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import get_qkv_split_shapes
 
 FactorsOfRows = dict[Tensor, Tensor]  # parameter -> factors of its rows here, (rows,)
@@ -69,7 +69,7 @@ def _reason_against(module: Any, tensor_parallel: int) -> str | None:
 
 
 @around
-def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_only: bool = False) -> float:
+def clip(original: Original, model: Sequence[nn.Module], log_max_only: bool = False) -> float:
     """Replaces Megatron's ``clip_qk``; adam and sgd keep Megatron's."""
     optimizers = optimizers_of(model)
     if not optimizers:

@@ -65,9 +65,12 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
 def _compared(
     model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None], quickly: bool
 ) -> Iterator[_Comparison]:
-    for index, (group, named) in enumerate(zip(groups, _replicated(model_chunks), strict=False)):
-        tensor_parallel = index > 1
-        if group is None or group.size() == 1 or not named or (tensor_parallel and quickly):
+    dense, experts = _parameters(model_chunks)
+    compared = [("data-parallel", dense), ("data-parallel", experts)]
+    if not quickly:
+        compared += [("tensor-parallel", _whole(dense)), ("tensor-parallel", _whole(experts))]
+    for group, (ranks, named) in zip(groups, compared, strict=False):
+        if group is None or group.size() == 1 or not named:
             continue
         sums = []
         for parameter in named.values():
@@ -76,12 +79,11 @@ def _compared(
         of_rank = torch.stack(sums)
         extremes = torch.stack([of_rank, ~of_rank])  # the largest is the complement of the least complement
         dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
-        ranks = "tensor-parallel" if tensor_parallel else "data-parallel"
         yield _Comparison(ranks, list(named), to_host(extremes, extremes.device))
 
 
-def _replicated(model_chunks: Sequence[Any]) -> list[dict[str, Tensor]]:
-    """Parameters by name: dense and experts', then of each those that tensor-parallel ranks have whole."""
+def _parameters(model_chunks: Sequence[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Dense ones and those of experts, by name."""
     dense: dict[str, Tensor] = {}
     experts: dict[str, Tensor] = {}
     for number, chunk in enumerate(model_chunks):
@@ -91,5 +93,9 @@ def _replicated(model_chunks: Sequence[Any]) -> list[dict[str, Tensor]]:
             full_name = f"{number}.{name}" if len(model_chunks) > 1 else name
             of_kind = dense if getattr(parameter, "allreduce", True) else experts
             of_kind[full_name] = parameter
-    whole = [{name: p for name, p in of_kind.items() if is_replicated(p)} for of_kind in (dense, experts)]
-    return [dense, experts, *whole]
+    return dense, experts
+
+
+def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that every tensor-parallel rank has whole."""
+    return {name: parameter for name, parameter in named.items() if is_replicated(parameter)}

@@ -5,7 +5,7 @@ of global tensors are sums over shards, and can be compared at another number of
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -23,11 +23,11 @@ from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored
 from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.parallel.collectives import total
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 
 
 @around
-def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+def checked_save(save: Original, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``dist_checkpointing.save``: our checkpoints get checksums."""
     if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
         sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))

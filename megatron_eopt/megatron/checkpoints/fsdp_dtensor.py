@@ -6,7 +6,7 @@ checkpoint lacks keep its value. Here each rank describes its chunk of every ten
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, SIDES, Dim, StateTensor
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import split_layout
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers
 from megatron_eopt.routing import to_json
 
@@ -198,7 +198,7 @@ class _Model:
 
 
 @around
-def prepared(prepare: Callable[..., Any], args: Any, state_dict: StateDict, model: Any) -> Any:
+def prepared(prepare: Original, args: Any, state_dict: StateDict, model: Any) -> Any:
     """Replaces ``preprocess_fsdp_dtensor_state_dict``, which knows Adam's state only."""
     if args.optimizer not in list_optimizers():
         return prepare(args, state_dict, model)

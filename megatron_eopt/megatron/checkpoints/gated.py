@@ -5,7 +5,7 @@ extra states once more. In a run whose optimizer is ours, each of them gets what
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatron_eopt.checkpoints.contents import COMMON_FILE, EXTRA_STATE, METADAT
 from megatron_eopt.checkpoints.gate import ForeignNameError, Load
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.run import primary_of
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers
 
 # Of a load that comes before Megatron keeps its arguments, as that of --use-checkpoint-args.
@@ -86,7 +86,7 @@ def _refusing(what: str, load: Load) -> Iterator[None]:
 
 
 @around
-def gated_metadata(read: Callable[..., Any], reader: Any, *args: Any, **kwargs: Any) -> Any:
+def gated_metadata(read: Original, reader: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``FileSystemReader.read_metadata``."""
     load = _load()
     rank = kwargs.get("rank")
@@ -107,7 +107,7 @@ def gated_metadata(read: Callable[..., Any], reader: Any, *args: Any, **kwargs: 
 
 
 @around
-def gated_object(load_bytes: Callable[..., Any], planner: Any, item: Any, file: io.BytesIO) -> None:
+def gated_object(load_bytes: Original, planner: Any, item: Any, file: io.BytesIO) -> None:
     """Replaces ``DefaultLoadPlanner.load_bytes``, which puts an object into the state."""
     load = _load()
     key = item.dest_index.fqn
@@ -124,7 +124,7 @@ def gated_object(load_bytes: Callable[..., Any], planner: Any, item: Any, file: 
 
 
 @around
-def gated_common(load_common: Callable[..., Any], folder: Any) -> Any:
+def gated_common(load_common: Original, folder: Any) -> Any:
     """Replaces ``load_common``, which reads ``common.pt``."""
     load = _load()
     path = Path(folder, COMMON_FILE)

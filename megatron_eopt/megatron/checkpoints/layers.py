@@ -7,7 +7,7 @@ in the first save: then it is told to name every layer, which the checkpoint say
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.utils import unwrap_model
@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import union
 from megatron_eopt.megatron.support.run import on
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, rows
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -67,13 +67,13 @@ def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
 
 
 @around
-def undecided(build_metadata: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def undecided(build_metadata: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Lets :func:`named_apart` decide, instead of ``_build_sharded_state_dict_metadata``."""
     return {_SETTING: None} | build_metadata(*args, **kwargs)
 
 
 @around
-def named_apart(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def named_apart(generate: Original, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``generate_state_dict``: layers to :func:`keep_apart` are named."""
     given = inspect.signature(generate).bind(*args, **kwargs).arguments
     apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])

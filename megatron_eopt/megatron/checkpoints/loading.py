@@ -1,6 +1,6 @@
 """Load a torch_dist checkpoint: compare it with what is requested first, and tell what changes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,12 @@ from megatron_eopt.megatron.checkpoints.refusals import of_another, of_buffers, 
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored, contents_of, read_stored
 from megatron_eopt.megatron.support.run import on
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, compare, from_json, to_json
 
 
 @around
-def checked_load(
-    load: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
-) -> Any:
+def checked_load(load: Original, sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``dist_checkpointing.load``: checks that requested optimizer state is there."""
     optimizers = list(holding(sharded_state_dict, BLOCK))
     with_state = optimizers or "optimizer" in sharded_state_dict
@@ -68,7 +66,7 @@ def _fitted(requested: Any, optimizers: Sequence[StateDict], stored: Stored) -> 
 
 @around
 def with_optimizer(
-    load: Callable[..., Any], model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any
+    load: Original, model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces ``load_checkpoint``: optimizers see what was loaded, and keep rates.
 

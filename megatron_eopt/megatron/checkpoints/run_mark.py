@@ -3,7 +3,6 @@
 import atexit
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron.agreement import distinct, on_all_ranks, say
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 
 FILE = "megatron_eopt_run.txt"
 
@@ -85,7 +84,7 @@ class RunMark:
 
 
 @around
-def marked_save(save: Callable[..., Any], iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def marked_save(save: Original, iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``save_checkpoint``: our runs renew their mark."""
     if hasattr(optimizer, "megatron_eopt"):
         optimizer.megatron_eopt.mark.write()

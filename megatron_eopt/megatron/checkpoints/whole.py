@@ -1,7 +1,7 @@
 """Whether the files of a checkpoint are whole, before Megatron reads them and after it writes them."""
 
 import tempfile
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,11 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
 from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_ours, loading, trusted_by
 from megatron_eopt.megatron.checkpoints.stored import contents_of
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 
 
 @around
-def checked_base(
-    load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
-) -> Any:
+def checked_base(load_base: Original, load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
     """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
     if not is_ours(args):
         return load_base(load_dir, args, rank0, *rest, **kwargs)
@@ -56,7 +54,7 @@ def _refuse_damage(load_dir: Path, args: Any) -> None:
 
 
 @around
-def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
+def checked_tracker(read_metadata: Original, tracker_filename: str) -> Any:
     """Replaces ``read_metadata``: an empty tracker file means the newest checkpoint."""
     file = Path(tracker_filename)
     iteration = None
@@ -121,7 +119,7 @@ def damage_of_resumed(
 
 
 @around
-def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def named_disk(save: Original, *args: Any, **kwargs: Any) -> Any:
     """Around saves: name a disk that takes no more."""
     try:
         return save(*args, **kwargs)

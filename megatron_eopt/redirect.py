@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+Original = Callable[..., Any]  # a function that is replaced
+
 
 @dataclass(frozen=True)
 class Redirection:

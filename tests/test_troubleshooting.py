@@ -22,8 +22,9 @@ from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.arguments import with_flags
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.checkpoints.loading import mismatch, of_another, stacks_layers
-from megatron_eopt.megatron.checkpoints.whole import FILE, RunMark, named_disk, process
+from megatron_eopt.megatron.checkpoints.refusals import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.run_mark import FILE, RunMark, process
+from megatron_eopt.megatron.checkpoints.whole import named_disk
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.rules import refuse_unsupported

@@ -10,8 +10,12 @@ MAIN = "fp32_param"  # state key of the main copy in runs with bf16 or fp16
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
 _OF_A_MATRIX = re.compile(r"_\d+$")  # ``moment2_buffer_1``: of the second logical matrix
 
+StateDict = dict[Any, Any]  # an optimizer's, or one with several inside
+Block = dict[str, Any]  # ours, of one optimizer
+Settings = dict[str, Any]  # of a group of parameters, by name
 
-def holding(state_dict: Any, key: str) -> Iterator[dict[Any, Any]]:
+
+def holding(state_dict: Any, key: str) -> Iterator[StateDict]:
     """The outermost dicts in a state dict with this key."""
     if isinstance(state_dict, dict):
         if key in state_dict:
@@ -21,7 +25,7 @@ def holding(state_dict: Any, key: str) -> Iterator[dict[Any, Any]]:
                 yield from holding(value, key)
 
 
-def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
+def blocks_of(state_dict: Any) -> list[Block]:
     """Our blocks, one for each optimizer of ours."""
     return [state[BLOCK] for state in holding(state_dict, BLOCK)]
 

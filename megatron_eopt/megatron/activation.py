@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import megatron.core.optimizer as core_optimizer
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import optimizer as state_of_parameters
 from megatron.core.optimizer import optimizer_config
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import layers as megatrons_layers
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
 from megatron_eopt import registry
@@ -19,13 +19,13 @@ from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints import fsdp_dtensor, gated, loading, sharding, torch_dist, whole
-from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
-from megatron_eopt.megatron.parameters import shard_of
+from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
+from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, gated, layers, loading, run_mark, whole
 from megatron_eopt.megatron.qk_clip import clip
+from megatron_eopt.megatron.wrappers import shard_of
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
-from megatron_eopt.redirect import Redirection, Redirections, around, becomes, without_makefile
+from megatron_eopt.redirect import Original, Redirection, Redirections, around, becomes, without_makefile
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _of_registry() -> list[Redirection]:
 
 
 def _of_core() -> list[Redirection]:
-    attributes = layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
+    attributes = megatrons_layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
     lost = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
     refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
     shards = "Megatron knows a DTensor by its shard, for which newer releases of torch give it a new tensor each time"
@@ -122,7 +122,7 @@ def _of_core() -> list[Redirection]:
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", loading.checked_load, refused),
-        Redirection(dist_checkpointing, "save", torch_dist.checked_save, compared),
+        Redirection(dist_checkpointing, "save", checksums.checked_save, compared),
         Redirection(FileSystemReader, "read_metadata", gated.gated_metadata, harmless),
         Redirection(DefaultLoadPlanner, "load_bytes", gated.gated_object, harmless),
         Redirection("megatron.core.dist_checkpointing.strategies.common", "load_common", gated.gated_common, harmless),
@@ -167,12 +167,12 @@ def _of_training() -> list[Redirection]:
     return [
         without_makefile(),
         Redirection(checkpointing, "_load_base_checkpoint", whole.checked_base, refused),
-        Redirection(checkpointing, "_build_sharded_state_dict_metadata", sharding.undecided, apart),
-        Redirection(checkpointing, "generate_state_dict", sharding.named_apart, apart),
+        Redirection(checkpointing, "_build_sharded_state_dict_metadata", layers.undecided, apart),
+        Redirection(checkpointing, "generate_state_dict", layers.named_apart, apart),
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
         Redirection(checkpointing, "load_checkpoint", loading.with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", whole.checked_tracker, empty),
-        Redirection(checkpointing, "save_checkpoint", lambda x: whole.named_disk(whole.marked_save(x)), noticed),
+        Redirection(checkpointing, "save_checkpoint", lambda x: whole.named_disk(run_mark.marked_save(x)), noticed),
         Redirection(async_utils, "maybe_finalize_async_save", whole.named_disk, full),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
@@ -183,7 +183,7 @@ def _of_training() -> list[Redirection]:
 
 
 @around
-def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def _with_our_settings(init: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     if "muon_tp_mode" not in kwargs:
         setattr(self, arguments.TP_MODE_SOURCE, arguments.UNNAMED)
     fields = {field.name for field in dataclasses.fields(self)}

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -17,12 +17,12 @@ from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
 from megatron_eopt.megatron.support.layout import clear_where_refused
-from megatron_eopt.megatron.support.run import on
+from megatron_eopt.megatron.support.run import on, primary_of
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.redirect import Original, Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
 from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import MOMENTUM_DTYPES, SECOND_MOMENT, names_of
@@ -165,7 +165,7 @@ def tell_torchrun(error: str) -> bool:
 
 
 @around
-def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validated(validate: Original, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Replaces ``validate_args``; Megatron's does not see three flags.
 
     - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
@@ -196,13 +196,13 @@ def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any
             result = validate(args, *rest, **kwargs)
     finally:
         vars(args).update(given)
-    if name.removeprefix("dist_") in EMERGING_OPTIMIZERS:
+    if primary_of(args) in EMERGING_OPTIMIZERS:
         clear_where_refused(args)
     return result
 
 
 @around
-def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any:
+def with_flags(make_config: Original, args: argparse.Namespace) -> Any:
     """Replaces ``get_megatron_optimizer_config``: our flags reach the config."""
     if dist.is_initialized():  # else all ranks come again
         refuse_different(of_command_line(args))
@@ -215,7 +215,7 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
             f"script by python -m megatron_eopt.run"
         )
     _refuse_unread(args)
-    name = args.optimizer.removeprefix("dist_")
+    name = primary_of(args)
     if name not in EMERGING_OPTIMIZERS:  # else after overrides are resolved
         warnings += without_effect(args, [name])
     if getattr(args, "rank", 0) == 0:
@@ -249,7 +249,7 @@ def unread(config: Any) -> list[str]:
 
 def builds(args: argparse.Namespace) -> bool:
     """Whether the run's optimizer is in this package's table."""
-    return args.optimizer.removeprefix("dist_") in OPTIMIZERS
+    return primary_of(args) in OPTIMIZERS
 
 
 def _reads(name: str, flag: Flag) -> bool:
@@ -277,7 +277,7 @@ def _refuse_unread(args: argparse.Namespace) -> None:
 
 def without_effect(args: argparse.Namespace, built: Collection[str]) -> list[str]:
     """Warnings of given flags that none of the optimizers built reads."""
-    name = getattr(args, "optimizer", "").removeprefix("dist_")
+    name = primary_of(args)
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
     all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
     ignored: dict[str, list[str]] = {}  # by those that read them

@@ -10,8 +10,9 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, of_entries, on_all_ranks, refuse_different
 from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries
-from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
-from megatron_eopt.optimizers.nonfinite import listed
+from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.megatron.support.run import primary_of
+from megatron_eopt.megatron.wrappers import optimizer_parameters
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, class_of_ours, create_emerging_optimizer, takes_matrices
 from megatron_eopt.routing import OverrideError, Resolved, resolve
 from megatron_eopt.routing.entries import Entry
@@ -64,14 +65,14 @@ def assign(parameters: Sequence[ModelParameter], config: Any, config_overrides: 
 
 def matches(parameters: Sequence[ModelParameter], config: Any, entries: Sequence[Entry]) -> list[int]:
     """How many parameters of this rank each entry selects."""
-    return match_counts(entries, [parameter.info for parameter in parameters], config.optimizer.removeprefix("dist_"))
+    return match_counts(entries, [parameter.info for parameter in parameters], primary_of(config))
 
 
 def assignments(
     parameters: Sequence[ModelParameter], config: Any, entries: Sequence[Entry], counts: Sequence[int]
 ) -> list[Assignment]:
     """:func:`assign` on one rank; ``counts`` are matches on all ranks."""
-    primary = config.optimizer.removeprefix("dist_")
+    primary = primary_of(config)
     resolved = resolve(entries, [parameter.info for parameter in parameters], primary, counts)
     assigned = []
     for parameter in parameters:
@@ -85,14 +86,15 @@ class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
     """Overrides for Megatron's builder, at most one for each parameter."""
 
     def __init__(self, assigned: Sequence[Assignment], config: Any) -> None:
+        super().__init__()
         alike: dict[tuple[tuple[str, Any], ...], set[int]] = {}
         for each in assigned:
-            if each.optimizer is not None and (group := group_settings(each, config)):
-                alike.setdefault(tuple(sorted(group.items())), set()).add(id(each.parameter.tensor))
-        super().__init__()
-        for number, (settings, ids) in enumerate(alike.items()):
+            settings = {} if each.optimizer is None else group_settings(each, config)
+            if settings:
+                alike.setdefault(tuple(sorted(settings.items())), set()).add(id(each.parameter.tensor))
+        for number, (of_group, ids) in enumerate(alike.items()):
             among = ParamPredicate(f"megatron_eopt {number}", lambda parameter, ids=ids: id(parameter) in ids)
-            self[ParamKey(predicate=among)] = dict(settings)
+            self[ParamKey(predicate=among)] = dict(of_group)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Ignore the default routing that Megatron adds: it is included."""
@@ -102,7 +104,7 @@ def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
     """Settings that are not the run's, in Megatron's names."""
     settings = assigned.settings
     group = {key: value for key, value in settings.items() if key not in _OF_RUN}
-    if assigned.optimizer != config.optimizer.removeprefix("dist_"):
+    if assigned.optimizer != primary_of(config):
         group["optimizer"] = assigned.optimizer
     if any(assigned.user_source(key) for key in _RATES):
         try:
@@ -130,21 +132,13 @@ def excluded_hidden(assigned: Sequence[Assignment]) -> Iterator[None]:
             tensor.requires_grad_(True)
 
 
-def refuse_other_dtypes(assigned: Sequence[Assignment]) -> None:
-    """Refuse trainable parameters that are not real floating-point."""
-    wrong = [p for p in assigned if p.optimizer is not None and not p.parameter.tensor.is_floating_point()]
-    if wrong:
-        dtypes = listed(f"{each.name} ({each.parameter.tensor.dtype})" for each in wrong)
-        raise ValueError(
-            f"optimizers update real floating-point parameters, got {dtypes}: keep real and imaginary parts as two "
-            f"real parameters (torch.view_as_real), freeze them, or exclude them by an override"
-        )
-
-
 def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
     """Refuse parameters whose buffers are for another optimizer."""
-    mark = "is_managed_by_layer_wise_optimizer"
-    wrong = [p for p in assigned if getattr(p.parameter.tensor, mark, None) not in (None, p.has_matrix_optimizer)]
+    wrong = []
+    for each in assigned:
+        for_matrices = getattr(each.parameter.tensor, "is_managed_by_layer_wise_optimizer", None)
+        if for_matrices is not None and for_matrices != each.has_matrix_optimizer:
+            wrong.append(each)
     if wrong:
         laid_out = "Adam" if wrong[0].has_matrix_optimizer else "a matrix optimizer"
         raise OverrideError(
@@ -177,17 +171,18 @@ def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Seque
         if name is None:
             continue
         _refuse_decay(each, name, config)
-        settings = _of_optimizer(each)
-        decay = {key: value for key, value in each.settings.items() if key == "weight_decay"}
+        settings = _users_settings(each)
+        decay = {key: each.settings[key] for key in ("weight_decay",) if key in each.settings}
         if not settings or (name, settings, decay) in tried:
             continue
         tried.append((name, settings, decay))
-        wrong = error(name, decay | settings)
-        if wrong is None or error(name, decay) is not None:  # that of the run alone is raised where the run builds it
+        reason = error(name, decay | settings)
+        if reason is None or error(name, decay) is not None:  # that of the run alone is raised where the run builds it
             continue
-        keys = [key for key, value in settings.items() if error(name, decay | {key: value})] or list(settings)
-        sources = " and ".join(dict.fromkeys(each.resolved.sources[key] for key in keys))
-        mistakes.append(f"{sources}: {', '.join(keys)}: {wrong}, for {each.name}")
+        alone = [key for key, value in settings.items() if error(name, decay | {key: value}) is not None]
+        wrong = alone or list(settings)  # or they do not go together
+        sources = dict.fromkeys(each.resolved.sources[key] for key in wrong)
+        mistakes.append(f"{' and '.join(sources)}: {', '.join(wrong)}: {reason}, for {each.name}")
     if mistakes:
         raise OverrideError("\n".join(mistakes))
 
@@ -199,35 +194,38 @@ def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
         updating = optimizers.get(id(each.parameter.tensor))
         if updating is None:
             continue
-        unread = sorted(_of_optimizer(each).keys() - settings_of_groups(updating))
-        if unread:
+        for key in sorted(_users_settings(each).keys() - settings_of_groups(updating)):
             raise OverrideError(
-                f"{each.resolved.sources[unread[0]]}: {unread[0]}: {each.optimizer} has one {unread[0]} for all its "
-                f"parameters, which is set for the run alone, for {each.name}"
+                f"{each.resolved.sources[key]}: {key}: {each.optimizer} has one {key} for all its parameters, which is "
+                f"set for the run alone, for {each.name}"
             )
 
 
-def _of_optimizer(assigned: Assignment) -> dict[str, Any]:
-    return {k: value for k, value in assigned.settings.items() if k not in _OF_RUN and assigned.user_source(k)}
+def _users_settings(assigned: Assignment) -> dict[str, Any]:
+    """What a user has set for a parameter, of settings that its optimizer reads."""
+    settings = {}
+    for key, value in assigned.settings.items():
+        if key not in _OF_RUN and assigned.user_source(key):
+            settings[key] = value
+    return settings
 
 
 def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:
     settings = assigned.settings
-    by_user = {}
+    sources = {}
     for key in ("weight_decay", *ENDS):
         source = assigned.user_source(key)
         if source is None:
             continue
-        by_user[key] = source
+        sources[key] = source
         if settings[key] and not class_of_ours(name).decays_weights:
-            of_parameter = f"got {settings[key]:g} for {assigned.name}"
-            raise OverrideError(f"{source}: {key}: {name} has no weight decay, {of_parameter}: leave it out")
-    if not by_user:
-        return
-    start, end = (settings.get(key, settings.get("weight_decay", config.weight_decay)) for key in ENDS)
-    if start != end and getattr(config, "weight_decay_incr_style", None) == "constant":
+            raise OverrideError(
+                f"{source}: {key}: {name} has no weight decay, got {settings[key]:g} for {assigned.name}: leave it out"
+            )
+    start, end = [settings.get(key, settings.get("weight_decay", config.weight_decay)) for key in ENDS]
+    if sources and start != end and getattr(config, "weight_decay_incr_style", None) == "constant":
         raise OverrideError(
-            f"{' and '.join(sorted({*by_user.values()}))}: {next(iter(by_user))}: the weight decay of {assigned.name} "
+            f"{' and '.join(sorted({*sources.values()}))}: {next(iter(sources))}: the weight decay of {assigned.name} "
             f"would go from {start:g} to {end:g}, and --weight-decay-incr-style is constant: pass linear or cosine, "
             f"with --start-weight-decay and --end-weight-decay for the rest, or set the two to one value"
         )

@@ -1,6 +1,6 @@
 """Deal whole parameters to data-parallel ranks, by predicted time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.parameters import torch_optimizers
+from megatron_eopt.megatron.wrappers import parameters_in, torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal
 from megatron_eopt.parallel.records import Matrix, TpMode
-from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.redirect import Original, Redirection, Redirections, around
 
 HANDS = (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
@@ -25,28 +25,22 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
     """Redirections that make Megatron's layer-wise optimizer deal by time."""
 
     @around
-    def shard_params(original: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
+    def shard_params(original: Original, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
         if any(layouts):
             original(self, optimizers, *layouts)
             return
-        groups = [group for each in optimizers for group in each.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         whole = [list(group["params"]) for group in groups]
         items, works = items_of(optimizers)
         original(self, optimizers, *layouts)
         kept = {parameter for group in groups for parameter in group["params"]}
         for name, ranks in HANDS:
             by_size = getattr(self, name)
-            if not by_size:
-                continue
-            rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
-            parameters = [parameter for params in whole for parameter in params if parameter in rank_of]
-            dealt = deal([items[p] for p in parameters], [rank_of[p] for p in parameters], len(by_size), works, mode)
-            hands: list[list[Tensor]] = [[] for _ in by_size]
-            for parameter, rank in zip(parameters, dealt.ranks, strict=True):
-                hands[rank].append(parameter)
-            setattr(self, name, hands)
-            kept = kept.difference(*by_size).union(hands[getattr(self.pg_collection, ranks).rank()])
-            say(str(dealt))
+            if by_size:
+                rank = getattr(self.pg_collection, ranks).rank()
+                hands = _by_time(by_size, whole, items, works, mode)
+                setattr(self, name, hands)
+                kept = kept.difference(*by_size).union(hands[rank])
         for group, params in zip(groups, whole, strict=True):
             group["params"] = [parameter for parameter in params if parameter in kept]
 
@@ -56,6 +50,27 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
         reason = "whole parameters are dealt to data-parallel ranks by predicted time, not by size"
         changes.append(Redirection(LayerWiseDistributedOptimizer, "shard_params", shard_params, reason))
     return Redirections(changes)
+
+
+def _by_time(
+    by_size: Sequence[Sequence[Tensor]],
+    in_order: Sequence[Sequence[Tensor]],
+    items: Mapping[Tensor, Item],
+    works: Mapping[str, Work],
+    mode: TpMode,
+) -> list[list[Tensor]]:
+    """What each rank gets by predicted time, in place of what it gets by size."""
+    rank_of = {}
+    for rank, hand in enumerate(by_size):
+        for parameter in hand:
+            rank_of[parameter] = rank
+    parameters = [parameter for params in in_order for parameter in params if parameter in rank_of]
+    dealt = deal([items[p] for p in parameters], [rank_of[p] for p in parameters], len(by_size), works, mode)
+    say(str(dealt))
+    hands: list[list[Tensor]] = [[] for _ in by_size]
+    for parameter, rank in zip(parameters, dealt.ranks, strict=True):
+        hands[rank].append(parameter)
+    return hands
 
 
 def dealt_parameters(optimizer: Any) -> Iterator[tuple[Any, int, Tensor]]:
@@ -74,12 +89,21 @@ def share_dealt(optimizer: Any) -> None:
 
 @around
 def wrapped_in_fp32(
-    make: Any, self: Any, optimizers: Sequence[Any], config: Any, *args: Any, init_state_fn_list: Any, **kwargs: Any
+    make: Original,
+    self: Any,
+    optimizers: Sequence[Any],
+    config: Any,
+    *args: Any,
+    init_state_fn_list: Any,
+    **kwargs: Any,
 ) -> None:
     """Wraps torch optimizers also in fp32 for Megatron's layer-wise one."""
     if not config.bf16:
-        pairs = zip(optimizers, init_state_fn_list, strict=True)
-        optimizers = [FP32Optimizer(o, config, init) if isinstance(o, Optimizer) else o for o, init in pairs]
+        wrapped: list[Any] = []
+        for optimizer, init_state in zip(optimizers, init_state_fn_list, strict=True):
+            is_bare = isinstance(optimizer, Optimizer)
+            wrapped.append(FP32Optimizer(optimizer, config, init_state) if is_bare else optimizer)
+        optimizers = wrapped
     make(self, optimizers, config, *args, init_state_fn_list=init_state_fn_list, **kwargs)
 
 
@@ -93,14 +117,16 @@ def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[
     """Items to deal, of optimizers with all parameters, and iterations."""
     items: dict[Tensor, Item] = {}
     works: dict[str, Work] = {}
-    for optimizer in (inner for outer in optimizers for inner in torch_optimizers(outer)):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
-        if isinstance(optimizer, BaseOptimizer):
-            engine = optimizer.proposed()
-            if engine.works:
-                works |= engine.works
-                flat = iter(engine.plan.matrices)  # as they are on all ranks, in any mode
-                matrices = [tuple(islice(flat, len(parts))) for parts in engine.matrices]
-        items |= {p: Item(parts, p.numel()) for p, parts in zip(parameters, matrices, strict=True)}
+    for outer in optimizers:
+        for optimizer in torch_optimizers(outer):
+            parameters = parameters_in(optimizer)
+            matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
+            if isinstance(optimizer, BaseOptimizer):
+                engine = optimizer.proposed()
+                if engine.works:
+                    works |= engine.works
+                    in_a_row = iter(engine.plan.matrices)  # as they are on all ranks, in any mode
+                    matrices = [tuple(islice(in_a_row, len(of_parameter))) for of_parameter in engine.matrices]
+            for parameter, of_parameter in zip(parameters, matrices, strict=True):
+                items[parameter] = Item(of_parameter, parameter.numel())
     return items, works

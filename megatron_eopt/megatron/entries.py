@@ -8,6 +8,7 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt import registry
+from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.registry import takes_matrices
 from megatron_eopt.routing import OverrideError, ParameterInfo, entries_from_dict, read_overrides
 from megatron_eopt.routing.entries import Entry, Layer, make_entry
@@ -25,13 +26,17 @@ registry.EMERGING_OPTIMIZERS.make_param_key = _make_param_key
 
 def all_entries(config: Any, config_overrides: Overrides | None) -> list[Entry]:
     """Entries of all layers."""
-    primary = config.optimizer.removeprefix("dist_")
+    primary = primary_of(config)
     standard = get_standard_config_overrides(config)
-    megatrons: dict[Any, Any] = {}
-    users: dict[Any, Any] = {}
-    for key, settings in (standard if config_overrides is None else config_overrides).items():
+    given = standard if config_overrides is None else config_overrides
+    megatrons = {}
+    users = {}
+    for key, settings in given.items():
         is_standard = isinstance(key, ParamKey) and standard.get(key) == settings
-        (megatrons if is_standard or _of_mup(key) else users)[key] = settings
+        if is_standard or _of_mup(key):
+            megatrons[key] = settings
+        else:
+            users[key] = settings
     entries = _defaults(_routing(primary, config), primary) + _defaults(megatrons, "Megatron")
     for key, settings in megatrons.items():
         rates = {name: settings[name] for name in ("max_lr", "min_lr") if name in settings}
@@ -68,7 +73,8 @@ def _routing(primary: str, config: Any) -> Overrides:
     scalar = getattr(config, "muon_scalar_optimizer", "adam")
     routing = {}
     for key, settings in default.items():
-        routing[key] = {**settings, "optimizer": scalar} if settings.get("optimizer") == "adam" else settings
+        is_scalars = settings.get("optimizer") == "adam"
+        routing[key] = {**settings, "optimizer": scalar} if is_scalars else settings
     return routing
 
 

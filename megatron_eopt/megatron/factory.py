@@ -5,52 +5,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
-
-from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
-from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import (
     DEFAULT_TP_MODE,
-    PRESET_FLAGS_GIVEN,
     TP_MODE_SOURCE,
     UNNAMED,
     unread,
     without_effect,
 )
-from megatron_eopt.megatron.averaging import average_weights, check_rule
+from megatron_eopt.megatron.averaging import average_weights
+from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
+from megatron_eopt.megatron.checkpoints.decided import Decided, decided_before
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from megatron_eopt.megatron.checkpoints.loading import Decided, decided_before
-from megatron_eopt.megatron.checkpoints.sharding import keep_apart, layers_differ
-from megatron_eopt.megatron.checkpoints.torch_dist import AdamOfBuffers, SavedState
-from megatron_eopt.megatron.checkpoints.whole import RunMark, check_replicas
+from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
+from megatron_eopt.megatron.checkpoints.run_mark import RunMark
+from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
+from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradients, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
+from megatron_eopt.megatron.kernels import choose_kernels
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
-from megatron_eopt.megatron.parameters import (
-    distributed_wrappers,
-    frozen_names,
-    mark,
-    optimizer_parameters,
-    parameters_of,
-    plain_wrappers,
-    remember,
-    tag_as_megatron,
-    torch_optimizers,
-    trainable,
-)
+from megatron_eopt.megatron.parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
+from megatron_eopt.megatron.replicas import check_replicas
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
+from megatron_eopt.megatron.wrappers import (
+    distributed_wrappers,
+    optimizer_parameters,
+    parameters_in,
+    plain_wrappers,
+    remember,
+    torch_optimizers,
+)
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.factored import FactoredOptimizer
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.optimizers.weight_average import AverageRule
 from megatron_eopt.parallel.records import TpMode
-from megatron_eopt.redirect import around
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
-from megatron_eopt.settings.presets import PRESETS, described
 
 
 class OptimizerOfRun:
@@ -65,13 +56,12 @@ class OptimizerOfRun:
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
-        adjusted = without_sharing(with_preset(config, self.facts.args), self.facts)
-        fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
-        self.config = with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
+        self.config = config_of_run(config, self.facts)
         self.model_chunks = model_chunks
         self.groups = pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
-        check_rule(config)
+        if self.facts.weight_average is not None:
+            AverageRule.parse(self.facts.weight_average)
         self.tp_mode = config.muon_tp_mode
         self.tp_mode_source = getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
@@ -148,7 +138,6 @@ class OptimizerOfRun:
         refuse_unsupported(replace(self.facts, excludes=None in names, assigned=assigned))
         if on(self.facts.model, "qk_clip"):
             qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size())
-        assignment.refuse_other_dtypes(self.assigned)
         assignment.refuse_other_buffers(self.assigned)
         assignment.refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
         overrides = assignment.MegatronOverrides(self.assigned, self.config)
@@ -171,7 +160,7 @@ class OptimizerOfRun:
             if each.main is not None and hasattr(each.model, "qkv_split_shapes"):
                 each.main.qkv_split_shapes = each.model.qkv_split_shapes  # type: ignore[attr-defined]
         remember(self.optimizer, self.model_chunks)
-        average_weights(list(torch_optimizers(self.optimizer)), self.config, self.facts.args)
+        average_weights(list(torch_optimizers(self.optimizer)), self.facts)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for optimizer in torch_optimizers(self.optimizer):
@@ -188,12 +177,12 @@ class OptimizerOfRun:
 
         if self.tp_mode_source == "checkpoint":
             agreement.on_all_ranks(take_over)
-        here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
+        here = [x for x in torch_optimizers(self.optimizer) if parameters_in(x)]
         for optimizer in here:
             decided = self.decided.settings.get(type(optimizer).__name__, {})
             for group in optimizer.param_groups:
                 group.update(decided | group)
-        agreement.choose_kernels(here)
+        choose_kernels(here)
         self.phase("kernels")
         agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
 
@@ -232,11 +221,11 @@ class OptimizerOfRun:
 
     def guard_first_step(self) -> None:
         """Install the checks of the first step, and of replicas."""
+        data_parallel = [getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp")]
+        tensor_parallel = [getattr(self.groups, name, None) for name in ("tp", "expt_tp")]
         compare = None
-        ranks = [getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp", "tp", "expt_tp")]
-        tensor_parallel = ranks[2:]
         if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
-            compare = check_replicas(self.model_chunks, *ranks)
+            compare = check_replicas(self.model_chunks, *data_parallel, *tensor_parallel)
 
         def look() -> None:
             warn_of_unused(self.assigned)
@@ -244,95 +233,3 @@ class OptimizerOfRun:
                 refuse_partial_gradients(self.assigned, *tensor_parallel)
 
         check_steps(self.optimizer, self.matrices_here, compare, look)
-
-
-def with_preset(config: Any, args: Any = None) -> Any:
-    """The config with the settings of ``muon_preset``.
-
-    A field was given if ``args`` of Megatron's parser say so, or if it differs from its default: that of the parser
-    with ``args``, else the config's.
-    """
-    preset = getattr(config, "muon_preset", None)
-    if preset is None:
-        return config
-    check_choice("preset", preset, tuple(PRESETS))
-    name = config.optimizer.removeprefix("dist_")
-    if name not in LIKE_MUON:
-        raise ValueError(
-            f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and updates of {name} have a size of their own: "
-            f"leave it away"
-        )
-    settings = PRESETS[preset].settings
-    fields = {key: f"muon_{key}" for key in settings}
-    defaults = {flag.setting: flag.default for flag in OPTIMIZERS["muon"].flags}
-    if args is None:
-        defaults |= {key: getattr(type(config), field, defaults[key]) for key, field in fields.items()}
-    values = {key: getattr(config, field) for key, field in fields.items()}
-    replaced = {key: value for key, value in values.items() if value != settings[key]}
-    flags = getattr(args, PRESET_FLAGS_GIVEN, None)
-    contradict = {key: x for key, x in replaced.items() if x != defaults[key] or fields[key] in (flags or ())}
-    if contradict:
-        raise ValueError(
-            f"--muon-preset {preset} stands for {described(settings)}, but the run also says {described(contradict)}: "
-            f"keep the preset, or what it stands for as flags"
-        )
-    if replaced and flags is None:
-        known = "these are defaults of the config, which count as not given"
-        agreement.say(f"muon_preset {preset} replaces {described(replaced)}: {known}")
-    return with_fields(config, **{fields[key]: value for key, value in settings.items()})
-
-
-def without_sharing(config: Any, run: Run) -> Any:
-    """The config; factors are shared only where data-parallel ranks can."""
-    all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
-    fields = [f"{name}_share_over_dp" for name, row in OPTIMIZERS.items() if issubclass(row.cls, FactoredOptimizer)]
-    if not on(config, *fields) or (all_save and not run.layer_wise):
-        return config
-    return with_fields(config, **dict.fromkeys(fields, False))
-
-
-@around
-def wrap_emerging_builder(
-    build: Callable[..., Any], config: Any, model_chunks: Any, config_overrides: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Replaces Megatron's builder of emerging optimizers by :class:`OptimizerOfRun`."""
-    if kwargs.get("pg_collection") is None:
-        kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-    groups = kwargs["pg_collection"]
-    agreement.refuse_different(agreement.of_packages() | agreement.of_config(config))
-    run = OptimizerOfRun(config, model_chunks, groups, kwargs.get("layer_wise_distributed_optimizer", False))
-    if run.facts.megatron_fsdp:
-        return run.built_by(lambda config, given: fsdp.build(config, model_chunks, given, groups), config_overrides)
-    return run.built_by(lambda config, given: build(config, model_chunks, given, *args, **kwargs), config_overrides)
-
-
-@around
-def checked_elsewhere(check: Callable[..., Any], config: Any, config_overrides: Any) -> Any:
-    """Skips Megatron's check of overrides, which :class:`OptimizerOfRun` replaces."""
-    return config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS or check(config, config_overrides)
-
-
-@around
-def wrap_group_builder(
-    build: Callable[..., Any], config: Any, model_chunks: Any, param_groups: list[Any], **kwargs: Any
-) -> Any:
-    """Lets Megatron's builder of adam, sgd and lion build ours."""
-    if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in ("adam", "sgd", "lion"):
-        return build(config, model_chunks, param_groups=param_groups, **kwargs)
-    if config.use_distributed_optimizer:
-        raise ValueError(
-            f"{config.optimizer} beside another optimizer cannot have whole matrices where Megatron lays buffers "
-            f"out for one: pass --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away"
-        )
-    groups = kwargs["pg_collection"]
-    optimizer, init_state = create_emerging_optimizer(config, param_groups, config.optimizer, model_chunks, groups)
-    if kwargs.get("skip_megatron_wrapping"):
-        return optimizer, init_state
-    if config.bf16:
-        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
-    else:
-        wrapped = FP32Optimizer(optimizer, config, init_state)
-    wrapped.grad_stats_parallel_group = kwargs["model_parallel_group"]
-    wrapped.tp_group = groups.tp
-    wrapped.expert_tp_group = groups.expt_tp
-    return wrapped

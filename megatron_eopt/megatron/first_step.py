@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.parameters import torch_optimizers
+from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import local
@@ -74,15 +74,15 @@ def warn_of_unused(assigned: Sequence[Assignment]) -> None:
     for each in assigned:
         if each.optimizer is not None and 0 not in (each.settings.get("lr"), each.settings.get("lr_mult")):
             parameter = each.parameter.tensor
-            gradient = _gradient(each.parameter.tensor)
+            gradient = _gradient(parameter)
             none = torch.zeros((), dtype=torch.bool, device=parameter.device)
             head, experts, tail = each.name.partition(".experts.")
-            name = head + experts + (_NUMBER_OF_EXPERT.sub("*", tail) if experts else "")
+            name = head + experts + _NUMBER_OF_EXPERT.sub("*", tail)
             reached.setdefault(name, []).append(none if gradient is None else gradient.any())
     here = torch.stack([torch.stack(flags).any() for flags in reached.values()]).tolist() if reached else []
-    of_ranks = distinct([(name, flag) for name, flag in zip(reached, here, strict=True)])
-    names = dict.fromkeys(name for of_rank in of_ranks for name, _ in of_rank)
-    unused = list(names.keys() - {name for of_rank in of_ranks for name, flag in of_rank if flag})
+    of_ranks = distinct(dict(zip(reached, here, strict=True)))
+    used = {name for of_rank in of_ranks for name, is_reached in of_rank.items() if is_reached}
+    unused = {name for of_rank in of_ranks for name in of_rank} - used
     if unused:
         say(
             f"warning: the gradient is zero everywhere in the first step, of {listed(sorted(unused))}: no forward pass "
@@ -116,9 +116,9 @@ def refuse_partial_gradients(
         names.append(each.name)
         distances.append(off)
     off_by = torch.stack(distances).tolist() if distances else []
-    different = sorted(((off, name) for off, name in zip(off_by, names, strict=True) if off > PARTIAL), reverse=True)
+    different = [(off, name) for off, name in zip(off_by, names, strict=True) if off > PARTIAL]
     if different:
-        off, name = different[0]
+        off, name = max(different)
         raise RuntimeError(
             f"the gradients of {len(different)} parameters that every tensor-parallel rank has whole differ between "
             f"these ranks, most that of {name}, by {100 * off:.0f} % of its size: the ranks would train different "
@@ -130,5 +130,8 @@ def refuse_partial_gradients(
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    held = (getattr(parameter, name, None) for name in ("decoupled_grad", "grad", "main_grad"))
-    return next((local(x) for x in held if x is not None), None)
+    for name in ("decoupled_grad", "grad", "main_grad"):
+        gradient = getattr(parameter, name, None)
+        if gradient is not None:
+            return local(gradient)
+    return None

@@ -18,6 +18,8 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.entries import Overrides
+from megatron_eopt.megatron.wrappers import parameters_in
+from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.registry import create_emerging_optimizer
 
 
@@ -39,10 +41,11 @@ class Joined:
 
     def step(self) -> None:
         """Let each optimizer make its step."""
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            # Megatron-FSDP gives none to a parameter without entries here, and other ranks would wait for this one
-            if parameter.grad is None and not parameter._local_tensor.numel():
-                parameter.grad = torch.zeros_like(parameter)
+        for optimizer in self.chained_optimizers:
+            for parameter in parameters_in(optimizer):
+                # Megatron-FSDP gives none to a parameter without entries here, and other ranks would wait for this one
+                if parameter.grad is None and not local(parameter).numel():
+                    parameter.grad = torch.zeros_like(parameter)
         for optimizer in self.chained_optimizers:
             optimizer.step()
 
@@ -54,10 +57,11 @@ class Joined:
 
 def mark_shards(model_chunks: Sequence[Any]) -> None:
     """Restore marks that Megatron-FSDP drops: chunks, and experts."""
-    for parameter in (p for chunk in model_chunks for p in chunk.parameters()):
-        update_uneven_dtensor_chunk_metadata(parameter)
-        if not getattr(parameter.orig_param, "allreduce", True):
-            parameter.expert_tp = True
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            update_uneven_dtensor_chunk_metadata(parameter)
+            if not getattr(parameter.orig_param, "allreduce", True):
+                parameter.expert_tp = True
 
 
 def build(config: Any, model_chunks: Sequence[Any], overrides: Overrides, groups: Any) -> ChainedOptimizer:

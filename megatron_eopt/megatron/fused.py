@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from megatron_eopt import matrices
 from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split, is_transposed
@@ -42,18 +44,18 @@ class Matrices:
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
     """Logical matrices of all parameters that have a matrix optimizer."""
     of_run: SplitName = getattr(config, "muon_split", "default")
-    splits_qkv, splits_glu = (getattr(config, f"muon_split_{kind}", False) for kind in ("qkv", "glu"))
+    splits_qkv = getattr(config, "muon_split_qkv", False)
+    splits_glu = getattr(config, "muon_split_glu", False)
     # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone
     rounds = getattr(config, "optimizer_momentum_dtype", "fp32") != "fp32"
     tags = []
     for each in assigned:
-        if each.has_matrix_optimizer:
-            if splits_qkv:
-                _refuse_unmarked(each.parameter)
-            split = split_of(each, of_run, splits_qkv, splits_glu)
-            own = fused(each.parameter) if rounds else None
-            rows = own.matrices if own is not None and own.matrices.order == "per_shard" else None
-            tags.append(Matrices(each.parameter, split, rows))
+        if not each.has_matrix_optimizer:
+            continue
+        if splits_qkv:
+            _refuse_unmarked(each.parameter)
+        split = split_of(each, of_run, splits_qkv, splits_glu)
+        tags.append(Matrices(each.parameter, split, in_shards(each.parameter) if rounds else None))
     return tags
 
 
@@ -61,17 +63,18 @@ def tag(tags: Iterable[Matrices]) -> None:
     """Put on parameters what optimizers read, instead of earlier tags."""
     for each in tags:
         tensor = each.parameter.tensor
-        if each.rows is not None:
-            setattr(tensor, ROWS, each.rows)
-        elif hasattr(tensor, ROWS):
-            delattr(tensor, ROWS)
-        if is_declared(each.parameter):
-            continue
-        for name, value in ((ATTRIBUTE, each.split), (_BY_SETTING, True)):
-            if each.split is not None:
-                setattr(tensor, name, value)
-            elif hasattr(tensor, name):
-                delattr(tensor, name)
+        _put(tensor, ROWS, each.rows)
+        if not is_declared(each.parameter):
+            _put(tensor, ATTRIBUTE, each.split)
+            _put(tensor, _BY_SETTING, None if each.split is None else True)
+
+
+def _put(tensor: Tensor, name: str, value: object) -> None:
+    """Set an attribute, or remove it for None."""
+    if value is not None:
+        setattr(tensor, name, value)
+    elif hasattr(tensor, name):
+        delattr(tensor, name)
 
 
 def warn_of_shared_keys(parameters: Iterable[ModelParameter], ranks: int, sequence_parallel: bool) -> None:
@@ -147,6 +150,14 @@ def _refuse_unmarked(parameter: ModelParameter) -> None:
     )
 
 
+def in_shards(parameter: ModelParameter) -> Split | None:
+    """The matrices of which every tensor-parallel shard has rows; None where none are so."""
+    made_of = fused(parameter)
+    if made_of is None or made_of.matrices.order != "per_shard":
+        return None
+    return made_of.matrices
+
+
 def fused(parameter: ModelParameter) -> Fused | None:
     """What a parameter is fused of; None for one matrix."""
     home, _, layer = parameter.path.rpartition(".")
@@ -167,9 +178,12 @@ def fused(parameter: ModelParameter) -> Fused | None:
             return Fused(queries, WHOLE, matrices.heads("q", config.kv_channels))
         case "linear_q_proj" | "linear_q_up_proj":  # of latent attention
             return Fused(queries, WHOLE, matrices.heads("q", config.qk_head_dim + config.qk_pos_emb_head_dim))
-        case "linear_kv" | "linear_kv_up_proj":  # of cross attention, of latent attention
-            k, v = (config.kv_channels,) * 2 if layer == "linear_kv" else (config.qk_head_dim, config.v_head_dim)
-            return Fused(keys, matrices.key_value(k, v), matrices.key_value(k, v, per_head=True))
+        case "linear_kv":  # of cross attention
+            sizes = (config.kv_channels, config.kv_channels)
+            return Fused(keys, matrices.key_value(*sizes), matrices.key_value(*sizes, per_head=True))
+        case "linear_kv_up_proj":  # of latent attention
+            sizes = (config.qk_head_dim, config.v_head_dim)
+            return Fused(keys, matrices.key_value(*sizes), matrices.key_value(*sizes, per_head=True))
         case "linear_kv_down_proj":
             split = matrices.concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim)
             return Fused("the latent keys and values, and the keys with positions", split)

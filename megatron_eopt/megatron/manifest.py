@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +15,8 @@ from megatron_eopt.matrices import warn_of_unmatched
 from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
-from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
+from megatron_eopt.megatron.support.run import primary_of
+from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_name, optimizer_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded
@@ -44,6 +45,14 @@ _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 
+class _OnRank(NamedTuple):
+    """What one rank knows of the parameters that it updates."""
+
+    families: list[ParamPattern]
+    with_groups: list[ParamPattern]  # the same, with all that their groups hold as settings
+    misplaced: list[str]
+
+
 def build_manifest(
     optimizer: Any, assigned: Sequence[Assignment], config: Any, groups: Any
 ) -> tuple[list[ParamPattern], int]:
@@ -54,31 +63,39 @@ def build_manifest(
     updated = list(optimizer_parameters(optimizer))
     here = rows_here(updated, assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]
-    wanted = {each.name: each.optimizer or "nobody" for each in assigned}
-    misplaced = [
-        f"{row.name} was given to {wanted[row.name]} ({row.reason}), and {row.optimizer} has it"
-        for row in found
-        if row.optimizer != wanted[row.name]
-    ]
-    group_of_model = {id(one.model): plain(one.group) for one in updated}
-    group_of = {each.name: group_of_model.get(id(each.parameter.tensor), {}) for each in assigned}
-    with_groups = families(replace(row, settings=group_of[row.name]) for row in found)
-    of_ranks = distinct((families(found), misplaced, with_groups))
-    everywhere = merged(of_rank[0] for of_rank in of_ranks)
+    of_ranks = distinct(_on_this_rank(found, updated, assigned))
+    everywhere = merged(rank.families for rank in of_ranks)
     names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may; with a distributed optimizer that is nearly all of what it has
-    everywhere += merged(distinct(families(row for row in here[len(found) :] if row.name not in names)))
-    name = config.optimizer.removeprefix("dist_")
+    left = [row for row in here if row.optimizer is None and row.name not in names]
+    everywhere += merged(distinct(families(left)))
+    name = primary_of(config)
     wrong = problems(everywhere, name, takes_matrices(name))
-    wrong += sorted({line for of_rank in of_ranks for line in of_rank[1]})
+    wrong += sorted({line for rank in of_ranks for line in rank.misplaced})
     if not wrong:  # groups may also differ in what is no setting of a user's
-        wrong += listed_twice(merged(of_rank[2] for of_rank in of_ranks))
+        wrong += listed_twice(merged(rank.with_groups for rank in of_ranks))
     if wrong:
         raise ValueError("\n".join(["parameters are with the wrong optimizer:", *wrong]))
     warn_of_unmatched(sorted(names))
     if dist.get_rank() == 0:
         _report(everywhere, config)
     return everywhere, sum(len(row.matrices) for row in found)
+
+
+def _on_this_rank(
+    found: Sequence[ManifestRow], updated: Iterable[OptimizerParameter], assigned: Iterable[Assignment]
+) -> _OnRank:
+    groups = {id(one.model): one.group for one in updated}
+    of_names = {each.name: each for each in assigned}
+    with_groups = []
+    misplaced = []
+    for row in found:
+        own = of_names[row.name]
+        with_groups.append(replace(row, settings=plain(groups[id(own.parameter.tensor)])))
+        if row.optimizer != own.optimizer:
+            wanted = own.optimizer or "nobody"
+            misplaced.append(f"{row.name} was given to {wanted} ({row.reason}), and {row.optimizer} has it")
+    return _OnRank(families(found), families(with_groups), misplaced)
 
 
 def _report(families: list[ParamPattern], config: Any) -> None:
@@ -182,13 +199,11 @@ def _reason(assigned: Assignment) -> str:
 
 
 def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
+    """Along what, and over which ranks, a parameter is cut; ``sizes`` of groups by name."""
+    if isinstance(parameter, DTensor) and tells_its_chunk(parameter):  # Megatron-FSDP's, over all axes
+        return _cuts_of_mesh(parameter) or "whole"
     prefix = "expt_" if is_expert(parameter) else ""
     cuts = []
-    if isinstance(parameter, DTensor) and tells_its_chunk(parameter):  # Megatron-FSDP's, over all axes
-        mesh = parameter.device_mesh
-        along = zip(parameter.placements, mesh.mesh_dim_names or (), mesh.shape, strict=True)
-        cuts = [("columns" if p.dim else "rows", name) for p, name, size in along if size > 1 and isinstance(p, Shard)]
-        return ", ".join(f"{what} over {name}" for what, name in cuts) or "whole"
     if is_sharded(parameter):
         dim = parameter.partition_dim - parameter.ndim  # type: ignore[attr-defined]
         cuts.append(("columns" if dim == -1 and parameter.ndim > 1 else "rows", f"{prefix}tp"))
@@ -198,6 +213,15 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
         cuts.append(("rows", "dp_cp"))
     listed = [f"{what} over {name} {sizes[name]}" for what, name in cuts if sizes.get(name, 1) > 1]
     return ", ".join(listed) or "whole"
+
+
+def _cuts_of_mesh(parameter: DTensor) -> str:
+    mesh = parameter.device_mesh
+    cuts = []
+    for placement, name, size in zip(parameter.placements, mesh.mesh_dim_names or (), mesh.shape, strict=True):
+        if size > 1 and isinstance(placement, Shard):
+            cuts.append(f"{'columns' if placement.dim else 'rows'} over {name}")
+    return ", ".join(cuts)
 
 
 def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str) -> int:

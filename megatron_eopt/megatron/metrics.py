@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.parameters import torch_optimizers, wrappers
+from megatron_eopt.megatron.wrappers import torch_optimizers, wrappers
 from megatron_eopt.metrics import Metrics, Sampler, line, squared_norms
 
 
@@ -50,8 +50,9 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
 def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
     """This rank's part of squared gradient norms, by optimizers' ``id``."""
     norms: dict[int, float] = {}
-    for wrapper in wrappers(optimizer):  # one that holds several, as under Megatron-FSDP, has one norm for all
-        if len(inner := list(torch_optimizers(wrapper))) != 1:
+    for wrapper in wrappers(optimizer):
+        inner = list(torch_optimizers(wrapper))
+        if len(inner) != 1:  # which have one norm for all, as under Megatron-FSDP
             return {}
         group = None if layer_wise else wrapper.get_grad_stats_parallel_group()
         ranks = dist.get_world_size() if group is None else group.size()  # those outside of the group have the same
@@ -69,8 +70,9 @@ def report(metrics: Metrics, iteration: int) -> None:
     writer, wandb = releases.training_writers()
     for name, figures in metrics.items():
         tagged = {f"{name}/{key}": value for key, value in figures.items()}
-        for tag, value in tagged.items() if writer is not None else ():
-            writer.add_scalar(tag, value, iteration)
+        if writer is not None:
+            for tag, value in tagged.items():
+                writer.add_scalar(tag, value, iteration)
         if wandb is not None:
             wandb.log(tagged, iteration)
     print(f"megatron_eopt: iteration {iteration:8d} | {line(metrics)}", flush=True)

@@ -1,24 +1,19 @@
-"""Trainable parameters of a Megatron model, with global names, shapes."""
+"""Parameters of a Megatron model, with global names and shapes."""
 
 import re
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.from_config import get_qkv_split_shapes
 from megatron_eopt.matrices import tag_declared
 from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
 from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, padding_of
 from megatron_eopt.parallel.dtensor import tells_its_chunk
-from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing.selectors import ParameterInfo, unwrapped
-
-_OPTIMIZER = "megatron_eopt_optimizer"  # attribute of a model chunk: a weak reference
 
 
 @dataclass(frozen=True)
@@ -34,16 +29,6 @@ class ModelParameter:
     def name(self) -> str:
         """Its name in the whole model."""
         return self.info.name
-
-
-@dataclass(frozen=True)
-class OptimizerParameter:
-    """A parameter in a torch optimizer inside Megatron's wrappers."""
-
-    model: Tensor  # the model's
-    optimizer: Optimizer
-    group: dict[str, Any]
-    main: Tensor | None  # in that group: the model's or its fp32 copy; None where the optimizer has shards of a buffer
 
 
 def parameters_of(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelParameter]:
@@ -106,121 +91,30 @@ def mark(parameters: Sequence[ModelParameter]) -> None:
         setattr(parameter.tensor, SAVED_BY_LAYOUT, hasattr(parameter.tensor, "is_torch_fsdp2_param"))
 
 
-def wrappers(optimizer: Any) -> Iterator[Any]:
-    """The links of a chain of Megatron's optimizers, chains included."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is None:
-        yield optimizer
-    for link in chained or ():
-        yield from wrappers(link)
-
-
-def plain_wrappers(optimizer: Any) -> list[Any]:
-    """The :func:`wrappers` of a torch optimizer of whole parameters."""
-    kinds = ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
-    return [x for x in wrappers(optimizer) if type(x).__name__ in kinds and x.optimizer is not None]
-
-
-def distributed_wrappers(optimizer: Any) -> list[Any]:
-    """The :func:`wrappers` of a torch optimizer of shards of buffers."""
-    return [x for x in wrappers(optimizer) if hasattr(x, "gbuf_ranges")]
-
-
-def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
-    """The torch optimizers inside Megatron's wrappers, in their order."""
-    for wrapper in wrappers(optimizer):
-        if isinstance(wrapper, Optimizer):
-            yield wrapper
-        elif getattr(wrapper, "optimizer", None) is not None:
-            yield from torch_optimizers(wrapper.optimizer)
-
-
-def optimizer_parameters(megatron: Any) -> Iterator[OptimizerParameter]:
-    """All that Megatron's optimizer updates here, by wrappers and groups."""
-    for wrapper in wrappers(megatron):
-        inner = getattr(wrapper, "optimizer", None)
-        if inner is None:
-            continue
-        ranges = getattr(wrapper, "model_param_group_index_map", None)
-        if ranges is None:
-            mains = [(each, g, p) for each in torch_optimizers(inner) for g in each.param_groups for p in g["params"]]
-            for model, (optimizer, group, main) in zip(model_parameters(wrapper), mains, strict=True):
-                yield OptimizerParameter(model, optimizer, group, main)
-        else:
-            for model, (number, _) in ranges.items():
-                yield OptimizerParameter(model, inner, inner.param_groups[number], None)
-
-
-def model_parameters(wrapper: Any) -> list[Tensor]:
-    """Parameters in the order of a wrapper's torch optimizer."""
-    groups = (getattr(wrapper, name, []) for name in ("fp32_from_float16_groups", "float16_groups"))
-    mains, models = ([parameter for group in each for parameter in group] for each in groups)
-    of_main = {id(main): model for main, model in zip(mains, models, strict=True)}
-    parameters = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
-    return [of_main.get(id(parameter), parameter) for parameter in parameters]
-
-
-def shard_of(parameter: Tensor) -> Tensor:
-    """What Megatron saves: a DTensor's shard, or the parameter."""
-    return getattr(parameter, "_local_tensor", parameter)
-
-
-def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
-    """Let :func:`optimizers_of` find Megatron's optimizer; the last built counts."""
-    for chunk in model_chunks:
-        setattr(chunk, _OPTIMIZER, weakref.ref(optimizer))
-
-
-def optimizers_of(model_chunks: Sequence[nn.Module]) -> list[Any]:
-    """The optimizers that this package has built for these chunks."""
-    optimizers = dict.fromkeys(getattr(chunk, _OPTIMIZER)() for chunk in model_chunks if hasattr(chunk, _OPTIMIZER))
-    return [optimizer for optimizer in optimizers if optimizer is not None]  # the others are gone
-
-
-def optimizer_name(optimizer: Optimizer) -> str:
-    """The registered name of a torch optimizer, or its kind's."""
-    if optimizer in BUILT_AS:
-        return BUILT_AS[optimizer]
-    kind = type(optimizer).__name__
-    for name in ("adam", "sgd", "lion"):  # which Megatron builds by itself, by classes of several packages
-        if name in kind.lower():
-            return name
-    return kind
-
-
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
-    ahead = _ahead(chunk)
-    for name, parameter in chunk.named_parameters():
-        path, _, last = name.rpartition(".")
-        yield _global_name(path, last, ahead), parameter, path
-
-
-def _ahead(chunk: nn.Module) -> dict[str, int]:
-    """Offsets of numbers in names, by path (``*``: any number)."""
-    offsets = {}
+    """Each parameter with its global name, and the path of its module in the chunk."""
+    paths: dict[str, str] = {}  # of modules: in the chunk -> in the whole model
+    first_expert: dict[str, int] = {}  # path of a module with experts -> the number of the first one here
     for path, module in chunk.named_modules():
-        layer = getattr(module, "layer_number", None)
         parent, _, last = path.rpartition(".")
-        if isinstance(layer, int) and parent.rpartition(".")[2] == "layers" and last.isdecimal():
-            offsets[path] = layer - 1 - int(last)
+        home, _, modules = parent.rpartition(".")
+        layer = getattr(module, "layer_number", None)
         experts = getattr(module, "num_local_experts", None)
         group = getattr(module, "ep_group", None)
         if isinstance(experts, int) and group is not None:
-            offsets[f"{path}.local_experts.*"] = offsets[f"{path}.linear_fc*.weight*"] = group.rank() * experts
-    return offsets
-
-
-def _global_name(path: str, last: str, ahead: dict[str, int]) -> str:
-    words = path.split(".")
-    for index, word in enumerate(path.split(".")):
-        if word.isdecimal():
-            before = ".".join(path.split(".")[:index])
-            words[index] = str(int(word) + ahead.get(f"{before}.{word}", ahead.get(f"{before}.*", 0)))
-    grouped = re.fullmatch(r"(weight|bias)(\d+)", last)
-    if grouped:  # Transformer Engine numbers weights of experts
-        module = path.rpartition(".")[0]
-        last = f"{grouped[1]}{int(grouped[2]) + ahead.get(f'{module}.linear_fc*.weight*', 0)}"
-    return unwrapped(".".join([*words, last] if path else [last]))
+            first_expert[path] = group.rank() * experts
+        if last.isdecimal() and modules == "layers" and isinstance(layer, int):
+            last = str(layer - 1)
+        elif last.isdecimal() and modules == "local_experts":
+            last = str(int(last) + first_expert.get(home, 0))
+        paths[path] = f"{paths[parent]}.{last}" if parent else last
+    for name, parameter in chunk.named_parameters():
+        path, _, last = name.rpartition(".")
+        numbered = re.fullmatch(r"(weight|bias)(\d+)", last)
+        if numbered:  # Transformer Engine's, of experts
+            kind, number = numbered.groups()
+            last = f"{kind}{int(number) + first_expert.get(path.rpartition('.')[0], 0)}"
+        yield unwrapped(f"{paths[path]}.{last}" if path else last), parameter, path
 
 
 def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
@@ -231,10 +125,12 @@ def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
 def _global_shape(parameter: Tensor, pg_collection: Any) -> tuple[int, ...]:
     shape = list(parameter.shape)
     prefix = "expt_" if is_expert(parameter) else ""
-    group, again = (getattr(pg_collection, prefix + name, None) for name in ("tp", "gtp_remat"))
+    again = getattr(pg_collection, f"{prefix}gtp_remat", None)
     if is_cut_again(parameter) and again is not None and again.size() > 1:
         shape[0] = shape[0] * again.size() - padding_of(parameter)
-    whole = isinstance(parameter, DTensor) and tells_its_chunk(parameter)  # the shape is global already
-    if is_sharded(parameter) and group is not None and not whole:
+    if isinstance(parameter, DTensor) and tells_its_chunk(parameter):  # the shape is global already
+        return tuple(shape)
+    group = getattr(pg_collection, f"{prefix}tp", None)
+    if is_sharded(parameter) and group is not None:
         shape[parameter.partition_dim] *= group.size()  # type: ignore[attr-defined]
     return tuple(shape)

@@ -7,7 +7,8 @@ all heads share the keys' positional part, so the queries of that part get ``c``
 copies or factorizes weights is scaled with them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.megatron.parameters import optimizer_parameters, optimizers_of
+from megatron_eopt.megatron.wrappers import optimizer_parameters, optimizers_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import scale_rows
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import get_qkv_split_shapes
 
 FactorsOfRows = dict[Tensor, Tensor]  # parameter -> factors of its rows here, (rows,)
@@ -29,37 +30,46 @@ MAXIMA = "current_max_attn_logits"  # attribute of an attention's core: each hea
 
 def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
     """The attention modules whose core records its largest logits."""
-    for module in (module for chunk in model_chunks for module in chunk.modules()):
-        if hasattr(getattr(module, "core_attention", None), MAXIMA):
-            yield module
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            if hasattr(getattr(module, "core_attention", None), MAXIMA):
+                yield module
 
 
 def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) -> None:
     """Raise a ``ValueError`` that lists attentions which cannot be clipped."""
     wrong = []
-    named = [x for chunk in model_chunks for x in chunk.named_modules() if hasattr(x[1], "core_attention")]
-    for name, module in named:
-        core = module.core_attention
-        config = module.config
-        norms = (getattr(module, f"{which}_layernorm", None) for which in ("q", "k"))
-        normalized = any(list(norm.parameters()) for norm in norms if norm is not None)
-        if not hasattr(core, MAXIMA):
-            wrong.append(f"{name}: {type(core).__name__} records no largest logits, as Transformer Engine's does")
-        elif not (hasattr(module, "linear_qkv") or hasattr(module, "linear_kv_up_proj")):
-            wrong.append(f"{name}: the queries and keys of {type(module).__name__} are not known")
-        elif hasattr(module, "linear_qkv") and normalized:
-            wrong.append(f"{name}: queries or keys are normalized (--qk-layernorm), which undoes what scales them")
-        elif config.num_query_groups < tensor_parallel and hasattr(module, "linear_qkv"):
-            wrong.append(f"{name}: {config.num_query_groups} query groups are cut over {tensor_parallel} ranks")
-        elif any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            wrong.append(f"{name}: its weights are shards of an FSDP")
+    for chunk in model_chunks:
+        for name, module in chunk.named_modules():
+            if hasattr(module, "core_attention"):
+                reason = _reason_against(module, tensor_parallel)
+                if reason is not None:
+                    wrong.append(f"{name}: {reason}")
     if wrong:
         more = f"\n(and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise ValueError("\n".join(["--qk-clip cannot work here; leave it away:", *wrong[:5]]) + more)
 
 
+def _reason_against(module: Any, tensor_parallel: int) -> str | None:
+    core = module.core_attention
+    if not hasattr(core, MAXIMA):
+        return f"{type(core).__name__} records no largest logits, as Transformer Engine's does"
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return "its weights are shards of an FSDP"
+    if hasattr(module, "linear_qkv"):
+        for which in ("q", "k"):
+            norm = getattr(module, f"{which}_layernorm", None)
+            if norm is not None and list(norm.parameters()):
+                return "queries or keys are normalized (--qk-layernorm), which undoes what scales them"
+        groups = module.config.num_query_groups
+        return f"{groups} query groups are cut over {tensor_parallel} ranks" if groups < tensor_parallel else None
+    if not hasattr(module, "linear_kv_up_proj"):
+        return f"the queries and keys of {type(module).__name__} are not known"
+    return None
+
+
 @around
-def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_only: bool = False) -> float:
+def clip(original: Original, model: Sequence[nn.Module], log_max_only: bool = False) -> float:
     """Replaces Megatron's ``clip_qk``; adam and sgd keep Megatron's."""
     optimizers = optimizers_of(model)
     if not optimizers:
@@ -71,12 +81,12 @@ def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_onl
         of_modules = [getattr(module.core_attention, MAXIMA).detach().float() for module in modules]
         maxima = torch.cat(of_modules)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group(True))
-        for module in modules:
+        factors: FactorsOfRows = {}
+        for module, own in zip(modules, maxima.split([len(each) for each in of_modules]), strict=True):
             setattr(module.core_attention, MAXIMA, None)
-        if not log_max_only:
-            factors: FactorsOfRows = {}
-            for module, own in zip(modules, maxima.split([len(each) for each in of_modules]), strict=True):
+            if not log_max_only:
                 factors |= factors_of_rows(module, own, module.config.qk_clip_threshold, module.config.qk_clip_alpha)
+        if factors:
             scale(factors, optimizers, dealt=any(each.megatron_eopt.facts.layer_wise for each in optimizers))
     return max(0.0, maxima.max().item())
 
@@ -85,26 +95,35 @@ def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float)
     """Factors of query and key rows; ``maxima``: fp32, (heads,)."""
     config = module.config
     if hasattr(module, "linear_qkv"):
-        c = _share(maxima.view(module.num_query_groups_per_partition, -1).amax(1), threshold)
+        of_groups = maxima.view(module.num_query_groups_per_partition, -1).amax(1)
+        c = _factor_of_logits(of_groups, threshold)
         queries, *gate, keys, values = get_qkv_split_shapes(config)
-        parts = [(queries, c**alpha), *((rows, torch.ones_like(c)) for rows in gate)]
-        return _rows(module.linear_qkv, [*parts, (keys, c ** (1 - alpha)), (values, torch.ones_like(c))])
-    c = _share(maxima, threshold)
+        unscaled = [(rows, torch.ones_like(c)) for rows in gate]
+        rows_of_group = [(queries, c**alpha), *unscaled, (keys, c ** (1 - alpha)), (values, torch.ones_like(c))]
+        return _of_projection(module.linear_qkv, rows_of_group)
+    c = _factor_of_logits(maxima, threshold)
     projection = module.linear_q_proj if config.q_lora_rank is None else module.linear_q_up_proj
-    keys_and_values = [(config.qk_head_dim, c ** (1 - alpha)), (config.v_head_dim, torch.ones_like(c))]
-    of_queries = [(config.qk_head_dim, c**alpha), (config.qk_pos_emb_head_dim, c)]
-    return _rows(projection, of_queries) | _rows(module.linear_kv_up_proj, keys_and_values)
+    queries_of_head = [(config.qk_head_dim, c**alpha), (config.qk_pos_emb_head_dim, c)]
+    keys_and_values_of_head = [(config.qk_head_dim, c ** (1 - alpha)), (config.v_head_dim, torch.ones_like(c))]
+    factors = _of_projection(projection, queries_of_head)
+    return factors | _of_projection(module.linear_kv_up_proj, keys_and_values_of_head)
 
 
-def _share(maxima: Tensor, threshold: float) -> Tensor:
-    """Factor of the logits: 1 where small enough, or negative."""
+def _factor_of_logits(maxima: Tensor, threshold: float) -> Tensor:
+    """1 where they are small enough, or negative."""
     above = maxima > threshold
     return torch.where(above, threshold / torch.where(above, maxima, 1.0), 1.0)
 
 
-def _rows(linear: Any, parts: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
-    factors = torch.cat([factor[:, None].expand(-1, rows) for rows, factor in parts], 1).flatten()
-    return {parameter: factors for parameter in (linear.weight, getattr(linear, "bias", None)) if parameter is not None}
+def _of_projection(linear: Any, rows_of_head: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
+    """Factors of a weight and its bias, whose rows are those of one head after another.
+
+    ``rows_of_head`` are numbers of rows that follow one another in each head, with their factor in every head.
+    """
+    expanded = [factor[:, None].expand(-1, rows) for rows, factor in rows_of_head]
+    factors = torch.cat(expanded, 1).flatten()
+    bias = getattr(linear, "bias", None)
+    return {linear.weight: factors} if bias is None else {linear.weight: factors, bias: factors}
 
 
 def scale(factors: FactorsOfRows, optimizers: Sequence[Any], dealt: bool) -> None:
@@ -115,19 +134,22 @@ def scale(factors: FactorsOfRows, optimizers: Sequence[Any], dealt: bool) -> Non
     """
     changed = torch.stack([(factor != 1).any() for factor in factors.values()]).int()
     dist.all_reduce(changed, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
-    factors = {p: factor for (p, factor), any_here in zip(factors.items(), changed.tolist(), strict=True) if any_here}
-    kept: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
+    factors = dict(compress(factors.items(), changed.tolist()))
     mains: dict[Tensor, Tensor] = {}
-    for p in (p for optimizer in optimizers for p in optimizer_parameters(optimizer)):
-        if p.model in factors:
-            assert p.main is not None  # our optimizers get whole parameters only
-            mains[p.model] = p.main
-            kept.setdefault(p.optimizer, []).append((p.main, factors[p.model]))
-    for optimizer, pairs in kept.items():
+    updated: dict[Optimizer, list[Tensor]] = {}  # optimizer -> the model's parameters
+    for optimizer in optimizers:
+        for each in optimizer_parameters(optimizer):
+            if each.model in factors:
+                assert each.main is not None  # our optimizers get whole parameters only
+                mains[each.model] = each.main
+                updated.setdefault(each.optimizer, []).append(each.model)
+    for optimizer, parameters in updated.items():
+        own = [mains[parameter] for parameter in parameters]
+        of_rows = [factors[parameter] for parameter in parameters]
         if isinstance(optimizer, BaseOptimizer):
-            optimizer.scale_rows([main for main, _ in pairs], [factor for _, factor in pairs])
+            optimizer.scale_rows(own, of_rows)
         else:
-            for main, factor in pairs:
+            for main, factor in zip(own, of_rows, strict=True):
                 scale_rows(main, factor)
     for parameter, factor in factors.items():
         copy = mains.get(parameter)

@@ -115,9 +115,10 @@ def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
     Megatron tells Transformer Engine's layers of experts of no parallelism, so they mark every weight as cut along its
     rows. Releases before 0.19 correct that for grouped experts only.
     """
-    for module in (module for chunk in model_chunks for module in chunk.modules()):
-        if any(each.__name__ == "TERowParallelLinear" for each in type(module).__mro__):
-            module.weight.partition_dim = 1  # type: ignore[union-attr]
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            if any(base.__name__ == "TERowParallelLinear" for base in type(module).__mro__):
+                module.weight.partition_dim = 1  # type: ignore[union-attr]
 
 
 def mark_sinks(model_chunks: Iterable[Module]) -> None:
@@ -125,9 +126,11 @@ def mark_sinks(model_chunks: Iterable[Module]) -> None:
 
     Megatron does not, and so leaves those of all ranks but the first out of the gradient's norm (MLM 7452, finding 8).
     """
-    for name, sinks in (named for chunk in model_chunks for named in chunk.named_parameters()):
-        if name.rpartition(".")[2] == "softmax_offset":
-            sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = True, 0, 1  # type: ignore[attr-defined]
+    for chunk in model_chunks:
+        for name, sinks in chunk.named_parameters():
+            if name.rpartition(".")[2] == "softmax_offset":
+                attributes = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+                vars(sinks).update(attributes)
 
 
 def linear_attention_rows(module: Any) -> dict[str, int]:
@@ -150,9 +153,14 @@ def delta_product_rows(module: Any) -> dict[str, int]:
     """
     steps = range(module.num_householder)
     group = module.ngroups * module.d_state
-    values, keys = ({f"{name}{i}": rows for i in steps} for name, rows in (("V", module.d_inner), ("K", group)))
-    betas = {f"b{i}": module.nheads for i in steps}
-    return {"z": module.d_inner} | values | keys | {"Q": group} | betas | {"a": module.nheads}
+    return {
+        "z": module.d_inner,
+        **{f"V{step}": module.d_inner for step in steps},
+        **{f"K{step}": group for step in steps},
+        "Q": group,
+        **{f"b{step}": module.nheads for step in steps},
+        "a": module.nheads,
+    }
 
 
 def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:

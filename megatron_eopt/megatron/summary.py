@@ -1,13 +1,13 @@
 """The line about each optimizer's parameters and orthogonalization."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.parameters import torch_optimizers
+from megatron_eopt.megatron.wrappers import parameters_in, torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.parameters import local
@@ -26,40 +26,40 @@ def print_summary(optimizer: Any, tp_mode_source: str) -> None:
 def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -> str:
     """One line on what each class of optimizers updates here."""
     of_classes: dict[str, list[Optimizer]] = {}
-    averages = []
     for optimizer in optimizers:
         of_classes.setdefault(type(optimizer).__name__, []).append(optimizer)
+    parts = [", ".join(_updated(name, of_class, tp_mode_source)) for name, of_class in of_classes.items()]
+    for optimizer in optimizers:
         average = average_of(optimizer)
-        if average is not None:
-            averages.append(f"weights are averaged by {average}, and evaluated at it")
-    updated = [_updated(name, of_class, tp_mode_source) for name, of_class in of_classes.items()]
-    return "; ".join([*updated, *dict.fromkeys(averages)])
+        evaluated = f"weights are averaged by {average}, and evaluated at it"
+        if average is not None and evaluated not in parts:
+            parts.append(evaluated)
+    return "; ".join(parts)
 
 
-def _updated(name: str, of_class: Sequence[Optimizer], source: str) -> str:
-    parameters = [p for optimizer in of_class for group in optimizer.param_groups for p in group["params"]]
-    elements = sum(local(p).numel() for p in parameters)
-    text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
-    having = [optimizer for optimizer in of_class if any(group["params"] for group in optimizer.param_groups)]
+def _updated(name: str, of_class: Sequence[Optimizer], source: str) -> Iterator[str]:
+    parameters = [parameter for optimizer in of_class for parameter in parameters_in(optimizer)]
+    elements = sum(local(parameter).numel() for parameter in parameters)
+    yield f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
+    having = [optimizer for optimizer in of_class if parameters_in(optimizer)]
     muons = [optimizer for optimizer in having if isinstance(optimizer, TensorParallelMuon)]
     factored = [optimizer for optimizer in having if isinstance(optimizer, Spectron)]
     for mode in dict.fromkeys(optimizer.tp_mode for optimizer in (*muons, *factored)):
-        text += f", tp_mode {mode} ({source})"
+        yield f"tp_mode {mode} ({source})"
     if muons:
-        offloaded = sum(sum(optimizer.prepare().offloaded()) for optimizer in muons)
+        offloaded = sum(sum(muon.prepare().offloaded()) for muon in muons)
         if offloaded:
-            text += f", {offloaded / 2**20:,.3g} MiB of their state in host memory"
-        text += f", {_orthogonalized(muons)}"
+            yield f"{offloaded / 2**20:,.3g} MiB of their state in host memory"
+        yield from _orthogonalized(muons)
     if factored:
-        count = sum(optimizer.matrices_per_step for optimizer in factored)
+        matrices = sum(optimizer.matrices_per_step for optimizer in factored)
         ranks = {group["rank"] for optimizer in factored for group in optimizer.param_groups if group["params"]}
         listed = " or ".join(map(str, sorted(ranks)))
         # for those who did not ask for low rank
-        text += f", {count} matrices, each the product of two factors of rank {listed} from the first step on"
-    return text
+        yield f"{matrices} matrices, each the product of two factors of rank {listed} from the first step on"
 
 
-def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
+def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> Iterator[str]:
     iterations = Counter[str]()
     schemes = Counter[str]()
     sizes = set[float]()
@@ -78,21 +78,22 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
                     if matrix.rms is not None:
                         sizes.add(round(matrix.rms, 3))
     first = muons[0]
-    group = first.param_groups[0]
+    kernels = first.param_groups[0]
     how = [f"{count} by {name}" for name, count in sorted(iterations.items())]
     how.append(f"{first.newton_schulz.fp32_matmul_prec} precision")
-    how.append(f"symmetric products by {group[KERNEL]}")
-    if STEP_KERNELS in group:  # chosen on a GPU
-        how.append(f"elementwise work by {group[STEP_KERNELS]}")
+    how.append(f"symmetric products by {kernels[KERNEL]}")
+    if STEP_KERNELS in kernels:  # chosen on a GPU
+        how.append(f"elementwise work by {kernels[STEP_KERNELS]}")
+    yield f"{schemes.total()} matrices orthogonalized ({', '.join(how)})"
     where = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
     if ranks > 1:
         where += f" over {ranks} ranks"
-    exactness = "an approximation" if "blockwise" in schemes else "exact"
-    facts = [f"{schemes.total()} matrices orthogonalized ({', '.join(how)})", f"{where} ({exactness})"]
-    facts += [f"{key} {value}" for key, value in first.given_modifiers().items()]
+    yield f"{where} ({'an approximation' if 'blockwise' in schemes else 'exact'})"
+    for key, value in first.given_modifiers().items():
+        yield f"{key} {value}"
     if isinstance(first, TensorParallelAdaptiveMuon):
-        facts.append(f"second moment by {first.moment2_method}")
+        yield f"second moment by {first.moment2_method}"
     size = "not known before the steps"
     if sizes:
         size = " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)}))
-    return f"{', '.join(facts)}, first update RMS {size} (AdamW's is near 0.2)"
+    yield f"first update RMS {size} (AdamW's is near 0.2)"

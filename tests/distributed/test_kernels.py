@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.matrices import ATTRIBUTE, experts
-from megatron_eopt.megatron.agreement import choose_kernels
+from megatron_eopt.megatron.kernels import choose_kernels
 from megatron_eopt.optimizers import step_choice
 from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.distributed_muon import DistributedMuon

@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.megatron import agreement
+from megatron_eopt.megatron import agreement, replicas
 from megatron_eopt.megatron.agreement import from_rank_0, on_all_ranks
-from megatron_eopt.megatron.checkpoints import whole
-from megatron_eopt.megatron.checkpoints.whole import check_replicas
 from megatron_eopt.megatron.first_step import check_steps
 from megatron_eopt.megatron.releases import mark_sinks
+from megatron_eopt.megatron.replicas import check_replicas
 from megatron_eopt.routing import OverrideError
 from tests.distributed.ranks import run_ranks
 
@@ -89,7 +88,7 @@ def first_step(rank, different, experts):
 
 def drift(rank):
     """One entry moves by one bit on one rank in the seventh step; the steps that were made until that is an error."""
-    before, whole.EVERY = whole.EVERY, 4
+    before, replicas.EVERY = replicas.EVERY, 4
     optimizer, layers = Optimizer(), model(rank, None)
     check_steps(optimizer, 0, check_replicas([layers], dist.group.WORLD, dist.group.WORLD))
     real = dist.all_reduce
@@ -102,7 +101,7 @@ def drift(rank):
     except RuntimeError as error:
         return str(error), optimizer.steps, counted.call_count
     finally:
-        dist.all_reduce, whole.EVERY = real, before
+        dist.all_reduce, replicas.EVERY = real, before
 
 
 def decided(rank, wrong):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support_matrix import support_matrix
 
-from megatron_eopt.megatron.checkpoints.torch_dist import AdamOfBuffers
+from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from tests.megatron.runs import ADAPTIVE, EXPERTS, MUON, SMALL_GPT, refused, resumed, train
 from tests.megatron.test_command_line import activated as activated  # fixtures

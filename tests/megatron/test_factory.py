@@ -1,6 +1,5 @@
 """What building a run's optimizer leaves behind in Megatron's objects: around its step, its overrides and its model."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +7,13 @@ import torch
 from torch import nn
 
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
-from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
+from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.loading import Decided
+from megatron_eopt.megatron.checkpoints.decided import Decided
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
-from megatron_eopt.megatron.parameters import remember, trainable
+from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.megatron.wrappers import remember
 from megatron_eopt.routing import Resolved
 from tests.parallel.test_layout import Group
 
@@ -135,7 +135,7 @@ def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_
 
     def of_all_ranks(here):
         reads.append(here)
-        return [here, [("elsewhere.weight", True), ("unused.weight", False)]]
+        return [here, {"elsewhere.weight": True, "unused.weight": False}]
 
     monkeypatch.setattr("megatron_eopt.megatron.first_step.distinct", of_all_ranks)
     optimizer, parameters = FP32Optimizer(muon()), [assigned(name) for name in names]
@@ -144,17 +144,6 @@ def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_
     said = capsys.readouterr().out
     assert "zero everywhere in the first step, of unused.weight, without.weight: no forward pass uses it" in said
     assert (said.count("warning"), len(reads)) == (1, 1)
-
-
-def test_parameters_that_are_not_real_are_refused_before_anything_is_changed():
-    names = {"a.weight": torch.complex64, "b.weight": torch.float32, "c.weight": torch.complex128}
-    assigned = [
-        Assignment(SimpleNamespace(tensor=nn.Parameter(torch.ones(2, 2, dtype=dtype)), name=name), "muon", None)
-        for name, dtype in names.items()
-    ]
-    with pytest.raises(ValueError, match=r"got a.weight \(torch.complex64\), c.weight \(torch.complex128\): keep real"):
-        refuse_other_dtypes(assigned)
-    refuse_other_dtypes([replace(each, optimizer=None) for each in assigned])
 
 
 def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):

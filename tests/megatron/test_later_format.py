@@ -7,7 +7,8 @@ import pytest
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from megatron_eopt.megatron.checkpoints.loading import FORMAT, Stored, problem_of
+from megatron_eopt.megatron.checkpoints.refusals import FORMAT, problem_of
+from megatron_eopt.megatron.checkpoints.stored import Stored
 
 LATER = (
     f"it was written by a later release of megatron_eopt (format {FORMAT + 1}; this one reads up to {FORMAT}): "

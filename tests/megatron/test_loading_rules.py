@@ -9,14 +9,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.megatron.checkpoints.loading import (
-    has_adams_alone,
-    mismatch,
-    of_another,
-    other_padding,
-    stacks_layers,
-)
+from megatron_eopt.megatron.checkpoints.loading import other_padding
 from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
+from megatron_eopt.megatron.checkpoints.refusals import has_adams_alone, mismatch, of_another, stacks_layers
 from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed, named_disk
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}

@@ -8,8 +8,8 @@ import torch
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.megatron.checkpoints.decided import decided_before
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from megatron_eopt.megatron.checkpoints.loading import decided_before
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.megatron.runs import MUON, WARMUP, assert_close_in_bf16, assert_same, losses, train, whole
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megatron_eopt.megatron import qk_clip
-from megatron_eopt.megatron.parameters import remember
 from megatron_eopt.megatron.qk_clip import factors_of_rows
+from megatron_eopt.megatron.wrappers import remember
 from tests.megatron.runs import CASES, EXPERTS, MLA, MUON, SMALL_GPT, TP2, WITHOUT_GQA, refused, resumed, train, whole
 from tests.optimizers.family import build
 

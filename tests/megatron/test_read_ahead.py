@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt.megatron.checkpoints.loading import Decided, checked_load, decided_before, read_stored
-from megatron_eopt.megatron.checkpoints.whole import contents_of, damage_of_resumed
+from megatron_eopt.megatron.checkpoints.decided import Decided, decided_before
+from megatron_eopt.megatron.checkpoints.loading import checked_load
+from megatron_eopt.megatron.checkpoints.stored import contents_of, read_stored
+from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed
 from megatron_eopt.optimizers.base import KERNEL
 from tests.checkpoints.made import block, common, save
 

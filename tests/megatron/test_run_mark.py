@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_eopt.megatron.checkpoints import whole
-from megatron_eopt.megatron.checkpoints.whole import FILE, RunMark, process
+from megatron_eopt.megatron.checkpoints import run_mark
+from megatron_eopt.megatron.checkpoints.run_mark import FILE, RunMark, process
 from tests.megatron.runs import MUON, SMALL_GPT, start
 
 ELSEWHERE = ("another-boot", "pid:[1]", "7", "99")
@@ -169,7 +169,7 @@ def test_where_nothing_can_be_written_the_run_goes_on_and_says_so(tmp_path, caps
 def test_ranks_that_were_numbered_anew_are_one_run(tmp_path, other, monkeypatch):
     """The first rank of before, which wrote the mark, is now another one."""
     mark(tmp_path, process(other.pid))
-    monkeypatch.setattr(whole, "distinct", lambda own: [own, process(other.pid)])
+    monkeypatch.setattr(run_mark, "distinct", lambda own: [own, process(other.pid)])
     begin(tmp_path)
     assert marked(tmp_path) == process(os.getpid())
 

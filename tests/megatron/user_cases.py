@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
-from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.megatron.qk_clip import attentions
+from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.routing.selectors import unwrapped
 from tests.megatron.faulty import replaced

@@ -6,7 +6,7 @@ checkpoint lacks keep its value. Here each rank describes its chunk of every ten
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,22 @@ from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.checkpoints.states import BLOCK
+from megatron_eopt.checkpoints.states import BLOCK, Settings, StateDict
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import from_rank_0, union
-from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes, report_converted, too_new
+from megatron_eopt.megatron.checkpoints.loading import report_changes, report_converted
 from megatron_eopt.megatron.checkpoints.matching import settings_of_group
+from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH, too_new
 from megatron_eopt.megatron.checkpoints.whole import resumed
-from megatron_eopt.megatron.fused import fused
-from megatron_eopt.megatron.parameters import ModelParameter, torch_optimizers
+from megatron_eopt.megatron.fused import in_shards
+from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, SIDES, Dim, StateTensor
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import split_layout
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers
 from megatron_eopt.routing import to_json
 
@@ -47,54 +49,52 @@ class SavedShards:
         self._megatron = optimizer
         self._run = run
         self._optimizers: list[Optimizer] = list(torch_optimizers(optimizer))
-        self._splits = {each.tensor: in_shards(each) for each in run.parameters}
+        self._splits = {each.tensor: _split_of(each) for each in run.parameters}
         optimizer.sharded_state_dict = self.sharded_state_dict
         optimizer.load_state_dict = self.load_state_dict
 
-    def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> StateDict:
         """State and settings by parameters; NaN where to be loaded."""
         self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
-        for adam in (x for x in self._optimizers if isinstance(x, Adam | AdamW)):
-            for values in adam.state.values():
-                values.setdefault("step", torch.zeros(()))  # which Megatron leaves to the first step
         state: dict[str, dict[str, Tensor]] = {}
         settings: dict[str, str] = {}  # in JSON, which torch's checkpoints do not take apart
         for optimizer in self._optimizers:
+            if isinstance(optimizer, Adam | AdamW):
+                for values in optimizer.state.values():
+                    values.setdefault("step", torch.zeros(()))  # which Megatron leaves to the first step
             for group in optimizer.param_groups:
-                plain = {key: value for key, value in group.items() if key not in NO_SETTINGS}
+                of_group = {key: value for key, value in group.items() if key not in NO_SETTINGS}
+                written = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, of_group])
                 for parameter in group["params"]:
                     name = self._megatron._param_name(parameter)
-                    settings[name] = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, plain])
-                    tensors = optimizer.state_tensors(parameter) if isinstance(optimizer, BaseOptimizer) else ()
-                    described = {tensor.key: tensor for tensor in tensors}
-                    for key, x in optimizer.state[parameter].items():
+                    settings[name] = written
+                    for suffix, key, x in self._saved(optimizer, parameter):
                         if is_loading:
                             local(x).fill_(torch.nan if x.is_floating_point() else 0)
-                        tensor = described.get(key, StateTensor(key))
-                        for part, piece in self._pieces(optimizer, parameter, tensor, x):
-                            state.setdefault(f"{name}{part}", {})[key] = piece
+                        state.setdefault(f"{name}{suffix}", {})[key] = x
         run = {"format": FORMAT, "manifest": to_json(self._run.families), "tp_mode": self._run.tp_mode}
         return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on with the loaded state; all ranks together."""
-        if state_dict[BLOCK]["run"] == _TO_LOAD:  # Megatron's --strict-fsdp-dtensor-load is off
-            raise CheckpointError(f"the checkpoint holds no settings of optimizers: another program wrote it; {FRESH}")
-        run = json.loads(state_dict[BLOCK]["run"])
-        problem = too_new(run["format"])
-        if problem:
-            raise CheckpointError(f"the checkpoint cannot serve this run: {problem}")
+        written = state_dict[BLOCK]["run"]
+        if written == _TO_LOAD:  # Megatron's --strict-fsdp-dtensor-load is off
+            _refuse(f"it holds no settings of optimizers: another program wrote it; {FRESH}")
+        run = json.loads(written)
+        _refuse(too_new(run["format"]))
         self._run.adopt_tp_mode(run["tp_mode"])
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
-        problems = union(self._problems(saved))
-        if problems:
-            raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
+        for problem in union(self._problems(saved)):
+            _refuse(f"{problem}; {FRESH}")
         for optimizer in self._optimizers:
             state = optimizer.state_dict()
             for number, group in enumerate(optimizer.param_groups):
-                found = [saved[self._megatron._param_name(parameter)][1] for parameter in group["params"]]
-                different = [each for i, each in enumerate(found) if each not in found[:i]]
+                different: list[Settings] = []
+                for parameter in group["params"]:
+                    _, of_group = saved[self._megatron._param_name(parameter)]
+                    if of_group not in different:
+                        different.append(of_group)
                 state["param_groups"][number] |= settings_of_group(optimizer, number, different)
             optimizer.load_state_dict(state)
 
@@ -106,62 +106,81 @@ class SavedShards:
                 wrote, _ = saved[name]
                 if wrote != ours:
                     yield f"{wrote} wrote the state of {name}, and {ours} would take it for its own"
-                else:
-                    bad = [key for key, x in state.items() if not local(x).isfinite().all()]
-                    yield from (f"its {key} of {name} has values that are not finite" for key in bad)
+                    continue
+                for key, x in state.items():
+                    if not local(x).isfinite().all():
+                        yield f"its {key} of {name} has values that are not finite"
 
-    def _pieces(
-        self, optimizer: Any, parameter: DTensor, tensor: StateTensor, data: Tensor
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Views of ``data`` as saved, with suffixes of the name."""
-        if not isinstance(data, DTensor):
-            yield "", data
-            return
+    def _saved(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+        """Views of a parameter's state as saved: suffix of the name, key, view."""
+        described = {}
+        if isinstance(optimizer, BaseOptimizer):
+            described = {tensor.key: tensor for tensor in optimizer.state_tensors(parameter)}
+        for key, data in optimizer.state[parameter].items():
+            if not isinstance(data, DTensor):
+                yield "", key, data
+                continue
+            tensor = described.get(key, StateTensor(key))
+            for suffix, view in self._views(optimizer, parameter, tensor, data):
+                yield suffix, key, view
+
+    def _views(
+        self, optimizer: Any, parameter: Any, tensor: StateTensor, data: DTensor
+    ) -> Iterator[tuple[str, DTensor]]:
         layout = layout_of_dtensor(parameter)
         split = self._splits[parameter]
-        dims: tuple[Dim, ...] = SIDES[: data.ndim] if tensor.dims is None else tensor.dims
-        if tensor.dims is not None and len(layouts := optimizer.matrix_layouts(parameter)) > 1:
-            split = WHOLE
-            layout = layouts[tensor.matrix]
+        dims: tuple[Dim, ...] = SIDES[: data.ndim]
+        if tensor.dims is not None:
+            dims = tensor.dims
+            layouts = optimizer.matrix_layouts(parameter)
+            if len(layouts) > 1:
+                split = WHOLE
+                layout = layouts[tensor.matrix]
         if "rows" not in dims:
             split = WHOLE
         elif not split.is_whole and dims[0] != "rows":
             raise ValueError(f"{tensor.key} of fused matrices is saved along its rows, which come first; got {dims}")
         parts = split_layout(layout, split)
-        pieces = [local(data)]
+        views = [local(data)]
         if not split.is_whole:  # the order of the rows depends on the number of shards
-            pieces = list(pieces[0].split([part.rectangle.shape[0] for part in parts]))
-        for name, part, piece in zip(split.names(layout.shape[0]), parts, pieces, strict=True):
+            views = list(local(data).split([part.rectangle.shape[0] for part in parts]))
+        for name, part, view in zip(split.names(layout.shape[0]), parts, views, strict=True):
             held = part.rectangle
-            along = {"rows": (part.shape[0], held.top), "columns": (part.shape[1], held.left)}
-            sides = [(dim, 0) if isinstance(dim, int) else along[dim] for dim in dims]
-            shape, start = zip(*sides, strict=True)
-            yield f"[{name}]" if name else "", with_chunk(piece, data, shape, start)
+            lengths = {"rows": part.shape[0], "columns": part.shape[1]}
+            starts = {"rows": held.top, "columns": held.left}
+            shape = [dim if isinstance(dim, int) else lengths[dim] for dim in dims]
+            start = [0 if isinstance(dim, int) else starts[dim] for dim in dims]
+            yield f"[{name}]" if name else "", with_chunk(view, data, shape, start)
 
 
-def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequence[int]) -> DTensor:
-    """A DTensor of global ``shape`` with ``piece`` at ``start`` here."""
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise CheckpointError(f"the checkpoint cannot serve this run: {problem}")
+
+
+def with_chunk(shard: Tensor, like: DTensor, shape: Sequence[int], start: Sequence[int]) -> DTensor:
+    """A DTensor of global ``shape`` with a shard at ``start`` here."""
     stride = torch.empty(*shape, device="meta").stride()
     mesh = like.device_mesh
-    whole = DTensor.from_local(piece, mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    shard: Any = whole._local_tensor
-    chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=shard.shape)
+    whole = DTensor.from_local(shard, mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    held: Any = whole._local_tensor
+    chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=held.shape)
 
     def write_items(name: str, x: DTensor) -> list[WriteItem]:
-        if not shard.numel():
+        if not held.numel():
             return []
-        data = TensorWriteData(chunk, metadata.TensorProperties.create_from_tensor(shard), x.size())
+        data = TensorWriteData(chunk, metadata.TensorProperties.create_from_tensor(held), x.size())
         return [WriteItem(metadata.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
-    shard.__create_chunk_list__ = lambda: [chunk]
-    shard.__create_write_items__ = write_items
+    held.__create_chunk_list__ = lambda: [chunk]
+    held.__create_write_items__ = write_items
     return whole
 
 
-def in_shards(parameter: ModelParameter) -> Split:
-    """The matrices of which every tensor-parallel shard has rows."""
-    made_of = fused(parameter if parameter.tensor.ndim > 1 else replace(parameter, tensor=torch.empty(1, 1)))
-    return made_of.matrices if made_of is not None and made_of.matrices.order == "per_shard" else WHOLE
+def _split_of(parameter: ModelParameter) -> Split:
+    if parameter.tensor.ndim < 2:  # a bias, whose rows are those of its weight
+        parameter = replace(parameter, tensor=torch.empty(1, 1))
+    return in_shards(parameter) or WHOLE
 
 
 class _Model:
@@ -179,37 +198,48 @@ class _Model:
 
 
 @around
-def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any], model: Any) -> Any:
+def prepared(prepare: Original, args: Any, state_dict: StateDict, model: Any) -> Any:
     """Replaces ``preprocess_fsdp_dtensor_state_dict``, which knows Adam's state only."""
     if args.optimizer not in list_optimizers():
         return prepare(args, state_dict, model)
-    ours = {key: state_dict[key] for key in ("optimizer",) if key in state_dict}
-    if ours and ours["optimizer"][BLOCK]["run"] == _TO_LOAD:
-        _refuse_missing(args, ours["optimizer"]["state"])
-    rest = {key: value for key, value in state_dict.items() if key not in ours}
-    return prepare(args, rest, _Model(model)) | ours
+    rest = dict(state_dict)
+    ours = rest.pop("optimizer", None)
+    if ours is not None and ours[BLOCK]["run"] == _TO_LOAD:
+        _refuse_missing(args, ours["state"])
+    result = prepare(args, rest, _Model(model))
+    return result if ours is None else result | {"optimizer": ours}
 
 
 def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
+    """Refuse a checkpoint without some state; all ranks together. Say which is converted."""
     path, stored = from_rank_0(lambda: _stored(Path(args.load), getattr(args, "ckpt_step", None)))
     held: dict[str, list[str]] = {}
-    for name, _, key in (each.rpartition(".") for each in sorted(stored)):
+    for full_key in sorted(stored):
+        name, _, key = full_key.rpartition(".")
         held.setdefault(name, []).append(key)
-    lacking = (
-        f"it holds {', '.join(has) or 'no state'} for {name}, and this run needs {', '.join(sorted(keys))}"
-        for name, keys in wanted.items()
-        if not keys.keys() <= set(has := held.get(f"optimizer.state.{name}", []))
-    )
+    lacking = []
+    dtypes = []
+    for name, state in wanted.items():
+        has = held.get(f"optimizer.state.{name}", [])
+        if not state.keys() <= set(has):
+            listed = ", ".join(has) or "no state"
+            lacking.append(f"it holds {listed} for {name}, and this run needs {', '.join(sorted(state))}")
+            continue
+        for key, x in state.items():
+            dtypes.append((key, stored[f"optimizer.state.{name}.{key}"], x.dtype))
     problems = union(lacking)
     if problems:
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
         raise CheckpointError(f"{path}: {problems[0]}: {reason} {FRESH}")
-    tensors = ((name, key, x) for name, state in wanted.items() for key, x in state.items())
-    report_converted((key, stored[f"optimizer.state.{name}.{key}"], x.dtype) for name, key, x in tensors)
+    report_converted(dtypes)
 
 
 def _stored(folder: Path, step: int | None) -> tuple[Path, dict[str, torch.dtype]]:
+    """The checkpoint that Megatron will load, and dtypes of its tensors by key."""
     path = resumed(folder, step)
     assert path is not None, "Megatron loads it"
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    return path, {key: x.properties.dtype for key, x in stored.items() if isinstance(x, metadata.TensorStorageMetadata)}
+    dtypes = {}
+    for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            dtypes[key] = entry.properties.dtype
+    return path, dtypes

@@ -5,7 +5,7 @@ extra states once more. In a run whose optimizer is ours, each of them gets what
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -19,7 +19,8 @@ from megatron_eopt.checkpoints.bounds import open_file, printable
 from megatron_eopt.checkpoints.contents import COMMON_FILE, EXTRA_STATE, METADATA, CheckpointError, read_metadata
 from megatron_eopt.checkpoints.gate import ForeignNameError, Load
 from megatron_eopt.megatron import releases
-from megatron_eopt.redirect import around
+from megatron_eopt.megatron.support.run import primary_of
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers
 
 # Of a load that comes before Megatron keeps its arguments, as that of --use-checkpoint-args.
@@ -28,7 +29,7 @@ _args: ContextVar[Any] = ContextVar("_args", default=None)
 
 def is_ours(args: Any) -> bool:
     """Whether a run has an optimizer of this package."""
-    return getattr(args, "optimizer", "").removeprefix("dist_") in list_optimizers()
+    return primary_of(args) in list_optimizers()
 
 
 def trusted_by(args: Any) -> dict[str, Any]:
@@ -64,24 +65,28 @@ def _load() -> Load | None:
 
 @contextmanager
 def _refusing(what: str, load: Load) -> Iterator[None]:
+    """Within, what is wrong with a pickle is a :class:`CheckpointError`."""
+    cause: Exception | None = None
     try:
         yield
-        if load.missing:
-            raise ImportError(f"needs {min(load.missing)}, which is not installed")
+        if not load.missing:
+            return
+        reason = f"cannot be loaded: needs {min(load.missing)}, which is not installed"
     except ForeignNameError as error:
+        cause = error
         name = str(error).removeprefix("names ")
-        raise CheckpointError(
-            printable(
-                f"{what} {error}, which a load would call. Load a checkpoint only from where you would run a program. "
-                f"If you know what it does: --trust-checkpoint-globals {name}"
-            )
-        ) from error
+        reason = (
+            f"{error}, which a load would call. Load a checkpoint only from where you would run a program. If you know "
+            f"what it does: --trust-checkpoint-globals {name}"
+        )
     except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(printable(f"{what} cannot be loaded: {error or type(error).__name__}")) from error
+        cause = error
+        reason = f"cannot be loaded: {error or type(error).__name__}"
+    raise CheckpointError(printable(f"{what} {reason}")) from cause
 
 
 @around
-def gated_metadata(read: Callable[..., Any], reader: Any, *args: Any, **kwargs: Any) -> Any:
+def gated_metadata(read: Original, reader: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``FileSystemReader.read_metadata``."""
     load = _load()
     rank = kwargs.get("rank")
@@ -102,7 +107,7 @@ def gated_metadata(read: Callable[..., Any], reader: Any, *args: Any, **kwargs: 
 
 
 @around
-def gated_object(load_bytes: Callable[..., Any], planner: Any, item: Any, file: io.BytesIO) -> None:
+def gated_object(load_bytes: Original, planner: Any, item: Any, file: io.BytesIO) -> None:
     """Replaces ``DefaultLoadPlanner.load_bytes``, which puts an object into the state."""
     load = _load()
     key = item.dest_index.fqn
@@ -119,7 +124,7 @@ def gated_object(load_bytes: Callable[..., Any], planner: Any, item: Any, file: 
 
 
 @around
-def gated_common(load_common: Callable[..., Any], folder: Any) -> Any:
+def gated_common(load_common: Original, folder: Any) -> Any:
     """Replaces ``load_common``, which reads ``common.pt``."""
     load = _load()
     path = Path(folder, COMMON_FILE)

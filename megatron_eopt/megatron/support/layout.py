@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from megatron_eopt import registry
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.rules import unsupported
-from megatron_eopt.megatron.support.run import Run, on
+from megatron_eopt.megatron.support.run import Run, on, primary_of
 from megatron_eopt.routing import OverrideError, read_overrides
 
 
@@ -47,7 +47,7 @@ def clear_where_refused(args: Namespace) -> None:
 
 def _of(args: Namespace) -> Run:
     """The run as its arguments tell it, laid out."""
-    name = args.optimizer.removeprefix("dist_")
+    name = primary_of(args)
     biases = args.num_experts and args.add_bias_linear and args.expert_model_parallel_size > 1
     return Run(
         optimizer=name,

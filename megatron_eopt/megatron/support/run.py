@@ -37,16 +37,17 @@ class Run:
     @classmethod
     def of(cls, config: Any, model_chunks: Sequence[Any], pg_collection: Any, *, layer_wise: bool = False) -> "Run":
         """The facts of this process's run, from the builder's arguments."""
-        name = config.optimizer.removeprefix("dist_")
+        name = primary_of(config)
         parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]
         model = getattr(model_chunks[0], "config", None)
         # the parameters of Megatron-FSDP lack the mark of those that they were cut from
         experts = [(n, p) for n, p in parameters if not getattr(getattr(p, "orig_param", p), "allreduce", True)]
         grouped = []
-        for path, module in (named for chunk in model_chunks for named in chunk.named_modules()):
-            for kind in ("weight", "bias"):  # Transformer Engine's
-                if on(module, f"single_grouped_{kind}") and on(getattr(module, kind, None), "requires_grad"):
-                    grouped.append(f"{path}.{kind}")
+        for chunk in model_chunks:
+            for path, module in chunk.named_modules():
+                for kind in ("weight", "bias"):  # Transformer Engine's
+                    if on(module, f"single_grouped_{kind}") and on(getattr(module, kind, None), "requires_grad"):
+                        grouped.append(f"{path}.{kind}")
         vectors = [n for n, p in experts if registry.is_nonlinear_or_embedding(p)]
         unsaved = [n for n, p in parameters if _unsaved(n, p, model)]
 
@@ -96,8 +97,10 @@ class Run:
     @property
     def accumulates(self) -> bool:
         """Whether gradients sum several micro-batches, as far as known."""
-        sizes = [getattr(self.args, f"{name}_size", None) for name in ("global_batch", "micro_batch", "data_parallel")]
-        return None in sizes or sizes[0] > sizes[1] * sizes[2]  # type: ignore[operator]
+        of_all = getattr(self.args, "global_batch_size", None)
+        of_one = getattr(self.args, "micro_batch_size", None)
+        ranks = getattr(self.args, "data_parallel_size", None)
+        return of_all is None or of_one is None or ranks is None or of_all > of_one * ranks
 
     @property
     def hybrid_fsdp(self) -> bool:
@@ -158,6 +161,11 @@ class Run:
         return getattr(self.config, "optimizer_weight_average", None)
 
 
+def primary_of(settings: Any) -> str:
+    """The name of a run's optimizer, which Megatron may call ``dist_NAME``; empty where none is named."""
+    return getattr(settings, "optimizer", "").removeprefix("dist_")
+
+
 def on(settings: Any, *names: str) -> bool:
     """Whether a config, or None, has any of these set."""
     return any(getattr(settings, name, False) for name in names)
@@ -168,7 +176,11 @@ def _first(names: Sequence[str]) -> str | None:
 
 
 def _unsaved(name: str, parameter: Any, model: Any) -> bool:
-    if not hasattr(parameter, "is_torch_fsdp2_param") or (ranks := parameter.device_mesh.size()) == 1:
+    """Whether Megatron cannot save a parameter under torch FSDP2."""
+    if not hasattr(parameter, "is_torch_fsdp2_param"):
+        return False
+    ranks = parameter.device_mesh.size()
+    if ranks == 1:
         return False
     gate_up = on(model, "gated_linear_unit") and name.endswith("linear_fc1.weight")
     return ".experts." in name or parameter.shape[0] % ranks > 0 or (gate_up and ranks % 2 > 0)

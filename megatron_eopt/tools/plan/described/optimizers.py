@@ -19,8 +19,9 @@ from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
-from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, tag_as_megatron, trainable
+from megatron_eopt.megatron.parameters import ModelParameter, mark, tag_as_megatron, trainable
 from megatron_eopt.megatron.support.rules import refuse_unsupported
+from megatron_eopt.megatron.wrappers import OptimizerParameter
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.parallel.cost import plan_cost, step_bytes

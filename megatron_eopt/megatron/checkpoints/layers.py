@@ -1,0 +1,86 @@
+"""Whether torch_dist checkpoints stack the layers of a model.
+
+Megatron stacks layers, and their state, into one tensor. Where layers have different state, it would refuse the holes
+in the first save: then it is told to name every layer, which the checkpoint says.
+"""
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.core.utils import unwrap_model
+
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import union
+from megatron_eopt.megatron.support.run import on
+from megatron_eopt.redirect import Original, around
+from megatron_eopt.routing import ParamPattern, rows
+
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
+_SETTING = "non_homogeneous_layers"  # Megatron's name for it
+_MARK = "megatron_eopt_layers_differ"
+
+
+class Treatment(NamedTuple):
+    """How a run treats a parameter."""
+
+    optimizer: str | None
+    matrices: int = 0
+    state_bytes: int = 0
+
+
+def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bool:
+    """Whether layers have different optimizers or state; one layer's experts may not."""
+    treated: dict[str, set[Treatment]] = defaultdict(set)  # by name, that of experts without their numbers
+    for row in rows(families):
+        name = _EXPERT.sub("*", row.name)
+        treated[name].add(Treatment(row.optimizer, len(row.matrices), row.state_bytes))
+    for name in union(_EXPERT.sub("*", name) for name in frozen):
+        treated[name].add(Treatment(None))
+    args = releases.training_args()
+    if on(args, "save") and getattr(args, "ckpt_format", None) == "torch_dist":
+        _refuse_unlike_experts(treated)
+    of_layers: dict[str, set[frozenset[Treatment]]] = defaultdict(set)
+    for name, treatments in treated.items():
+        of_layers[_LAYER.sub("*", name)].add(frozenset(treatments))
+    return any(len(different) > 1 for different in of_layers.values())
+
+
+def _refuse_unlike_experts(treated: Mapping[str, set[Treatment]]) -> None:
+    for name, treatments in sorted(treated.items()):
+        if len(treatments) > 1:
+            optimizers = " and ".join(sorted({each.optimizer or "none" for each in treatments}))
+            raise ValueError(
+                f"experts of one layer ({name}) are treated differently (optimizers: {optimizers}), and Megatron "
+                f"stacks their state in torch_dist checkpoints: let overrides select all experts of a layer, or leave "
+                f"--save away"
+            )
+
+
+def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
+    """Set whether checkpoints name every layer of a model."""
+    for chunk in unwrap_model(list(model_chunks)):
+        setattr(chunk, _MARK, apart)
+
+
+@around
+def undecided(build_metadata: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Lets :func:`named_apart` decide, instead of ``_build_sharded_state_dict_metadata``."""
+    return {_SETTING: None} | build_metadata(*args, **kwargs)
+
+
+@around
+def named_apart(generate: Original, *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``generate_state_dict``: layers to :func:`keep_apart` are named."""
+    given = inspect.signature(generate).bind(*args, **kwargs).arguments
+    apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
+    for name in ("model_sd_kwargs", "optim_sd_kwargs"):
+        metadata = (given.get(name) or {}).get("metadata") or {}
+        if _SETTING in metadata and metadata[_SETTING] is None:  # of a save, by undecided()
+            del metadata[_SETTING]
+            if apart:
+                metadata[_SETTING] = True
+    return generate(*args, **kwargs)

@@ -1,0 +1,69 @@
+"""The config that the optimizers of a run are built by."""
+
+from typing import Any
+
+from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
+from megatron_eopt.from_config import with_fields
+from megatron_eopt.megatron.agreement import say
+from megatron_eopt.megatron.arguments import PRESET_FLAGS_GIVEN
+from megatron_eopt.megatron.support.run import Run, on, primary_of
+from megatron_eopt.optimizers.factored import FactoredOptimizer
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.settings.presets import PRESETS, described
+
+
+def config_of_run(config: Any, run: Run) -> Any:
+    """The config with its preset, and with our ways to offload and to share factors."""
+    adjusted = with_preset(config, run.args)
+    shares = [f"{name}_share_over_dp" for name, row in OPTIMIZERS.items() if issubclass(row.cls, FactoredOptimizer)]
+    if on(adjusted, *shares) and not _can_share_factors(run):
+        adjusted = with_fields(adjusted, **dict.fromkeys(shares, False))
+    fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
+    return with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
+
+
+def _can_share_factors(run: Run) -> bool:
+    """Whether data-parallel ranks step the same parameters, and all of them save."""
+    all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
+    return all_save and not run.layer_wise
+
+
+def with_preset(config: Any, args: Any = None) -> Any:
+    """The config with the settings of ``muon_preset``.
+
+    A field was given if ``args`` of Megatron's parser say so, or if it differs from its default: that of the parser
+    with ``args``, else the config's.
+    """
+    preset = getattr(config, "muon_preset", None)
+    if preset is None:
+        return config
+    check_choice("preset", preset, tuple(PRESETS))
+    name = primary_of(config)
+    if name not in LIKE_MUON:
+        raise ValueError(
+            f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and updates of {name} have a size of their own: "
+            f"leave it away"
+        )
+    settings = PRESETS[preset].settings
+    defaults = {flag.setting: flag.default for flag in OPTIMIZERS["muon"].flags}
+    flags_given = getattr(args, PRESET_FLAGS_GIVEN, None)
+    replaced = {}
+    contradicting = {}
+    for key, value in settings.items():
+        field = f"muon_{key}"
+        own = getattr(config, field)
+        if own == value:
+            continue
+        replaced[key] = own
+        default = defaults[key] if args is not None else getattr(type(config), field, defaults[key])
+        if own != default or field in (flags_given or ()):
+            contradicting[key] = own
+    if contradicting:
+        raise ValueError(
+            f"--muon-preset {preset} stands for {described(settings)}, but the run also says "
+            f"{described(contradicting)}: keep the preset, or what it stands for as flags"
+        )
+    if replaced and flags_given is None:
+        known = "these are defaults of the config, which count as not given"
+        say(f"muon_preset {preset} replaces {described(replaced)}: {known}")
+    return with_fields(config, **{f"muon_{key}": value for key, value in settings.items()})

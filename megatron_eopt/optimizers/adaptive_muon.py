@@ -111,5 +111,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def program(self, step: Step) -> Program:
         """One chunk's step."""
         # not those of the chunk: a function of the user's in place of Newton-Schulz leaves factors unscaled here
-        scales = [scale for i in step.indices for scale in self._session.scales[1][i]]
+        of_all = self._session.settled.scales
+        assert of_all is not None, "prepare() found them"
+        scales = [scale for i in step.indices for scale in of_all[i]]
         return adaptive_muon(replace(step, scales=scales))

@@ -30,7 +30,7 @@ from megatron_eopt.optimizers.parameters import (
     sharing_groups,
     warned_of_unmarked,
 )
-from megatron_eopt.optimizers.session import Session
+from megatron_eopt.optimizers.session import Session, Settled
 from megatron_eopt.optimizers.state import (
     STATE_OF,
     States,
@@ -501,6 +501,7 @@ class BaseOptimizer(Optimizer):
             session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
             session.engine = engine
             session.engine_of = wanted
+            session.settled = Settled()
             tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
             if tp is not None and tp.size() > 1 and self.tp_mode != "blockwise" and not session.told_unmarked:
                 unmarked = warned_of_unmarked(type(self).__name__, self._names(), parameters, engine.matrices, tp)

@@ -53,7 +53,6 @@ class FactoredOptimizer(StackedOptimizer):
 
     share_over_dp: bool
     _based: set[Tensor] | None = None  # parameters known to have factors
-    _radii_of: object = None  # the engine of the last step: another one may be of further matrices
 
     def rests(self, group: Mapping[str, Any]) -> bool:
         """Whether the first gradient makes the factors alone."""
@@ -110,7 +109,6 @@ class FactoredOptimizer(StackedOptimizer):
         """Load a state."""
         super().load_state_dict(state_dict)
         self._based = None
-        self._radii_of = None
 
     def kernel_products(self) -> KernelProducts:
         """Those that update factors, in the strictest precision of a group."""
@@ -130,9 +128,9 @@ class FactoredOptimizer(StackedOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         held = list(filter(self._holds, self._parameters()))
-        if held and self._radii_of is not self.engine:
+        if held and not self._session.settled.norms_measured:
             begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
-            self._radii_of = self.engine
+            self._session.settled.norms_measured = True
         super()._take(accepted)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:

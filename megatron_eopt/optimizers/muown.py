@@ -314,11 +314,11 @@ class Muown(TensorParallelMuon):
         W = self.engine.split(indices, [local(p.detach()) for p in new])
         squares = iter(over_columns(self.engine, indices, on_stacks(row_products, W, W)))
         for p in new:
-            state = self._further_state(p)
+            state = self._states.of(p)
             for end in self.key_ends(p):
-                g = state[NORM + end]
+                g = local(state[NORM + end])
                 g.copy_(torch.where(accepted[p], next(squares).sqrt().clamp(min=SMALLEST).to(g.dtype), g))
-                state[V_NORM + end].copy_(g)
+                local(state[V_NORM + end]).copy_(g)
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms of rows."""
@@ -327,9 +327,9 @@ class Muown(TensorParallelMuon):
         index_of = {p: i for i, p in enumerate(self._parameters())}
         for parameter, factor in zip(parameters, factors, strict=True):
             of_matrices = self.engine.split([index_of[parameter]], [factor[:, None].expand(local(parameter).shape)])
-            state = self._further_state(parameter)
+            state = self._states.of(parameter)
             for end, of_rows in zip(self.key_ends(parameter), of_matrices, strict=True):
-                scale_rows(state[NORM + end], of_rows[:, 0])
+                scale_rows(local(state[NORM + end]), of_rows[:, 0])
 
     def program(self, step: Step) -> Program:
         """One chunk's step."""

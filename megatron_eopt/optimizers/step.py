@@ -44,7 +44,7 @@ class Batch:
     gradients: list[Tensor]  # of each; chosen() has them in the dtype of averages
     state: list[dict[str, Tensor]]  # of each, by key: this rank's shards of what a step changes
     settings: Mapping[str, Any]  # effective ones of the group
-    own: Mapping[str, Any]  # those that the group has itself, for methods of users
+    group_settings: Mapping[str, Any]  # those that the group has itself, for methods of users
     lr: Scalar
     beta: float  # of the momentum in this step
     nesterov: bool

@@ -316,9 +316,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         session = self._session
-        if session.normed is not self.engine:
+        if not session.settled.norms_measured:
             held_norms.find_norms(self)  # another try measures the same
-            session.normed = self.engine
+            session.settled.norms_measured = True
         if self._of_user(*OF_PARAMETERS):
             batches = self._take_users(accepted)
         else:
@@ -329,19 +329,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 run.check(batches)
             session.changing = True
             run(batches)
-        _, scales = self._session.scales
-        calls = sum(len(scales[i]) for batch in batches for i in batch.indices)
-        self.newton_schulz_calls += calls
+        for batch in batches:
+            self.newton_schulz_calls += sum(len(self.engine.matrices[i]) for i in batch.indices)
         for group in self.param_groups if self.momentum_dtype is not None or self.momentum_warmup else ():
             group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
         indices = [i for batch in batches for i in batch.indices]
         watch = None
-        engine, scales = self._session.scales
-        kernels = self._session.kernels
+        engine = self.engine
+        kernels = self._session.settled.kernels
+        scales = self._session.settled.scales
         own = self._reads_all()
-        assert engine is not None, "prepare() made it"
+        assert scales is not None, "prepare() found them"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
             watch = partial(reports.show_updates, engine.watched, engine, groups, self.predicted_rms)
@@ -502,12 +502,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def prepare(self) -> Engine:
         """Also find scales, which a user's function may get wrong."""
         engine = super().prepare()
-        session = self._session
-        if session.scales[0] is not engine:
+        settled = self._session.settled
+        if settled.scales is None:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
-            session.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            session.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
-        form = "torch" if session.kernels is None else "triton"
+            scales = [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
+            settled.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
+            settled.scales = scales
+        form = "torch" if settled.kernels is None else "triton"
         for group in self.param_groups:
             if group.get(STEP_KERNELS, form) not in (form, None):
                 name = type(self).__name__
@@ -644,7 +645,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             state_dict = {**state_dict, "param_groups": saved}
         super().load_state_dict(state_dict)
         self._session.graphed = None  # the momenta that it was captured with are gone
-        self._session.normed = None  # the state may lack norms that are to be held
         dropped = held_norms.drop_unused(self)
         if dropped:
             warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")

@@ -82,7 +82,7 @@ def _updates(
     by_name = {argument.name for argument in taken[2:]}
     of_parameters = iter(momenta)
     for batch in batches:
-        settings = {key: value for key, value in batch.own.items() if takes_all or key in by_name}
+        settings = {key: value for key, value in batch.group_settings.items() if takes_all or key in by_name}
         for index, p in zip(batch.indices, batch.parameters, strict=True):
             momentum = next(of_parameters)
             if not momentum.numel() and not waited_for(index):

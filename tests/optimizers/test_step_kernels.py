@@ -351,7 +351,7 @@ def test_the_form_is_kept_and_a_resumed_run_goes_on_with_it():
     resumed = TensorParallelMuon(of_shapes(), lr=0.02)
     resumed.load_state_dict(state)
     resumed.prepare()
-    assert resumed._session.kernels is not None
+    assert resumed._session.settled.kernels is not None
     other = TensorParallelMuon(of_shapes(), lr=0.02, step_kernels="torch")
     other.load_state_dict(state)
     other.prepare()

@@ -88,7 +88,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         self.only = {**self.only, "moment2_method": (method,), "align_rms": (values["align_rms"],)}
         super()._settle(values)
 
-    def _check_functions(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         for key in ("orthogonalize", "scaled_orthogonalize_fn"):
             if self._of_user(key):
                 raise TypeError(
@@ -96,7 +96,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                     f"needs the orthogonal factors of all matrices together, before they are scaled: set "
                     f"orthogonalize_fn, override program, or take TensorParallelMuon"
                 )
-        super()._check_functions(settings)
+        super()._check_together(group, settings)
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""

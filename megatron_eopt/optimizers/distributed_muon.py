@@ -213,7 +213,7 @@ class DistributedMuon(BaseOptimizer):
         super().load_state_dict({**state_dict, "state": kept})
         self._consolidated = None
 
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         get_coefficients(_COEFFICIENTS, settings["ns_steps"])
 
     def _check_group(self, group: dict[str, Any]) -> None:

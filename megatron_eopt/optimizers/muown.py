@@ -62,11 +62,11 @@ def rows_of(batch: Batch) -> Rows:
     kept = {}
     old = {}
     for key in ROWS:
-        of_parameters = batch.of_matrices(key)
+        of_parameters = batch.matrix_states(key)
         kept[key] = list(chain(*of_parameters))
         old[key] = torch.cat(kept[key])
         lengths = [sum(map(len, of_matrices)) for of_matrices in of_parameters]
-    steps = torch.stack(batch.kept(STEPS))
+    steps = torch.stack(batch.states(STEPS))
     accepted = torch.ones_like(steps).bool() if batch.accepted is None else batch.accepted
     moved = accepted & torch.as_tensor(batch.lr != 0)
     return Rows(batch, kept, old, lengths, steps, moved)
@@ -137,7 +137,7 @@ def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
     for key, x in new.items():
         new[key] = torch.where(moves, x, rows.old[key])
         torch._foreach_copy_(rows.kept[key], rows.split(new[key]))
-    steps_of_parameters = rows.batch.kept(STEPS)
+    steps_of_parameters = rows.batch.states(STEPS)
     torch._foreach_copy_(steps_of_parameters, list((rows.steps + rows.moved).unbind()))
     return new[NORM]
 

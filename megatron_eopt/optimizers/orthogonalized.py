@@ -158,7 +158,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     # Groups.
 
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         decay_method(type(self).__name__, settings)
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, nor
 def adaptive_muon(step: Step) -> Program:
     """Muon's step with second moments, in the groups that have one."""
     step.decay()  # p -= lr * weight_decay * p
-    u = step.kept_momentum()  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
+    u = step.momentum_tensors()  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
     kept = list(u) if any(batch.settings["moment2_method"] == "namo" for batch in step.batches) else []
     O = yield from step.orthogonalize(u)  # of each whole logical matrix
     scales = second_moment(step, O, kept)  # U
@@ -128,7 +128,7 @@ def moments_of(batches: Sequence[Batch]) -> list[Moment]:
     """The second moments of batches."""
     of_batches = list[Moment]()
     for batch in batches:
-        for n, of_parameter in enumerate(batch.of_matrices(MOMENT2_BUFFER)):
+        for n, of_parameter in enumerate(batch.matrix_states(MOMENT2_BUFFER)):
             of_batches += [
                 Moment(v, batch.flag(n), batch.settings["beta2"], batch.settings["eps"]) for v in of_parameter
             ]

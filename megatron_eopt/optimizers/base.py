@@ -14,6 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
+from megatron_eopt.optimizers.loaded_state import (
+    check_loaded,
+    check_writer,
+    lacking,
+    mark_of,
+    note_begun_anew,
+    note_forgotten,
+    note_loaded,
+    place,
+    with_steps,
+    without_host,
+)
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16, warned_without_gradients
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -32,18 +44,7 @@ from megatron_eopt.optimizers.parameters import (
     warned_of_unmarked,
 )
 from megatron_eopt.optimizers.session import Session, Settled
-from megatron_eopt.optimizers.state import (
-    STATE_OF,
-    States,
-    StateTensor,
-    bytes_of_entry,
-    check_loaded,
-    check_writer,
-    mark_of,
-    note_begun_anew,
-    note_forgotten,
-    note_loaded,
-)
+from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_of_entry
 from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_named
@@ -415,15 +416,15 @@ class BaseOptimizer(Optimizer):
         self._check_all_settings(groups)
         note_forgotten(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
-        numbered = list(zip(self._parameters(), indices, strict=False))
-        states = self._states
-        loaded = states.to_load(numbered, state_dict["state"])
+        parameters = list(zip(self._parameters(), indices, strict=False))
+        saved_states = [(p, state_dict["state"].get(index, {})) for p, index in parameters]
         called = dict(zip(self._parameters(), self._names(), strict=True))
+        loaded = with_steps(self._states, saved_states)
         converted = check_loaded(name, loaded, self.state_tensors, self.matrix_layouts, called)
-        begun_anew = [called[p] for p in states.lacking(numbered, state_dict["state"])]
-        of_device = states.without_host(numbered, state_dict["state"])
-        super().load_state_dict({**state_dict, "param_groups": groups, "state": of_device})
-        note_loaded(name, converted, self._states.place(loaded))
+        begun_anew = [called[p] for p in lacking(self._states, saved_states)]
+        of_devices = without_host(self._states, parameters, state_dict["state"])
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": of_devices})
+        note_loaded(name, converted, place(self._states, loaded))
         note_begun_anew(name, begun_anew)
         self._session.engine = None
         self._session.changing = False

@@ -11,8 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.loaded_state import check_state_dict
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
-from megatron_eopt.optimizers.state import StateTensor, check_state_dict
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.settings.records import ADAM, Setting

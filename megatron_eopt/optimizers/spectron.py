@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
+from megatron_eopt.optimizers.loaded_state import check_writer
 from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, Kept, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.parameters import (
@@ -27,7 +28,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
     scale_rows,
 )
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements, check_writer
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products

@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports, second_moment
 from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.loaded_state import check_writer
 from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import (
@@ -31,7 +32,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
 )
 from megatron_eopt.optimizers.second_moment import adaptive_muon
-from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry, check_writer
+from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry
 from megatron_eopt.optimizers.step import Batch, Step, cast_to_average, of_parameters, scaled
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels
 from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.optimizers.loaded_state import check_finite
 from megatron_eopt.optimizers.parameters import local, parameter_names
-from megatron_eopt.optimizers.state import check_finite
 from megatron_eopt.settings.groups import warn
 
 AVERAGE = "weight_average"  # in the state of a parameter, in fp32 at least

@@ -74,10 +74,6 @@ class Batch:
         """What a step changes of each parameter: its weight and state."""
         return [[weight, *state.values()] for weight, state in zip(self.weights, self.state, strict=True)]
 
-    def flag(self, index: int) -> Tensor | bool:
-        """Whether one of the parameters steps."""
-        return True if self.accepted is None else self.accepted[index]
-
     def masked(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """``x``, which has entries of each parameter, or 0 where it does not step."""
         return x if self.accepted is None else x * repeated(self.accepted, counts)

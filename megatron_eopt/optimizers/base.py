@@ -189,13 +189,16 @@ class BaseOptimizer(Optimizer):
         for key, setting in known.items():
             if key in vars(self) and not setting.whole:
                 settings[key] = vars(self)[key]
-        for key, setting in known.items():
-            if setting.only_with is None:
-                continue
-            other, wanted = setting.only_with
-            if other in self.only and not {*self.only[other]} & {*wanted}:
-                settings.pop(key, None)
-        return {key: value for key, value in settings.items() if len(self.only.get(key, (0, 1))) > 1}
+        return {key: value for key, value in settings.items() if self._may_vary(key, known.get(key))}
+
+    def _may_vary(self, key: str, setting: Setting | None) -> bool:
+        """Whether several values of a setting have an effect here."""
+        if len(self.only.get(key, ())) == 1:
+            return False
+        if setting is None or setting.only_with is None:
+            return True
+        other, wanted = setting.only_with
+        return other not in self.only or not set(self.only[other]).isdisjoint(wanted)
 
     def planned_in_groups(self) -> list[dict[str, Any]]:
         """Each group's own settings on which the plan depends."""

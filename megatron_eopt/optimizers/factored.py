@@ -196,8 +196,10 @@ def factor_stacks(plans: Iterable[Planned]) -> Shapes:
             if has_factor[side]:
                 rows = shape[side]
                 cols = shape[1 - side]
-                cols += max(0, -(-(rows + side - cols) // KEPT)) * KEPT
-                stacks.add((together, cols, rows) if side else (together, rows, cols))
+                least = rows if side == 0 else rows + 1  # those of R are strictly longer
+                while cols < least:
+                    cols += KEPT
+                stacks.add((together, cols, rows) if side == 1 else (together, rows, cols))
     return sorted(stacks)
 
 

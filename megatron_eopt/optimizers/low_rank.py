@@ -85,7 +85,7 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Kept:
+class LocalFactor:
     """Tensors of a factor, this rank's rows of it."""
 
     value: Tensor
@@ -218,7 +218,7 @@ def stacks(
     factors: Iterable[Factor],
     group: Mapping[str, Any],
     flags: Mapping[Tensor, Tensor],
-    kept: Callable[[Factor], Kept],
+    kept: Callable[[Factor], LocalFactor],
 ) -> list[tuple[FactorStack, FactorStack]]:
     """Stacks of equal pairs, of bounded size."""
     kinds: dict[tuple[int, int], list[tuple[int, Factor, Factor]]] = {}

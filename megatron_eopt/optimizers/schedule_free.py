@@ -1,11 +1,9 @@
 """Schedule-Free AdamW: gradients at one point, evaluation at an average."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -16,10 +14,9 @@ from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.settings.groups import warn
 from megatron_eopt.settings.records import ADAM, Setting
 from megatron_eopt.settings.values import AT_LEAST_0, FINITE, Scalar, count
-
-logger = logging.getLogger(__name__)
 
 Variant = Literal["kempnerforge", "schedulefree"]
 
@@ -176,7 +173,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
     @torch.no_grad()
     def average(self, parameter: Tensor) -> Tensor:
         """A copy of ``x``, in the parameter's dtype and layout."""
-        if KEPT in (state := self.state.get(parameter, {})) or SCHEDULE not in state:
+        state = self.state.get(parameter, {})
+        if KEPT in state or SCHEDULE not in state:
             return parameter.detach().clone()
         state = self._begun_state(parameter)
         if X in state:
@@ -248,17 +246,17 @@ class ScheduleFreeAdamW(BaseOptimizer):
         rates = [None if isinstance(group["lr"], Tensor) else group["lr"] for group in self.param_groups]
         if self._first_rates is None or len(self._first_rates) != len(rates):
             self._first_rates = rates
-        changed = [i for i, rate in enumerate(rates) if None not in (rate, self._first_rates[i])]
-        changed = [i for i in changed if rates[i] != self._first_rates[i]]
-        if not changed or self._warned:
+        if self._warned:
             return
-        self._warned = True
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            number = changed[0]
-            logger.warning(
+        for number, (first, rate) in enumerate(zip(self._first_rates, rates, strict=True)):
+            if first is None or rate is None or first == rate:
+                continue
+            self._warned = True
+            warn(
                 f"{type(self).__name__} needs no schedule of the learning rate, and that of group {number} went from "
-                f"{self._first_rates[number]:g} to {rates[number]:g}: take a constant rate, and its own warmup_steps"
+                f"{first:g} to {rate:g}: take a constant rate, and its own warmup_steps"
             )
+            return
 
     def _take(self, accepted: Tensor) -> None:
         self._warn_of_schedule()

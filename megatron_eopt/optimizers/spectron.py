@@ -16,7 +16,7 @@ from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.loaded_state import check_writer
-from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, Kept, U
+from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -85,7 +85,9 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
     us = [torch.stack(stack.us) for stack in stacks]
     vectors = power_iterations([stack.stack for stack in stacks], us, power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in vectors])  # sA, sB
-    bounds = [sA + sB + 1 for sA, sB in batched(norms, 2) for _ in "AB"]  # lr' = lr / (sA + sB + 1)
+    bounds = []  # lr' = lr / (sA + sB + 1)
+    for sA, sB in batched(norms, 2):
+        bounds += [sA + sB + 1] * 2
     for stack, (u, _, _), bound in zip(stacks, vectors, bounds, strict=True):
         torch._foreach_copy_(stack.us, foreach.masked(u.unbind(), stack.us, stack.accepted))
         updates = [stack.upright(directions.pop(factor.index)) for factor in stack.factors]
@@ -209,10 +211,13 @@ class Spectron(BaseOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
-        coefficients = list(map(list, self.newton_schulz.schedule))
-        precision = self.newton_schulz.fp32_matmul_prec
-        further = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
-        return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | further
+        return super().settings() | {
+            "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
+            "fp32_matmul_prec": self.newton_schulz.fp32_matmul_prec,
+            "num_power_iterations": self.num_power_iterations,
+            "split_qkv": self.split_qkv,
+            "tp_mode": self.tp_mode,
+        }
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Without ``pairs``, which is no setting."""
@@ -256,9 +261,9 @@ class Spectron(BaseOptimizer):
                 shapes[factor.number] = factor.matrix.shape
                 if schemes[factor.index] != "local":
                     found[factor.number] = schemes[factor.index].replace("_", " ")
-            described[parameter] = [
-                DescribedMatrix(name, shapes[i], found[i], 1.0, None) for i, name in enumerate(names)
-            ]
+            described[parameter] = []
+            for i, name in enumerate(names):
+                described[parameter].append(DescribedMatrix(name, shapes[i], found[i], 1.0, None))
         return described
 
     def prepare(self) -> Engine:
@@ -289,8 +294,8 @@ class Spectron(BaseOptimizer):
         """Those of the factors."""
         return self.engine_to_explain().stacks()
 
-    def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
-        return iteration_of(self.effective(group))
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        iteration_of(settings)
 
     def _planned_settings(self) -> object:
         return self.planned_in_groups(), [group["rank"] for group in self.param_groups]
@@ -312,7 +317,7 @@ class Spectron(BaseOptimizer):
     def _proposed_engine(self, factors: Mapping[Tensor, Sequence[Factor]]) -> Engine:
         described = []
         for name, (parameter, of_parameter) in zip(self._names(), factors.items(), strict=True):
-            iteration = self._iteration(self.group_of(parameter))
+            iteration = iteration_of(self.effective(self.group_of(parameter)))
             for factor in of_parameter:
                 spec = ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration)
                 described.append(spec)
@@ -383,10 +388,6 @@ class Spectron(BaseOptimizer):
             parameters.append((called, layout, self.split_of(parameter)))
         check = low_rank.check_pairs if group["pairs"] else low_rank.check_weights
         check(name, group["rank"], parameters)
-        try:
-            self._iteration(group)
-        except ValueError as error:
-            raise ValueError(f"{name}: group {number}: {error}") from error
 
     def _take(self, accepted: Tensor) -> None:
         parameters = self._parameters()
@@ -424,10 +425,10 @@ class Spectron(BaseOptimizer):
                 chunks.append(Chunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
         return chunks
 
-    def _kept(self, factor: Factor) -> Kept:
+    def _kept(self, factor: Factor) -> LocalFactor:
         state = self._states.of(factor.parameter, U + factor.end)
         value = state[FACTOR + factor.end] if factor.in_state else factor.parameter
-        return Kept(local(value), local(state[MOMENTUM_BUFFER + factor.end]), local(state[U + factor.end]))
+        return LocalFactor(local(value), local(state[MOMENTUM_BUFFER + factor.end]), local(state[U + factor.end]))
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Project weights in their first step; the host waits."""

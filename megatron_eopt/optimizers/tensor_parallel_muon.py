@@ -330,8 +330,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             run(batches)
         for batch in batches:
             self.newton_schulz_calls += sum(len(self.engine.matrices[i]) for i in batch.indices)
-        for group in self.param_groups if self.momentum_dtype is not None or self.momentum_warmup else ():
-            group[MOMENTUM_STEPS] += 1
+        if self.momentum_dtype is not None or self.momentum_warmup:
+            for group in self.param_groups:
+                group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
         indices = [i for batch in batches for i in batch.indices]
@@ -435,22 +436,18 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine = self.prepare()
         group = dict(group_settings)
         index = next((i for i, parameter in enumerate(self._parameters()) if parameter is p), None)
-        if index is not None:
-            known_group = self.group_of(p)
-            group = {**known_group, **group}
-            asked = self.effective(group)
-            planned = self.effective(known_group)
-            alike = all(asked[key] == planned[key] for key in names_of(SCALE))
-            known = grad.dtype == p.dtype and alike and iteration_of(asked) == iteration_of(planned)
-        else:
+        if index is None:
             self._check_parameter(p, "p")
             muon_checks.check_shards(self, p, "p")
-        if index is None or not known:
-            described = replace(self._described("p", p, group), dtype=grad.dtype)
-            engine = Engine([described], grad.device, self.tp_mode, engine.rates)
-            engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
-            index = 0
-        return engine, index, group
+        else:
+            group = self.group_of(p) | group
+            planned = iteration_of(self.effective(self.group_of(p)))
+            if grad.dtype == p.dtype and iteration_of(self.effective(group)) == planned:
+                return engine, index, group
+        described = replace(self._described("p", p, group), dtype=grad.dtype)
+        of_p = Engine([described], grad.device, self.tp_mode, engine.rates)
+        of_p.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+        return of_p, 0, group
 
     def _factors(self, engine: Engine, index: int, shards: list[Tensor]) -> list[Tensor]:
         if self._of_user("orthogonalize_fn"):
@@ -561,25 +558,33 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
-        keys = (self.nesterov_key, DECOUPLED, METHOD)
-        of_groups = {}
-        for number, (group, planned) in enumerate(zip(self.param_groups, self.planned_in_groups(), strict=True)):
-            own = planned | {key: group[key] for key in keys if group[key] != self.defaults[key]}
-            if own:
-                of_groups[number] = own
-        [kept] = [name for name, dtype in MOMENTUM_DTYPES.items() if dtype == self.momentum_dtype]
-        return super().settings() | {
+        of_all = self.settings_of_groups()
+        settings = super().settings() | {
             "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
-            **{key: x for key, x in self.settings_of_groups().items() if key in names_of(SCALE)},
-            METHOD: decay_method(type(self).__name__, self.defaults),
-            "split_qkv": self.split_qkv,
-            "tp_mode": self.tp_mode,
-            **self.given_modifiers(),
-            **({} if kept == "fp32" else {"momentum_dtype": kept}),
-            **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
-            **({"of_groups": of_groups} if of_groups else {}),
         }
+        for key in names_of(SCALE):
+            if key in of_all:
+                settings[key] = of_all[key]
+        settings[METHOD] = decay_method(type(self).__name__, self.defaults)
+        settings["split_qkv"] = self.split_qkv
+        settings["tp_mode"] = self.tp_mode
+        settings |= self.given_modifiers()
+        for name, dtype in MOMENTUM_DTYPES.items():
+            if dtype is not None and dtype == self.momentum_dtype:
+                settings["momentum_dtype"] = name
+        if self.momentum_warmup:
+            settings["momentum_warmup"] = self.momentum_warmup
+        of_groups = {}
+        for number, (group, own) in enumerate(zip(self.param_groups, self.planned_in_groups(), strict=True)):
+            for key in (self.nesterov_key, DECOUPLED, METHOD):
+                if group[key] != self.defaults[key]:
+                    own[key] = group[key]
+            if own:
+                of_groups[number] = own
+        if of_groups:
+            settings["of_groups"] = of_groups
+        return settings
 
     def given_modifiers(self) -> dict[str, Any]:
         """Modifiers of all groups that are not the default, for checkpoints."""

@@ -186,15 +186,7 @@ class Muon(Optimizer):
 
     def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self.matrices = matrices
-        given: list[Any] = list(adam_params)
-        defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
-        for group in given if given and isinstance(given[0], dict) else [{}]:
-            for key, meant in misspelt(group, defaults).items():
-                warn(f"AdamW in {self._called}: {key!r} is no setting, so it has no effect, did you mean {meant!r}?")
-            check_values(f"AdamW in {self._called}", OF_ADAMW, {**defaults, **adam_settings, **group})
-        adamw = AdamW(given, **adam_settings) if given else None
-        if adamw is not None and not any(group["params"] for group in adamw.param_groups):
-            adamw = None
+        adamw = _adamw_of(f"AdamW in {self._called}", list(adam_params), adam_settings)
         # torch's constructor would set the groups, which are properties here
         super().__setstate__({"defaults": dict(matrices.defaults), "adamw": adamw})
         self._groups_at_first = len(matrices.param_groups)
@@ -390,6 +382,20 @@ class Muon(Optimizer):
         check_loaded(name, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
         if loaded:
             note_begun_anew(name, lacking)
+
+
+def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> AdamW | None:
+    """AdamW of parameters or groups of them, None where there are none; ``called`` begins messages."""
+    defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
+    groups = params if params and isinstance(params[0], dict) else [{}]
+    for group in groups:
+        for key, meant in misspelt(group, defaults).items():
+            warn(f"{called}: {key!r} is no setting, so it has no effect, did you mean {meant!r}?")
+        check_values(called, OF_ADAMW, {**defaults, **settings, **group})
+    if not params:
+        return None
+    adamw = AdamW(params, **settings)
+    return adamw if any(group["params"] for group in adamw.param_groups) else None
 
 
 def _apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

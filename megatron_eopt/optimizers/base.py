@@ -1,7 +1,7 @@
 """Base of all optimizers: checked groups, described state, prepared steps."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from types import MappingProxyType
@@ -320,6 +320,19 @@ class BaseOptimizer(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _indices_of(self, parameters: Iterable[Tensor]) -> list[int]:
+        """The indices of parameters among all."""
+        index_of = {parameter: i for i, parameter in enumerate(self._parameters())}
+        return [index_of[parameter] for parameter in parameters]
+
+    def _by_matrix(
+        self, parameters: Sequence[Tensor], of_rows: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Parameters, and a number for each of their rows by logical matrices; after :meth:`prepare`."""
+        for index, parameter, numbers in zip(self._indices_of(parameters), parameters, of_rows, strict=True):
+            of_entries = numbers[:, None].expand(local(parameter).shape)
+            yield parameter, [x[:, 0] for x in self.engine.split([index], [of_entries])]
 
     def _names(self) -> list[str]:
         return parameter_names(self.param_groups)

@@ -100,7 +100,6 @@ def drop_unused(optimizer: OrthogonalizedOptimizer) -> list[str]:
 
 def norms_of_weights(optimizer: BaseOptimizer, parameters: Sequence[Tensor]) -> tuple[list[Matrix], Tensor]:
     """Logical matrices of parameters, and their norms in fp64."""
-    index_of = {parameter: i for i, parameter in enumerate(optimizer._parameters())}
-    indices = [index_of[parameter] for parameter in parameters]
+    indices = optimizer._indices_of(parameters)
     shards = optimizer.engine.split(indices, [local(p.detach()) for p in parameters])
     return optimizer.engine.flat(indices), norms_of_shards(optimizer.engine, indices, shards)

@@ -317,8 +317,7 @@ class Muown(TensorParallelMuon):
         counts = torch.stack([self._states.of(p, STEPS)[STEPS] for p in waiting]).tolist()
         self._begun |= set(compress(waiting, counts))
         new = [p for p in waiting if p not in self._begun]
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        indices = [index_of[p] for p in new]
+        indices = self._indices_of(new)
         W = self.engine.split(indices, [local(p.detach()) for p in new])
         squares = iter(over_columns(self.engine, indices, on_stacks(row_products, W, W)))
         for p in new:
@@ -332,12 +331,10 @@ class Muown(TensorParallelMuon):
         """Also scale the norms of rows."""
         self.prepare()
         super().scale_rows(parameters, factors)
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        for parameter, factor in zip(parameters, factors, strict=True):
-            of_matrices = self.engine.split([index_of[parameter]], [factor[:, None].expand(local(parameter).shape)])
+        for parameter, of_matrices in self._by_matrix(parameters, factors):
             state = self._states.of(parameter)
             for end, of_rows in zip(self.key_ends(parameter), of_matrices, strict=True):
-                scale_rows(local(state[NORM + end]), of_rows[:, 0])
+                scale_rows(local(state[NORM + end]), of_rows)
 
     def program(self, step: Step) -> Program:
         """One chunk's step."""

@@ -1,11 +1,11 @@
 """Spectron: low-rank weights with spectrally bounded steps of factors."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import batched, chain, compress
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,13 @@ def write_weights(chunk: Chunk, engine: Engine) -> None:
     torch._foreach_copy_(tensors, engine.merge(chunk.indices, shards))
 
 
+class FactorPlan(NamedTuple):
+    """The factors of each parameter, and the engine that orthogonalizes their momenta."""
+
+    factors: dict[Tensor, list[Factor]]
+    engine: Engine
+
+
 class Spectron(BaseOptimizer):
     """Spectron [1]: orthogonalized, bounded steps of low-rank factors of weights.
 
@@ -168,7 +175,7 @@ class Spectron(BaseOptimizer):
     """
 
     own_settings = (
-        Setting("rank", "Rank of the two factors of every weight.", count(1)),
+        Setting("rank", "Rank of the two factors of every weight.", count(1), planned=True),
         Setting("momentum_beta", "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95.", BELOW_1),
         Setting("num_power_iterations", "Power iterations of a step, for the spectral norms.", count(1), whole=True),
     )
@@ -178,9 +185,8 @@ class Spectron(BaseOptimizer):
     num_power_iterations: int
     newton_schulz_calls: int = 0
 
-    _engine_of_factors: Engine  # made by prepare(), as is _factors
-    _factors: dict[Tensor, list[Factor]]  # of each parameter
-    _prepared: Engine | None = None  # the engine of the parameters then
+    _plan: FactorPlan  # made by prepare()
+    _planned_for: Engine | None = None  # the engine of the parameters then
     _done: frozenset[Tensor] = frozenset()  # that are not to be projected, or no more
     _errors: Mapping[str, float] = {}
 
@@ -231,11 +237,11 @@ class Spectron(BaseOptimizer):
     def explain(self) -> str:
         """The plan for factors, a table; all ranks ask."""
         self.prepare()
-        return self._engine_of_factors.explain()
+        return self._plan.engine.explain()
 
     def engine_to_explain(self) -> Engine:
         """The engine of :meth:`explain`, before ranks agree on it."""
-        return self._proposed_engine(self._proposed_factors())
+        return self._proposed_plan().engine
 
     @property
     def matrices_updated(self) -> int:
@@ -246,14 +252,10 @@ class Spectron(BaseOptimizer):
         """The logical matrices of each parameter."""
         if settled:
             self.prepare()
-            of_all = self._factors
-            engine = self._engine_of_factors
-        else:
-            of_all = self._proposed_factors()
-            engine = self._proposed_engine(of_all)
-        schemes = {i: bucket.scheme for bucket in engine.plan.buckets for i in bucket.matrices}
+        plan = self._plan if settled else self._proposed_plan()
+        schemes = {i: bucket.scheme for bucket in plan.engine.plan.buckets for i in bucket.matrices}
         described: dict[Tensor, list[DescribedMatrix]] = {}
-        for parameter, factors in of_all.items():
+        for parameter, factors in plan.factors.items():
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
             shapes = {}
             found = dict.fromkeys(range(len(names)), "local")
@@ -269,10 +271,10 @@ class Spectron(BaseOptimizer):
     def prepare(self) -> Engine:
         """Also settle the factors; returns the engine of the parameters."""
         engine = super().prepare()
-        if self._prepared is engine:
+        if self._planned_for is engine:
             return engine
-        factors = self._proposed_factors()
-        for first, *_ in factors.values():
+        plan = self._proposed_plan()
+        for first, *_ in plan.factors.values():
             kept = self.state.get(first.parameter, {}).get(FACTOR + first.end)
             if kept is not None and kept.shape[1] != first.rank:
                 raise ValueError(
@@ -280,12 +282,10 @@ class Spectron(BaseOptimizer):
                     f"{tuple(first.parameter.shape)}, whose group now has rank {first.rank}: set it back, it cannot "
                     "change"
                 )
-        of_factors = self._proposed_engine(factors)
-        kernel = of_factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
-        self._factors = factors
-        self._engine_of_factors = of_factors
-        self._prepared = engine
-        self._done |= {p for p, (first, *_) in factors.items() if not first.in_state}
+        kernel = plan.engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
+        self._plan = plan
+        self._planned_for = engine
+        self._done |= {p for p, (first, *_) in plan.factors.items() if not first.in_state}
         for group in self.param_groups:
             group[KERNEL] = kernel
         return engine
@@ -297,31 +297,24 @@ class Spectron(BaseOptimizer):
     def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         iteration_of(settings)
 
-    def _planned_settings(self) -> object:
-        return self.planned_in_groups(), [group["rank"] for group in self.param_groups]
-
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
 
-    def _proposed_factors(self) -> dict[Tensor, list[Factor]]:
+    def _proposed_plan(self) -> FactorPlan:
+        """Factors and their engine, before ranks agree on it."""
         factors: dict[Tensor, list[Factor]] = {}
+        described = []
         known: dict[Layout, Layout] = {}  # equal ones as one object
         first = 0
-        for parameter in self._parameters():
+        for name, parameter in zip(self._names(), self._parameters(), strict=True):
+            iteration = iteration_of(self.effective(self.group_of(parameter)))
             matrices = [known.setdefault(x, x) for x in self.matrix_layouts(parameter)]
             factors[parameter] = self._factors_of(parameter, matrices, first)
             first += len(factors[parameter])
-        return factors
-
-    def _proposed_engine(self, factors: Mapping[Tensor, Sequence[Factor]]) -> Engine:
-        described = []
-        for name, (parameter, of_parameter) in zip(self._names(), factors.items(), strict=True):
-            iteration = iteration_of(self.effective(self.group_of(parameter)))
-            for factor in of_parameter:
-                spec = ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration)
-                described.append(spec)
-        return Engine(described, self._parameters()[0].device, self.tp_mode)
+            for factor in factors[parameter]:
+                described.append(ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration))
+        return FactorPlan(factors, Engine(described, self._parameters()[0].device, self.tp_mode))
 
     def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout], first: int = 0) -> list[Factor]:
         names = self.split_of(parameter).names(self.layout(parameter).shape[0])
@@ -332,13 +325,10 @@ class Spectron(BaseOptimizer):
         """Also scale rows of the first factors."""
         self.prepare()
         super().scale_rows(parameters, factors)
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        for parameter, scale in zip(parameters, factors, strict=True):
-            of_entries = scale[:, None].expand(local(parameter).shape)
-            of_matrices = self.engine.split([index_of[parameter]], [of_entries])
-            for A in self._factors[parameter][::2]:
+        for parameter, of_matrices in self._by_matrix(parameters, factors):
+            for A in self._plan.factors[parameter][::2]:
                 if A.in_state:
-                    scale_rows(self._kept(A).value, of_matrices[A.number][:, 0])
+                    scale_rows(self._kept(A).value, of_matrices[A.number])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, momenta and singular vectors; without factors for pairs."""
@@ -404,10 +394,16 @@ class Spectron(BaseOptimizer):
             for chunk in chunks:
                 gradients_of_factors(chunk, self.engine)
                 stacks += chain(*chunk.pairs)
-            step_of_factors(stacks, self._engine_of_factors, self.num_power_iterations)
+            step_of_factors(stacks, self._plan.engine, self.num_power_iterations)
             for chunk in chunks:
                 if chunk.in_state:
                     write_weights(chunk, self.engine)
+
+    def _shards(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        """This rank's shards of logical matrices, one at a time in the dtype of factors."""
+        for index, parameter in zip(self._indices_of(parameters), parameters, strict=True):
+            for shard in self.engine.split([index], [local(parameter)]):
+                yield shard.to(self._plan.factors[parameter][0].dtype)
 
     def _chunks(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> list[Chunk]:
         index_of = {p: i for i, p in enumerate(self._parameters())}
@@ -417,10 +413,10 @@ class Spectron(BaseOptimizer):
             for unit in batched(group["params"], 2 if group["pairs"] else 1):
                 if not active.isdisjoint(unit) and self._done.issuperset(unit):
                     units.append(unit)
-            for parameters in low_rank.alike(units, self._factors):
-                factors = [factor for p in parameters for factor in self._factors[p]]
+            for parameters in low_rank.alike(units, self._plan.factors):
+                factors = [factor for p in parameters for factor in self._plan.factors[p]]
                 # a factor that is a parameter is a matrix of its own
-                self.newton_schulz_calls += sum(len(self._factors[p][::2]) for p in parameters)
+                self.newton_schulz_calls += sum(len(self._plan.factors[p][::2]) for p in parameters)
                 pairs = low_rank.stacks(factors, group, flags, self._kept)
                 chunks.append(Chunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
         return chunks
@@ -440,11 +436,9 @@ class Spectron(BaseOptimizer):
         new = [p for p in compress(waiting, begins) if p not in self._done]
         if not new:
             return
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        first_factors = [A for p in new for A in self._factors[p][::2]]
-        second_factors = [B for p in new for B in self._factors[p][1::2]]
-        shards = (x.to(self._factors[p][0].dtype) for p in new for x in self.engine.split([index_of[p]], [local(p)]))
-        projected = low_rank.project(shards, first_factors)
+        first_factors = [A for p in new for A in self._plan.factors[p][::2]]
+        second_factors = [B for p in new for B in self._plan.factors[p][1::2]]
+        projected = low_rank.project(self._shards(new), first_factors)
         names = dict(zip(self._parameters(), self._names(), strict=True))
         largest: dict[str, float] = {}
         for A, x in zip(first_factors, projected, strict=True):

@@ -1,7 +1,6 @@
 """Muon for parameters that may be sharded."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict
@@ -370,11 +369,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, held norms of matrices, and second moments."""
-        group: Mapping[str, Any] = {}
-        with suppress(KeyError):  # of a tensor that is no parameter
-            group = self.group_of(parameter)
         tensors = super().state_tensors(parameter)
-        settings = self.effective(group)
+        settings = self.effective(self.group_of(parameter))
         if modifiers.holds(settings):
             tensors += held_norms.radii(self.key_ends(parameter), optional=self._is_free("weight_norm"))
         method = settings["moment2_method"]
@@ -608,8 +604,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         dtype = local(parameter).dtype
         layout = self.layout(parameter)
         split = self.split_of(parameter)
-        of_entry = bytes_of_entry(parameter, self.state_tensors(parameter))
-        offloaded = self.on_host(parameter) * parameter.numel() * of_entry
+        offloaded = 0
+        if self.on_host(parameter):
+            offloaded = parameter.numel() * bytes_of_entry(parameter, self.state_tensors(parameter))
         return ParamSpec(name, dtype, layout, split, iteration_of(settings), offloaded=offloaded)
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:

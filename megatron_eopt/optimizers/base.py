@@ -122,9 +122,9 @@ class BaseOptimizer(Optimizer):
         given = {**arguments, **arguments.get("settings", {})}
         values = {key: given.get(key, setting.default) for key, setting in known.items()}
         in_groups = self.group_keys or [key for key, setting in known.items() if not setting.whole]
-        own = {key: value for key, value in values.items() if key not in in_groups}
-        check_values(cls.__name__, known, own)
-        self._check_place(own)
+        of_all = {key: value for key, value in values.items() if key not in in_groups}
+        check_values(cls.__name__, known, of_all)
+        self._check_place(of_all)
         if "split_qkv" in known:
             values |= checked_split(cls.__name__, values, self.split_lengths)
         warn_of_uncalled(cls)

@@ -28,15 +28,18 @@ def size_of_updates(optimizer: Any, settings: Mapping[str, Any]) -> str | None:
 def check_decided(optimizer: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse a group's settings in whose place something else decides."""
     rule = size_of_updates(optimizer, settings)
-    for key in DECIDED_BY.keys() & group.keys():
-        users = optimizer._of_user(*DECIDED_BY[key])
+    for key, functions in DECIDED_BY.items():
+        if key not in group:
+            continue
+        users = optimizer._of_user(*functions)
         if users:
             decides = f"{users[0]} of your own decides"
         elif rule and key in names_of(SCALE):
             decides = f"the size of an update is {rule}; set lr"
         else:
             continue
-        raise ValueError(f"{key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
+        name = type(optimizer).__name__
+        raise ValueError(f"{name}: {key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
 
 
 def check_functions(optimizer: Any, settings: Mapping[str, Any]) -> None:

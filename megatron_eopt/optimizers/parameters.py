@@ -218,8 +218,6 @@ def checked_split(name: str, values: Mapping[str, Any], lengths: Sequence[int]) 
     split_qkv = values["split_qkv"]
     is_qkv_fn = values["is_qkv_fn"]
     qkv_split_shapes = values["qkv_split_shapes"]
-    if is_qkv_fn is not None and not callable(is_qkv_fn):
-        raise TypeError(f"{name}: is_qkv_fn must be a function of a parameter, got {is_qkv_fn!r}")
     if is_qkv_fn is not None and not split_qkv:
         warn(f"{name}: is_qkv_fn and qkv_split_shapes have no effect without split_qkv=True")
     if split_qkv and is_qkv_fn is None:

@@ -39,7 +39,7 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule
-from megatron_eopt.settings.records import SCALE, Setting, names_of
+from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
 
 logger = logging.getLogger(__name__)
@@ -354,12 +354,8 @@ class Spectron(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        number = len(self.param_groups) - 1
         if self.tp_mode == "blockwise":
             raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
-        for key in names_of(SCALE):
-            if key in group:
-                raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
         parameters = []
         names = names_of_last(self.param_groups)
         indices = names_of_last(self.param_groups, shapes=False)

@@ -258,7 +258,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _settle(self, values: dict[str, Any]) -> None:
         super()._settle(values)
-        name = type(self).__name__
         known = settings_of(type(self))
         # True by default, which does not contradict what is said of the method
         values[DECOUPLED] = values[METHOD] != "l2" and values[DECOUPLED]
@@ -274,13 +273,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 "cuda_graphs cannot work with offload_fraction, momentum_dtype or momentum_warmup, by which steps "
                 "differ: leave it off"
             )
-        rule = muon_checks.size_of_updates(self, values)
-        scale = [values[key] for key in names_of(SCALE)]
-        if rule and scale != [known[key].default for key in names_of(SCALE)]:
-            raise ValueError(
-                f"{name}: scale_mode {scale[0]!r} and extra_scale_factor {scale[1]} have no effect here: "
-                f"the size of an update is {rule}; take them away, and set lr"
-            )
+        if muon_checks.size_of_updates(self, values):
+            scale = {key: values[key] for key in names_of(SCALE) if values[key] != known[key].default}
+            muon_checks.check_decided(self, scale, values)
 
     # The step, and the hooks of relatives.
 

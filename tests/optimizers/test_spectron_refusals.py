@@ -86,7 +86,6 @@ def small_part():
         (lambda: ([torch.nn.Parameter(torch.ones(5))], {}), r"has shape \(5,\): give it to another optimizer"),
         (lambda: ([torch.nn.Parameter(torch.ones(3, 5, 5))], {}), "or declare a stack of 3 matrices"),
         (lambda: ([torch.nn.Parameter(torch.ones(5, 5, dtype=torch.complex64))], {}), "in floating point of 16 bits"),
-        (lambda: ([{"params": parameters(), "scale_mode": "spectral"}], {}), "group 0 has scale_mode"),
         (bad_qkv, r"32 rows over all ranks are not a multiple of the 15 of one query group \[9, 3, 3\]"),
         (small_part, r"rank must lie in \[1, 3\] for .* \(k\), a matrix \(3, 12\), got 4"),
         (lambda: ([{"params": parameters(SHAPES), "pairs": True}], {}), "an even number of factors, got 3"),

@@ -136,15 +136,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _settle(self, values: dict[str, Any]) -> None:
         """Set functions of the user's; warn of missing ones."""
-        done = {"orthogonalize_fn": "orthogonalized", "scale_factor_fn": "scaled"}
-        for key in done.keys() & values.keys():
-            function = values.pop(key)
+        for key, done in (("orthogonalize_fn", "orthogonalized"), ("scale_factor_fn", "scaled")):
+            function = values.pop(key, None)
             if function is not None:
                 vars(self)[key] = function
-        for key, what in done.items():
             users = self._of_user(key, "scaled_orthogonalize_fn")
             if not users and getattr(type(self), key) is getattr(OrthogonalizedOptimizer, key):
-                warnings.warn(f"{type(self).__name__} has no {key}: updates are not {what}", stacklevel=4)
+                warnings.warn(f"{type(self).__name__} has no {key}: updates are not {done}", stacklevel=4)
 
     @property
     def use_nesterov(self) -> bool:

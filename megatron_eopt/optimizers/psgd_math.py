@@ -57,8 +57,9 @@ def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
     """
     momentum = x.momentum
     entries = momentum[0].numel()
-    sides = [PROBES * length for length in momentum.shape[1:] for _ in (0, 1)]
-    noise, *probes = normals(step, entries + sum(sides), momentum).split([entries, *sides])
+    _, rows, cols = momentum.shape
+    sizes = [entries, PROBES * rows, PROBES * rows, PROBES * cols, PROBES * cols]
+    noise, *probes = normals(step, sum(sizes), momentum).split(sizes)
     damping = settings["damping_noise_scale"] + 1e-7 * momentum.abs()
     seen = preconditioned(x.factors, momentum + damping * noise.view(momentum.shape[1:]))
     rate = settings["precond_lr"] / (1 + (step - 1) / settings["precond_decay_steps"]) ** 0.5

@@ -280,6 +280,27 @@ class ScheduleFreeAdamW(BaseOptimizer):
         return state
 
 
+def advance_schedules(
+    states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Advance schedules; returns rates of this step, and the share that its ``z`` has in ``x``."""
+    schedules = [state[SCHEDULE] for state in states]
+    count = group[COUNT]
+    warmup = group["warmup_steps"]
+    schedule = torch.stack(schedules)
+    steps_made = torch.ones_like(schedule[:, 0]) if accepted is None else accepted.double()
+    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * steps_made
+    largest = torch.maximum(schedule[:, 2], rates)
+    weights = rates
+    if group["variant"] == "schedulefree":
+        weights = count ** group["r"] * largest ** group["weight_lr_power"]
+    total = schedule[:, 1] + weights
+    shares = torch.where(total > 0, weights / total, 0.0) * steps_made  # rates may all have been zero
+    advanced = list(torch.stack([schedule[:, 0] + 1, total, largest], dim=1).unbind())
+    torch._foreach_copy_(schedules, foreach.masked(advanced, schedules, accepted))
+    return rates, shares
+
+
 def schedule_free_adamw(
     parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
@@ -296,23 +317,12 @@ def schedule_free_adamw(
     kempnerforge = group["variant"] == "kempnerforge"
     weight_decay = group["weight_decay"]
 
-    schedules = [state[SCHEDULE] for state in states]
-    count = group[COUNT]
-    warmup = group["warmup_steps"]
-    schedule = torch.stack(schedules)
-    steps_made = torch.ones_like(schedule[:, 0]) if accepted is None else accepted.double()
-    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * steps_made
-    largest = torch.maximum(schedule[:, 2], rates)
-    weights = rates if kempnerforge else count ** group["r"] * largest ** group["weight_lr_power"]
-    total = schedule[:, 1] + weights
-    shares = torch.where(total > 0, weights / total, 0.0) * steps_made  # rates may all have been zero
-    advanced = list(torch.stack([schedule[:, 0] + 1, total, largest], dim=1).unbind())
-    torch._foreach_copy_(schedules, foreach.masked(advanced, schedules, accepted))
+    rates, shares = advance_schedules(states, accepted, group)
 
     gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
     gradients = foreach.masked(gradients, 0.0, accepted)
     foreach.follow_squares(squares, gradients, beta2, accepted)
-    roots = list(torch._foreach_div(squares, 1 - beta2**count))
+    roots = list(torch._foreach_div(squares, 1 - beta2 ** group[COUNT]))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, group["eps"])
     steps = list(torch._foreach_div(gradients, roots))

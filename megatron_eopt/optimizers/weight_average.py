@@ -1,7 +1,7 @@
 """Averages of weights beside any optimizer, in its state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -29,16 +29,15 @@ class AverageRule:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read ``ema:DECAY`` or ``tail:STEPS``."""
-        kind, _, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+        kind, _, number = str(text).partition(":")
         if kind == "tail" and number.isdecimal() and int(number) > 0:
             return cls(window=int(number))
-        try:
-            rule = cls(decay=float(number) if kind == "ema" else 0.0)
-        except ValueError:
-            rule = cls()
-        if not 0 < rule.decay < 1:
-            raise ValueError(f"an average of weights is {_FORMS}, got {text!r}")
-        return rule
+        if kind == "ema":
+            with suppress(ValueError):
+                decay = float(number)
+                if 0 < decay < 1:
+                    return cls(decay=decay)
+        raise ValueError(f"an average of weights is {_FORMS}, got {text!r}")
 
     @classmethod
     def of(cls, schedule: Sequence[float]) -> Self:

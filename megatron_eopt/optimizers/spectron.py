@@ -409,11 +409,11 @@ class Spectron(BaseOptimizer):
             for unit in batched(group["params"], 2 if group["pairs"] else 1):
                 if not active.isdisjoint(unit) and self._done.issuperset(unit):
                     units.append(unit)
-            for parameters in low_rank.alike(units, self._plan.factors):
+            for parameters in low_rank.in_chunks(units, self._plan.factors):
                 factors = [factor for p in parameters for factor in self._plan.factors[p]]
                 # a factor that is a parameter is a matrix of its own
                 self.newton_schulz_calls += sum(len(self._plan.factors[p][::2]) for p in parameters)
-                pairs = low_rank.stacks(factors, group, flags, self._kept)
+                pairs = low_rank.stacked_pairs(factors, group, flags, self._kept)
                 chunks.append(Chunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
         return chunks
 

@@ -302,6 +302,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         adapts = any(batch.settings["moment2_method"] != "none" for batch in step.batches)
         return adaptive_muon(step) if adapts else muon(step)
 
+    @property
+    def _counts_steps(self) -> bool:
+        """Whether random bits or the momentum follow from the steps of a group."""
+        return self.momentum_dtype is not None or self.momentum_warmup > 0
+
     def _reads_all(self) -> bool:
         """Whether the program has copies of all entries of a chunk, and reads gradients."""
         own = type(self).program is not TensorParallelMuon.program
@@ -324,7 +329,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             run(batches)
         for batch in batches:
             self.newton_schulz_calls += sum(len(self.engine.matrices[i]) for i in batch.indices)
-        if self.momentum_dtype is not None or self.momentum_warmup:
+        if self._counts_steps:
             for group in self.param_groups:
                 group[MOMENTUM_STEPS] += 1
 
@@ -509,7 +514,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""
-        settings = self.effective({**self.defaults, **(group or {})})
+        settings = self.effective(group or {})
         users = self._of_user(*OF_PARAMETERS, "scale_factor_fn", "program")
         if self.measures or users or modifiers.needs_norm(settings):
             return None
@@ -618,7 +623,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices."""
         super().add_param_group(param_group)
-        if self.momentum_dtype is not None or self.momentum_warmup:
+        if self._counts_steps:
             self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ class BaseOptimizer(Optimizer):
         check_values(cls.__name__, known, of_all)
         self._check_place(of_all)
         if "split_qkv" in known:
-            values |= checked_split(cls.__name__, values, self.split_lengths)
+            values["qkv_split_shapes"] = checked_split(cls.__name__, values, self.split_lengths)
         warn_of_uncalled(cls)
         self._session = Session()
         self._settle(values)

@@ -213,19 +213,18 @@ def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, c
         matrix_layout(parameter, pg_collection)  # which refuses what nothing here can lay out
 
 
-def checked_split(name: str, values: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """The settings that describe fused projections, of ``lengths`` logical matrices."""
-    split_qkv = values["split_qkv"]
-    is_qkv_fn = values["is_qkv_fn"]
-    qkv_split_shapes = values["qkv_split_shapes"]
-    if is_qkv_fn is not None and not split_qkv:
-        warn(f"{name}: is_qkv_fn and qkv_split_shapes have no effect without split_qkv=True")
-    if split_qkv and is_qkv_fn is None:
+def checked_split(name: str, values: Mapping[str, Any], lengths: Sequence[int]) -> Sequence[int] | None:
+    """``qkv_split_shapes`` of settings that describe fused projections, of ``lengths`` logical matrices."""
+    shapes: Sequence[int] | None = values["qkv_split_shapes"]
+    if not values["split_qkv"]:
+        if values["is_qkv_fn"] is not None:
+            warn(f"{name}: is_qkv_fn and qkv_split_shapes have no effect without split_qkv=True")
+        return shapes
+    if values["is_qkv_fn"] is None:
         raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
-    if split_qkv and (qkv_split_shapes is not None or len(lengths) == 1):
-        # else each parameter may bring its own
-        qkv_split_shapes = check_split_shapes(qkv_split_shapes, lengths)
-    return {"qkv_split_shapes": qkv_split_shapes}
+    if shapes is None and len(lengths) > 1:  # each parameter may bring its own
+        return None
+    return check_split_shapes(shapes, lengths)
 
 
 def check_matrix(name: str, parameter: Tensor, called: str) -> None:

@@ -1,6 +1,5 @@
 """Spectron: low-rank weights with spectrally bounded steps of factors."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import batched, chain, compress
@@ -8,7 +7,6 @@ from math import isnan
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -18,6 +16,7 @@ from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.loaded_state import check_writer
 from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
+from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
@@ -38,11 +37,9 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
-from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule
+from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
-
-logger = logging.getLogger(__name__)
 
 
 def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:
@@ -354,8 +351,7 @@ class Spectron(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        if self.tp_mode == "blockwise":
-            raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
+        refuse_blockwise(self, "singular values of factors")
         parameters = []
         names = names_of_last(self.param_groups)
         indices = names_of_last(self.param_groups, shapes=False)
@@ -432,28 +428,12 @@ class Spectron(BaseOptimizer):
         new = [p for p in compress(waiting, begins) if p not in self._done]
         if not new:
             return
-        first_factors = [A for p in new for A in self._plan.factors[p][::2]]
-        second_factors = [B for p in new for B in self._plan.factors[p][1::2]]
-        projected = low_rank.project(self._shards(new), first_factors)
-        names = dict(zip(self._parameters(), self._names(), strict=True))
-        largest: dict[str, float] = {}
-        for A, x in zip(first_factors, projected, strict=True):
-            name = names[A.parameter]
-            if isnan(x.error):
-                raise ValueError(
-                    f"{type(self).__name__} cannot take factors from {name}: a matrix of it is zero, and factors of "
-                    "zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
-                )
-            largest[name] = max(x.error, largest.get(name, 0.0))
-        self._errors = {**self._errors, **largest}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            worst = max(largest, key=largest.__getitem__)
-            logger.warning(
-                f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
-                f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
-            )
+        factors = [factor for p in new for factor in self._plan.factors[p]]
+        pairs = list(batched(factors, 2))
+        projected = low_rank.project(self._shards(new), [A for A, _ in pairs])
+        self._note_errors([A.parameter for A, _ in pairs], [x.error for x in projected])
         self._session.changing = True
-        for A, B, x in zip(first_factors, second_factors, projected, strict=True):
+        for (A, B), x in zip(pairs, projected, strict=True):
             for factor, rows in ((A, x.A), (B, x.B)):
                 of_factor = self._kept(factor)
                 of_factor.value.copy_(rows)
@@ -461,3 +441,22 @@ class Spectron(BaseOptimizer):
                 of_factor.u.copy_(rows[:, 0])
             self.state[A.parameter][PROJECTED].fill_(1)
         self._done |= set(new)
+
+    def _note_errors(self, parameters: Sequence[Tensor], errors: Sequence[float]) -> None:
+        """Keep and report what projections change; refuse matrices that have no factors."""
+        names = dict(zip(self._parameters(), self._names(), strict=True))
+        largest: dict[str, float] = {}
+        for parameter, error in zip(parameters, errors, strict=True):
+            name = names[parameter]
+            if isnan(error):
+                raise ValueError(
+                    f"{type(self).__name__} cannot take factors from {name}: a matrix of it is zero, and factors of "
+                    "zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
+                )
+            largest[name] = max(error, largest.get(name, 0.0))
+        self._errors = {**self._errors, **largest}
+        worst = max(largest, key=largest.__getitem__)
+        warn(
+            f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
+            f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
+        )

@@ -59,7 +59,7 @@ def test_wrong_settings_are_refused_at_construction_and_in_a_new_group(settings,
     ("settings", "message"),
     [
         ({"num_power_iterations": 0}, "num_power_iterations must be a whole number of at least 1, got 0"),
-        ({"tp_mode": "blockwise"}, "has no tp_mode blockwise"),
+        ({"tp_mode": "blockwise"}, "with tp_mode blockwise the singular values of factors"),
         ({"tp_mode": "other"}, "unknown tp_mode 'other'"),
         ({"fp32_matmul_prec": "exact"}, "unknown fp32_matmul_prec 'exact'"),
         ({"split_qkv": True}, "split_qkv needs is_qkv_fn"),

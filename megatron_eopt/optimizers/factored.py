@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.base import KERNEL
-from megatron_eopt.optimizers.held_norms import begin_norms, followed, radii
+from megatron_eopt.optimizers.held_norms import begin_norms, followed, radius_tensors
 from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.whole_matrices import CLOCK, MatrixStack, ParameterStep, Planned, StackedOptimizer
@@ -86,7 +86,7 @@ class FactoredOptimizer(StackedOptimizer):
                     for key in keys:
                         tensors.append(StateTensor(key + plan.end, (length, length), part, wide, plan.compute_rank))
         if self._holds(parameter):
-            tensors += radii(self.key_ends(parameter), optional=True)
+            tensors += radius_tensors(self.key_ends(parameter), optional=True)
         return tensors
 
     def _holds(self, parameter: Tensor) -> bool:

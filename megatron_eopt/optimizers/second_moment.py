@@ -80,7 +80,7 @@ def by_method(step: Step) -> dict[str, tuple[list[Batch], list[int]]]:
     return found
 
 
-def moments(method: str, ends: Sequence[str], layouts: Sequence[Layout], optional: bool) -> list[StateTensor]:
+def moment_tensors(method: str, ends: Sequence[str], layouts: Sequence[Layout], optional: bool) -> list[StateTensor]:
     """The second moments of a parameter."""
     if method == "adamuon":
         return [StateTensor(MOMENT2_BUFFER, dtype=torch.float32, optional=optional)]

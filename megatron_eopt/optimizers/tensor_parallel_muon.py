@@ -372,12 +372,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         tensors = super().state_tensors(parameter)
         settings = self.effective(self.group_of(parameter))
         if modifiers.holds(settings):
-            tensors += held_norms.radii(self.key_ends(parameter), optional=self._is_free("weight_norm"))
+            tensors += held_norms.radius_tensors(self.key_ends(parameter), optional=self._is_free("weight_norm"))
         method = settings["moment2_method"]
         if method != "none":
             ends = self.key_ends(parameter)
             layouts = self.matrix_layouts(parameter)
-            tensors += second_moment.moments(method, ends, layouts, optional=self._is_free("moment2_method"))
+            tensors += second_moment.moment_tensors(method, ends, layouts, optional=self._is_free("moment2_method"))
         return tensors
 
     def _is_free(self, key: str) -> bool:

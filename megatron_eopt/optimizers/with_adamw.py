@@ -126,7 +126,7 @@ class Muon(Optimizer):
     matrices: BaseOptimizer
     adamw: AdamW | None
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _rates: Sequence[Any] = ()  # of the first group of matrices and of AdamW's, as the last step left them
+    _rates: tuple[Any, list[Any]] | None = None  # of the first matrices, and of AdamW's groups, after the last step
     _warned: bool = False  # whether a change of AdamW's rates was warned of
 
     def __init__(
@@ -253,22 +253,22 @@ class Muon(Optimizer):
     def _set_rates(self) -> None:
         """Let AdamW's rates follow the first group of matrices."""
         lr = self.matrices.param_groups[0]["lr"]
-        left = self._rates
-        self._rates = [lr]
-        for index, group in enumerate(self._adam_groups, 1):
+        lr_before, before = self._rates or (None, [])
+        rates = []
+        for index, group in enumerate(self._adam_groups):
             if group[ADAM_LR_AT] > 0:
                 rate = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
-                if index < len(left) and left[0] == lr:
-                    self._warn_of_rate(group, left[index], rate)
+                if index < len(before) and lr_before == lr:
+                    self._warn_of_rate(group["lr"], before[index], lr, rate)
                 group["lr"] = rate
-            self._rates.append(group["lr"])
+            rates.append(group["lr"])
+        self._rates = lr, rates
 
-    def _warn_of_rate(self, group: Group, left: Any, rate: Any) -> None:
-        """Warn once where AdamW's rate was set, and that of the matrices was not."""
-        found = group["lr"]
-        if self._warned or isinstance(found, Tensor) or isinstance(left, Tensor):
+    def _warn_of_rate(self, found: Any, before: Any, lr: Any, rate: Any) -> None:
+        """Warn once where AdamW's rate was set, and that of the matrices, ``lr``, was not."""
+        if self._warned or isinstance(found, Tensor) or isinstance(before, Tensor):
             return
-        if not math.isclose(found, left) and found != self._rates[0]:  # as a loop sets one rate for all
+        if not math.isclose(found, before) and found != lr:  # as a loop sets one rate for all
             self._warned = True
             warn(
                 f"{self._called}: lr of a group of AdamW was set to {found:g}, and the step sets it to {rate:g}, as it "
@@ -351,7 +351,7 @@ class Muon(Optimizer):
         self.matrices.load_state_dict(of_matrices)
         if self.adamw is not None:
             self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
-        self._rates = ()
+        self._rates = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -31,12 +31,12 @@ class Signs(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
         states = self._states
-        for group, some, accepted_of_some in foreach.active(self.param_groups, accepted):
-            momenta = [local(states.of(p, EXP_AVG)[EXP_AVG]) for p in some]
-            pairs = zip(some, momenta, strict=True)
+        for group, parameters, mask in foreach.active(self.param_groups, accepted):
+            momenta = [local(states.of(p, EXP_AVG)[EXP_AVG]) for p in parameters]
+            pairs = zip(parameters, momenta, strict=True)
             gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
             settings = {**group, "betas": self.betas(group)}
-            lion([local(p) for p in some], gradients, momenta, accepted_of_some, settings)
+            lion([local(p) for p in parameters], gradients, momenta, mask, settings)
 
 
 class Lion(Signs):

@@ -118,12 +118,12 @@ def move_rows(step: Step, batches: Sequence[Rows], of_norms: Sequence[Tensor], O
         g = step_of_rows(rows, gradient, v_norm)
         shrinks += rows.split(g / nonzero(v_norm))
         moves += rows.split(rows.repeated(rows.moved))
-    for some in foreach.alike(W):
-        old = foreach.stacked(W, some)
-        new = combined(*(foreach.stacked(xs, some) for xs in (a, W, b, O)))
-        new = new * foreach.stacked(shrinks, some)[..., None]  # g v / ||v||
-        stack = torch.where(foreach.stacked(moves, some)[..., None], new.to(old.dtype), old)
-        torch._foreach_copy_([W[i] for i in some], list(stack.unbind()))
+    for equal in foreach.alike(W):
+        old = foreach.stacked(W, equal)
+        new = combined(*(foreach.stacked(xs, equal) for xs in (a, W, b, O)))
+        new = new * foreach.stacked(shrinks, equal)[..., None]  # g v / ||v||
+        stack = torch.where(foreach.stacked(moves, equal)[..., None], new.to(old.dtype), old)
+        torch._foreach_copy_([W[i] for i in equal], list(stack.unbind()))
     write_back(step.engine, step.indices, weights, W)
 
 
@@ -153,9 +153,9 @@ def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
 def on_stacks(function: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]:
     """What a function makes of stacks of equal tensors, for each of them."""
     results = list(lists[0])
-    for some in foreach.alike(*lists):
-        made = function(*(foreach.stacked(xs, some) for xs in lists))
-        for i, x in zip(some, made.unbind(), strict=True):
+    for equal in foreach.alike(*lists):
+        made = function(*(foreach.stacked(xs, equal) for xs in lists))
+        for i, x in zip(equal, made.unbind(), strict=True):
             results[i] = x
     return results
 

@@ -99,12 +99,12 @@ class NonFinite:
         """Which gradients have a norm of at most :data:`LARGEST_NORM`."""
         norms = [self._zero] * len(gradients)
         for wide in (torch.float32, torch.float64):
-            some = {}
+            of_dtype = {}
             for i, x in enumerate(gradients):
                 if x is not None and x.numel() and (x.dtype == torch.float64) == (wide == torch.float64):
-                    some[i] = x
-            if some:
-                for i, norm in zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True):
+                    of_dtype[i] = x
+            if of_dtype:
+                for i, norm in zip(of_dtype, torch._foreach_norm(list(of_dtype.values()), 2, dtype=wide), strict=True):
                     norms[i] = norm
         return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
 

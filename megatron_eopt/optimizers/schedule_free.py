@@ -264,8 +264,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
         for group in self.param_groups:
             group[COUNT] += 1
         stored = foreach.active(self.param_groups, accepted, lambda p: X in self._begun_state(p))
-        for group, some, accepted_of_some in stored:
-            schedule_free_adamw(some, [self._begun_state(p) for p in some], accepted_of_some, group)
+        for group, parameters, mask in stored:
+            schedule_free_adamw(parameters, [self._begun_state(p) for p in parameters], mask, group)
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state; ``z`` and ``x`` start at the parameter."""

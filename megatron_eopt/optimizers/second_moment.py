@@ -158,10 +158,10 @@ def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
     whole = engine.merge(indices, factors)
     directions = [torch.empty_like(factor, dtype=torch.float32) for factor in whole]
     torch._foreach_copy_(directions, whole)
-    for some in foreach.alike(directions):
-        wide = [directions[i] for i in some]
-        roots = torch._foreach_sqrt(average([moments[i] for i in some], torch._foreach_mul(wide, wide)))
-        torch._foreach_add_(roots, [moments[i].eps for i in some])
+    for equal in foreach.alike(directions):
+        wide = [directions[i] for i in equal]
+        roots = torch._foreach_sqrt(average([moments[i] for i in equal], torch._foreach_mul(wide, wide)))
+        torch._foreach_add_(roots, [moments[i].eps for i in equal])
         torch._foreach_div_(wide, roots)
     new = engine.split(indices, directions)
     if all(batch.settings["align_rms"] for batch in batches):

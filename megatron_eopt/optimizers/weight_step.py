@@ -80,11 +80,11 @@ def _stacks(
             shards.append(shard)
             changes.append(change)
             numbers.append(row)
-    for some in foreach.alike(shards, changes, numbers):
-        xs = [shards[i] for i in some]
+    for equal in foreach.alike(shards, changes, numbers):
+        xs = [shards[i] for i in equal]
         before = torch.stack(xs)
-        update = torch.stack([changes[i] for i in some])
-        rows = torch.stack([numbers[i] for i in some]).to(torch.promote_types(before.dtype, torch.float32))
+        update = torch.stack([changes[i] for i in equal])
+        rows = torch.stack([numbers[i] for i in equal]).to(torch.promote_types(before.dtype, torch.float32))
         yield xs, before, update, rows.view(*rows.shape, *[1] * before[0].ndim).unbind(1)
 
 

@@ -163,10 +163,10 @@ class FactoredOptimizer(StackedOptimizer):
             shards = self.engine.split([p.index], [p.gradient])
             nonzero = [shard.any() for plan, shard in zip(p.plans, shards, strict=True) if plan.cost]
             has_entries.append(torch.stack(nonzero).any().float())
-        nonzero = torch.stack(self.engine.sums(has_entries, [p.label for p in parameters])) > 0
+        anywhere = torch.stack(self.engine.sums(has_entries, [p.label for p in parameters])) > 0
         steps = torch.stack([p.state.get(STEPS, torch.zeros_like(has_entries[0])) for p in parameters])
         accepted = torch.stack([p.accepted for p in parameters])
-        known: list[list[bool]] = torch.stack([steps > 0, accepted & nonzero]).tolist()
+        known: list[list[bool]] = torch.stack([steps > 0, accepted & anywhere]).tolist()
         return known
 
     def _sides(self, stack: MatrixStack) -> list[Side | None]:

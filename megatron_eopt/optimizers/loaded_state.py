@@ -97,14 +97,14 @@ def check_writer(cls: type, state_dict: Mapping[str, Any], unmarked: bool = Fals
 
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
     """Refuse a state tensor unlike :func:`initial` in shape or placements."""
-    own = shape_of(found)
+    shape = shape_of(found)
     allowed = [expected_shape(parameter, tensor, layouts)]
     if tensor.rank is not None:  # in earlier releases every rank had what only a compute rank needs
         whole = tensor.global_shape(layouts(parameter))
         allowed.append(StateShape(whole, whole))
-    if own not in allowed:
+    if shape not in allowed:
         raise ValueError(
-            f"{tensor.key!r} has shape {own}, expected {allowed[0]} for the parameter of shape "
+            f"{tensor.key!r} has shape {shape}, expected {allowed[0]} for the parameter of shape "
             f"{tuple(parameter.shape)}: the state is of another model or layout, or ranks had dealt matrices "
             "otherwise: group parameters as before, and load a whole state into DTensors by torch's "
             "set_optimizer_state_dict"

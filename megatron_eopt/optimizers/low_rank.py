@@ -271,13 +271,13 @@ def project(shards: Iterable[Tensor], factors: Sequence[Factor]) -> list[Project
     packed = [_decomposed(shard, factor) for shard, factor in zip(shards, factors, strict=True)]
     rows = []
     errors = []
-    for both, factor in zip(packed, factors, strict=True):
+    for vector, factor in zip(packed, factors, strict=True):
         layout = factor.matrix
         shard = layout.rectangle
         _, r = factor.layout.shape
         if layout.group is not None:
-            both = broadcast(both, _turn(factor), layout.group).wait()
-        A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
+            vector = broadcast(vector, _turn(factor), layout.group).wait()
+        A, B, error = vector.split([layout.shape[0] * r, layout.shape[1] * r, 1])
         rows.append((A.view(-1, r)[shard.top : shard.bottom], B.view(-1, r)[shard.left : shard.right]))
         errors.append(error)
     found = torch.cat(errors).tolist()

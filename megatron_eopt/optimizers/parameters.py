@@ -107,15 +107,15 @@ def comparable(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
     names = iter(parameter_names(optimizer.param_groups))
     for group in optimizer.param_groups:
         for index, (p, name) in enumerate(zip(group["params"], names, strict=False)):
-            here = optimizer.layout(p)
-            of: list[int] | None = None
+            layout = optimizer.layout(p)
+            ranks: list[int] | None = None
             if isinstance(p, DTensor):
-                of = p.device_mesh.mesh.tolist()
+                ranks = p.device_mesh.mesh.tolist()
             elif _known_name(group, index) is None or is_expert(p) or is_unmarked(p):
-                if here.group is None:
+                if layout.group is None:
                     continue
-                of = dist.get_process_group_ranks(here.group)
-            yield name, repr((of, here.shape, here.rectangle, p.dtype)), local(p.detach())
+                ranks = dist.get_process_group_ranks(layout.group)
+            yield name, repr((ranks, layout.shape, layout.rectangle, p.dtype)), local(p.detach())
 
 
 def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:

@@ -105,7 +105,7 @@ def balanced(factors: Sequence[Tensor]) -> list[Tensor]:
     """Factors with the same largest entry, and the same product."""
     largest = torch.stack([factor.abs().flatten(1).amax(1) for factor in factors])
     mean = largest.prod(0) ** 0.5
-    return [factor * over(factor, mean / of_one) for factor, of_one in zip(factors, largest, strict=True)]
+    return [factor * over(factor, mean / most) for factor, most in zip(factors, largest, strict=True)]
 
 
 def turned(factor: Tensor, probes: Tensor) -> Tensor:

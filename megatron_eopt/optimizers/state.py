@@ -82,8 +82,8 @@ def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     dtype = tensor.dtype or parameter.dtype
     if tensor.like_parameter:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-    shape, own_shape, placements = expected_shape(parameter, tensor, layouts)
-    shard = torch.zeros(own_shape, dtype=dtype, device=parameter.device)
+    shape, local_shape, placements = expected_shape(parameter, tensor, layouts)
+    shard = torch.zeros(local_shape, dtype=dtype, device=parameter.device)
     if tensor.start is not None:
         layout = layouts(parameter)[tensor.matrix]
         side = layout if tensor.dims is not None and tensor.dims[0] == "rows" else layout.transposed
@@ -160,13 +160,13 @@ class StateShape(NamedTuple):
     """Shape of a tensor and of this rank's part, and placements of a DTensor."""
 
     shape: tuple[int, ...]
-    own: tuple[int, ...]
+    on_this_rank: tuple[int, ...]
     placements: tuple[Placement, ...] | None = None
 
     def __str__(self) -> str:
         if self.placements is None:
             return f"{self.shape}"
-        return f"{self.shape}, of which placements {self.placements} put {self.own} on this rank"
+        return f"{self.shape}, of which placements {self.placements} put {self.on_this_rank} on this rank"
 
 
 def expected_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:
@@ -175,12 +175,12 @@ def expected_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> 
         return shape_of(parameter)
     if tensor.dims == ():  # of a vector, too, which has no layout
         return StateShape((), ())
-    own = tensor.local_shape(layouts(parameter))
+    local_shape = tensor.local_shape(layouts(parameter))
     if not _is_cut_like(parameter, tensor):
-        return StateShape(own, own)
+        return StateShape(local_shape, local_shape)
     sides = SIDES[::-1] if is_transposed(parameter) else SIDES
     placements = tuple(_placement(placement, tensor.dims, sides) for placement in parameter.placements)
-    return StateShape(tensor.global_shape(layouts(parameter)), own, placements)
+    return StateShape(tensor.global_shape(layouts(parameter)), local_shape, placements)
 
 
 def shape_of(x: Tensor) -> StateShape:

@@ -1,7 +1,6 @@
 """Lion and Signum: updates are signs of a momentum."""
 
-from abc import abstractmethod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,10 @@ EXP_AVG = "exp_avg"  # the momentum, named as where Megatron-Core creates the st
 class Signs(BaseOptimizer):
     """The step that Lion and Signum share."""
 
-    @abstractmethod
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Return the betas of the update and of the momentum."""
+        """Those of the update and of the momentum."""
+        beta1, beta2 = group["betas"]
+        return beta1, beta2
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
@@ -81,10 +81,6 @@ class Lion(Signs):
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
         super().__init__(params, locals())
-
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Return the group's own."""
-        return cast(tuple[float, float], group["betas"])
 
 
 class Signum(Signs):

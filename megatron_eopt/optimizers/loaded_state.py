@@ -96,7 +96,7 @@ def check_writer(cls: type, state_dict: Mapping[str, Any], unmarked: bool = Fals
 
 
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
-    """Refuse a state tensor unlike :func:`initial` in shape or placements."""
+    """Refuse a state tensor of another shape or placements than its first one."""
     shape = shape_of(found)
     allowed = [expected_shape(parameter, tensor, layouts)]
     if tensor.rank is not None:  # in earlier releases every rank had what only a compute rank needs

@@ -77,25 +77,6 @@ class StateTensor:
 Described = Callable[[Tensor], list[StateTensor]]
 
 
-def initial(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
-    """A state tensor before the first step."""
-    dtype = tensor.dtype or parameter.dtype
-    if tensor.like_parameter:
-        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-    shape, local_shape, placements = expected_shape(parameter, tensor, layouts)
-    shard = torch.zeros(local_shape, dtype=dtype, device=parameter.device)
-    if tensor.start is not None:
-        layout = layouts(parameter)[tensor.matrix]
-        side = layout if tensor.dims is not None and tensor.dims[0] == "rows" else layout.transposed
-        shard.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
-    if not isinstance(parameter, DTensor) or placements is None:
-        return shard
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        shard, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
 def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
     """Whether each parameter's state is on the host, spread evenly."""
     total = there = 0  # of the first parameters, however many, at least the fraction is there
@@ -149,11 +130,25 @@ class States:
         return state
 
     def initial(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
-        """A state tensor before the first step, on its device."""
-        if not self.is_on_host(parameter, tensor):
-            return initial(parameter, tensor, self.layouts)
-        pinned = parameter.device.type == "cuda"
-        return torch.zeros(parameter.shape, dtype=tensor.dtype or parameter.dtype, device="cpu", pin_memory=pinned)
+        """A state tensor before the first step."""
+        dtype = tensor.dtype or parameter.dtype
+        if self.is_on_host(parameter, tensor):
+            pinned = parameter.device.type == "cuda"
+            return torch.zeros(parameter.shape, dtype=dtype, device="cpu", pin_memory=pinned)
+        if tensor.like_parameter:
+            return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+        shape, local_shape, placements = expected_shape(parameter, tensor, self.layouts)
+        shard = torch.zeros(local_shape, dtype=dtype, device=parameter.device)
+        if tensor.start is not None:
+            layout = self.layouts(parameter)[tensor.matrix]
+            side = layout if tensor.dims is not None and tensor.dims[0] == "rows" else layout.transposed
+            shard.copy_(tensor.start(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
+        if not isinstance(parameter, DTensor) or placements is None:
+            return shard
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            shard, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
 
 class StateShape(NamedTuple):

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
-from megatron_eopt.optimizers.gradients import check_gradients, warned_without_gradients
 from megatron_eopt.optimizers.loaded_state import (
     check_loaded,
     check_writer,
@@ -27,7 +26,7 @@ from megatron_eopt.optimizers.loaded_state import (
     with_steps,
     without_host,
 )
-from megatron_eopt.optimizers.nonfinite import NonFinite, warn_of_fp16
+from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16, warned_without_gradients
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,

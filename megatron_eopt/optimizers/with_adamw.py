@@ -13,7 +13,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.earlier_layout import as_now
-from megatron_eopt.optimizers.gradients import check_gradients
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.loaded_state import (
     check_loaded,
@@ -22,6 +21,7 @@ from megatron_eopt.optimizers.loaded_state import (
     name_in_states,
     note_begun_anew,
 )
+from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names
 from megatron_eopt.optimizers.state import STATE_OF, StateTensor
 from megatron_eopt.optimizers.weight_average import average_of, without_unused

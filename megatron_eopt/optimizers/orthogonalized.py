@@ -358,7 +358,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
             cautious=bool(settings.get("cautious_weight_decay")),
             measured=measures(settings),
-            decay_method=decay_method(type(self).__name__, group),
+            decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
             accepted=mask,
             rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in parameters],
         )

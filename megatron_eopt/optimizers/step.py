@@ -228,7 +228,8 @@ class Step:
             if batch.decays and batch.cautious:
                 rate = foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
                 decay_cautiously(batch.weights, self._merged(batch, of_batch), 1 - batch.column(rate))
-        coefficients = iter(self._coefficients([pair for pair in pairs if pair[0].measured]))
+        measured = [pair for pair in pairs if pair[0].measured]
+        coefficients = iter(self._coefficients(measured) if measured else ())
         for batch, of_batch in pairs:
             if not batch.measured:
                 foreach.subtract(batch.weights, self._merged(batch, of_batch), batch.lr, batch.accepted)
@@ -261,8 +262,6 @@ class Step:
 
     def _coefficients(self, pairs: Sequence[tuple[Batch, list[Tensor]]]) -> list[Tensor]:
         """Rows ``(moves, a, b)`` of each ``W <- (W - a U) b``, by one reduction."""
-        if not pairs:
-            return []
         matrices = list[Matrix]()
         weights = list[Tensor]()
         updates = list[Tensor]()
@@ -297,9 +296,11 @@ def scaled(factors: list[Tensor], scales: Scales) -> list[Tensor]:
             on_device.append(scale)
         elif scale != 1:
             by_number.setdefault(scale, []).append(x)
-    foreach.scale_each(measured, on_device)
+    if measured:
+        foreach.scale_each(measured, on_device)
     for number, tensors in by_number.items():
-        foreach.scale(tensors, number)
+        exact = torch.as_tensor(number, dtype=torch.float64) if tensors[0].device.type == "cpu" else number
+        torch._foreach_mul_(tensors, exact)
     return factors
 
 

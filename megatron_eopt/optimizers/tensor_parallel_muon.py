@@ -302,11 +302,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         adapts = any(batch.settings["moment2_method"] != "none" for batch in step.batches)
         return adaptive_muon(step) if adapts else muon(step)
 
-    @property
-    def _counts_steps(self) -> bool:
-        """Whether random bits or the momentum follow from the steps of a group."""
-        return self.momentum_dtype is not None or self.momentum_warmup > 0
-
     def _reads_all(self) -> bool:
         """Whether the program has copies of all entries of a chunk, and reads gradients."""
         own = type(self).program is not TensorParallelMuon.program
@@ -327,19 +322,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 run.check(batches)
             session.changing = True
             run(batches)
+        scales = session.settled.scales or []
         for batch in batches:
-            self.newton_schulz_calls += sum(len(self.engine.matrices[i]) for i in batch.indices)
-        if self._counts_steps:
+            self.newton_schulz_calls += sum(len(scales[i]) for i in batch.indices)
+        if self.momentum_dtype is not None or self.momentum_warmup:
             for group in self.param_groups:
                 group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
         indices = [i for batch in batches for i in batch.indices]
         watch = None
-        engine = self.engine
+        engine = self._session.engine
         kernels = self._session.settled.kernels
         scales = self._session.settled.scales
         reads_all = self._reads_all()
+        assert engine is not None, "prepare() made it"
         assert scales is not None, "prepare() found them"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
@@ -623,7 +620,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices."""
         super().add_param_group(param_group)
-        if self._counts_steps:
+        if self.momentum_dtype is not None or self.momentum_warmup:
             self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

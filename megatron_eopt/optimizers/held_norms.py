@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS, holds, needs_norm
+from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS, holds, needs_norm, without_matrix
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
@@ -91,10 +91,10 @@ def drop_unused(optimizer: OrthogonalizedOptimizer) -> list[str]:
         state = optimizer.state.get(parameter, {})
         used = {tensor.key for tensor in optimizer.state_tensors(parameter)}
         for key in state.keys() - used:
-            for name in OPTIONAL:
-                if key == name or key.rpartition("_")[0] == name:
-                    del state[key]
-                    dropped.add(name)
+            name = without_matrix(key)
+            if name in OPTIONAL:
+                del state[key]
+                dropped.add(name)
     return sorted(dropped)
 
 

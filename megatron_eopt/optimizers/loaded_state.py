@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.modifiers import OPTIONAL
+from megatron_eopt.optimizers.modifiers import without_matrix
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import (
@@ -229,7 +229,7 @@ def place(states: States, loaded: Saved) -> set[str]:
         for tensor in states.described(parameter):
             key = tensor.key
             if key not in saved and tensor.optional:
-                begun_anew.add(key if key in OPTIONAL else key.rpartition("_")[0])
+                begun_anew.add(without_matrix(key))
             elif states.is_on_host(parameter, tensor):
                 state[key] = states.initial(parameter, tensor).copy_(saved[key])
             elif tensor.rank is not None and tensor.is_elsewhere(states.layouts(parameter)):  # once all had it

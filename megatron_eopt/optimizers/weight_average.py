@@ -146,12 +146,12 @@ class AverageOfOne:
         self.at_average = False
         self._remaining = remaining
         self._schedule = torch.tensor([rule.decay, rule.window, 0], dtype=torch.float64)  # of all parameters
-        self._loading: list[dict[str, Any]] = []  # by parameter, as a state dict has them
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-        self._loading = [dict(optimizer.state.get(p, {})) for p in self.parameters()]
+        # by parameter, as a state dict has them
+        self._loading: list[dict[str, Any]] = [dict(optimizer.state.get(p, {})) for p in self.parameters()]
         if any(AVERAGE in state for state in self._loading):  # a copy's, or a state that torch has cast in a load
             for state in self._loading:
                 if SCHEDULE in state and state[SCHEDULE].dtype != torch.float64:

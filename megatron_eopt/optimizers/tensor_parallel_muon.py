@@ -315,7 +315,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if self._of_user(*OF_PARAMETERS):
             batches = self._take_users(accepted)
         else:
-            batches = self._batches(accepted, masked=True) if self.cuda_graphs else self._batches(accepted)
+            batches = self._batches(accepted, masked=self.cuda_graphs)
             run = self._run
             if self.cuda_graphs:
                 run = session.graphed = session.graphed or GraphedUpdate(self._run)

@@ -38,8 +38,7 @@ def check_decided(optimizer: Any, group: Mapping[str, Any], settings: Mapping[st
             decides = f"the size of an update is {rule}; set lr"
         else:
             continue
-        name = type(optimizer).__name__
-        raise ValueError(f"{name}: {key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
+        raise ValueError(f"{key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
 
 
 def check_functions(optimizer: Any, settings: Mapping[str, Any]) -> None:

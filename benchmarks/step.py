@@ -100,7 +100,9 @@ def counted_step(
         optimizer = optimizer(parameters, pg_collection=groups, tp_mode=mode, workspace=workspace)
         optimizer.init_state()
         engine, session = optimizer.proposed(), optimizer._session
-        session.engine, session.scales = engine, (engine, [[1.0] * len(matrices) for matrices in engine.matrices])
+        session.engine = engine
+        session.settled.scales = [[1.0] * len(matrices) for matrices in engine.matrices]
+        session.settings = list(map(optimizer.effective, optimizer.param_groups))
         accepted: Tensor = torch.empty(len(parameters), dtype=torch.bool)
         batches = optimizer._batches(accepted, masked=True)
         with torch.no_grad(), Allocations() as allocated:

@@ -16,7 +16,7 @@ from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.agreement import hashed, versions
 from megatron_eopt.parallel.attributes import is_expert
-from megatron_eopt.parallel.collectives import lowest, values_of
+from megatron_eopt.parallel.collectives import gather_numbers, lowest, values_of
 from megatron_eopt.routing import OverrideError
 from megatron_eopt.routing.entries import Entry
 from megatron_eopt.settings.groups import is_plain, plain

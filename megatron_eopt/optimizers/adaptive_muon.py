@@ -88,7 +88,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         self.only = {**self.only, "moment2_method": (method,), "align_rms": (values["align_rms"],)}
         super()._settle(values)
 
-    def _check_functions(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         for key in ("orthogonalize", "scaled_orthogonalize_fn"):
             if self._of_user(key):
                 raise TypeError(
@@ -96,7 +96,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                     f"needs the orthogonal factors of all matrices together, before they are scaled: set "
                     f"orthogonalize_fn, override program, or take TensorParallelMuon"
                 )
-        super()._check_functions(settings)
+        super()._check_together(group, settings)
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
@@ -111,5 +111,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def program(self, step: Step) -> Program:
         """One chunk's step."""
         # not those of the chunk: a function of the user's in place of Newton-Schulz leaves factors unscaled here
-        scales = [scale for i in step.indices for scale in self._session.scales[1][i]]
+        of_all = self._session.settled.scales
+        assert of_all is not None, "prepare() found them"
+        scales = [scale for i in step.indices for scale in of_all[i]]
         return adaptive_muon(replace(step, scales=scales))

@@ -95,8 +95,8 @@ class AdEMAMix(BaseOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
-        for group, some, accepted_of_some in foreach.active(self.param_groups, accepted):
-            ademamix(some, [self._states.of(p, STEPS) for p in some], accepted_of_some, group)
+        for group, parameters, mask in foreach.active(self.param_groups, accepted):
+            ademamix(parameters, [self._states.of(p, STEPS) for p in parameters], mask, group)
 
 
 def ademamix(

@@ -1,7 +1,8 @@
 """Base of all optimizers: checked groups, described state, prepared steps."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, overload
@@ -13,6 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
+from megatron_eopt.optimizers.loaded_state import (
+    check_loaded,
+    check_writer,
+    lacking,
+    mark_of,
+    note_begun_anew,
+    note_forgotten,
+    note_loaded,
+    place,
+    with_steps,
+    without_host,
+)
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16, warned_without_gradients
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -30,19 +43,8 @@ from megatron_eopt.optimizers.parameters import (
     sharing_groups,
     warned_of_unmarked,
 )
-from megatron_eopt.optimizers.session import Session
-from megatron_eopt.optimizers.state import (
-    STATE_OF,
-    States,
-    StateTensor,
-    bytes_of_entry,
-    check_loaded,
-    check_writer,
-    mark_of,
-    note_begun_anew,
-    note_forgotten,
-    note_loaded,
-)
+from megatron_eopt.optimizers.session import Session, Settled
+from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_of_entry
 from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_named
@@ -93,7 +95,6 @@ class BaseOptimizer(Optimizer):
     weight_keys: ClassVar[tuple[str, ...]] = ()  # state that is a copy of the weight, which ``scale_rows`` scales too
     live_key: ClassVar[str | None] = None  # state of the training weights, where checkpoints hold ``exported()`` ones
     pairs_rows: ClassVar[bool] = False  # whether state pairs rows with rows, so that their order is part of it
-    keeps_momenta: bool = False  # whether the program needs momenta after they were orthogonalized
     # Names of further arguments of a user's, which groups have too, and which may be anything.
     users_settings: frozenset[str] = frozenset()
 
@@ -121,11 +122,11 @@ class BaseOptimizer(Optimizer):
         given = {**arguments, **arguments.get("settings", {})}
         values = {key: given.get(key, setting.default) for key, setting in known.items()}
         in_groups = self.group_keys or [key for key, setting in known.items() if not setting.whole]
-        own = {key: value for key, value in values.items() if key not in in_groups}
-        check_values(cls.__name__, known, own)
-        self._check_place(own)
+        of_all = {key: value for key, value in values.items() if key not in in_groups}
+        check_values(cls.__name__, known, of_all)
+        self._check_place(of_all)
         if "split_qkv" in known:
-            values |= checked_split(cls.__name__, values, self.split_lengths)
+            values["qkv_split_shapes"] = checked_split(cls.__name__, values, self.split_lengths)
         warn_of_uncalled(cls)
         self._session = Session()
         self._settle(values)
@@ -165,12 +166,17 @@ class BaseOptimizer(Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse, by a ``ValueError``, what a new group cannot have."""
 
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
-        """Refuse settings of a group that do not go together, each of which is valid."""
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Refuse a group whose effective ``settings`` do not go together, each of which is valid."""
 
     @abstractmethod
     def _take(self, accepted: Tensor) -> None:
         """Step accepted parameters; set ``_session.changing`` before any change."""
+
+    @property
+    def keeps_momenta(self) -> bool:
+        """Whether the program needs momenta after they were orthogonalized."""
+        return False
 
     def settings(self) -> dict[str, Any]:
         """Plain settings that a checkpoint describes."""
@@ -183,13 +189,16 @@ class BaseOptimizer(Optimizer):
         for key, setting in known.items():
             if key in vars(self) and not setting.whole:
                 settings[key] = vars(self)[key]
-        for key, setting in known.items():
-            if setting.only_with is None:
-                continue
-            other, wanted = setting.only_with
-            if other in self.only and not {*self.only[other]} & {*wanted}:
-                settings.pop(key, None)
-        return {key: value for key, value in settings.items() if len(self.only.get(key, (0, 1))) > 1}
+        return {key: value for key, value in settings.items() if self._may_vary(key, known.get(key))}
+
+    def _may_vary(self, key: str, setting: Setting | None) -> bool:
+        """Whether several values of a setting have an effect here."""
+        if len(self.only.get(key, ())) == 1:
+            return False
+        if setting is None or setting.only_with is None:
+            return True
+        other, wanted = setting.only_with
+        return other not in self.only or not set(self.only[other]).isdisjoint(wanted)
 
     def planned_in_groups(self) -> list[dict[str, Any]]:
         """Each group's own settings on which the plan depends."""
@@ -236,20 +245,15 @@ class BaseOptimizer(Optimizer):
         """The engine that orthogonalizes, before ranks agree on it, or None."""
         return None
 
-    def _check_settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Refuse settings of a new, loaded or changed group that no step could use, without waiting.
-
-        Returns the effective ones.
-        """
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        """Refuse settings of a new, loaded or changed group that no step could use, without waiting."""
         name = type(self).__name__
         known = {key: setting for key, setting in settings_of(type(self)).items() if not setting.whole}
         own = {key: group[key] for key in known if key in group and key not in self.users_settings}
         check_values(name, known, own)
         self._check_place(own)
         group |= {key: without_dimensions(value) for key, value in own.items()}
-        settings = self.effective(group)
-        self._check_together(settings)
-        return settings
+        self._check_together(group, self.effective(group))
 
     def _check_place(self, values: Mapping[str, Any]) -> None:
         """Refuse values that have no place in this optimizer."""
@@ -272,8 +276,8 @@ class BaseOptimizer(Optimizer):
         return ParamSpec(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
 
     def _planned_settings(self) -> object:
-        """Settings that the engine depends on, beside the parameters."""
-        return None
+        """Settings that the engine depends on, beside the parameters; a copy, since lists may be written to."""
+        return [vars(self).get(name) for name in OF_USERS], deepcopy(self.planned_in_groups())
 
     # Parameters and their logical matrices.
 
@@ -316,6 +320,19 @@ class BaseOptimizer(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _indices_of(self, parameters: Iterable[Tensor]) -> list[int]:
+        """The indices of parameters among all."""
+        index_of = {parameter: i for i, parameter in enumerate(self._parameters())}
+        return [index_of[parameter] for parameter in parameters]
+
+    def _by_matrix(
+        self, parameters: Sequence[Tensor], of_rows: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Parameters, and a number for each of their rows by logical matrices; after :meth:`prepare`."""
+        for index, parameter, numbers in zip(self._indices_of(parameters), parameters, of_rows, strict=True):
+            of_entries = numbers[:, None].expand(local(parameter).shape)
+            yield parameter, [x[:, 0] for x in self.engine.split([index], [of_entries])]
 
     def _names(self) -> list[str]:
         return parameter_names(self.param_groups)
@@ -410,33 +427,42 @@ class BaseOptimizer(Optimizer):
         name = type(self).__name__
         check_writer(type(self), state_dict, unmarked=True)
         state_dict = without_unused(self, state_dict)
-        needed = self.defaults.keys() | self.settings_of_groups().keys() | self.carried_settings | {STATE_OF}
         saved = state_dict["param_groups"]
+        groups = self._groups_to_load(saved)
+        self._check_all_settings(groups)
+        note_forgotten(self, saved, groups)
+        indices = [index for group in groups for index in group["params"]]
+        parameters = list(zip(self._parameters(), indices, strict=False))
+        saved_states = [(p, state_dict["state"].get(index, {})) for p, index in parameters]
+        called = dict(zip(self._parameters(), self._names(), strict=True))
+        loaded = with_steps(self._states, saved_states)
+        converted = check_loaded(name, loaded, self.state_tensors, self.matrix_layouts, called)
+        begun_anew = [called[p] for p in lacking(self._states, saved_states)]
+        of_devices = without_host(self._states, parameters, state_dict["state"])
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": of_devices})
+        note_loaded(name, converted, place(self._states, loaded))
+        note_begun_anew(name, begun_anew)
+        self._session.engine = None
+        self._session.changing = False
+
+    def _groups_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Saved groups, with the present settings where they lack one."""
+        name = type(self).__name__
         if len(saved) != len(self.param_groups):
             raise ValueError(
                 f"{name}: the state has a different number of parameter groups, {len(saved)} in place of "
                 f"{len(self.param_groups)}"
             )
-        groups = list[dict[str, Any]]()
+        needed = self.defaults.keys() | self.settings_of_groups().keys() | self.carried_settings
+        groups = []
         for of_state, own in zip(saved, self.param_groups, strict=True):
             group = dict(of_state)
             of_groups.rename(name, group, self.defaults)
-            groups.append({**{key: own[key] for key in needed & own.keys()}, **group, STATE_OF: mark_of(self)})
-        self._check_all_settings(groups)
-        note_forgotten(self, saved, groups)
-        indices = [index for group in groups for index in group["params"]]
-        numbered = list(zip(self._parameters(), indices, strict=False))
-        states = self._states
-        loaded = states.to_load(numbered, state_dict["state"])
-        called = dict(zip(self._parameters(), self._names(), strict=True))
-        converted = check_loaded(name, loaded, self.state_tensors, self.matrix_layouts, called)
-        begun_anew = [called[p] for p in states.lacking(numbered, state_dict["state"])]
-        of_device = states.without_host(numbered, state_dict["state"])
-        super().load_state_dict({**state_dict, "param_groups": groups, "state": of_device})
-        note_loaded(name, converted, self._states.place(loaded))
-        note_begun_anew(name, begun_anew)
-        self._session.engine = None
-        self._session.changing = False
+            for key in needed & own.keys():
+                group.setdefault(key, own[key])
+            group[STATE_OF] = mark_of(self)
+            groups.append(group)
+        return groups
 
     # The step.
 
@@ -463,8 +489,8 @@ class BaseOptimizer(Optimizer):
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if self.offload_fraction]
         state = max(of_entries, default=0)
-        keeps = self.keeps_momenta or any(group.get("moment2_method") == "namo" for group in self.param_groups)
-        workspace = Workspace(bytes=self.workspace, kept=4 * keeps + state, state=state)
+        kept = state + (4 if self.keeps_momenta else 0)
+        workspace = Workspace(bytes=self.workspace, kept=kept, state=state)
         return Engine(described, device, self.tp_mode, used, workspace)
 
     def kernel_products(self) -> KernelProducts:
@@ -480,37 +506,51 @@ class BaseOptimizer(Optimizer):
         Raises:
             ValueError: for a plan or a setting that differs between ranks, and for parameters on several devices.
         """
-        wanted = self._planned_settings()
         session = self._session
-        parameters = self._parameters()
+        wanted = self._planned_settings()
         if session.engine is None or session.engine_of != wanted:
             engine = self.proposed()
-            given = self.symmetric_products, self.param_groups[0].get(KERNEL)
-            chooses = self.multiplies and (any(given) or times_kernels(*given, engine.device))
-            own = self.kernel_products() if parameters and chooses else None
-            try:
-                kernel = engine.prepare(*given, comparable(self), own)
-            except CollectiveError as error:
-                error.add("to agree on a plan, which is made anew where a setting or a group changed")
-                raise
-            for group in self.param_groups if kernel is not None else ():
-                group[KERNEL] = kernel
-                if RATES in self.carried_settings:
-                    group[RATES] = asdict(engine.rates)
-            # shards that are taken for matrices step each by itself
-            session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
+            self._agree_on(engine)
             session.engine = engine
             session.engine_of = wanted
-            tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
-            if tp is not None and tp.size() > 1 and self.tp_mode != "blockwise" and not session.told_unmarked:
-                unmarked = warned_of_unmarked(type(self).__name__, self._names(), parameters, engine.matrices, tp)
-                session.told_unmarked = unmarked
+            session.settled = Settled()
+            # shards that are taken for matrices step each by itself
+            session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
+            self._warn_of_unmarked(engine)
+        parameters = self._parameters()
         if session.nonfinite is None and parameters:
             devices = sorted({str(parameter.device) for parameter in parameters})
             if len(devices) > 1:
                 raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
             session.nonfinite = NonFinite(self._names(), torch.device(devices[0]))
         return session.engine
+
+    def _agree_on(self, engine: Engine) -> None:
+        """Compare the plan with that of the other ranks; groups keep the kernel and the rates."""
+        given = self.symmetric_products, self.param_groups[0].get(KERNEL)
+        products = None
+        if self.multiplies and self._parameters() and (any(given) or times_kernels(*given, engine.device)):
+            products = self.kernel_products()
+        try:
+            kernel = engine.prepare(*given, comparable(self), products)
+        except CollectiveError as error:
+            error.add("to agree on a plan, which is made anew where a setting or a group changed")
+            raise
+        if kernel is None:
+            return
+        for group in self.param_groups:
+            group[KERNEL] = kernel
+            if RATES in self.carried_settings:
+                group[RATES] = asdict(engine.rates)
+
+    def _warn_of_unmarked(self, engine: Engine) -> None:
+        """Warn once of shards that tensor-parallel ranks take for whole matrices."""
+        tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
+        session = self._session
+        if tp is None or tp.size() == 1 or self.tp_mode == "blockwise" or session.told_unmarked:
+            return
+        name = type(self).__name__
+        session.told_unmarked = warned_of_unmarked(name, self._names(), self._parameters(), engine.matrices, tp)
 
     @property
     def engine(self) -> Engine:

@@ -85,4 +85,4 @@ class GraphedUpdate:
         return replay
 
     def _key(self, batches: Sequence[Batch]) -> list[object]:
-        return [(b.indices, [t.data_ptr() for t in chain(*b.changed)], {**b.own, **_RATES}) for b in batches]
+        return [(b.indices, [t.data_ptr() for t in chain(*b.changed)], {**b.group_settings, **_RATES}) for b in batches]

@@ -1,6 +1,6 @@
 """Dion2: Muon of the rows, or columns, whose momentum is largest."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod, sqrt
 from typing import Any
@@ -84,7 +84,7 @@ class Dion2(StackedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _check_together(self, settings: Any) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         iteration_of(settings)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:

@@ -14,8 +14,9 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
+from megatron_eopt.optimizers.loaded_state import check_finite, check_writer
 from megatron_eopt.optimizers.parameters import names_of_last
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_finite, check_writer
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
@@ -214,7 +215,7 @@ class DistributedMuon(BaseOptimizer):
         super().load_state_dict({**state_dict, "state": kept})
         self._consolidated = None
 
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         get_coefficients(_COEFFICIENTS, settings["ns_steps"])
 
     def _check_group(self, group: dict[str, Any]) -> None:

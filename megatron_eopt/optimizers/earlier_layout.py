@@ -48,8 +48,10 @@ class EarlierLayout(Optimizer):
                 for key, x in optimizer.state[parameter].items():
                     self.state[first][f"{ADAMW}.{name}.{key}"] = x
         if groups:
-            its = {INITIAL_LR: groups[0]["adam_lr_at"], "param_groups": tuple(settings)}
-            self.param_groups[0][ADAMW] = its
+            self.param_groups[0][ADAMW] = {
+                INITIAL_LR: groups[0]["adam_lr_at"],
+                "param_groups": tuple(settings),
+            }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the optimizer itself."""
@@ -65,17 +67,17 @@ def as_now(state_dict: Mapping[str, Any], groups: Sequence[Group], called: str) 
     if not settings:
         return state_dict
     state: dict[Any, dict[str, Any]] = {}
-    for index, of_one in state_dict["state"].items():
+    for index, saved in state_dict["state"].items():
         state[index] = {}
-        for key, x in _flat(of_one):
+        for key, x in _flat(saved):
             if key.startswith(f"{ADAMW}."):
                 _, name, key_there = key.split(".", 2)
                 state.setdefault(f"{ADAMW}.{name}", {})[key_there] = x
             else:
                 state[index][key] = x
-    saved = settings[0]["param_groups"]
+    saved_groups = settings[0]["param_groups"]
     of_adamw = []
-    for group, names in zip(saved, _in_order(saved, groups, called), strict=True):
+    for group, names in zip(saved_groups, _in_order(saved_groups, groups, called), strict=True):
         indices = [f"{ADAMW}.{name}" for name in names]
         for index in indices:
             state.setdefault(index, {})  # which lacks what AdamW needs
@@ -84,9 +86,9 @@ def as_now(state_dict: Mapping[str, Any], groups: Sequence[Group], called: str) 
     return {**state_dict, "state": state, "param_groups": of_matrices + of_adamw}
 
 
-def _flat(of_one: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Entries of one parameter's state; the oldest commits have AdamW's in a dict."""
-    for key, x in of_one.items():
+    for key, x in saved.items():
         if key != ADAMW:
             yield key, x
             continue
@@ -118,14 +120,14 @@ def _names(groups: Sequence[Group]) -> list[list[str]]:
 
 def _in_order(saved: Sequence[Group], groups: Sequence[Group], called: str) -> list[list[str]]:
     """Names in ``saved`` groups, in the order of the optimizer's own."""
-    own = _names(groups)
+    present = _names(groups)
     names = [list(group["params"]) for group in saved]
-    if [set(x) for x in names] == [set(x) for x in own]:
-        return own
-    if _by_name(own) and _by_name(names):
+    if [set(x) for x in names] == [set(x) for x in present]:
+        return present
+    if _by_name(present) and _by_name(names):
         raise ValueError(
-            f"AdamW in {called} has groups of the parameters {own}, but the state was saved with {names}: build the "
-            "optimizer for the model as it was"
+            f"AdamW in {called} has groups of the parameters {present}, but the state was saved with {names}: build "
+            "the optimizer for the model as it was"
         )
     return names
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.base import KERNEL
-from megatron_eopt.optimizers.held_norms import begin_norms, followed, radii
+from megatron_eopt.optimizers.held_norms import begin_norms, followed, radius_tensors
 from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.whole_matrices import CLOCK, MatrixStack, ParameterStep, Planned, StackedOptimizer
@@ -54,7 +54,6 @@ class FactoredOptimizer(StackedOptimizer):
 
     share_over_dp: bool
     _based: set[Tensor] | None = None  # parameters known to have factors
-    _radii_of: object = None  # the engine of the last step: another one may be of further matrices
 
     def rests(self, group: Mapping[str, Any]) -> bool:
         """Whether the first gradient makes the factors alone."""
@@ -88,7 +87,7 @@ class FactoredOptimizer(StackedOptimizer):
                     for key in keys:
                         tensors.append(StateTensor(key + plan.end, (length, length), part, wide, plan.compute_rank))
         if self._holds(parameter):
-            tensors += radii(self.key_ends(parameter), optional=True)
+            tensors += radius_tensors(self.key_ends(parameter), optional=True)
         return tensors
 
     def _holds(self, parameter: Tensor) -> bool:
@@ -111,7 +110,6 @@ class FactoredOptimizer(StackedOptimizer):
         """Load a state."""
         super().load_state_dict(state_dict)
         self._based = None
-        self._radii_of = None
 
     def kernel_products(self) -> KernelProducts:
         """Those that update factors, in the strictest precision of a group."""
@@ -131,9 +129,9 @@ class FactoredOptimizer(StackedOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         held = list(filter(self._holds, self._parameters()))
-        if held and self._radii_of is not self.engine:
+        if held and not self._session.settled.norms_measured:
             begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
-            self._radii_of = self.engine
+            self._session.settled.norms_measured = True
         super()._take(accepted)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
@@ -166,10 +164,10 @@ class FactoredOptimizer(StackedOptimizer):
             shards = self.engine.split([p.index], [p.gradient])
             nonzero = [shard.any() for plan, shard in zip(p.plans, shards, strict=True) if plan.cost]
             has_entries.append(torch.stack(nonzero).any().float())
-        some = torch.stack(self.engine.sums(has_entries, [p.label for p in parameters])) > 0
+        anywhere = torch.stack(self.engine.sums(has_entries, [p.label for p in parameters])) > 0
         steps = torch.stack([p.state.get(STEPS, torch.zeros_like(has_entries[0])) for p in parameters])
         accepted = torch.stack([p.accepted for p in parameters])
-        known: list[list[bool]] = torch.stack([steps > 0, accepted & some]).tolist()
+        known: list[list[bool]] = torch.stack([steps > 0, accepted & anywhere]).tolist()
         return known
 
     def _sides(self, stack: MatrixStack) -> list[Side | None]:
@@ -199,8 +197,10 @@ def factor_stacks(plans: Iterable[Planned]) -> Shapes:
             if has_factor[side]:
                 rows = shape[side]
                 cols = shape[1 - side]
-                cols += max(0, -(-(rows + side - cols) // KEPT)) * KEPT
-                stacks.add((together, cols, rows) if side else (together, rows, cols))
+                least = rows if side == 0 else rows + 1  # those of R are strictly longer
+                while cols < least:
+                    cols += KEPT
+                stacks.add((together, cols, rows) if side == 1 else (together, rows, cols))
     return sorted(stacks)
 
 

@@ -28,11 +28,11 @@ def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
     result = list(new)
     if accepted is None:
         return result
-    for some in alike(new):
-        stack = stacked(new, some)
-        otherwise = old if isinstance(old, float) else stacked(old, some)
-        stack = torch.where(_column(accepted, some, stack[0]), stack, otherwise)
-        for i, x in zip(some, stack.unbind(), strict=True):
+    for equal in alike(new):
+        stack = stacked(new, equal)
+        otherwise = old if isinstance(old, float) else stacked(old, equal)
+        stack = torch.where(_column(accepted, equal, stack[0]), stack, otherwise)
+        for i, x in zip(equal, stack.unbind(), strict=True):
             result[i] = x
     return result
 
@@ -56,15 +56,15 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
 
 def scale_each(tensors: Tensors, factors: Tensors) -> None:
     """Multiply each tensor in place by its own factor."""
-    for some in alike(tensors, factors):
-        first = tensors[some[0]]
-        factor = stacked(factors, some).to(torch.promote_types(first.dtype, torch.float32))
+    for equal in alike(tensors, factors):
+        first = tensors[equal[0]]
+        factor = stacked(factors, equal).to(torch.promote_types(first.dtype, torch.float32))
         if factor.ndim == 1:
             factor = factor.view(-1, *[1] * first.ndim)
-        if len(some) == 1:
+        if len(equal) == 1:
             first.mul_(factor[0])  # without a copy, of what may be large
         else:
-            torch._foreach_copy_([tensors[i] for i in some], (stacked(tensors, some) * factor).unbind())
+            torch._foreach_copy_([tensors[i] for i in equal], (stacked(tensors, equal) * factor).unbind())
 
 
 def times(tensors: Tensors, factors: Tensor, accepted: Mask) -> None:
@@ -114,22 +114,22 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = No
             products = torch._foreach_mul(list(updates[start : start + most]), rate)
             torch._foreach_sub_(list(weights[start : start + most]), list(products))
         return
-    for some in alike(updates):
-        stack = stacked(updates, some)
-        rates = _column(lr * accepted.double(), some, stack[0]).to(torch.promote_types(stack.dtype, torch.float32))
+    for equal in alike(updates):
+        stack = stacked(updates, equal)
+        rates = _column(lr * accepted.double(), equal, stack[0]).to(torch.promote_types(stack.dtype, torch.float32))
         steps = (stack * rates).to(stack.dtype)
-        torch._foreach_sub_([weights[i] for i in some], list(steps.unbind()))
+        torch._foreach_sub_([weights[i] for i in equal], list(steps.unbind()))
 
 
-def stacked(tensors: Tensors, some: Sequence[int] | None = None) -> Tensor:
+def stacked(tensors: Tensors, indices: Sequence[int] | None = None) -> Tensor:
     """A stack of equal tensors; of one, a view."""
-    chosen = list(tensors) if some is None else [tensors[i] for i in some]
+    chosen = list(tensors) if indices is None else [tensors[i] for i in indices]
     return chosen[0][None] if len(chosen) == 1 else torch.stack(chosen)
 
 
-def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
+def _column(x: Tensor, indices: Sequence[int], like: Tensor) -> Tensor:
     entries = x.unbind()
-    chosen = x if len(some) == len(x) else torch.stack([entries[i] for i in some])
+    chosen = x if len(indices) == len(x) else torch.stack([entries[i] for i in indices])
     return chosen.view(-1, *[1] * like.ndim)
 
 
@@ -141,14 +141,14 @@ def active(
     flags = iter(accepted.tolist() if on_cpu else accepted.unbind())
     most = IN_CACHE if on_cpu else MOST_BYTES
     for group in groups:
-        kinds: dict[object, list[tuple[Tensor, Any]]] = {}
+        kinds: dict[tuple[int, torch.dtype, object], list[tuple[Tensor, Any]]] = {}
         for p, flag in zip(group["params"], flags, strict=False):
             if p.grad is not None and flag is not False:
                 kinds.setdefault((p.nbytes, p.dtype, kind(p)), []).append((p, flag))
-        for of_kind in kinds.values():
-            for some in batched(of_kind, max(1, most // max(1, of_kind[0][0].nbytes))):
-                parameters, of_some = zip(*some, strict=True)
-                yield group, parameters, None if on_cpu else torch.stack(of_some)
+        for (nbytes, *_), equal in kinds.items():
+            for batch in batched(equal, max(1, most // max(1, nbytes))):
+                parameters, of_batch = zip(*batch, strict=True)
+                yield group, parameters, None if on_cpu else torch.stack(of_batch)
 
 
 def alike(*lists: Tensors) -> Iterator[list[int]]:

@@ -54,10 +54,10 @@ class HeavyBallMuon(TensorParallelMuon):
         settings = super().effective(group)
         return {**settings, "num_ns_steps": settings["ns_steps"]}
 
-    def _refuse_decided(self, group: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         if "num_ns_steps" in group:
             raise ValueError("the Newton-Schulz steps of a group are 'ns_steps' here, not 'num_ns_steps'")
-        super()._refuse_decided(group)
+        super()._check_together(group, settings)
 
     def program(self, step: Step) -> Program:
         """One chunk's step, of parameters read as matrices."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS, holds, needs_norm
+from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS, holds, needs_norm, without_matrix
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
@@ -17,7 +17,7 @@ from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.records import Matrix
 
 
-def radii(ends: Sequence[str], optional: bool) -> list[StateTensor]:
+def radius_tensors(ends: Sequence[str], optional: bool) -> list[StateTensor]:
     """Each matrix's norm, zero until measured."""
     return [StateTensor(RADIUS + end, (), index, torch.float64, optional=optional) for index, end in enumerate(ends)]
 
@@ -44,12 +44,12 @@ def begin_norms(optimizer: BaseOptimizer, name: str, needing: Sequence[Tensor], 
     if not needing:
         return
     matrices, norms = norms_of_weights(optimizer, needing)
-    kept = list[Tensor | None]()
+    radii = list[Tensor | None]()  # of each matrix that keeps its norm
     for parameter in needing:
         of_matrices = kept_radii(optimizer, parameter) if parameter in held else []
-        kept += of_matrices or [None] * len(optimizer.key_ends(parameter))
-    known = torch.stack([norms.new_zeros(()) if radius is None else radius for radius in kept])
-    for matrix, radius, before, norm in zip(matrices, kept, known.tolist(), norms.tolist(), strict=True):
+        radii += of_matrices or [None] * len(optimizer.key_ends(parameter))
+    known = torch.stack([norms.new_zeros(()) if radius is None else radius for radius in radii])
+    for matrix, radius, before, norm in zip(matrices, radii, known.tolist(), norms.tolist(), strict=True):
         # what is 0 was not measured yet, unless the matrix has no entries
         if 0 not in matrix.shape and not before and not 0 < norm < inf:
             does = "sizes updates by norms" if radius is None else "keeps the norm that a matrix starts with"
@@ -57,7 +57,7 @@ def begin_norms(optimizer: BaseOptimizer, name: str, needing: Sequence[Tensor], 
                 f"{name} {does}, and that of {matrix.name} is {norm:g}: initialize it, or give it to another optimizer "
                 f"(AdamW, say)"
             )
-    for radius, norm in zip(kept, torch.where(known == 0, norms, known).unbind(), strict=True):
+    for radius, norm in zip(radii, torch.where(known == 0, norms, known).unbind(), strict=True):
         if radius is not None:
             radius.copy_(norm)
 
@@ -80,8 +80,8 @@ def followed(optimizer: BaseOptimizer, held: Sequence[Tensor]) -> Iterator[None]
     yield
     _, after = norms_of_weights(optimizer, held)
     ratios = torch.where(before > 0, after / nonzero(before), 1.0)
-    kept = [radius for parameter in held for radius in kept_radii(optimizer, parameter)]
-    torch._foreach_mul_(kept, ratios.unbind())
+    radii = [radius for parameter in held for radius in kept_radii(optimizer, parameter)]
+    torch._foreach_mul_(radii, ratios.unbind())
 
 
 def drop_unused(optimizer: OrthogonalizedOptimizer) -> list[str]:
@@ -91,16 +91,15 @@ def drop_unused(optimizer: OrthogonalizedOptimizer) -> list[str]:
         state = optimizer.state.get(parameter, {})
         used = {tensor.key for tensor in optimizer.state_tensors(parameter)}
         for key in state.keys() - used:
-            for name in OPTIONAL:
-                if key == name or key.rpartition("_")[0] == name:
-                    del state[key]
-                    dropped.add(name)
+            name = without_matrix(key)
+            if name in OPTIONAL:
+                del state[key]
+                dropped.add(name)
     return sorted(dropped)
 
 
 def norms_of_weights(optimizer: BaseOptimizer, parameters: Sequence[Tensor]) -> tuple[list[Matrix], Tensor]:
     """Logical matrices of parameters, and their norms in fp64."""
-    index_of = {parameter: i for i, parameter in enumerate(optimizer._parameters())}
-    indices = [index_of[parameter] for parameter in parameters]
+    indices = optimizer._indices_of(parameters)
     shards = optimizer.engine.split(indices, [local(p.detach()) for p in parameters])
     return optimizer.engine.flat(indices), norms_of_shards(optimizer.engine, indices, shards)

@@ -1,7 +1,6 @@
 """Lion and Signum: updates are signs of a momentum."""
 
-from abc import abstractmethod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,10 @@ EXP_AVG = "exp_avg"  # the momentum, named as where Megatron-Core creates the st
 class Signs(BaseOptimizer):
     """The step that Lion and Signum share."""
 
-    @abstractmethod
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Return the betas of the update and of the momentum."""
+        """Those of the update and of the momentum."""
+        beta1, beta2 = group["betas"]
+        return beta1, beta2
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
@@ -31,12 +31,12 @@ class Signs(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True
         states = self._states
-        for group, some, accepted_of_some in foreach.active(self.param_groups, accepted):
-            momenta = [local(states.of(p, EXP_AVG)[EXP_AVG]) for p in some]
-            pairs = zip(some, momenta, strict=True)
+        for group, parameters, mask in foreach.active(self.param_groups, accepted):
+            momenta = [local(states.of(p, EXP_AVG)[EXP_AVG]) for p in parameters]
+            pairs = zip(parameters, momenta, strict=True)
             gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
             settings = {**group, "betas": self.betas(group)}
-            lion([local(p) for p in some], gradients, momenta, accepted_of_some, settings)
+            lion([local(p) for p in parameters], gradients, momenta, mask, settings)
 
 
 class Lion(Signs):
@@ -81,10 +81,6 @@ class Lion(Signs):
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
         super().__init__(params, locals())
-
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Return the group's own."""
-        return cast(tuple[float, float], group["betas"])
 
 
 class Signum(Signs):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import batched
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Kept:
+class LocalFactor:
     """Tensors of a factor, this rank's rows of it."""
 
     value: Tensor
@@ -178,6 +178,21 @@ class FactorStack:
     gradients: Sequence[Tensor] | Tensor = ()  # of each one, or a stack; taken out when the momenta have them
     summed_over: str = ""  # label of the ranks whose stacks of gradients are to be summed
 
+    @classmethod
+    def of(
+        cls,
+        factors: Sequence[Factor],
+        numbers: Sequence[int],
+        accepted: Tensor,
+        group: Mapping[str, Any],
+        tensors_of: Callable[[Factor], LocalFactor],
+    ) -> Self:
+        """The stack of some factors."""
+        tensors = [tensors_of(factor) for factor in factors]
+        values = [x.value for x in tensors]
+        momenta = [x.momentum for x in tensors]
+        return cls(factors, numbers, accepted, group, values, momenta, [x.u for x in tensors])
+
     @property
     def label(self) -> str:
         """The ranks that hold other rows; empty where this rank holds all."""
@@ -202,7 +217,7 @@ class Chunk:
     in_state: bool  # whether the parameters are weights, and not factors
 
 
-def alike(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Sequence[Factor]]) -> Iterable[list[Tensor]]:
+def in_chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Sequence[Factor]]) -> Iterable[list[Tensor]]:
     """Parameters to work on together, of bounded size, on all ranks the same."""
     chunks: dict[object, list[Tensor]] = {}
     nbytes: Counter[object] = Counter()
@@ -214,11 +229,11 @@ def alike(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Sequence[Fac
     return chunks.values()
 
 
-def stacks(
+def stacked_pairs(
     factors: Iterable[Factor],
     group: Mapping[str, Any],
     flags: Mapping[Tensor, Tensor],
-    kept: Callable[[Factor], Kept],
+    tensors_of: Callable[[Factor], LocalFactor],
 ) -> list[tuple[FactorStack, FactorStack]]:
     """Stacks of equal pairs, of bounded size."""
     kinds: dict[tuple[int, int], list[tuple[int, Factor, Factor]]] = {}
@@ -231,20 +246,9 @@ def stacks(
         for some in batched(equal, most):
             numbers, of_a, of_b = zip(*some, strict=True)
             accepted = torch.stack([flags[factor.parameter] for factor in (*of_a, *of_b)]).view(2, -1).all(0)
-            both = []
-            for of_side in (of_a, of_b):
-                tensors = [kept(factor) for factor in of_side]
-                stack = FactorStack(
-                    factors=of_side,
-                    numbers=numbers,
-                    accepted=accepted,
-                    settings=group,
-                    values=[x.value for x in tensors],
-                    momenta=[x.momentum for x in tensors],
-                    us=[x.u for x in tensors],
-                )
-                both.append(stack)
-            pairs.append((both[0], both[1]))
+            A = FactorStack.of(of_a, numbers, accepted, group, tensors_of)
+            B = FactorStack.of(of_b, numbers, accepted, group, tensors_of)
+            pairs.append((A, B))
     return pairs
 
 
@@ -267,13 +271,13 @@ def project(shards: Iterable[Tensor], factors: Sequence[Factor]) -> list[Project
     packed = [_decomposed(shard, factor) for shard, factor in zip(shards, factors, strict=True)]
     rows = []
     errors = []
-    for both, factor in zip(packed, factors, strict=True):
+    for vector, factor in zip(packed, factors, strict=True):
         layout = factor.matrix
         shard = layout.rectangle
         _, r = factor.layout.shape
         if layout.group is not None:
-            both = broadcast(both, _turn(factor), layout.group).wait()
-        A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
+            vector = broadcast(vector, _turn(factor), layout.group).wait()
+        A, B, error = vector.split([layout.shape[0] * r, layout.shape[1] * r, 1])
         rows.append((A.view(-1, r)[shard.top : shard.bottom], B.view(-1, r)[shard.left : shard.right]))
         errors.append(error)
     found = torch.cat(errors).tolist()

@@ -103,7 +103,7 @@ class MarsMuon(TensorParallelMuon):
         c = list[Tensor]()
         for batch in step.batches:
             strength = batch.settings["gamma"] * batch.beta / (1 - batch.beta)
-            c += corrected(batch.gradients, batch.kept(PREVIOUS_GRADIENT), batch.kept(HAS_PREVIOUS), strength)
+            c += corrected(batch.gradients, batch.states(PREVIOUS_GRADIENT), batch.states(HAS_PREVIOUS), strength)
         u = step.with_gradients(clipped(step, c)).momentum()
         O = yield from step.orthogonalize(u)
         step.subtract(O, step.scales)
@@ -127,8 +127,8 @@ def clipped(step: Step, gradients: list[Tensor]) -> list[Tensor]:
 
 def keep(batch: Batch) -> None:
     """``g`` becomes ``g_prev`` where it is accepted."""
-    previous = batch.kept(PREVIOUS_GRADIENT)
-    has_previous = batch.kept(HAS_PREVIOUS)
+    previous = batch.states(PREVIOUS_GRADIENT)
+    has_previous = batch.states(HAS_PREVIOUS)
     torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
     flags = torch.stack(has_previous)
     accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)

@@ -29,6 +29,11 @@ them from a state with."""
 INSTEAD_OF_DECAY = "it keeps the norm of every matrix, whatever decays"
 
 
+def without_matrix(key: str) -> str:
+    """A state key of a modifier without the number of a matrix."""
+    return key if key in OPTIONAL else key.rpartition("_")[0]
+
+
 def holds(settings: Mapping[str, Any]) -> bool:
     """Whether matrices keep their norms."""
     return settings.get("weight_norm") == "hold"

@@ -42,15 +42,15 @@ class Rows:
     """State of the rows of a batch."""
 
     batch: Batch
-    kept: dict[str, list[Tensor]]  # by key, of each logical matrix
-    old: dict[str, Tensor]  # copies, one matrix after another
+    state: dict[str, list[Tensor]]  # by key, of each logical matrix
+    before: dict[str, Tensor]  # copies, one matrix after another
     lengths: list[int]  # rows of each parameter
     steps: Tensor  # of each parameter so far
     moved: Tensor  # whether it makes one
 
     def split(self, x: Tensor) -> list[Tensor]:
         """What belongs to the rows of each matrix."""
-        return list(x.split([len(g) for g in self.kept[NORM]]))
+        return list(x.split([len(g) for g in self.state[NORM]]))
 
     def repeated(self, x: Tensor) -> Tensor:
         """What is of each parameter, for each of its rows."""
@@ -59,64 +59,72 @@ class Rows:
 
 def rows_of(batch: Batch) -> Rows:
     """Read the state of a batch's rows."""
-    kept = {}
-    old = {}
+    state = {}
+    before = {}
     for key in ROWS:
-        of_parameters = batch.of_matrices(key)
-        kept[key] = list(chain(*of_parameters))
-        old[key] = torch.cat(kept[key])
-        lengths = [sum(map(len, of_matrices)) for of_matrices in of_parameters]
-    steps = torch.stack(batch.kept(STEPS))
+        state[key] = list(chain(*batch.matrix_states(key)))
+        before[key] = torch.cat(state[key])
+    lengths = [sum(map(len, of_matrices)) for of_matrices in batch.matrix_states(NORM)]
+    steps = torch.stack(batch.states(STEPS))
     accepted = torch.ones_like(steps).bool() if batch.accepted is None else batch.accepted
     moved = accepted & torch.as_tensor(batch.lr != 0)
-    return Rows(batch, kept, old, lengths, steps, moved)
+    return Rows(batch, state, before, lengths, steps, moved)
 
 
 def muown(step: Step) -> Program:
     """Muown's step of the parameters of a chunk: see :class:`Muown`."""
-    engine = step.engine
     batches = [rows_of(batch) for batch in step.batches]
-    weights = step.weights
-    G = step.split(step.gradients)
-    W = step.split(list(weights))
-    products = over_columns(engine, step.indices, on_stacks(row_products, G, W))
-    gradients = list[Tensor]()  # of g
-    a = list[Tensor]()
-    b = list[Tensor]()
-    for rows, x in zip(batches, of_batches(batches, products), strict=True):
-        gradient = x.to(rows.old[NORM].dtype) / nonzero(rows.old[NORM])  # <G, W> / g
-        gradients.append(gradient)
-        a += rows.split(rows.old[NORM] / nonzero(rows.old[V_NORM]))
-        b += rows.split(gradient / nonzero(rows.old[V_NORM]))
-    of_v = step.merge(on_stacks(combined, a, G, b, W))  # (g G - grad_g W) / ||v||
-    of_v = [x.to(w.dtype).view(w.shape) for x, w in zip(of_v, weights, strict=True)]
-    del G, W
-    u = step.with_gradients(of_v).momentum()
+    of_norms, of_directions = gradients_of(step, batches)
+    u = step.with_gradients(of_directions).momentum()
     O = yield from step.orthogonalize(u)
     if step.watch is not None:
         step.watch(step.indices, scaled([x.clone() for x in O], step.scales))
-    a = []
-    b = []
+    move_rows(step, batches, of_norms, O)
+
+
+def gradients_of(step: Step, batches: Sequence[Rows]) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the norms ``g`` of each batch, and of the directions ``v`` of each parameter."""
+    G = step.split(step.gradients)
+    W = step.split(list(step.weights))
+    products = over_columns(step.engine, step.indices, on_stacks(row_products, G, W))
+    of_norms = list[Tensor]()
+    a = list[Tensor]()
+    b = list[Tensor]()
+    for rows, x in zip(batches, by_batch(batches, products), strict=True):
+        gradient = x.to(rows.before[NORM].dtype) / nonzero(rows.before[NORM])  # <G, W> / g
+        of_norms.append(gradient)
+        a += rows.split(rows.before[NORM] / nonzero(rows.before[V_NORM]))
+        b += rows.split(gradient / nonzero(rows.before[V_NORM]))
+    of_directions = step.merge(on_stacks(combined, a, G, b, W))  # (g G - grad_g W) / ||v||
+    return of_norms, [x.to(w.dtype).view(w.shape) for x, w in zip(of_directions, step.weights, strict=True)]
+
+
+def move_rows(step: Step, batches: Sequence[Rows], of_norms: Sequence[Tensor], O: list[Tensor]) -> None:
+    """``v <- v - lr s O``, Adam's step of ``g``, and ``W = g v / ||v||``."""
+    a = list[Tensor]()
+    b = list[Tensor]()
     for rows in batches:
-        a += rows.split(rows.old[V_NORM] / nonzero(rows.old[NORM]))
-        b += rows.split(torch.ones_like(rows.old[NORM]) * rows.batch.lr)
+        a += rows.split(rows.before[V_NORM] / nonzero(rows.before[NORM]))
+        b += rows.split(torch.ones_like(rows.before[NORM]) * rows.batch.lr)
     b = scaled(b, step.scales)
+    weights = step.weights
     W = step.split(list(weights))
     # v - lr s O, which is made twice, so that there is no copy of all of it
-    squares = over_columns(engine, step.indices, on_stacks(row_squares, a, W, b, O))
+    squares = over_columns(step.engine, step.indices, on_stacks(row_squares, a, W, b, O))
     shrinks = list[Tensor]()
     moves = list[Tensor]()
-    for rows, gradient, x in zip(batches, gradients, of_batches(batches, squares), strict=True):
+    for rows, gradient, x in zip(batches, of_norms, by_batch(batches, squares), strict=True):
         v_norm = x.sqrt().to(gradient.dtype)
         g = step_of_rows(rows, gradient, v_norm)
         shrinks += rows.split(g / nonzero(v_norm))
         moves += rows.split(rows.repeated(rows.moved))
-    for some in foreach.alike(W):
-        old = foreach.stacked(W, some)
-        new = combined(*(foreach.stacked(xs, some) for xs in (a, W, b, O))) * foreach.stacked(shrinks, some)[..., None]
-        stack = torch.where(foreach.stacked(moves, some)[..., None], new.to(old.dtype), old)  # g v / ||v||
-        torch._foreach_copy_([W[i] for i in some], list(stack.unbind()))
-    write_back(engine, step.indices, weights, W)
+    for equal in foreach.alike(W):
+        old = foreach.stacked(W, equal)
+        new = combined(*(foreach.stacked(xs, equal) for xs in (a, W, b, O)))
+        new = new * foreach.stacked(shrinks, equal)[..., None]  # g v / ||v||
+        stack = torch.where(foreach.stacked(moves, equal)[..., None], new.to(old.dtype), old)
+        torch._foreach_copy_([W[i] for i in equal], list(stack.unbind()))
+    write_back(step.engine, step.indices, weights, W)
 
 
 def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
@@ -126,18 +134,18 @@ def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
     beta1 = settings["beta1"]
     beta2 = settings["beta2"]
     steps = rows.repeated(rows.steps) + 1
-    m = torch.lerp(rows.old[EXP_AVG], gradient, 1 - beta1)
-    v = torch.lerp(rows.old[EXP_AVG_SQ], gradient.square(), 1 - beta2)
+    m = torch.lerp(rows.before[EXP_AVG], gradient, 1 - beta1)
+    v = torch.lerp(rows.before[EXP_AVG_SQ], gradient.square(), 1 - beta2)
     first = (1 - beta1**steps).to(m.dtype)
     second = (1 - beta2**steps).to(m.dtype)
-    g = rows.old[NORM] - lr * (m / first) / ((v / second).sqrt() + settings["eps"])
+    g = rows.before[NORM] - lr * (m / first) / ((v / second).sqrt() + settings["eps"])
     g = g - lr * rows.batch.weight_decay * g
     moves = rows.repeated(rows.moved)
     new = {NORM: g, V_NORM: v_norm, EXP_AVG: m, EXP_AVG_SQ: v}
     for key, x in new.items():
-        new[key] = torch.where(moves, x, rows.old[key])
-        torch._foreach_copy_(rows.kept[key], rows.split(new[key]))
-    steps_of_parameters = rows.batch.kept(STEPS)
+        new[key] = torch.where(moves, x, rows.before[key])
+        torch._foreach_copy_(rows.state[key], rows.split(new[key]))
+    steps_of_parameters = rows.batch.states(STEPS)
     torch._foreach_copy_(steps_of_parameters, list((rows.steps + rows.moved).unbind()))
     return new[NORM]
 
@@ -145,9 +153,9 @@ def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
 def on_stacks(function: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]:
     """What a function makes of stacks of equal tensors, for each of them."""
     results = list(lists[0])
-    for some in foreach.alike(*lists):
-        made = function(*(foreach.stacked(xs, some) for xs in lists))
-        for i, x in zip(some, made.unbind(), strict=True):
+    for equal in foreach.alike(*lists):
+        made = function(*(foreach.stacked(xs, equal) for xs in lists))
+        for i, x in zip(equal, made.unbind(), strict=True):
             results[i] = x
     return results
 
@@ -181,10 +189,10 @@ def over_columns(engine: Engine, indices: Sequence[int], sums: list[Tensor]) -> 
     return sums
 
 
-def of_batches(batches: Sequence[Rows], of_matrices: Sequence[Tensor]) -> list[Tensor]:
+def by_batch(batches: Sequence[Rows], of_matrices: Sequence[Tensor]) -> list[Tensor]:
     """Vectors of matrices, one after another for each batch."""
     remaining = iter(of_matrices)
-    return [torch.cat(list(islice(remaining, len(rows.kept[NORM])))) for rows in batches]
+    return [torch.cat(list(islice(remaining, len(rows.state[NORM])))) for rows in batches]
 
 
 class Muown(TensorParallelMuon):
@@ -309,27 +317,24 @@ class Muown(TensorParallelMuon):
         counts = torch.stack([self._states.of(p, STEPS)[STEPS] for p in waiting]).tolist()
         self._begun |= set(compress(waiting, counts))
         new = [p for p in waiting if p not in self._begun]
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        indices = [index_of[p] for p in new]
+        indices = self._indices_of(new)
         W = self.engine.split(indices, [local(p.detach()) for p in new])
         squares = iter(over_columns(self.engine, indices, on_stacks(row_products, W, W)))
         for p in new:
-            state = self._further_state(p)
+            state = self._states.of(p)
             for end in self.key_ends(p):
-                g = state[NORM + end]
+                g = local(state[NORM + end])
                 g.copy_(torch.where(accepted[p], next(squares).sqrt().clamp(min=SMALLEST).to(g.dtype), g))
-                state[V_NORM + end].copy_(g)
+                local(state[V_NORM + end]).copy_(g)
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms of rows."""
         self.prepare()
         super().scale_rows(parameters, factors)
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        for parameter, factor in zip(parameters, factors, strict=True):
-            of_matrices = self.engine.split([index_of[parameter]], [factor[:, None].expand(local(parameter).shape)])
-            state = self._further_state(parameter)
+        for parameter, of_matrices in self._by_matrix(parameters, factors):
+            state = self._states.of(parameter)
             for end, of_rows in zip(self.key_ends(parameter), of_matrices, strict=True):
-                scale_rows(state[NORM + end], of_rows[:, 0])
+                scale_rows(local(state[NORM + end]), of_rows)
 
     def program(self, step: Step) -> Program:
         """One chunk's step."""

@@ -28,14 +28,26 @@ _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read i
 
 
 class NonFinite:
-    """Counts skipped steps of named parameters on a device."""
+    """Counts skipped steps of named parameters on a device.
 
-    _looked_at = "gradients"
-    _advice = "a learning rate that is too high, or for a loss that overflows"
+    Args:
+        names: of the parameters.
+        device: of all of them.
+        looked_at: what is not finite, for messages.
+        advice: what to look for then.
+    """
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        looked_at: str = "gradients",
+        advice: str = "a learning rate that is too high, or for a loss that overflows",
+    ) -> None:
         self._names = list(names)
         self._device = device
+        self._looked_at = looked_at
+        self._advice = advice
         # per parameter: skipped in a row, skipped in all, gradients that only some ranks had
         self._counts = torch.zeros(3, len(names), dtype=torch.int32, device=device)
         self._zero = torch.zeros((), device=device)
@@ -52,10 +64,8 @@ class NonFinite:
     @cached_property
     def of_updates(self) -> "NonFinite":
         """The same for updates by functions of the user's."""
-        updates = NonFinite(self._names, self._device)
-        updates._looked_at = "updates by your own orthogonalize"
-        updates._advice = "what it cannot take, such as zeros"
-        return updates
+        looked_at = "updates by your own orthogonalize"
+        return NonFinite(self._names, self._device, looked_at, "what it cannot take, such as zeros")
 
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Which parameters have a gradient to step with on all ranks.
@@ -89,12 +99,12 @@ class NonFinite:
         """Which gradients have a norm of at most :data:`LARGEST_NORM`."""
         norms = [self._zero] * len(gradients)
         for wide in (torch.float32, torch.float64):
-            some = {}
+            of_dtype = {}
             for i, x in enumerate(gradients):
                 if x is not None and x.numel() and (x.dtype == torch.float64) == (wide == torch.float64):
-                    some[i] = x
-            if some:
-                for i, norm in zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True):
+                    of_dtype[i] = x
+            if of_dtype:
+                for i, norm in zip(of_dtype, torch._foreach_norm(list(of_dtype.values()), 2, dtype=wide), strict=True):
                     norms[i] = norm
         return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
 
@@ -155,14 +165,13 @@ def check_gradients(
             raise ValueError(
                 f"{name} takes dense gradients, but that of {_called(parameter, groups)} is sparse ({gradient.layout})"
             )
-        if not placements or not isinstance(gradient, DTensor) | isinstance(parameter, DTensor):
+        if not placements or not (isinstance(gradient, DTensor) or isinstance(parameter, DTensor)):
             continue
         if _is_summand(gradient) or local(gradient).shape != local(parameter).shape:
             raise ValueError(
                 f"{name} takes gradients that lie as their parameters, but that of {_called(parameter, groups)} has "
                 f"placements {getattr(gradient, 'placements', None)}, and the parameter "
-                f"{getattr(parameter, 'placements', None)}: "
-                "before the step, set parameter.grad to "
+                f"{getattr(parameter, 'placements', None)}: before the step, set parameter.grad to "
                 "parameter.grad.redistribute(placements=parameter.placements)"
             )
 

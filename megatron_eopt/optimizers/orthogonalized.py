@@ -136,15 +136,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _settle(self, values: dict[str, Any]) -> None:
         """Set functions of the user's; warn of missing ones."""
-        done = {"orthogonalize_fn": "orthogonalized", "scale_factor_fn": "scaled"}
-        for key in done.keys() & values.keys():
-            function = values.pop(key)
+        for key, done in (("orthogonalize_fn", "orthogonalized"), ("scale_factor_fn", "scaled")):
+            function = values.pop(key, None)
             if function is not None:
                 vars(self)[key] = function
-        for key, what in done.items():
             users = self._of_user(key, "scaled_orthogonalize_fn")
             if not users and getattr(type(self), key) is getattr(OrthogonalizedOptimizer, key):
-                warnings.warn(f"{type(self).__name__} has no {key}: updates are not {what}", stacklevel=4)
+                warnings.warn(f"{type(self).__name__} has no {key}: updates are not {done}", stacklevel=4)
 
     @property
     def use_nesterov(self) -> bool:
@@ -158,7 +156,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     # Groups.
 
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         decay_method(type(self).__name__, settings)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -280,79 +278,90 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return batches
 
     def _numbers(self) -> dict[Tensor, Numbered]:
-        session = self._session
-        if session.numbered is None or session.numbered[0] is not self.engine:
+        """Where the entries of momenta in bf16 are in their matrices."""
+        settled = self._session.settled
+        if settled.numbered is None:
             parameters = self._parameters()
             names = parameter_names(self.param_groups, shapes=False)
             layouts = list(map(self.layout, parameters))
             splits = [rows_of(p, self.split_of(p), layout) for p, layout in zip(parameters, layouts, strict=True)]
             parts = numbered(names, layouts, splits, local(parameters[0]).device)
-            session.numbered = self.engine, dict(zip(parameters, parts, strict=True))
-        return session.numbered[1]
+            settled.numbered = dict(zip(parameters, parts, strict=True))
+        return settled.numbered
+
+    def _state_keys(self) -> list[list[str]]:
+        """Keys of each parameter's state, as the plan has it."""
+        settled = self._session.settled
+        if settled.state_keys is None:
+            settled.state_keys = [[tensor.key for tensor in self.state_tensors(p)] for p in self._parameters()]
+        return settled.state_keys
 
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
         """One batch per group; ``masked`` ones are equal each step."""
-        flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
-        masks = accepted.unbind() if flags is None else ()
+        masked = masked or accepted.device.type != "cpu"
+        flags = accepted.unbind() if masked else accepted.tolist()
+        keys = self._state_keys()
         batches = []
         first = 0
-        further = self._further_keys()
-        of_groups = self._session.settings or list(map(self.effective, self.param_groups))
-        for group, settings in zip(self.param_groups, of_groups, strict=True):
+        for group, settings in zip(self.param_groups, self._session.settings, strict=True):
             indices = []
-            chosen = []
-            state = []
-            gradients = []
+            parameters = []
+            states = []
             for i, p in enumerate(group["params"], first):
                 if p.grad is None and not self._waited_for(i):
                     continue
-                of_p = self.state[p]
-                if MOMENTUM_BUFFER not in of_p:  # also of a parameter whose gradient is left out
-                    of_p = self._states.of(p)
-                if flags is not None and not flags[i]:
-                    continue
-                kept = {MOMENTUM_BUFFER: of_p[MOMENTUM_BUFFER]}
-                for key in further[i]:
-                    if key not in of_p:
-                        of_p = self._states.of(p)
-                    kept[key] = of_p[key]
-                indices.append(i)
-                chosen.append(p)
-                state.append(kept)
-                # other ranks may wait for a parameter without a gradient: it is masked
-                gradients.append(kept[MOMENTUM_BUFFER] if p.grad is None else p.grad)
+                state = self.state[p]
+                for key in keys[i]:
+                    if key not in state:  # also of a parameter whose gradient is left out
+                        state = self._states.of(p)
+                if masked or flags[i]:
+                    indices.append(i)
+                    parameters.append(p)
+                    states.append({key: state[key] for key in keys[i]})
             first += len(group["params"])
-            if not chosen:
-                continue
-            own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
-            beta, weight_decay = self._rates_of(group)
-            weights = chosen
-            if any(isinstance(p, DTensor) for p in chosen):
-                weights = list(map(local, chosen))
-                gradients = list(map(local, gradients))
-                state = [{key: local(x) for key, x in of_one.items()} for of_one in state]
-            batches.append(
-                Batch(
-                    indices=indices,
-                    parameters=chosen,
-                    weights=weights,
-                    gradients=gradients,
-                    state=state,
-                    settings=settings,
-                    own=own | {self.momentum_key: beta},
-                    lr=group["lr"],
-                    beta=beta,
-                    nesterov=group[self.nesterov_key],
-                    weight_decay=weight_decay,
-                    decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
-                    cautious=bool(settings.get("cautious_weight_decay")),
-                    measured=measures(settings),
-                    decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
-                    accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
-                    rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in chosen],
-                )
-            )
+            if indices:
+                mask = torch.stack([flags[i] for i in indices]) if masked else None
+                batches.append(self._batch(group, settings, indices, parameters, states, mask))
         return batches
+
+    def _batch(
+        self,
+        group: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        indices: list[int],
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        mask: Tensor | None,
+    ) -> Batch:
+        # other ranks may wait for a parameter without a gradient: it is masked
+        pairs = zip(parameters, states, strict=True)
+        gradients = [state[MOMENTUM_BUFFER] if p.grad is None else p.grad for p, state in pairs]
+        weights = parameters
+        if any(isinstance(p, DTensor) for p in parameters):
+            weights = list(map(local, parameters))
+            gradients = list(map(local, gradients))
+            states = [{key: local(x) for key, x in state.items()} for state in states]
+        own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
+        beta, weight_decay = self._rates_of(group)
+        return Batch(
+            indices=indices,
+            parameters=parameters,
+            weights=weights,
+            gradients=gradients,
+            state=states,
+            settings=settings,
+            group_settings=own | {self.momentum_key: beta},
+            lr=group["lr"],
+            beta=beta,
+            nesterov=group[self.nesterov_key],
+            weight_decay=weight_decay,
+            decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
+            cautious=bool(settings.get("cautious_weight_decay")),
+            measured=measures(settings),
+            decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
+            accepted=mask,
+            rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in parameters],
+        )
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
         """Momentum and weight decay of a group's next step."""
@@ -361,20 +370,3 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _waited_for(self, index: int) -> bool:
         """Whether other ranks need this one's part, gradient or not."""
         return False
-
-    def _further_keys(self) -> list[list[str]]:
-        """Keys of each parameter's state beside the momentum, as the last plan has it."""
-        session = self._session
-        engine, keys = session.further_keys
-        if engine is None or engine is not session.engine:
-            keys = [self._keys_beside_momentum(p) for p in self._parameters()]
-            session.further_keys = session.engine, keys
-        return keys
-
-    def _keys_beside_momentum(self, parameter: Tensor) -> list[str]:
-        return [tensor.key for tensor in self.state_tensors(parameter) if tensor.key != MOMENTUM_BUFFER]
-
-    def _further_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Local state beside the momentum, by key."""
-        state = self._states.of(parameter)
-        return {key: local(state[key]) for key in self._keys_beside_momentum(parameter)}

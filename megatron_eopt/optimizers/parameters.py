@@ -100,15 +100,15 @@ def comparable(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
     names = iter(parameter_names(optimizer.param_groups))
     for group in optimizer.param_groups:
         for index, (p, name) in enumerate(zip(group["params"], names, strict=False)):
-            here = optimizer.layout(p)
-            of: list[int] | None = None
+            layout = optimizer.layout(p)
+            ranks: list[int] | None = None
             if isinstance(p, DTensor):
-                of = p.device_mesh.mesh.tolist()
+                ranks = p.device_mesh.mesh.tolist()
             elif _known_name(group, index) is None or is_expert(p) or is_unmarked(p):
-                if here.group is None:
+                if layout.group is None:
                     continue
-                of = dist.get_process_group_ranks(here.group)
-            yield name, repr((of, here.shape, here.rectangle, p.dtype)), local(p.detach())
+                ranks = dist.get_process_group_ranks(layout.group)
+            yield name, repr((ranks, layout.shape, layout.rectangle, p.dtype)), local(p.detach())
 
 
 def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:
@@ -206,21 +206,18 @@ def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, c
         matrix_layout(parameter, pg_collection)  # which refuses what nothing here can lay out
 
 
-def checked_split(name: str, values: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """The settings that describe fused projections, of ``lengths`` logical matrices."""
-    split_qkv = values["split_qkv"]
-    is_qkv_fn = values["is_qkv_fn"]
-    qkv_split_shapes = values["qkv_split_shapes"]
-    if is_qkv_fn is not None and not callable(is_qkv_fn):
-        raise TypeError(f"{name}: is_qkv_fn must be a function of a parameter, got {is_qkv_fn!r}")
-    if is_qkv_fn is not None and not split_qkv:
-        warn(f"{name}: is_qkv_fn and qkv_split_shapes have no effect without split_qkv=True")
-    if split_qkv and is_qkv_fn is None:
+def checked_split(name: str, values: Mapping[str, Any], lengths: Sequence[int]) -> Sequence[int] | None:
+    """``qkv_split_shapes`` of settings that describe fused projections, of ``lengths`` logical matrices."""
+    shapes: Sequence[int] | None = values["qkv_split_shapes"]
+    if not values["split_qkv"]:
+        if values["is_qkv_fn"] is not None:
+            warn(f"{name}: is_qkv_fn and qkv_split_shapes have no effect without split_qkv=True")
+        return shapes
+    if values["is_qkv_fn"] is None:
         raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
-    if split_qkv and (qkv_split_shapes is not None or len(lengths) == 1):
-        # else each parameter may bring its own
-        qkv_split_shapes = check_split_shapes(qkv_split_shapes, lengths)
-    return {"qkv_split_shapes": qkv_split_shapes}
+    if shapes is None and len(lengths) > 1:  # each parameter may bring its own
+        return None
+    return check_split_shapes(shapes, lengths)
 
 
 def check_matrix(name: str, parameter: Tensor, called: str) -> None:

@@ -42,7 +42,6 @@ class PolarGrad(TensorParallelMuon):
 
     size_rule = "the nuclear norm of the momentum"
     measures = True
-    keeps_momenta = True
     only = MappingProxyType(
         {
             "weight_norm": ("none", "brake"),
@@ -65,9 +64,14 @@ class PolarGrad(TensorParallelMuon):
     ) -> None:
         self._begin(params, locals())
 
+    @property
+    def keeps_momenta(self) -> bool:
+        """They size the update."""
+        return True
+
     def program(self, step: Step) -> Program:
         """One chunk's step."""
         step.decay()
-        M = step.kept_momentum()
+        M = step.momentum_tensors()
         U = yield from step.orthogonalize(list(M))
         step.subtract(U, step.inner_products(M, U))

@@ -144,7 +144,7 @@ class PSGDKron(StackedOptimizer):
             tensors.append(StateTensor(BOUNDS + plan.end, (2,), part, wide, plan.compute_rank))
         return tensors
 
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         least = settings["min_precond_lr"]
         rate = settings["precond_lr"]
         if least > rate:

@@ -57,8 +57,9 @@ def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
     """
     momentum = x.momentum
     entries = momentum[0].numel()
-    sides = [PROBES * length for length in momentum.shape[1:] for _ in (0, 1)]
-    noise, *probes = normals(step, entries + sum(sides), momentum).split([entries, *sides])
+    _, rows, cols = momentum.shape
+    sizes = [entries, PROBES * rows, PROBES * rows, PROBES * cols, PROBES * cols]
+    noise, *probes = normals(step, sum(sizes), momentum).split(sizes)
     damping = settings["damping_noise_scale"] + 1e-7 * momentum.abs()
     seen = preconditioned(x.factors, momentum + damping * noise.view(momentum.shape[1:]))
     rate = settings["precond_lr"] / (1 + (step - 1) / settings["precond_decay_steps"]) ** 0.5
@@ -104,7 +105,7 @@ def balanced(factors: Sequence[Tensor]) -> list[Tensor]:
     """Factors with the same largest entry, and the same product."""
     largest = torch.stack([factor.abs().flatten(1).amax(1) for factor in factors])
     mean = largest.prod(0) ** 0.5
-    return [factor * over(factor, mean / of_one) for factor, of_one in zip(factors, largest, strict=True)]
+    return [factor * over(factor, mean / most) for factor, most in zip(factors, largest, strict=True)]
 
 
 def turned(factor: Tensor, probes: Tensor) -> Tensor:

@@ -78,26 +78,26 @@ def store(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: 
 def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tensor]:
     """Round shards in fp32 to bf16, by :class:`Numbered` places."""
     rounded = [torch.empty_like(x, dtype=torch.bfloat16) for x in shards]
-    for some, rows, x, noise in _pieces(shards, places, step):
-        torch._foreach_copy_([rounded[i][rows] for i in some], list(between(x, noise).unbind()))
+    for equal, rows, x, noise in _pieces(shards, places, step):
+        torch._foreach_copy_([rounded[i][rows] for i in equal], list(between(x, noise).unbind()))
     return rounded
 
 
 def _pieces(shards: Tensors, places: Tensors, step: int) -> Iterator[tuple[list[int], slice, Tensor, Tensor]]:
     """Stacks of a few rows of equal shards: indices, rows, entries, and 16 random bits of each."""
-    for some in foreach.alike(shards):
-        rows, columns = shards[some[0]].shape
-        place = torch.stack([places[i] for i in some])
+    for equal in foreach.alike(shards):
+        rows, columns = shards[equal[0]].shape
+        place = torch.stack([places[i] for i in equal])
         keys = mixed(place[:, :2] + step % 2**31)
         numbers = torch.arange(max(rows, columns), dtype=torch.int32, device=place.device)
         down = mixed(keys[:, :1] + place[:, 2:3] + numbers[:rows])
         across = mixed(keys[:, 1:] + place[:, 3:] + numbers[:columns])
-        height = max(1, foreach.MOST_BYTES // (_OF_ENTRY * len(some) * max(1, columns)))
+        height = max(1, foreach.MOST_BYTES // (_OF_ENTRY * len(equal) * max(1, columns)))
         for first in range(0, rows, height):
             piece = slice(first, min(rows, first + height))
             noise = mixed(down[:, piece, None] + across[:, None])
-            x = torch.stack([shards[i][piece] for i in some])
-            yield some, piece, x, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+            x = torch.stack([shards[i][piece] for i in equal])
+            yield equal, piece, x, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
 def between(x: Tensor, noise: Tensor) -> Tensor:

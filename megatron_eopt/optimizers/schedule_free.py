@@ -1,24 +1,22 @@
 """Schedule-Free AdamW: gradients at one point, evaluation at an average."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.loaded_state import check_state_dict
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
-from megatron_eopt.optimizers.state import StateTensor, check_state_dict
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.settings.groups import warn
 from megatron_eopt.settings.records import ADAM, Setting
 from megatron_eopt.settings.values import AT_LEAST_0, FINITE, Scalar, count
-
-logger = logging.getLogger(__name__)
 
 Variant = Literal["kempnerforge", "schedulefree"]
 
@@ -175,7 +173,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
     @torch.no_grad()
     def average(self, parameter: Tensor) -> Tensor:
         """A copy of ``x``, in the parameter's dtype and layout."""
-        if KEPT in (state := self.state.get(parameter, {})) or SCHEDULE not in state:
+        state = self.state.get(parameter, {})
+        if KEPT in state or SCHEDULE not in state:
             return parameter.detach().clone()
         state = self._begun_state(parameter)
         if X in state:
@@ -247,17 +246,17 @@ class ScheduleFreeAdamW(BaseOptimizer):
         rates = [None if isinstance(group["lr"], Tensor) else group["lr"] for group in self.param_groups]
         if self._first_rates is None or len(self._first_rates) != len(rates):
             self._first_rates = rates
-        changed = [i for i, rate in enumerate(rates) if None not in (rate, self._first_rates[i])]
-        changed = [i for i in changed if rates[i] != self._first_rates[i]]
-        if not changed or self._warned:
+        if self._warned:
             return
-        self._warned = True
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            number = changed[0]
-            logger.warning(
+        for number, (first, rate) in enumerate(zip(self._first_rates, rates, strict=True)):
+            if first is None or rate is None or first == rate:
+                continue
+            self._warned = True
+            warn(
                 f"{type(self).__name__} needs no schedule of the learning rate, and that of group {number} went from "
-                f"{self._first_rates[number]:g} to {rates[number]:g}: take a constant rate, and its own warmup_steps"
+                f"{first:g} to {rate:g}: take a constant rate, and its own warmup_steps"
             )
+            return
 
     def _take(self, accepted: Tensor) -> None:
         self._warn_of_schedule()
@@ -265,8 +264,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
         for group in self.param_groups:
             group[COUNT] += 1
         stored = foreach.active(self.param_groups, accepted, lambda p: X in self._begun_state(p))
-        for group, some, accepted_of_some in stored:
-            schedule_free_adamw(some, [self._begun_state(p) for p in some], accepted_of_some, group)
+        for group, parameters, mask in stored:
+            schedule_free_adamw(parameters, [self._begun_state(p) for p in parameters], mask, group)
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state; ``z`` and ``x`` start at the parameter."""
@@ -279,6 +278,27 @@ class ScheduleFreeAdamW(BaseOptimizer):
                 point.copy_(torch.where(new, local(parameter).to(point.dtype), point))
             self._begun.add(parameter)
         return state
+
+
+def advance_schedules(
+    states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Advance schedules; returns rates of this step, and the share that its ``z`` has in ``x``."""
+    schedules = [state[SCHEDULE] for state in states]
+    count = group[COUNT]
+    warmup = group["warmup_steps"]
+    schedule = torch.stack(schedules)
+    steps_made = torch.ones_like(schedule[:, 0]) if accepted is None else accepted.double()
+    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * steps_made
+    largest = torch.maximum(schedule[:, 2], rates)
+    weights = rates
+    if group["variant"] == "schedulefree":
+        weights = count ** group["r"] * largest ** group["weight_lr_power"]
+    total = schedule[:, 1] + weights
+    shares = torch.where(total > 0, weights / total, 0.0) * steps_made  # rates may all have been zero
+    advanced = list(torch.stack([schedule[:, 0] + 1, total, largest], dim=1).unbind())
+    torch._foreach_copy_(schedules, foreach.masked(advanced, schedules, accepted))
+    return rates, shares
 
 
 def schedule_free_adamw(
@@ -297,23 +317,12 @@ def schedule_free_adamw(
     kempnerforge = group["variant"] == "kempnerforge"
     weight_decay = group["weight_decay"]
 
-    schedules = [state[SCHEDULE] for state in states]
-    count = group[COUNT]
-    warmup = group["warmup_steps"]
-    schedule = torch.stack(schedules)
-    steps_made = torch.ones_like(schedule[:, 0]) if accepted is None else accepted.double()
-    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * steps_made
-    largest = torch.maximum(schedule[:, 2], rates)
-    weights = rates if kempnerforge else count ** group["r"] * largest ** group["weight_lr_power"]
-    total = schedule[:, 1] + weights
-    shares = torch.where(total > 0, weights / total, 0.0) * steps_made  # rates may all have been zero
-    advanced = list(torch.stack([schedule[:, 0] + 1, total, largest], dim=1).unbind())
-    torch._foreach_copy_(schedules, foreach.masked(advanced, schedules, accepted))
+    rates, shares = advance_schedules(states, accepted, group)
 
     gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
     gradients = foreach.masked(gradients, 0.0, accepted)
     foreach.follow_squares(squares, gradients, beta2, accepted)
-    roots = list(torch._foreach_div(squares, 1 - beta2**count))
+    roots = list(torch._foreach_div(squares, 1 - beta2 ** group[COUNT]))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, group["eps"])
     steps = list(torch._foreach_div(gradients, roots))

@@ -91,13 +91,13 @@ class Scion(TensorParallelMuon):
         """Settings that a checkpoint describes."""
         return super().settings() | {"constrained": self.constrained}
 
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         if self.constrained and is_readable(settings["lr"]) and settings["lr"] > 1:
             raise ValueError(
                 f"{type(self).__name__}: lr must lie in [0, 1], since a constrained step goes that part of the way to "
                 f"the boundary, got {settings['lr']}"
             )
-        super()._check_together(settings)
+        super()._check_together(group, settings)
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
         # (1 - lr) W, which is what a constrained step leaves of the matrix

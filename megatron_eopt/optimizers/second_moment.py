@@ -40,7 +40,7 @@ from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, nor
 def adaptive_muon(step: Step) -> Program:
     """Muon's step with second moments, in the groups that have one."""
     step.decay()  # p -= lr * weight_decay * p
-    u = step.kept_momentum()  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
+    u = step.momentum_tensors()  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
     kept = list(u) if any(batch.settings["moment2_method"] == "namo" for batch in step.batches) else []
     O = yield from step.orthogonalize(u)  # of each whole logical matrix
     scales = second_moment(step, O, kept)  # U
@@ -51,32 +51,37 @@ def second_moment(step: Step, factors: list[Tensor], updates: Tensors) -> list[f
     """The scale of each factor; adamuon and normuon scale factors themselves, in place."""
     engine = step.engine
     scales = list[float | Tensor](step.scales)
-    batches: dict[str, list[Batch]] = {}
-    numbers: dict[str, list[int]] = {}
-    start = 0
-    for batch in step.batches:
-        end = start + sum(step.counts(batch))
-        batches.setdefault(batch.settings["moment2_method"], []).append(batch)
-        numbers.setdefault(batch.settings["moment2_method"], []).extend(range(start, end))
-        start = end
-    for method, of_method in batches.items():
-        own = [factors[n] for n in numbers[method]]
-        if method == "none" or not own:
-            continue
-        of_matrices = [step.scales[n] for n in numbers[method]]
-        new: Sequence[float | Tensor] = [1.0] * len(own)
+    for method, (batches, positions) in by_method(step).items():
+        of_method = [factors[n] for n in positions]
+        of_muon = [step.scales[n] for n in positions]
+        new: Sequence[float | Tensor] = [1.0] * len(positions)
         if method == "adamuon":
-            adamuon(engine, of_method, own, of_matrices)
+            adamuon(engine, batches, of_method, of_muon)
         elif method == "normuon":
-            normuon(engine, of_method, own, of_matrices)
+            normuon(engine, batches, of_method, of_muon)
         else:
-            new = namo(engine, of_method, [updates[n] for n in numbers[method]], of_matrices)
-        for n, scale in zip(numbers[method], new, strict=True):
+            new = namo(engine, batches, [updates[n] for n in positions], of_muon)
+        for n, scale in zip(positions, new, strict=True):
             scales[n] = scale
     return scales
 
 
-def moments(method: str, ends: Sequence[str], layouts: Sequence[Layout], optional: bool) -> list[StateTensor]:
+def by_method(step: Step) -> dict[str, tuple[list[Batch], list[int]]]:
+    """Method -> batches that have it, and positions of their logical matrices in the chunk."""
+    found: dict[str, tuple[list[Batch], list[int]]] = {}
+    start = 0
+    for batch in step.batches:
+        end = start + sum(step.counts(batch))
+        method = batch.settings["moment2_method"]
+        if method != "none" and end > start:
+            batches, positions = found.setdefault(method, ([], []))
+            batches.append(batch)
+            positions += range(start, end)
+        start = end
+    return found
+
+
+def moment_tensors(method: str, ends: Sequence[str], layouts: Sequence[Layout], optional: bool) -> list[StateTensor]:
     """The second moments of a parameter."""
     if method == "adamuon":
         return [StateTensor(MOMENT2_BUFFER, dtype=torch.float32, optional=optional)]
@@ -127,13 +132,14 @@ class Moment:
 
 def moments_of(batches: Sequence[Batch]) -> list[Moment]:
     """The second moments of batches."""
-    of_batches = list[Moment]()
+    found = list[Moment]()
     for batch in batches:
-        for n, of_parameter in enumerate(batch.of_matrices(MOMENT2_BUFFER)):
-            of_batches += [
-                Moment(v, batch.flag(n), batch.settings["beta2"], batch.settings["eps"]) for v in of_parameter
-            ]
-    return of_batches
+        beta2 = batch.settings["beta2"]
+        eps = batch.settings["eps"]
+        for n, of_parameter in enumerate(batch.matrix_states(MOMENT2_BUFFER)):
+            accepted = True if batch.accepted is None else batch.accepted[n]
+            found += [Moment(v, accepted, beta2, eps) for v in of_parameter]
+    return found
 
 
 def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
@@ -153,10 +159,10 @@ def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
     whole = engine.merge(indices, factors)
     directions = [torch.empty_like(factor, dtype=torch.float32) for factor in whole]
     torch._foreach_copy_(directions, whole)
-    for some in foreach.alike(directions):
-        wide = [directions[i] for i in some]
-        roots = torch._foreach_sqrt(average([moments[i] for i in some], torch._foreach_mul(wide, wide)))
-        torch._foreach_add_(roots, [moments[i].eps for i in some])
+    for equal in foreach.alike(directions):
+        wide = [directions[i] for i in equal]
+        roots = torch._foreach_sqrt(average([moments[i] for i in equal], torch._foreach_mul(wide, wide)))
+        torch._foreach_add_(roots, [moments[i].eps for i in equal])
         torch._foreach_div_(wide, roots)
     new = engine.split(indices, directions)
     if all(batch.settings["align_rms"] for batch in batches):
@@ -179,33 +185,42 @@ def normuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
     here = list[int]()
     for i, (matrix, x) in enumerate(zip(matrices, factors, strict=True)):
         means.append(StatisticsRequest(matrix=matrix, x=x, row_squares=tall[i], column_squares=not tall[i]))
-        (crossing if _means_cross(matrix) else here).append(i)
+        if _means_cross(matrix):
+            crossing.append(i)
+        else:
+            here.append(i)
     steps: dict[int, Tensor] = {}  # of rows or columns
-
-    def follow(some: list[int], statistics: Sequence[Statistics]) -> list[Tensor]:
-        """Norms of rows or columns of ``O`` and ``U``, unscaled."""
-        of_some = [moments[i] for i in some]
-        along = [squares for of_matrix in statistics for squares in of_matrix.values()]
-        new = torch._foreach_clamp_min(average(of_some, along), [moment.eps for moment in of_some])
-        torch._foreach_rsqrt_(new)
-        steps.update(zip(some, new, strict=True))
-        roots = torch._foreach_sqrt(along)
-        return [*roots, *torch._foreach_mul(roots, new)]
-
-    def align(some: list[int], squares: Tensor) -> None:
-        foreach.scale_each([steps[i] for i in some], _alignment(*squares.chunk(2)).unbind())
-
-    lengths = follow(here, engine.statistics([means[i] for i in here])) if here else []  # exchanges nothing
-    pairs = zip([matrices[i] for i in here] * 2, lengths, strict=True)
-    norms = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
+    norms = list[StatisticsRequest]()
+    if here:
+        statistics = engine.statistics([means[i] for i in here])  # exchanges nothing
+        new, lengths = followed([moments[i] for i in here], statistics)
+        steps.update(zip(here, new, strict=True))
+        for i, x in zip([*here, *here], lengths, strict=True):
+            norms.append(StatisticsRequest(matrix=matrices[i], x=x, squared_norm=True))
     reduced = engine.statistics([*norms, *(means[i] for i in crossing)])
     if here:
-        align(here, norms_of(reduced[: len(norms)]))
+        align([steps[i] for i in here], norms_of(reduced[: len(norms)]))
     if crossing:
-        align(crossing, squared_norms(follow(crossing, reduced[len(norms) :])))
+        new, lengths = followed([moments[i] for i in crossing], reduced[len(norms) :])
+        steps.update(zip(crossing, new, strict=True))
+        align(new, squared_norms(lengths))
     of_lines = [steps[i][:, None] if tall[i] else steps[i][None] for i in range(len(matrices))]
     torch._foreach_mul_(of_lines, scales)
     foreach.scale_each(factors, of_lines)
+
+
+def followed(moments: Sequence[Moment], statistics: Sequence[Statistics]) -> tuple[list[Tensor], list[Tensor]]:
+    """Steps of rows or columns, and their norms: those of all ``O``, then of all ``U``."""
+    squares = [x for of_matrix in statistics for x in of_matrix.values()]
+    steps = list(torch._foreach_clamp_min(average(moments, squares), [moment.eps for moment in moments]))
+    torch._foreach_rsqrt_(steps)
+    roots = torch._foreach_sqrt(squares)
+    return steps, [*roots, *torch._foreach_mul(roots, steps)]
+
+
+def align(steps: list[Tensor], squares: Tensor) -> None:
+    """Let each ``U`` have the norm of its ``O``, whose squared norms are in the first half of ``squares``."""
+    foreach.scale_each(steps, _alignment(*squares.chunk(2)).unbind())
 
 
 def namo(engine: Engine, batches: Sequence[Batch], updates: Tensors, scales: list[float]) -> list[Tensor]:

@@ -17,19 +17,26 @@ from megatron_eopt.parallel.watched import Watched
 
 
 @dataclass
+class Settled:
+    """What follows from an engine, each found when it is first needed."""
+
+    state_keys: list[list[str]] | None = None  # of the state of each parameter
+    numbered: dict[Tensor, Numbered] | None = None  # entries of momenta in bf16
+    scales: list[list[float]] | None = None  # of each parameter's matrices
+    kernels: StepKernels | None = None  # what does the elementwise work; None for torch
+    norms_measured: bool = False  # those that are to be held
+
+
+@dataclass
 class Session:
     """What is known of plans, groups and steps."""
 
     engine: Engine | None = None
     engine_of: object = None  # the settings that the engine was made for
     agree: Callable[[Tensor], Tensor] | None = None  # minimum of flags over ranks; None where no rank shares anything
+    settled: Settled = field(default_factory=Settled)  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
-    further_keys: tuple[Engine | None, list[list[str]]] = (None, [])  # of state beside momenta, and for which engine
-    numbered: tuple[Engine, dict[Tensor, Numbered]] | None = None  # entries of momenta in bf16, and for which engine
-    scales: tuple[Engine | None, list[list[float]]] = (None, [])  # of each parameter's matrices, and for which engine
-    normed: Engine | None = None  # the engine for which norms of weights were measured
     graphed: GraphedUpdate | None = None
-    kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     nonfinite: NonFinite | None = None
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory

@@ -109,7 +109,7 @@ class Preconditioning(FactoredOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         damping = settings["damping"]
         if settings["root_method"] == "cans" and damping < LEAST_DAMPING:
             needs = f"at least {LEAST_DAMPING:g}, which the products of root_method 'cans' need"

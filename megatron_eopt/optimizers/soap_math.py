@@ -84,12 +84,13 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
     # both before a factor changes
     of_rows = _root(gradient, matrices.right, settings, first)
     of_columns = _root(gradient.mT, matrices.left, settings, first)
-    for dim, side, root in ((1, matrices.left, of_rows), (2, matrices.right, of_columns)):
+    _, rows, cols = gradient.shape
+    for dim, side, root, divisor in ((1, matrices.left, of_rows, cols), (2, matrices.right, of_columns, rows)):
         if side is None:
             continue
         product = gram(root, settings)
         if settings["use_kl_shampoo"]:
-            product = product / gradient.shape[3 - dim]
+            product = product / divisor
         follow(side.factor, product, weight, matrices.accepted)
         if first:
             side.made.copy_(_eigenbasis(side.factor))

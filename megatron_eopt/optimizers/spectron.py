@@ -1,22 +1,22 @@
 """Spectron: low-rank weights with spectrally bounded steps of factors."""
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import batched, chain, compress
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, Kept, U
+from megatron_eopt.optimizers.loaded_state import check_writer
+from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
+from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
     scale_rows,
 )
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements, check_writer
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
@@ -37,11 +37,9 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
-from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule
-from megatron_eopt.settings.records import SCALE, Setting, names_of
+from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
+from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
-
-logger = logging.getLogger(__name__)
 
 
 def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:
@@ -84,7 +82,9 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
     us = [torch.stack(stack.us) for stack in stacks]
     vectors = power_iterations([stack.stack for stack in stacks], us, power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in vectors])  # sA, sB
-    bounds = [sA + sB + 1 for sA, sB in batched(norms, 2) for _ in "AB"]  # lr' = lr / (sA + sB + 1)
+    bounds = []  # lr' = lr / (sA + sB + 1)
+    for sA, sB in batched(norms, 2):
+        bounds += [sA + sB + 1] * 2
     for stack, (u, _, _), bound in zip(stacks, vectors, bounds, strict=True):
         torch._foreach_copy_(stack.us, foreach.masked(u.unbind(), stack.us, stack.accepted))
         updates = [stack.upright(directions.pop(factor.index)) for factor in stack.factors]
@@ -110,6 +110,13 @@ def write_weights(chunk: Chunk, engine: Engine) -> None:
         for i, shard in zip(A.numbers, W.unbind(), strict=True):
             shards[i] = shard
     torch._foreach_copy_(tensors, engine.merge(chunk.indices, shards))
+
+
+class FactorPlan(NamedTuple):
+    """The factors of each parameter, and the engine that orthogonalizes their momenta."""
+
+    factors: dict[Tensor, list[Factor]]
+    engine: Engine
 
 
 class Spectron(BaseOptimizer):
@@ -165,7 +172,7 @@ class Spectron(BaseOptimizer):
     """
 
     own_settings = (
-        Setting("rank", "Rank of the two factors of every weight.", count(1)),
+        Setting("rank", "Rank of the two factors of every weight.", count(1), planned=True),
         Setting("momentum_beta", "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95.", BELOW_1),
         Setting("num_power_iterations", "Power iterations of a step, for the spectral norms.", count(1), whole=True),
     )
@@ -175,9 +182,8 @@ class Spectron(BaseOptimizer):
     num_power_iterations: int
     newton_schulz_calls: int = 0
 
-    _engine_of_factors: Engine  # made by prepare(), as is _factors
-    _factors: dict[Tensor, list[Factor]]  # of each parameter
-    _prepared: Engine | None = None  # the engine of the parameters then
+    _plan: FactorPlan  # made by prepare()
+    _planned_for: Engine | None = None  # the engine of the parameters then
     _done: frozenset[Tensor] = frozenset()  # that are not to be projected, or no more
     _errors: Mapping[str, float] = {}
 
@@ -208,10 +214,13 @@ class Spectron(BaseOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
-        coefficients = list(map(list, self.newton_schulz.schedule))
-        precision = self.newton_schulz.fp32_matmul_prec
-        further = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
-        return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | further
+        return super().settings() | {
+            "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
+            "fp32_matmul_prec": self.newton_schulz.fp32_matmul_prec,
+            "num_power_iterations": self.num_power_iterations,
+            "split_qkv": self.split_qkv,
+            "tp_mode": self.tp_mode,
+        }
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Without ``pairs``, which is no setting."""
@@ -225,11 +234,11 @@ class Spectron(BaseOptimizer):
     def explain(self) -> str:
         """The plan for factors, a table; all ranks ask."""
         self.prepare()
-        return self._engine_of_factors.explain()
+        return self._plan.engine.explain()
 
     def engine_to_explain(self) -> Engine:
         """The engine of :meth:`explain`, before ranks agree on it."""
-        return self._proposed_engine(self._proposed_factors())
+        return self._proposed_plan().engine
 
     @property
     def matrices_updated(self) -> int:
@@ -240,14 +249,10 @@ class Spectron(BaseOptimizer):
         """The logical matrices of each parameter."""
         if settled:
             self.prepare()
-            of_all = self._factors
-            engine = self._engine_of_factors
-        else:
-            of_all = self._proposed_factors()
-            engine = self._proposed_engine(of_all)
-        schemes = {i: bucket.scheme for bucket in engine.plan.buckets for i in bucket.matrices}
+        plan = self._plan if settled else self._proposed_plan()
+        schemes = {i: bucket.scheme for bucket in plan.engine.plan.buckets for i in bucket.matrices}
         described: dict[Tensor, list[DescribedMatrix]] = {}
-        for parameter, factors in of_all.items():
+        for parameter, factors in plan.factors.items():
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
             shapes = {}
             found = dict.fromkeys(range(len(names)), "local")
@@ -255,18 +260,18 @@ class Spectron(BaseOptimizer):
                 shapes[factor.number] = factor.matrix.shape
                 if schemes[factor.index] != "local":
                     found[factor.number] = schemes[factor.index].replace("_", " ")
-            described[parameter] = [
-                DescribedMatrix(name, shapes[i], found[i], 1.0, None) for i, name in enumerate(names)
-            ]
+            described[parameter] = []
+            for i, name in enumerate(names):
+                described[parameter].append(DescribedMatrix(name, shapes[i], found[i], 1.0, None))
         return described
 
     def prepare(self) -> Engine:
         """Also settle the factors; returns the engine of the parameters."""
         engine = super().prepare()
-        if self._prepared is engine:
+        if self._planned_for is engine:
             return engine
-        factors = self._proposed_factors()
-        for first, *_ in factors.values():
+        plan = self._proposed_plan()
+        for first, *_ in plan.factors.values():
             kept = self.state.get(first.parameter, {}).get(FACTOR + first.end)
             if kept is not None and kept.shape[1] != first.rank:
                 raise ValueError(
@@ -274,12 +279,10 @@ class Spectron(BaseOptimizer):
                     f"{tuple(first.parameter.shape)}, whose group now has rank {first.rank}: set it back, it cannot "
                     "change"
                 )
-        of_factors = self._proposed_engine(factors)
-        kernel = of_factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
-        self._factors = factors
-        self._engine_of_factors = of_factors
-        self._prepared = engine
-        self._done |= {p for p, (first, *_) in factors.items() if not first.in_state}
+        kernel = plan.engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
+        self._plan = plan
+        self._planned_for = engine
+        self._done |= {p for p, (first, *_) in plan.factors.items() if not first.in_state}
         for group in self.param_groups:
             group[KERNEL] = kernel
         return engine
@@ -288,34 +291,27 @@ class Spectron(BaseOptimizer):
         """Those of the factors."""
         return self.engine_to_explain().stacks()
 
-    def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
-        return iteration_of(self.effective(group))
-
-    def _planned_settings(self) -> object:
-        return self.planned_in_groups(), [group["rank"] for group in self.param_groups]
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        iteration_of(settings)
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
 
-    def _proposed_factors(self) -> dict[Tensor, list[Factor]]:
+    def _proposed_plan(self) -> FactorPlan:
+        """Factors and their engine, before ranks agree on it."""
         factors: dict[Tensor, list[Factor]] = {}
+        described = []
         known: dict[Layout, Layout] = {}  # equal ones as one object
         first = 0
-        for parameter in self._parameters():
+        for name, parameter in zip(self._names(), self._parameters(), strict=True):
+            iteration = iteration_of(self.effective(self.group_of(parameter)))
             matrices = [known.setdefault(x, x) for x in self.matrix_layouts(parameter)]
             factors[parameter] = self._factors_of(parameter, matrices, first)
             first += len(factors[parameter])
-        return factors
-
-    def _proposed_engine(self, factors: Mapping[Tensor, Sequence[Factor]]) -> Engine:
-        described = []
-        for name, (parameter, of_parameter) in zip(self._names(), factors.items(), strict=True):
-            iteration = self._iteration(self.group_of(parameter))
-            for factor in of_parameter:
-                spec = ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration)
-                described.append(spec)
-        return Engine(described, self._parameters()[0].device, self.tp_mode)
+            for factor in factors[parameter]:
+                described.append(ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration))
+        return FactorPlan(factors, Engine(described, self._parameters()[0].device, self.tp_mode))
 
     def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout], first: int = 0) -> list[Factor]:
         names = self.split_of(parameter).names(self.layout(parameter).shape[0])
@@ -326,13 +322,10 @@ class Spectron(BaseOptimizer):
         """Also scale rows of the first factors."""
         self.prepare()
         super().scale_rows(parameters, factors)
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        for parameter, scale in zip(parameters, factors, strict=True):
-            of_entries = scale[:, None].expand(local(parameter).shape)
-            of_matrices = self.engine.split([index_of[parameter]], [of_entries])
-            for A in self._factors[parameter][::2]:
+        for parameter, of_matrices in self._by_matrix(parameters, factors):
+            for A in self._plan.factors[parameter][::2]:
                 if A.in_state:
-                    scale_rows(self._kept(A).value, of_matrices[A.number][:, 0])
+                    scale_rows(self._kept(A).value, of_matrices[A.number])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, momenta and singular vectors; without factors for pairs."""
@@ -358,12 +351,7 @@ class Spectron(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        number = len(self.param_groups) - 1
-        if self.tp_mode == "blockwise":
-            raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
-        for key in names_of(SCALE):
-            if key in group:
-                raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
+        refuse_blockwise(self, "singular values of factors")
         parameters = []
         names = names_of_last(self.param_groups)
         indices = names_of_last(self.param_groups, shapes=False)
@@ -382,10 +370,6 @@ class Spectron(BaseOptimizer):
             parameters.append((called, layout, self.split_of(parameter)))
         check = low_rank.check_pairs if group["pairs"] else low_rank.check_weights
         check(name, group["rank"], parameters)
-        try:
-            self._iteration(group)
-        except ValueError as error:
-            raise ValueError(f"{name}: group {number}: {error}") from error
 
     def _take(self, accepted: Tensor) -> None:
         parameters = self._parameters()
@@ -402,10 +386,16 @@ class Spectron(BaseOptimizer):
             for chunk in chunks:
                 gradients_of_factors(chunk, self.engine)
                 stacks += chain(*chunk.pairs)
-            step_of_factors(stacks, self._engine_of_factors, self.num_power_iterations)
+            step_of_factors(stacks, self._plan.engine, self.num_power_iterations)
             for chunk in chunks:
                 if chunk.in_state:
                     write_weights(chunk, self.engine)
+
+    def _shards(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        """This rank's shards of logical matrices, one at a time in the dtype of factors."""
+        for index, parameter in zip(self._indices_of(parameters), parameters, strict=True):
+            for shard in self.engine.split([index], [local(parameter)]):
+                yield shard.to(self._plan.factors[parameter][0].dtype)
 
     def _chunks(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> list[Chunk]:
         index_of = {p: i for i, p in enumerate(self._parameters())}
@@ -415,18 +405,18 @@ class Spectron(BaseOptimizer):
             for unit in batched(group["params"], 2 if group["pairs"] else 1):
                 if not active.isdisjoint(unit) and self._done.issuperset(unit):
                     units.append(unit)
-            for parameters in low_rank.alike(units, self._factors):
-                factors = [factor for p in parameters for factor in self._factors[p]]
+            for parameters in low_rank.in_chunks(units, self._plan.factors):
+                factors = [factor for p in parameters for factor in self._plan.factors[p]]
                 # a factor that is a parameter is a matrix of its own
-                self.newton_schulz_calls += sum(len(self._factors[p][::2]) for p in parameters)
-                pairs = low_rank.stacks(factors, group, flags, self._kept)
+                self.newton_schulz_calls += sum(len(self._plan.factors[p][::2]) for p in parameters)
+                pairs = low_rank.stacked_pairs(factors, group, flags, self._kept)
                 chunks.append(Chunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
         return chunks
 
-    def _kept(self, factor: Factor) -> Kept:
+    def _kept(self, factor: Factor) -> LocalFactor:
         state = self._states.of(factor.parameter, U + factor.end)
         value = state[FACTOR + factor.end] if factor.in_state else factor.parameter
-        return Kept(local(value), local(state[MOMENTUM_BUFFER + factor.end]), local(state[U + factor.end]))
+        return LocalFactor(local(value), local(state[MOMENTUM_BUFFER + factor.end]), local(state[U + factor.end]))
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Project weights in their first step; the host waits."""
@@ -438,30 +428,12 @@ class Spectron(BaseOptimizer):
         new = [p for p in compress(waiting, begins) if p not in self._done]
         if not new:
             return
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        first_factors = [A for p in new for A in self._factors[p][::2]]
-        second_factors = [B for p in new for B in self._factors[p][1::2]]
-        shards = (x.to(self._factors[p][0].dtype) for p in new for x in self.engine.split([index_of[p]], [local(p)]))
-        projected = low_rank.project(shards, first_factors)
-        names = dict(zip(self._parameters(), self._names(), strict=True))
-        largest: dict[str, float] = {}
-        for A, x in zip(first_factors, projected, strict=True):
-            name = names[A.parameter]
-            if isnan(x.error):
-                raise ValueError(
-                    f"{type(self).__name__} cannot take factors from {name}: a matrix of it is zero, and factors of "
-                    "zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
-                )
-            largest[name] = max(x.error, largest.get(name, 0.0))
-        self._errors = {**self._errors, **largest}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            worst = max(largest, key=largest.__getitem__)
-            logger.warning(
-                f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
-                f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
-            )
+        factors = [factor for p in new for factor in self._plan.factors[p]]
+        pairs = list(batched(factors, 2))
+        projected = low_rank.project(self._shards(new), [A for A, _ in pairs])
+        self._note_errors([A.parameter for A, _ in pairs], [x.error for x in projected])
         self._session.changing = True
-        for A, B, x in zip(first_factors, second_factors, projected, strict=True):
+        for (A, B), x in zip(pairs, projected, strict=True):
             for factor, rows in ((A, x.A), (B, x.B)):
                 of_factor = self._kept(factor)
                 of_factor.value.copy_(rows)
@@ -469,3 +441,22 @@ class Spectron(BaseOptimizer):
                 of_factor.u.copy_(rows[:, 0])
             self.state[A.parameter][PROJECTED].fill_(1)
         self._done |= set(new)
+
+    def _note_errors(self, parameters: Sequence[Tensor], errors: Sequence[float]) -> None:
+        """Keep and report what projections change; refuse matrices that have no factors."""
+        names = dict(zip(self._parameters(), self._names(), strict=True))
+        largest: dict[str, float] = {}
+        for parameter, error in zip(parameters, errors, strict=True):
+            name = names[parameter]
+            if isnan(error):
+                raise ValueError(
+                    f"{type(self).__name__} cannot take factors from {name}: a matrix of it is zero, and factors of "
+                    "zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
+                )
+            largest[name] = max(error, largest.get(name, 0.0))
+        self._errors = {**self._errors, **largest}
+        worst = max(largest, key=largest.__getitem__)
+        warn(
+            f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
+            f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
+        )

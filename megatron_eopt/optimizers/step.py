@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -41,10 +41,10 @@ class Batch:
     indices: list[int]  # among all parameters of the optimizer
     parameters: list[Tensor]
     weights: list[Tensor]  # this rank's shards of them
-    gradients: list[Tensor]  # of each; chosen() has them in the dtype of averages
+    gradients: list[Tensor]  # of each; cast_to_average() has them in its dtype
     state: list[dict[str, Tensor]]  # of each, by key: this rank's shards of what a step changes
     settings: Mapping[str, Any]  # effective ones of the group
-    own: Mapping[str, Any]  # those that the group has itself, for methods of users
+    group_settings: Mapping[str, Any]  # those that the group has itself, for methods of users
     lr: Scalar
     beta: float  # of the momentum in this step
     nesterov: bool
@@ -59,13 +59,13 @@ class Batch:
     @cached_property
     def momenta(self) -> list[Tensor]:
         """The momentum of each parameter."""
-        return self.kept(MOMENTUM_BUFFER)
+        return self.states(MOMENTUM_BUFFER)
 
-    def kept(self, key: str) -> list[Tensor]:
+    def states(self, key: str) -> list[Tensor]:
         """State of each parameter under a key."""
         return [state[key] for state in self.state]
 
-    def of_matrices(self, key: str) -> list[list[Tensor]]:
+    def matrix_states(self, key: str) -> list[list[Tensor]]:
         """State of each parameter's logical matrices, under a key with their endings."""
         return [[x for name, x in state.items() if name.startswith(key)] for state in self.state]
 
@@ -73,10 +73,6 @@ class Batch:
     def changed(self) -> list[list[Tensor]]:
         """What a step changes of each parameter: its weight and state."""
         return [[weight, *state.values()] for weight, state in zip(self.weights, self.state, strict=True)]
-
-    def flag(self, index: int) -> Tensor | bool:
-        """Whether one of the parameters steps."""
-        return True if self.accepted is None else self.accepted[index]
 
     def masked(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """``x``, which has entries of each parameter, or 0 where it does not step."""
@@ -88,18 +84,22 @@ class Batch:
         made = torch.ones(sum(counts), dtype=torch.float64, device=self.weights[0].device) * value
         return self.masked(made, counts)
 
-    def some(self, at: Sequence[int]) -> "Batch":
-        """The batch of some of its parameters."""
-        lists = ("indices", "parameters", "weights", "gradients", "state", "rounded")
-        changed: dict[str, Any] = {}
-        for name in lists:
-            of_all = getattr(self, name)
-            if of_all is not None:
-                changed[name] = [of_all[n] for n in at]
-        if self.accepted is not None:
-            flags = self.accepted.unbind()
-            changed["accepted"] = torch.stack([flags[n] for n in at])
-        return replace(self, **changed)
+    def subset(self, positions: Sequence[int]) -> "Batch":
+        """The batch of the parameters at these positions in it."""
+        accepted = self.accepted
+        if accepted is not None:
+            flags = accepted.unbind()
+            accepted = torch.stack([flags[n] for n in positions])
+        return replace(
+            self,
+            indices=[self.indices[n] for n in positions],
+            parameters=[self.parameters[n] for n in positions],
+            weights=[self.weights[n] for n in positions],
+            gradients=[self.gradients[n] for n in positions],
+            state=[self.state[n] for n in positions],
+            rounded=None if self.rounded is None else [self.rounded[n] for n in positions],
+            accepted=accepted,
+        )
 
 
 @dataclass(frozen=True)
@@ -138,17 +138,17 @@ class Step:
         """How many logical matrices each parameter of a batch has."""
         return [len(self.engine.matrices[i]) or 1 for i in batch.indices]  # without a layout one update
 
-    def of_batches(self, matrices: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Logical matrices, or what there is of each of them, for each batch."""
-        remaining = iter(matrices)
+    def by_batch(self, of_matrices: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors of logical matrices that belong to each batch."""
+        remaining = iter(of_matrices)
         return [list(islice(remaining, sum(self.counts(batch)))) for batch in self.batches]
 
     def with_gradients(self, gradients: Tensors) -> "Step":
         """The step with other gradients."""
-        of_parameters = iter(gradients)
+        remaining = iter(gradients)
         batches = []
         for batch in self.batches:
-            batches.append(replace(batch, gradients=list(islice(of_parameters, len(batch.indices)))))
+            batches.append(replace(batch, gradients=list(islice(remaining, len(batch.indices)))))
         return replace(self, batches=batches)
 
     def decay(self) -> None:
@@ -156,7 +156,9 @@ class Step:
 
         L2 decay is of the gradient; kernels decay when they subtract; cautious decay waits for the update.
         """
-        for batch in self.batches if self.kernels is None else ():
+        if self.kernels is not None:
+            return
+        for batch in self.batches:
             if batch.decays and batch.decay_method != "l2" and not batch.cautious:
                 factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
                 foreach.scale(batch.weights, factor, batch.accepted)
@@ -188,7 +190,7 @@ class Step:
             updates += u
         return self.split(updates)
 
-    def kept_momentum(self) -> list[Tensor]:
+    def momentum_tensors(self) -> list[Tensor]:
         """Logical matrices of :meth:`momentum`, for programs that read them."""
         shards = self.momentum()
         if not callable(shards):
@@ -215,22 +217,20 @@ class Step:
 
     def subtract(self, factors: list[Tensor], scales: Scales) -> None:
         """``p -= lr * scale * factor``, as modifiers have it; may write to ``factors``."""
-        of_batches = self.of_batches(factors)
         if self.kernels is not None:
-            self._subtract_by_kernels(of_batches, factors, scales)
+            self._subtract_by_kernels(factors, scales)
             return
         updates = scaled(factors, scales)
         if self.watch is not None:
             self.watch(self.indices, updates)
-        measured = []
-        for batch, of_batch in zip(self.batches, of_batches, strict=True):
+        pairs = list(zip(self.batches, self.by_batch(updates), strict=True))
+        for batch, of_batch in pairs:
             if batch.decays and batch.cautious:
                 rate = foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
                 decay_cautiously(batch.weights, self._merged(batch, of_batch), 1 - batch.column(rate))
-            if batch.measured:
-                measured.append((batch, of_batch))
+        measured = [pair for pair in pairs if pair[0].measured]
         coefficients = iter(self._coefficients(measured) if measured else ())
-        for batch, of_batch in zip(self.batches, of_batches, strict=True):
+        for batch, of_batch in pairs:
             if not batch.measured:
                 foreach.subtract(batch.weights, self._merged(batch, of_batch), batch.lr, batch.accepted)
                 continue
@@ -238,80 +238,97 @@ class Step:
             move(shards, of_batch, next(coefficients))
             write_back(self.engine, batch.indices, batch.weights, shards)
 
-    def _subtract_by_kernels(self, of_batches: Sequence[list[Tensor]], factors: list[Tensor], scales: Scales) -> None:
+    def _subtract_by_kernels(self, factors: list[Tensor], scales: Scales) -> None:
+        pairs = list(zip(self.batches, self.by_batch(factors), strict=True))
         if self.watch is not None:
             copies = []
-            for batch, of_batch in zip(self.batches, of_batches, strict=True):
-                dtypes = [w.dtype for w, n in zip(batch.weights, self.counts(batch), strict=True) for _ in range(n)]
-                copies += [x.to(dtype, copy=True) for x, dtype in zip(of_batch, dtypes, strict=True)]
+            for batch, of_batch in pairs:
+                remaining = iter(of_batch)
+                for weight, count in zip(batch.weights, self.counts(batch), strict=True):
+                    copies += [x.to(weight.dtype, copy=True) for x in islice(remaining, count)]
             self.watch(self.indices, scaled(copies, scales))
         if self.batches[0].measured:  # all hold norms, else kernels do not serve
-            pairs = list(zip(self.batches, of_batches, strict=True))
             self.kernels.rotate(self.batches, factors, torch.cat(self._coefficients(pairs)).float())
         else:
             self.kernels.subtract(self.batches, factors, scales)
 
     def _merged(self, batch: Batch, updates: Tensors) -> list[Tensor]:
-        pairs = zip(batch.weights, self.engine.merge(batch.indices, updates), strict=True)
-        return [x if x.ndim == weight.ndim else x.view(weight.shape) for weight, x in pairs]
+        """Updates in the shapes of the weights."""
+        merged = list(self.engine.merge(batch.indices, updates))
+        for n, weight in enumerate(batch.weights):
+            if merged[n].ndim != weight.ndim:
+                merged[n] = merged[n].view(weight.shape)
+        return merged
 
-    def _coefficients(self, of_batches: Sequence[tuple[Batch, list[Tensor]]]) -> list[Tensor]:
+    def _coefficients(self, pairs: Sequence[tuple[Batch, list[Tensor]]]) -> list[Tensor]:
         """Rows ``(moves, a, b)`` of each ``W <- (W - a U) b``, by one reduction."""
         matrices = list[Matrix]()
         weights = list[Tensor]()
         updates = list[Tensor]()
-        for batch, of_batch in of_batches:
+        for batch, of_batch in pairs:
             matrices += self.engine.flat(batch.indices)
             weights += self.engine.split(batch.indices, list(batch.weights))
             updates += of_batch
         squares, inner = squares_and_products(self.engine, matrices, weights, updates)
         coefficients = list[Tensor]()
-        start = 0
-        for batch, of_batch in of_batches:
-            some = slice(start, start + len(of_batch))
-            start = some.stop
+        numbers = [len(of_batch) for _, of_batch in pairs]
+        measured = zip(squares.split(numbers, 1), inner.split(numbers), strict=True)
+        for (batch, _), (norms, products) in zip(pairs, measured, strict=True):
             counts = self.counts(batch)
             if holds(batch.settings):
-                radii = torch.stack([radius for of_one in batch.of_matrices(RADIUS) for radius in of_one])
+                radii = torch.stack(list(chain(*batch.matrix_states(RADIUS))))
                 lengths = batch.masked(radii * batch.lr, counts)
-                coefficients.append(on_spheres(squares[:, some], inner[some], radii, lengths))
+                coefficients.append(on_spheres(norms, products, radii, lengths))
             else:
                 rates = batch.column(batch.lr, counts)
-                coefficients.append(resized(squares[:, some], inner[some], rates, batch.settings))
+                coefficients.append(resized(norms, products, rates, batch.settings))
         return coefficients
 
 
 def scaled(factors: list[Tensor], scales: Scales) -> list[Tensor]:
     """``s O`` of each logical matrix, in place."""
-    pairs = list(zip(factors, scales, strict=True))
-    on_device = [(x, scale) for x, scale in pairs if isinstance(scale, Tensor)]
-    if on_device:
-        foreach.scale_each(*map(list, zip(*on_device, strict=True)))
-    on_host = [(x, scale) for x, scale in pairs if not isinstance(scale, Tensor)]
-    for scale in dict.fromkeys(scale for _, scale in on_host):  # one for each shape
-        if scale != 1:
-            exact = torch.as_tensor(scale, dtype=torch.float64) if factors[0].device.type == "cpu" else scale
-            torch._foreach_mul_([x for x, s in on_host if s == scale], exact)
+    measured = list[Tensor]()
+    on_device = list[Tensor]()
+    by_number: dict[float, list[Tensor]] = {}  # one for each shape
+    for x, scale in zip(factors, scales, strict=True):
+        if isinstance(scale, Tensor):
+            measured.append(x)
+            on_device.append(scale)
+        elif scale != 1:
+            by_number.setdefault(scale, []).append(x)
+    if measured:
+        foreach.scale_each(measured, on_device)
+    for number, tensors in by_number.items():
+        exact = torch.as_tensor(number, dtype=torch.float64) if tensors[0].device.type == "cpu" else number
+        torch._foreach_mul_(tensors, exact)
     return factors
 
 
-def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None, cast: bool = True) -> list[Batch]:
-    """Batches of some or all parameters; ``cast`` gradients for averaging."""
-    taken = list(batches)
-    wanted = None if parameters is None else set(parameters)
-    if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
-        taken = []
-        for batch in batches:
-            at = [n for n, i in enumerate(batch.indices) if i in wanted]
-            if at:
-                taken.append(batch.some(at))
-    for number, batch in enumerate(taken if cast else ()):
-        pairs = list[tuple[Tensor, torch.dtype]]()
-        for g, m, w in zip(batch.gradients, batch.momenta, batch.weights, strict=True):
-            pairs.append((g, m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype)))
-        if any(g.dtype != dtype for g, dtype in pairs):
-            taken[number] = replace(batch, gradients=[g.to(dtype) for g, dtype in pairs])
-    return taken
+def of_parameters(batches: Sequence[Batch], indices: Sequence[int]) -> list[Batch]:
+    """The batches of some of their parameters."""
+    if len(indices) == sum(len(batch.indices) for batch in batches):
+        return list(batches)
+    wanted = set(indices)
+    subsets = []
+    for batch in batches:
+        positions = [n for n, i in enumerate(batch.indices) if i in wanted]
+        if positions:
+            subsets.append(batch.subset(positions))
+    return subsets
+
+
+def cast_to_average(batches: Sequence[Batch]) -> list[Batch]:
+    """Batches with gradients in the dtypes in which momenta are averaged."""
+    cast = []
+    for batch in batches:
+        dtypes = []
+        for m, w in zip(batch.momenta, batch.weights, strict=True):
+            dtypes.append(m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype))
+        if dtypes != [g.dtype for g in batch.gradients]:
+            gradients = [g.to(dtype) for g, dtype in zip(batch.gradients, dtypes, strict=True)]
+            batch = replace(batch, gradients=gradients)
+        cast.append(batch)
+    return cast
 
 
 def repeated(flags: Tensor, counts: Sequence[int]) -> Tensor:

@@ -132,7 +132,7 @@ def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> s
         gradients=gradients,
         state=[{MOMENTUM_BUFFER: x.clone()} for x in momenta],
         settings={},
-        own={},
+        group_settings={},
         lr=0.02,
         beta=0.9,
         nesterov=True,

@@ -5,14 +5,14 @@ from the gradient to the bucket, and from the orthogonal factor to the weight. t
 what a CPU takes; the kernels round where these do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_eopt.matrices import LocalRows
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.step import Batch
@@ -23,9 +23,14 @@ from megatron_eopt.settings.values import Scalar
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _MOST_TABLES = 512  # kept: two for each chunk
-_TILE, _WIDEST, _SQUARE = 4096, 1024, 64  # entries of a tile; its most columns; a side of a square one
+_TILE = 4096  # entries of a tile
+_WIDEST = 1024  # its most columns
+_SQUARE = 64  # a side of a square one
 _ALIGNED = 16  # bytes, and entries of a row, with which a thread reads several entries at once
-_BY_ROWS, _BY_COLUMNS, _SCATTERED = 1, 0, 2  # whether entries of a row, or of a column, lie side by side
+# whether entries of a row, or of a column, lie side by side
+_BY_COLUMNS = 0
+_BY_ROWS = 1
+_SCATTERED = 2
 
 
 class Piece(NamedTuple):
@@ -174,38 +179,66 @@ class StepKernels:
         constants: dict[str, bool],
     ) -> list[Launch]:
         alike: dict[tuple[Any, ...], list[Piece]] = {}
-        matrix = 0
+        matrix = 0  # the first of the parameter
         for number, batch in enumerate(batches):
             for n, index in enumerate(batch.indices):
                 rows = self._engine.rows(index)
                 sides = [batch.weights[n]]
-                sides = [batch.gradients[n], batch.momenta[n], *sides] if momentum else sides
-                dtypes = tuple(x.dtype for x in sides)
-                words = batch.rounded[n].words if momentum and batch.rounded is not None else None
-                for part, runs in enumerate(rows.runs):
-                    other = others[matrix]
-                    top = 0
-                    start = int(other.storage_offset())
-                    of_row, of_col = map(int, other.stride())
-                    key = (number, *dtypes, other.dtype, stacks[matrix], scales[matrix] if scales else 1.0)
-                    one, two, row, left = (0, 0, 0, 0) if words is None else words[part]
-                    if not other.numel():
-                        runs = []
-                    for layer, first, count in runs:
-                        places = [_place(x, rows.stacked, rows.transposed, layer, first) for x in sides]
-                        places = places if momentum else [(0, 0, 0)] * 2 + places
-                        places.append((start + top * of_row, of_row, of_col))
-                        shape = (count, other.size(1))
-                        seeds = (one % 2**32, two % 2**32)
-                        piece = Piece._make([*shape, n, *chain(*places), matrix, *seeds, row + top, left])
-                        alike.setdefault((*key, *shape), []).append(piece)
-                        top += count
-                    matrix += 1
+                words = None
+                if momentum:
+                    sides = [batch.gradients[n], batch.momenta[n], *sides]
+                    words = None if batch.rounded is None else batch.rounded[n].words
+                dtypes = [x.dtype for x in sides]
+                for piece in _pieces(rows, n, sides, others, matrix, words):
+                    other = others[piece.matrix].dtype, stacks[piece.matrix]
+                    scale = scales[piece.matrix] if scales else 1.0
+                    alike.setdefault((number, *dtypes, *other, scale, piece.rows, piece.cols), []).append(piece)
+                matrix += len(rows.runs)
         launches = []
         for (number, *_), pieces in alike.items():
             scale = scales[pieces[0].matrix] if scales else 1.0
             launches.append(_compiled(batches[number], number, pieces, others, scale, momentum, constants))
         return launches
+
+
+def _pieces(
+    rows: LocalRows,
+    parameter: int,
+    sides: Sequence[Tensor],
+    others: Tensors,
+    first_matrix: int,
+    words: Sequence[tuple[int, int, int, int]] | None,
+) -> Iterator[Piece]:
+    """Pieces of a parameter: ``sides`` are its tensors, the weight last."""
+    for matrix, runs in enumerate(rows.runs, first_matrix):
+        other = others[matrix]
+        if not other.numel():
+            continue
+        start = int(other.storage_offset())
+        of_row, of_col = map(int, other.stride())
+        first_word, second_word, row, left = (0, 0, 0, 0) if words is None else words[matrix - first_matrix]
+        top = 0
+        for layer, first, count in runs:
+            places = [(0, 0, 0)] * (3 - len(sides))
+            places += [_place(x, rows.stacked, rows.transposed, layer, first) for x in sides]
+            gradient, momentum, weight = places
+            yield Piece(
+                count,
+                int(other.size(1)),
+                parameter,
+                *gradient,
+                *momentum,
+                *weight,
+                start + top * of_row,
+                of_row,
+                of_col,
+                matrix,
+                first_word % 2**32,
+                second_word % 2**32,
+                row + top,
+                left,
+            )
+            top += count
 
 
 def _place(x: Tensor, stacked: bool, transposed: bool, layer: int, first: int) -> tuple[int, int, int]:

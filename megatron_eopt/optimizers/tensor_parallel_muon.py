@@ -1,8 +1,6 @@
 """Muon for parameters that may be sharded."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict
@@ -13,9 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import held_norms, modifiers, reports, second_moment
+from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports, second_moment
 from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.loaded_state import check_writer
 from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import (
@@ -28,16 +27,14 @@ from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_matrix,
-    check_shard,
     local,
     names_of_last,
 )
 from megatron_eopt.optimizers.second_moment import adaptive_muon
-from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry, check_writer
-from megatron_eopt.optimizers.step import Batch, Step, chosen, scaled
+from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry
+from megatron_eopt.optimizers.step import Batch, Step, cast_to_average, of_parameters, scaled
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels
-from megatron_eopt.optimizers.users_functions import OF_USERS, factors_by_user, of_whole, scaled_by_user, scales_of
-from megatron_eopt.orthogonalize.choices import check_count
+from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
@@ -106,12 +103,6 @@ class Transport(Execution, total=False):
     pg_collection: TensorParallelGroups | None
     tp_mode: TpMode
 
-
-OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")
-DECIDED_BY = {"num_ns_steps": OF_MATRICES, "coefficient_type": OF_MATRICES} | dict.fromkeys(
-    names_of(SCALE), ("scaled_orthogonalize_fn", "scale_factor_fn")
-)
-"""Settings of a group -> functions of the user's that decide in their place."""
 
 WARMUP_FROM = 0.85
 """The momentum with which a warm-up of the momentum begins."""
@@ -265,12 +256,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _begin(self, params: ParamsT, arguments: Mapping[str, Any]) -> None:
         """Take a constructor's ``locals()``, this one's or a relative's."""
         BaseOptimizer.__init__(self, params, arguments)
-        if self.cuda_graphs:
-            check_graphs(self)
 
     def _settle(self, values: dict[str, Any]) -> None:
         super()._settle(values)
-        name = type(self).__name__
         known = settings_of(type(self))
         # True by default, which does not contradict what is said of the method
         values[DECOUPLED] = values[METHOD] != "l2" and values[DECOUPLED]
@@ -280,17 +268,22 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         of_all = [key for key in names_of(MODIFIERS) if key not in self.group_keys]
         given = [key for key in of_all if values[key] != known[key].default]
         check_effect(known, given, values)
-        rule = self.size_rule or modifiers.sizes(values)
-        scale = [values[key] for key in names_of(SCALE)]
-        if rule and scale != [known[key].default for key in names_of(SCALE)]:
+        steps_differ = values["offload_fraction"] or values["momentum_dtype"] or values["momentum_warmup"]
+        if values["cuda_graphs"] and steps_differ:
             raise ValueError(
-                f"{name}: scale_mode {scale[0]!r} and extra_scale_factor {scale[1]} have no effect here: "
-                f"the size of an update is {rule}; take them away, and set lr"
+                "cuda_graphs cannot work with offload_fraction, momentum_dtype or momentum_warmup, by which steps "
+                "differ: leave it off"
             )
-        if values["moment2_method"] == "namo":
-            self.keeps_momenta = True
+        if muon_checks.size_of_updates(self, values):
+            scale = {key: values[key] for key in names_of(SCALE) if values[key] != known[key].default}
+            muon_checks.check_decided(self, scale, values)
 
     # The step, and the hooks of relatives.
+
+    @property
+    def keeps_momenta(self) -> bool:
+        """Whether a group compares norms of momenta, as NAMO does."""
+        return any(self.effective(group)["moment2_method"] == "namo" for group in self.param_groups)
 
     @property
     def streamed(self) -> Streamed:
@@ -317,39 +310,45 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         session = self._session
-        if session.normed is not self.engine:
+        if not session.settled.norms_measured:
             held_norms.find_norms(self)  # another try measures the same
-            session.normed = self.engine
+            session.settled.norms_measured = True
         if self._of_user(*OF_PARAMETERS):
             batches = self._take_users(accepted)
         else:
-            batches = self._batches(accepted, masked=True) if self.cuda_graphs else self._batches(accepted)
+            batches = self._batches(accepted, masked=self.cuda_graphs)
             run = self._run
             if self.cuda_graphs:
                 run = session.graphed = session.graphed or GraphedUpdate(self._run)
                 run.check(batches)
             session.changing = True
             run(batches)
-        _, scales = self._session.scales
-        calls = sum(len(scales[i]) for batch in batches for i in batch.indices)
-        self.newton_schulz_calls += calls
-        for group in self.param_groups if self.momentum_dtype is not None or self.momentum_warmup else ():
-            group[MOMENTUM_STEPS] += 1
+        scales = session.settled.scales or []
+        for batch in batches:
+            self.newton_schulz_calls += sum(len(scales[i]) for i in batch.indices)
+        if self.momentum_dtype is not None or self.momentum_warmup:
+            for group in self.param_groups:
+                group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
         indices = [i for batch in batches for i in batch.indices]
         watch = None
-        engine, scales = self._session.scales
-        kernels = self._session.kernels
-        own = self._reads_all()
+        engine = self._session.engine
+        kernels = self._session.settled.kernels
+        scales = self._session.settled.scales
+        reads_all = self._reads_all()
         assert engine is not None, "prepare() made it"
+        assert scales is not None, "prepare() found them"
         if engine.watched is not None:
             groups = list(map(self.group_of, self._parameters()))
             watch = partial(reports.show_updates, engine.watched, engine, groups, self.predicted_rms)
 
-        def program(some: Sequence[int]) -> Program:
-            of_some = [scale for i in some for scale in scales[i]]
-            step = Step(chosen(batches, some, cast=own or kernels is None), some, of_some, engine, watch, kernels)
+        def program(chunk: Sequence[int]) -> Program:
+            of_chunk = of_parameters(batches, chunk)
+            if reads_all or kernels is None:  # kernels cast by themselves
+                of_chunk = cast_to_average(of_chunk)
+            scales_of_chunk = [scale for i in chunk for scale in scales[i]]
+            step = Step(of_chunk, chunk, scales_of_chunk, engine, watch, kernels)
             return self.streamed.around(step, self.program) if offloads else self.program(step)
 
         offloads = self.offload_fraction > 0
@@ -368,18 +367,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, held norms of matrices, and second moments."""
-        group: Mapping[str, Any] = {}
-        with suppress(KeyError):  # of a tensor that is no parameter
-            group = self.group_of(parameter)
         tensors = super().state_tensors(parameter)
-        settings = self.effective(group)
+        settings = self.effective(self.group_of(parameter))
         if modifiers.holds(settings):
-            tensors += held_norms.radii(self.key_ends(parameter), optional=self._is_free("weight_norm"))
+            tensors += held_norms.radius_tensors(self.key_ends(parameter), optional=self._is_free("weight_norm"))
         method = settings["moment2_method"]
         if method != "none":
             ends = self.key_ends(parameter)
             layouts = self.matrix_layouts(parameter)
-            tensors += second_moment.moments(method, ends, layouts, optional=self._is_free("moment2_method"))
+            tensors += second_moment.moment_tensors(method, ends, layouts, optional=self._is_free("moment2_method"))
         return tensors
 
     def _is_free(self, key: str) -> bool:
@@ -434,22 +430,18 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine = self.prepare()
         group = dict(group_settings)
         index = next((i for i, parameter in enumerate(self._parameters()) if parameter is p), None)
-        if index is not None:
-            known_group = self.group_of(p)
-            group = {**known_group, **group}
-            asked = self.effective(group)
-            planned = self.effective(known_group)
-            alike = all(asked[key] == planned[key] for key in names_of(SCALE))
-            known = grad.dtype == p.dtype and alike and iteration_of(asked) == iteration_of(planned)
-        else:
+        if index is None:
             self._check_parameter(p, "p")
-            check_shards(self, p, "p")
-        if index is None or not known:
-            described = replace(self._described("p", p, group), dtype=grad.dtype)
-            engine = Engine([described], grad.device, self.tp_mode, engine.rates)
-            engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
-            index = 0
-        return engine, index, group
+            muon_checks.check_shards(self, p, "p")
+        else:
+            group = self.group_of(p) | group
+            planned = iteration_of(self.effective(self.group_of(p)))
+            if grad.dtype == p.dtype and iteration_of(self.effective(group)) == planned:
+                return engine, index, group
+        described = replace(self._described("p", p, group), dtype=grad.dtype)
+        of_p = Engine([described], grad.device, self.tp_mode, engine.rates)
+        of_p.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+        return of_p, 0, group
 
     def _factors(self, engine: Engine, index: int, shards: list[Tensor]) -> list[Tensor]:
         if self._of_user("orthogonalize_fn"):
@@ -503,12 +495,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def prepare(self) -> Engine:
         """Also find scales, which a user's function may get wrong."""
         engine = super().prepare()
-        session = self._session
-        if session.scales[0] is not engine:
+        settled = self._session.settled
+        if settled.scales is None:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
-            session.scales = engine, [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            session.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
-        form = "torch" if session.kernels is None else "triton"
+            scales = [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
+            settled.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
+            settled.scales = scales
+        form = "torch" if settled.kernels is None else "triton"
         for group in self.param_groups:
             if group.get(STEP_KERNELS, form) not in (form, None):
                 name = type(self).__name__
@@ -517,20 +510,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 )
         return engine
 
-    def _refuse_decided(self, group: Mapping[str, Any]) -> None:
-        """Refuse a group's settings in whose place something else decides."""
-        for key in DECIDED_BY.keys() & group.keys():
-            users = self._of_user(*DECIDED_BY[key])
-            decides = f"{users[0]} of your own decides" if users else ""
-            if not users and key in names_of(SCALE):
-                rule = self.size_rule or modifiers.sizes(self.effective(group))
-                decides = f"the size of an update is {rule}; set lr" if rule else ""
-            if decides:
-                raise ValueError(f"{key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
-
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""
-        settings = self.effective({**self.defaults, **(group or {})})
+        settings = self.effective(group or {})
         users = self._of_user(*OF_PARAMETERS, "scale_factor_fn", "program")
         if self.measures or users or modifiers.needs_norm(settings):
             return None
@@ -570,25 +552,33 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
-        keys = (self.nesterov_key, DECOUPLED, METHOD)
-        of_groups = {}
-        for number, (group, planned) in enumerate(zip(self.param_groups, self.planned_in_groups(), strict=True)):
-            own = planned | {key: group[key] for key in keys if group[key] != self.defaults[key]}
-            if own:
-                of_groups[number] = own
-        [kept] = [name for name, dtype in MOMENTUM_DTYPES.items() if dtype == self.momentum_dtype]
-        return super().settings() | {
+        of_all = self.settings_of_groups()
+        settings = super().settings() | {
             "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
-            **{key: x for key, x in self.settings_of_groups().items() if key in names_of(SCALE)},
-            METHOD: decay_method(type(self).__name__, self.defaults),
-            "split_qkv": self.split_qkv,
-            "tp_mode": self.tp_mode,
-            **self.given_modifiers(),
-            **({} if kept == "fp32" else {"momentum_dtype": kept}),
-            **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
-            **({"of_groups": of_groups} if of_groups else {}),
         }
+        for key in names_of(SCALE):
+            if key in of_all:
+                settings[key] = of_all[key]
+        settings[METHOD] = decay_method(type(self).__name__, self.defaults)
+        settings["split_qkv"] = self.split_qkv
+        settings["tp_mode"] = self.tp_mode
+        settings |= self.given_modifiers()
+        for name, dtype in MOMENTUM_DTYPES.items():
+            if dtype is not None and dtype == self.momentum_dtype:
+                settings["momentum_dtype"] = name
+        if self.momentum_warmup:
+            settings["momentum_warmup"] = self.momentum_warmup
+        of_groups = {}
+        for number, (group, own) in enumerate(zip(self.param_groups, self.planned_in_groups(), strict=True)):
+            for key in (self.nesterov_key, DECOUPLED, METHOD):
+                if group[key] != self.defaults[key]:
+                    own[key] = group[key]
+            if own:
+                of_groups[number] = own
+        if of_groups:
+            settings["of_groups"] = of_groups
+        return settings
 
     def given_modifiers(self) -> dict[str, Any]:
         """Modifiers of all groups that are not the default, for checkpoints."""
@@ -612,8 +602,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         dtype = local(parameter).dtype
         layout = self.layout(parameter)
         split = self.split_of(parameter)
-        of_entry = bytes_of_entry(parameter, self.state_tensors(parameter))
-        offloaded = self.on_host(parameter) * parameter.numel() * of_entry
+        offloaded = 0
+        if self.on_host(parameter):
+            offloaded = parameter.numel() * bytes_of_entry(parameter, self.state_tensors(parameter))
         return ParamSpec(name, dtype, layout, split, iteration_of(settings), offloaded=offloaded)
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
@@ -624,10 +615,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if self.measures or modifiers.sizes(settings):
             return None
         return partial(scale_of, settings)
-
-    def _planned_settings(self) -> object:
-        functions = [vars(self).get(name) for name in OF_USERS]
-        return functions, deepcopy(self.planned_in_groups())  # lists may be written to
 
     # Checks.
 
@@ -645,7 +632,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             state_dict = {**state_dict, "param_groups": saved}
         super().load_state_dict(state_dict)
         self._session.graphed = None  # the momenta that it was captured with are gone
-        self._session.normed = None  # the state may lack norms that are to be held
         dropped = held_norms.drop_unused(self)
         if dropped:
             warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")
@@ -659,8 +645,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         # unlike a loaded group, which may have settings of another optimizer
         check_effect(settings_of(type(self)), group.keys() - self.defaults.keys(), settings)
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
-            check_kept(self, parameter)
-            check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            muon_checks.check_parameter(self, parameter)
+            muon_checks.check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if settings["moment2_method"] != "none":
                 second_moment.check_moments(self, parameter, called, settings["moment2_method"])
 
@@ -668,121 +654,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
         self._check_split(parameter)
 
-    def _check_settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        settings = super()._check_settings(group)
-        if STEP_KERNELS in group:  # of a checkpoint, or chosen by ranks
-            kept = {STEP_KERNELS: group[STEP_KERNELS]}
-            check_values(type(self).__name__, settings_of(type(self)), kept)
-        if MOMENTUM_STEPS in group:
-            check_count(f"{type(self).__name__}: {MOMENTUM_STEPS} of a group", group[MOMENTUM_STEPS], least=0)
-        self._refuse_decided(group)
-        check_decay(self, group, settings)
-        return settings
-
-    def _check_together(self, settings: Mapping[str, Any]) -> None:
-        super()._check_together(settings)
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super()._check_together(group, settings)
         modifiers.check_modifiers(type(self).__name__, settings)
         iteration_of(settings)
         if self.measures or modifiers.measures(settings):
             refuse_blockwise(self, "norms")
-        self._check_functions(settings)
-
-    def _check_functions(self, settings: Mapping[str, Any]) -> None:
-        """Refuse functions of the user's that do not go with other settings."""
-        name = type(self).__name__
-        users = self._of_user(*OF_PARAMETERS)
-        if users and (self.offload_fraction or self.cuda_graphs):
-            raise ValueError(
-                f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
-                f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
-            )
-        rule = self.size_rule or modifiers.sizes(settings)
-        if rule and self._of_user("scale_factor_fn"):
-            raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
-        if users and settings["moment2_method"] != "none" and "moment2_method" not in self.only:
-            raise ValueError(
-                f"{name} has an {users[0]} of its own, and moment2_method {settings['moment2_method']!r} needs the "
-                f"orthogonal factors of all matrices together: leave the setting away, or take "
-                f"TensorParallelAdaptiveMuon"
-            )
+        if STEP_KERNELS in group:  # of a checkpoint, or chosen by ranks
+            kept = {STEP_KERNELS: group[STEP_KERNELS]}
+            check_values(type(self).__name__, settings_of(type(self)), kept)
+        muon_checks.check_functions(self, settings)
+        muon_checks.check_decided(self, group, settings)
+        muon_checks.check_decay(self, group, settings)
 
 
 def scale_of(settings: Mapping[str, Any], rows: int, cols: int) -> float:
     """Factor of a (rows x cols) matrix's orthogonal factor."""
     factor: float = settings["extra_scale_factor"]
     return factor * muon_scale_factor(rows, cols, settings["scale_mode"])
-
-
-def check_graphs(optimizer: TensorParallelMuon) -> None:
-    """Refuse to capture a step that a graph cannot replay."""
-    if optimizer.offload_fraction or optimizer.momentum_dtype or optimizer.momentum_warmup:
-        raise ValueError(
-            "cuda_graphs cannot work with offload_fraction, momentum_dtype or momentum_warmup, by which steps differ: "
-            "leave it off"
-        )
-    for parameter in optimizer._parameters():
-        if parameter.device.type != "cuda" or optimizer.layout(parameter).ranks > 1:
-            raise ValueError(
-                f"cuda_graphs cannot work for parameters that other ranks share, or that are not on a CUDA device, got "
-                f"one on {parameter.device}: leave it off"
-            )
-
-
-def check_kept(optimizer: TensorParallelMuon, parameter: Tensor) -> None:
-    """Refuse a parameter whose momentum cannot be kept as asked for."""
-    name = type(optimizer).__name__
-    shape = tuple(parameter.shape)
-    if optimizer.offload_fraction and isinstance(parameter, DTensor):
-        raise ValueError(
-            f"{name}: state of a DTensor cannot be in host memory, got one of shape {shape}: leave offload_fraction at "
-            f"0"
-        )
-    if optimizer.momentum_dtype is not None and parameter.dtype == torch.float64:
-        raise ValueError(
-            f"{name}: momenta with a momentum_dtype are averaged in fp32, got a parameter in fp64 of shape {shape}: "
-            f"leave it away"
-        )
-
-
-def check_shards(optimizer: TensorParallelMuon, parameter: Tensor, called: str) -> None:
-    """Refuse a shard without the group of its ranks."""
-    if optimizer.tp_mode != "blockwise":
-        otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
-        check_shard(parameter, optimizer.pg_collection, called, otherwise)
-
-
-def check_decay(optimizer: TensorParallelMuon, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse a group's weight decay that does not go with its effective settings."""
-    name = type(optimizer).__name__
-    method = decay_method(name, group)
-    decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
-    if settings["moment2_method"] == "namo" and decays and method == "l2":
-        raise ValueError(
-            f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
-            f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
-        )
-    if settings["cautious_weight_decay"] and method == "l2":
-        raise ValueError(
-            f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
-            f"take another {METHOD}, or leave it off"
-        )
-    if optimizer.decays_weights and not modifiers.holds(settings):
-        return
-    instead_of_decay = optimizer.instead_of_decay
-    if not instead_of_decay:
-        name += " with weight_norm 'hold'"
-        instead_of_decay = modifiers.INSTEAD_OF_DECAY
-    if method != "decoupled":
-        raise ValueError(
-            f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
-            f"and {DECOUPLED} away"
-        )
-    # by these Megatron's scheduler sets that of a group that has one
-    schedule = ("start_wd", "end_wd") if optimizer.decays_weights else ()
-    set_to = [group[key] for key in schedule if key in group] or [group["weight_decay"]]
-    # a group that is to be loaded is not one of the optimizer's yet
-    if any(set_to) and any(own is group for own in optimizer.param_groups):
-        raise ValueError(
-            f"{name} has no weight decay, got {max(set_to)}: {instead_of_decay}; set the weight_decay of its matrices "
-            f"to 0"
-        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.step import Batch, Step, chosen, repeated
+from megatron_eopt.optimizers.step import Batch, Step, cast_to_average, repeated
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
@@ -39,7 +39,7 @@ def users_step(
     Raises:
         ValueError: for an update that cannot be subtracted from its parameter.
     """
-    batches = chosen(batches)
+    batches = cast_to_average(batches)
     indices = [i for batch in batches for i in batch.indices]
     if not indices:
         accept({})
@@ -82,7 +82,7 @@ def _updates(
     by_name = {argument.name for argument in taken[2:]}
     of_parameters = iter(momenta)
     for batch in batches:
-        settings = {key: value for key, value in batch.own.items() if takes_all or key in by_name}
+        settings = {key: value for key, value in batch.group_settings.items() if takes_all or key in by_name}
         for index, p in zip(batch.indices, batch.parameters, strict=True):
             momentum = next(of_parameters)
             if not momentum.numel() and not waited_for(index):

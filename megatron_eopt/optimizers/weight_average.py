@@ -1,7 +1,7 @@
 """Averages of weights beside any optimizer, in its state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.optimizers.loaded_state import check_finite
 from megatron_eopt.optimizers.parameters import local, parameter_names
-from megatron_eopt.optimizers.state import check_finite
 from megatron_eopt.settings.groups import warn
 
 AVERAGE = "weight_average"  # in the state of a parameter, in fp32 at least
@@ -29,16 +29,15 @@ class AverageRule:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read ``ema:DECAY`` or ``tail:STEPS``."""
-        kind, _, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+        kind, _, number = str(text).partition(":")
         if kind == "tail" and number.isdecimal() and int(number) > 0:
             return cls(window=int(number))
-        try:
-            rule = cls(decay=float(number) if kind == "ema" else 0.0)
-        except ValueError:
-            rule = cls()
-        if not 0 < rule.decay < 1:
-            raise ValueError(f"an average of weights is {_FORMS}, got {text!r}")
-        return rule
+        if kind == "ema":
+            with suppress(ValueError):
+                decay = float(number)
+                if 0 < decay < 1:
+                    return cls(decay=decay)
+        raise ValueError(f"an average of weights is {_FORMS}, got {text!r}")
 
     @classmethod
     def of(cls, schedule: Sequence[float]) -> Self:
@@ -147,12 +146,12 @@ class AverageOfOne:
         self.at_average = False
         self._remaining = remaining
         self._schedule = torch.tensor([rule.decay, rule.window, 0], dtype=torch.float64)  # of all parameters
-        self._loading: list[dict[str, Any]] = []  # by parameter, as a state dict has them
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-        self._loading = [dict(optimizer.state.get(p, {})) for p in self.parameters()]
+        # by parameter, as a state dict has them
+        self._loading: list[dict[str, Any]] = [dict(optimizer.state.get(p, {})) for p in self.parameters()]
         if any(AVERAGE in state for state in self._loading):  # a copy's, or a state that torch has cast in a load
             for state in self._loading:
                 if SCHEDULE in state and state[SCHEDULE].dtype != torch.float64:

@@ -1,7 +1,6 @@
 """The mathematics of :mod:`~megatron_eopt.optimizers.modifiers`, over lists of shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -72,16 +71,21 @@ def _stacks(
 
     A piece has few enough rows that a copy is bounded. Numbers have the dtype to compute in.
     """
-    pieces = list[tuple[Tensor, ...]]()
+    shards = list[Tensor]()
+    changes = list[Tensor]()
+    numbers = list[Tensor]()
     for x, update, row in zip(weights, updates, of_each.unbind(), strict=True):
         height = max(1, foreach.MOST_BYTES // 4 // max(1, x.shape[1:].numel()))
-        pieces += zip(x.split(height), update.split(height), repeat(row), strict=False)
-    for some in foreach.alike(*zip(*pieces, strict=True)):
-        xs, us, rows = map(list, zip(*(pieces[i] for i in some), strict=True))
+        for shard, change in zip(x.split(height), update.split(height), strict=True):
+            shards.append(shard)
+            changes.append(change)
+            numbers.append(row)
+    for equal in foreach.alike(shards, changes, numbers):
+        xs = [shards[i] for i in equal]
         before = torch.stack(xs)
-        update = torch.stack(us)
-        numbers = torch.stack(rows).to(torch.promote_types(before.dtype, torch.float32))
-        yield xs, before, update, numbers.view(*numbers.shape, *[1] * xs[0].ndim).unbind(1)
+        update = torch.stack([changes[i] for i in equal])
+        rows = torch.stack([numbers[i] for i in equal]).to(torch.promote_types(before.dtype, torch.float32))
+        yield xs, before, update, rows.view(*rows.shape, *[1] * before[0].ndim).unbind(1)
 
 
 def write_back(engine: Engine, indices: Sequence[int], weights: Tensors, shards: Tensors) -> None:

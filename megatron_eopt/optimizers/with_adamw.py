@@ -14,17 +14,16 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.earlier_layout import as_now
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
-from megatron_eopt.optimizers.nonfinite import check_gradients
-from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names
-from megatron_eopt.optimizers.state import (
-    STATE_OF,
-    StateTensor,
+from megatron_eopt.optimizers.loaded_state import (
     check_loaded,
     check_state_dict,
     check_writer,
     name_in_states,
     note_begun_anew,
 )
+from megatron_eopt.optimizers.nonfinite import check_gradients
+from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names
+from megatron_eopt.optimizers.state import STATE_OF, StateTensor
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.settings.groups import plain, warn
@@ -127,7 +126,7 @@ class Muon(Optimizer):
     matrices: BaseOptimizer
     adamw: AdamW | None
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _rates: Sequence[Any] = ()  # of the first group of matrices and of AdamW's, as the last step left them
+    _rates: tuple[Any, list[Any]] | None = None  # of the first matrices, and of AdamW's groups, after the last step
     _warned: bool = False  # whether a change of AdamW's rates was warned of
 
     def __init__(
@@ -187,15 +186,7 @@ class Muon(Optimizer):
 
     def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self.matrices = matrices
-        given: list[Any] = list(adam_params)
-        defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
-        for group in given if given and isinstance(given[0], dict) else [{}]:
-            for key, meant in misspelt(group, defaults).items():
-                warn(f"AdamW in {self._called}: {key!r} is no setting, so it has no effect, did you mean {meant!r}?")
-            check_values(f"AdamW in {self._called}", OF_ADAMW, {**defaults, **adam_settings, **group})
-        adamw = AdamW(given, **adam_settings) if given else None
-        if adamw is not None and not any(group["params"] for group in adamw.param_groups):
-            adamw = None
+        adamw = _adamw_of(f"AdamW in {self._called}", list(adam_params), adam_settings)
         # torch's constructor would set the groups, which are properties here
         super().__setstate__({"defaults": dict(matrices.defaults), "adamw": adamw})
         self._groups_at_first = len(matrices.param_groups)
@@ -262,22 +253,22 @@ class Muon(Optimizer):
     def _set_rates(self) -> None:
         """Let AdamW's rates follow the first group of matrices."""
         lr = self.matrices.param_groups[0]["lr"]
-        left = self._rates
-        self._rates = [lr]
-        for index, group in enumerate(self._adam_groups, 1):
+        lr_before, before = self._rates or (None, [])
+        rates = []
+        for index, group in enumerate(self._adam_groups):
             if group[ADAM_LR_AT] > 0:
                 rate = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
-                if index < len(left) and left[0] == lr:
-                    self._warn_of_rate(group, left[index], rate)
+                if index < len(before) and lr_before == lr:
+                    self._warn_of_rate(group["lr"], before[index], lr, rate)
                 group["lr"] = rate
-            self._rates.append(group["lr"])
+            rates.append(group["lr"])
+        self._rates = lr, rates
 
-    def _warn_of_rate(self, group: Group, left: Any, rate: Any) -> None:
-        """Warn once where AdamW's rate was set, and that of the matrices was not."""
-        found = group["lr"]
-        if self._warned or isinstance(found, Tensor) or isinstance(left, Tensor):
+    def _warn_of_rate(self, found: Any, before: Any, lr: Any, rate: Any) -> None:
+        """Warn once where AdamW's rate was set, and that of the matrices, ``lr``, was not."""
+        if self._warned or isinstance(found, Tensor) or isinstance(before, Tensor):
             return
-        if not math.isclose(found, left) and found != self._rates[0]:  # as a loop sets one rate for all
+        if not math.isclose(found, before) and found != lr:  # as a loop sets one rate for all
             self._warned = True
             warn(
                 f"{self._called}: lr of a group of AdamW was set to {found:g}, and the step sets it to {rate:g}, as it "
@@ -360,7 +351,7 @@ class Muon(Optimizer):
         self.matrices.load_state_dict(of_matrices)
         if self.adamw is not None:
             self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
-        self._rates = ()
+        self._rates = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -391,6 +382,20 @@ class Muon(Optimizer):
         check_loaded(name, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
         if loaded:
             note_begun_anew(name, lacking)
+
+
+def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> AdamW | None:
+    """AdamW of parameters or groups of them, None where there are none; ``called`` begins messages."""
+    defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
+    groups = params if params and isinstance(params[0], dict) else [{}]
+    for group in groups:
+        for key, meant in misspelt(group, defaults).items():
+            warn(f"{called}: {key!r} is no setting, so it has no effect, did you mean {meant!r}?")
+        check_values(called, OF_ADAMW, {**defaults, **settings, **group})
+    if not params:
+        return None
+    adamw = AdamW(params, **settings)
+    return adamw if any(group["params"] for group in adamw.param_groups) else None
 
 
 def _apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -351,7 +351,7 @@ def test_the_form_is_kept_and_a_resumed_run_goes_on_with_it():
     resumed = TensorParallelMuon(of_shapes(), lr=0.02)
     resumed.load_state_dict(state)
     resumed.prepare()
-    assert resumed._session.kernels is not None
+    assert resumed._session.settled.kernels is not None
     other = TensorParallelMuon(of_shapes(), lr=0.02, step_kernels="torch")
     other.load_state_dict(state)
     other.prepare()
@@ -402,12 +402,3 @@ def test_groups_have_one_form():
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
     with pytest.raises(ValueError, match="groups and steps need one step_kernels, 'torch', got 'triton'"):
         TensorParallelMuon([{"params": [a], "step_kernels": "torch"}, {"params": [b], "step_kernels": "triton"}]).step()
-
-
-def test_a_count_of_steps_is_a_whole_number():
-    (p,) = of_shapes(shapes=[(4, 3)])
-    p.grad = torch.ones_like(p)
-    optimizer = TensorParallelMuon([p], momentum_dtype=BF16)
-    optimizer.param_groups[0]["momentum_steps"] = 1.5
-    with pytest.raises(ValueError, match="momentum_steps of a group must be a whole number"):
-        optimizer.step()

@@ -78,5 +78,5 @@ def test_the_signature_names_all_arguments_for_help_and_for_configs(kind):
 def test_arguments_that_have_no_place_are_refused_though_muon_may_know_them(kind):
     with pytest.raises(TypeError, match="unexpected keyword argument 'num_steps'"):
         kind([matrix()], num_steps=3)
-    with pytest.raises(ValueError, match=f"{kind.__name__}: scale_mode 'shape_scaling' .* have no effect here"):
+    with pytest.raises(ValueError, match="scale_mode has no effect here, got 'shape_scaling'"):
         kind([matrix()], scale_mode="shape_scaling")

@@ -1,0 +1,239 @@
+"""What is loaded into an optimizer: whose state it is, what is refused, and what is warned of."""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers.modifiers import without_matrix
+from megatron_eopt.optimizers.nonfinite import listed
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.state import (
+    STATE_OF,
+    Described,
+    Layouts,
+    States,
+    StateShape,
+    StateTensor,
+    expected_shape,
+    shape_of,
+)
+from megatron_eopt.settings.groups import plain, warn
+from megatron_eopt.settings.of_class import class_of_ours, settings_of
+
+logger = logging.getLogger(__name__)
+
+UNMARKED = frozenset({"tp_mode", "momentum_dtype"})  # exact in all but one value; and what the state shows by itself
+
+Saved = Sequence[tuple[Tensor, Mapping[str, Any]]]
+"""Parameters, and what a state dict has for each."""
+
+
+def name_in_states(cls: type) -> str:
+    """A class's name in states; users' subclasses use their base's."""
+    name: str = class_of_ours(cls).__name__
+    return name
+
+
+def mark_of(optimizer: Any) -> str:
+    """Its :func:`name_in_states`, and, as JSON, settings that groups lack and that are no default."""
+    known = settings_of(type(optimizer))
+    settings = plain(optimizer.settings() | optimizer.settings_of_groups())
+    given = {}
+    for key, value in settings.items():
+        marked = key in known and key not in optimizer.defaults and key not in UNMARKED
+        if marked and value != known[key].default:
+            given[key] = value
+    return name_in_states(type(optimizer)) + (f" {json.dumps(given)}" if given else "")
+
+
+def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn of settings in marks of ``saved`` groups that ``groups`` to be loaded go on without."""
+    name = type(optimizer).__name__
+    settings = optimizer.settings() | optimizer.settings_of_groups()
+    forgotten = dict[str, None]()  # in order
+    for was, group in zip(saved, groups, strict=False):
+        _, _, given = was.get(STATE_OF, "").partition(" ")
+        now = json.loads(json.dumps(plain({**settings, **group})))
+        for key, value in json.loads(given or "{}").items():
+            if key not in was and now.get(key, value) != value:
+                forgotten[f"{key} {value!r} and goes on with {now[key]!r}"] = None
+    if forgotten:
+        warn(f"{name} loads a state that was made with {', with '.join(forgotten)}: build it as it was to go on alike")
+
+
+def check_state_dict(name: str, state_dict: object) -> None:
+    """Refuse what no optimizer's ``state_dict()`` returns."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(
+            f"{name}.load_state_dict takes what state_dict() returned, a dict with 'state' and 'param_groups', got "
+            f"{found}"
+        )
+
+
+def check_writer(cls: type, state_dict: Mapping[str, Any], unmarked: bool = False) -> None:
+    """Refuse another optimizer's state; warn of an ``unmarked`` one."""
+    called = cls.__name__
+    check_state_dict(called, state_dict)
+    writers = {group.get(STATE_OF, "").partition(" ")[0] for group in state_dict["param_groups"]}
+    others = writers - {name_in_states(cls), ""}
+    if others:
+        other = ", ".join(sorted(others))
+        raise ValueError(
+            f"{called} cannot load a state of {other}: what its tensors mean is another thing, also where keys and "
+            f"shapes are the same. To go on from it, build {other}, or load the weights alone and begin with fresh "
+            f"state; to take its tensors as they are, remove {STATE_OF!r} from each group of the state"
+        )
+    if unmarked and "" in writers and any(state_dict["state"].values()):
+        warn(
+            f"{called} loads a state that does not say which optimizer wrote it, and takes it for one of its own: "
+            "tensors of another one with the same keys and shapes, such as torch's, would mean another thing"
+        )
+
+
+def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
+    """Refuse a state tensor of another shape or placements than its first one."""
+    shape = shape_of(found)
+    allowed = [expected_shape(parameter, tensor, layouts)]
+    if tensor.rank is not None:  # in earlier releases every rank had what only a compute rank needs
+        whole = tensor.global_shape(layouts(parameter))
+        allowed.append(StateShape(whole, whole))
+    if shape not in allowed:
+        raise ValueError(
+            f"{tensor.key!r} has shape {shape}, expected {allowed[0]} for the parameter of shape "
+            f"{tuple(parameter.shape)}: the state is of another model or layout, or ranks had dealt matrices "
+            "otherwise: group parameters as before, and load a whole state into DTensors by torch's "
+            "set_optimizer_state_dict"
+        )
+
+
+def check_loaded(
+    name: str,
+    states: Iterable[tuple[Tensor, Mapping[str, Any]]],
+    described: Described,
+    layouts: Layouts,
+    called: Mapping[Tensor, str],
+) -> set[str]:
+    """Refuse states that no step could go on from; returns conversions.
+
+    Args:
+        name: of the optimizer.
+        states: parameters with the states that are to be theirs.
+        described: what state tensors a parameter has.
+        layouts: layouts of a parameter's logical matrices.
+        called: names of parameters, for messages.
+
+    Raises:
+        TypeError: for what is no tensor.
+        ValueError: for a tensor that is missing, of another shape, or not finite.
+    """
+    converted: set[str] = set()
+    values: list[tuple[str, Tensor, torch.dtype]] = []
+    for parameter, state in states:
+        for tensor in described(parameter):
+            key = tensor.key
+            if key not in state:
+                if tensor.optional:
+                    continue
+                raise ValueError(
+                    f"{name} needs {key!r} for the parameter of shape {tuple(parameter.shape)}, but the state has "
+                    f"{sorted(state)}: it is of another optimizer, or of other settings of this one"
+                )
+            found = state[key]
+            of = f"{key!r} of {called[parameter]}"
+            if not isinstance(found, Tensor):
+                raise TypeError(f"{name} loads tensors, and {of} in the state is {type(found).__name__}")
+            check_shape(parameter, tensor, layouts, found)
+            dtype = tensor.dtype or parameter.dtype
+            if found.dtype != dtype:
+                converted.add(f"{key} from {found.dtype} to {dtype}")
+            values.append((of, found, dtype))
+    check_finite(name, values)
+    return converted
+
+
+def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
+    """Refuse tensors that are not finite in the dtypes that will keep them; waits for the device."""
+    for of, found, dtype in values:
+        if dtype.is_floating_point and not local(found).to(dtype).isfinite().all():
+            raise ValueError(
+                f"{name}: {of} in the state has values that are not finite in {dtype}, which would stay in it for "
+                "ever: load an earlier state, or go on with fresh state from the weights alone"
+            )
+
+
+def note_begun_anew(name: str, lacking: Sequence[str]) -> None:
+    """Warn of parameters without any state where others have theirs."""
+    if lacking:  # on every rank, each of which may lack other ones
+        logger.warning(
+            f"{name} loads a state without any of {listed(lacking)}: it begins anew, as that of a parameter that never "
+            "had a gradient"
+        )
+
+
+def note_loaded(name: str, converted: Iterable[str], lacking: Iterable[str]) -> None:
+    """Warn of state that a load has converted, or that begins anew."""
+    converted = sorted(converted)
+    if converted:
+        warn(f"{name} converts the state that it loads: {', '.join(converted)}")
+    lacking = sorted(lacking)
+    if lacking:
+        warn(f"{name} loads a state without {' and '.join(lacking)}, which begins anew")
+
+
+def with_steps(states: States, saved: Saved) -> list[tuple[Tensor, Mapping[str, Any]]]:
+    """Saved states, without those of parameters that made no step."""
+    loaded = []
+    for p, state in saved:
+        described = {tensor.key for tensor in states.described(p)}
+        if state.keys() & described or state.keys() - states.kept.get(p, {}).keys():
+            loaded.append((p, state))
+    return loaded
+
+
+def lacking(states: States, saved: Saved) -> list[Tensor]:
+    """Parameters that train and have no state, where others have theirs."""
+    with_state = False
+    without = []
+    for p, state in saved:
+        needed = {tensor.key for tensor in states.described(p) if not tensor.optional}
+        if needed & state.keys():
+            with_state = True
+        elif needed and p.requires_grad:
+            without.append(p)
+    return without if with_state else []
+
+
+def without_host(states: States, parameters: Iterable[tuple[Tensor, int]], saved: Mapping[int, Any]) -> dict[int, Any]:
+    """Saved states, by index, without what is to be in host memory.
+
+    torch moves all that it loads to the devices of the parameters, where there may be no room.
+    """
+    kept = {index: dict(state) for index, state in saved.items()}
+    for p, index in parameters:
+        for tensor in states.described(p):
+            if states.is_on_host(p, tensor):
+                kept.get(index, {}).pop(tensor.key, None)
+    return kept
+
+
+def place(states: States, loaded: Saved) -> set[str]:
+    """Set what torch's load moved, cast or left out; returns optional keys that states lack."""
+    begun_anew = set()
+    for parameter, saved in loaded:
+        state = states.kept[parameter]
+        for tensor in states.described(parameter):
+            key = tensor.key
+            if key not in saved and tensor.optional:
+                begun_anew.add(without_matrix(key))
+            elif states.is_on_host(parameter, tensor):
+                state[key] = states.initial(parameter, tensor).copy_(saved[key])
+            elif tensor.rank is not None and tensor.is_elsewhere(states.layouts(parameter)):  # once all had it
+                state[key] = states.initial(parameter, tensor)
+            elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
+                state[key] = saved[key].detach().to(local(parameter).device, tensor.dtype, copy=True)
+    return begun_anew

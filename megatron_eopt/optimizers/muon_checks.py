@@ -1,0 +1,128 @@
+"""What settings, parameters and users' functions of Muon cannot be."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, holds, sizes
+from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS
+from megatron_eopt.optimizers.parameters import check_shard
+from megatron_eopt.settings.groups import DECOUPLED, METHOD, decay_method
+from megatron_eopt.settings.records import SCALE, names_of
+
+OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")
+DECIDED_BY = {"num_ns_steps": OF_MATRICES, "coefficient_type": OF_MATRICES} | dict.fromkeys(
+    names_of(SCALE), ("scaled_orthogonalize_fn", "scale_factor_fn")
+)
+"""Settings of a group -> functions of the user's that decide in their place."""
+
+
+def size_of_updates(optimizer: Any, settings: Mapping[str, Any]) -> str | None:
+    """How large updates are, where the scale settings have no effect."""
+    return optimizer.size_rule or sizes(settings)
+
+
+def check_decided(optimizer: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a group's settings in whose place something else decides."""
+    rule = size_of_updates(optimizer, settings)
+    for key, functions in DECIDED_BY.items():
+        if key not in group:
+            continue
+        users = optimizer._of_user(*functions)
+        if users:
+            decides = f"{users[0]} of your own decides"
+        elif rule and key in names_of(SCALE):
+            decides = f"the size of an update is {rule}; set lr"
+        else:
+            continue
+        raise ValueError(f"{key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
+
+
+def check_functions(optimizer: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse functions of the user's that do not go with other settings."""
+    name = type(optimizer).__name__
+    rule = size_of_updates(optimizer, settings)
+    if rule and optimizer._of_user("scale_factor_fn"):
+        raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
+    users = optimizer._of_user(*OF_PARAMETERS)
+    if not users:
+        return
+    if settings["offload_fraction"] or settings["cuda_graphs"]:
+        raise ValueError(
+            f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
+            f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
+        )
+    if settings["moment2_method"] != "none" and "moment2_method" not in optimizer.only:
+        raise ValueError(
+            f"{name} has an {users[0]} of its own, and moment2_method {settings['moment2_method']!r} needs the "
+            f"orthogonal factors of all matrices together: leave the setting away, or take "
+            f"TensorParallelAdaptiveMuon"
+        )
+
+
+def check_parameter(optimizer: Any, parameter: Tensor) -> None:
+    """Refuse a parameter whose step or state cannot be as asked for."""
+    name = type(optimizer).__name__
+    shape = tuple(parameter.shape)
+    if optimizer.cuda_graphs and (parameter.device.type != "cuda" or optimizer.layout(parameter).ranks > 1):
+        raise ValueError(
+            f"cuda_graphs cannot work for parameters that other ranks share, or that are not on a CUDA device, got "
+            f"one on {parameter.device}: leave it off"
+        )
+    if optimizer.offload_fraction and isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{name}: state of a DTensor cannot be in host memory, got one of shape {shape}: leave offload_fraction at "
+            f"0"
+        )
+    if optimizer.momentum_dtype is not None and parameter.dtype == torch.float64:
+        raise ValueError(
+            f"{name}: momenta with a momentum_dtype are averaged in fp32, got a parameter in fp64 of shape {shape}: "
+            f"leave it away"
+        )
+
+
+def check_shards(optimizer: Any, parameter: Tensor, called: str) -> None:
+    """Refuse a shard without the group of its ranks."""
+    if optimizer.tp_mode != "blockwise":
+        otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
+        check_shard(parameter, optimizer.pg_collection, called, otherwise)
+
+
+def check_decay(optimizer: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a group's weight decay that does not go with its effective settings."""
+    name = type(optimizer).__name__
+    method = decay_method(name, group)
+    decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
+    if settings["moment2_method"] == "namo" and decays and method == "l2":
+        raise ValueError(
+            f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
+            f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
+        )
+    if settings["cautious_weight_decay"] and method == "l2":
+        raise ValueError(
+            f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
+            f"take another {METHOD}, or leave it off"
+        )
+    if optimizer.decays_weights and not holds(settings):
+        return
+    instead_of_decay = optimizer.instead_of_decay
+    if not instead_of_decay:
+        name += " with weight_norm 'hold'"
+        instead_of_decay = INSTEAD_OF_DECAY
+    if method != "decoupled":
+        raise ValueError(
+            f"{name} has no weight decay, but its {METHOD} is {method!r}: {instead_of_decay}; take {METHOD} "
+            f"and {DECOUPLED} away"
+        )
+    # by these Megatron's scheduler sets that of a group that has one
+    schedule = ("start_wd", "end_wd") if optimizer.decays_weights else ()
+    set_to = [group[key] for key in schedule if key in group] or [group["weight_decay"]]
+    # a group that is to be loaded is not one of the optimizer's yet
+    if any(set_to) and any(own is group for own in optimizer.param_groups):
+        raise ValueError(
+            f"{name} has no weight decay, got {max(set_to)}: {instead_of_decay}; set the weight_decay of its matrices "
+            f"to 0"
+        )

@@ -471,6 +471,13 @@ class BaseOptimizer(Optimizer):
         """What :meth:`prepare` will choose the kernel for."""
         return self.proposed().stacks()
 
+    def _agreed_kernel(self, engine: Engine) -> str | None:
+        """Agree on a plan, and on the kernel that it needs."""
+        given = self.symmetric_products, self.param_groups[0].get(KERNEL)
+        chooses = self.multiplies and (any(given) or times_kernels(*given, engine.device))
+        own = self.kernel_products() if self._parameters() and chooses else None
+        return engine.prepare(*given, comparable(self), own)
+
     def prepare(self) -> Engine:
         """Settle the step with the other ranks; all call together.
 
@@ -485,11 +492,8 @@ class BaseOptimizer(Optimizer):
         parameters = self._parameters()
         if session.engine is None or session.engine_of != wanted:
             engine = self.proposed()
-            given = self.symmetric_products, self.param_groups[0].get(KERNEL)
-            chooses = self.multiplies and (any(given) or times_kernels(*given, engine.device))
-            own = self.kernel_products() if parameters and chooses else None
             try:
-                kernel = engine.prepare(*given, comparable(self), own)
+                kernel = self._agreed_kernel(engine)
             except CollectiveError as error:
                 error.add("to agree on a plan, which is made anew where a setting or a group changed")
                 raise

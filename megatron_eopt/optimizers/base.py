@@ -527,12 +527,8 @@ class BaseOptimizer(Optimizer):
 
     def _agree_on(self, engine: Engine) -> None:
         """Compare the plan with that of the other ranks; groups keep the kernel and the rates."""
-        given = self.symmetric_products, self.param_groups[0].get(KERNEL)
-        products = None
-        if self.multiplies and self._parameters() and (any(given) or times_kernels(*given, engine.device)):
-            products = self.kernel_products()
         try:
-            kernel = engine.prepare(*given, comparable(self), products)
+            kernel = self._agreed_kernel(engine)
         except CollectiveError as error:
             error.add("to agree on a plan, which is made anew where a setting or a group changed")
             raise
@@ -542,6 +538,14 @@ class BaseOptimizer(Optimizer):
             group[KERNEL] = kernel
             if RATES in self.carried_settings:
                 group[RATES] = asdict(engine.rates)
+
+    def _agreed_kernel(self, engine: Engine) -> str | None:
+        """Agree on a plan, and on the kernel that it needs."""
+        given = self.symmetric_products, self.param_groups[0].get(KERNEL)
+        products = None
+        if self.multiplies and self._parameters() and (any(given) or times_kernels(*given, engine.device)):
+            products = self.kernel_products()
+        return engine.prepare(*given, comparable(self), products)
 
     def _warn_of_unmarked(self, engine: Engine) -> None:
         """Warn once of shards that tensor-parallel ranks take for whole matrices."""

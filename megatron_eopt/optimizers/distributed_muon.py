@@ -1,8 +1,10 @@
 """Keller Jordan's distributed Muon."""
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from itertools import batched, chain
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from math import prod
 from typing import Any
 
 import torch
@@ -12,34 +14,42 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
+from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.loaded_state import check_finite, check_writer
-from megatron_eopt.optimizers.parameters import names_of_last
+from megatron_eopt.optimizers.parameters import DescribedMatrix, comparable, names_of_last
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
+from megatron_eopt.optimizers.whole_matrices import (
+    WEIGHT,
+    MatrixStack,
+    MatrixStep,
+    ParameterStep,
+    Planned,
+    Program,
+    StackedOptimizer,
+    write_copies,
+)
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Fp32Precision
-from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_replicas, check_same, times_kernels
+from megatron_eopt.orthogonalize.scale import muon_scale_factor, predicted_update_rms
+from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_replicas, times_kernels
 from megatron_eopt.parallel.attributes import is_sharded
-from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan
-from megatron_eopt.parallel.rectangles import whole
-from megatron_eopt.parallel.scheduler import rounds
+from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
 from megatron_eopt.settings.records import Setting
 
 logger = logging.getLogger(__name__)
 
 _COEFFICIENTS = "simple"
-_LABEL = "dp"
+_SCALE = "shape_scaling"
 
 
-class DistributedMuon(BaseOptimizer):
+class DistributedMuon(StackedOptimizer):
     """Muon under data parallelism, each momentum on one rank [1].
 
     All ranks hold the same parameters and gradients, as under DDP. Each matrix ``W`` (m x n) with gradient ``g`` has a
@@ -49,9 +59,9 @@ class DistributedMuon(BaseOptimizer):
     2. ``O``, the orthogonal factor of ``(1 - momentum) g + momentum M`` (of ``M`` without ``nesterov``), by
        Newton-Schulz iteration with the coefficients 3.4445, -4.7750, 2.0315.
 
-    It sends ``O`` to the others, and all ranks step: ``W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O``. Matrices
-    of equal shape go in rounds, one for each rank; a round's factors travel while the next is computed. The update of a
-    matrix has the same bits on any number of ranks.
+    It sends ``O`` to the others, and all ranks step: ``W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O``. A rank
+    computes one matrix after another; its factor travels while the next is computed. The update of a matrix has the
+    same bits on any number of ranks.
 
     A rank keeps its share of the momenta, so ``state_dict()`` on one rank is not the whole state: all ranks call
     :meth:`consolidate_state_dict` before, as with torch's ``ZeroRedundancyOptimizer``, or all call ``state_dict()``
@@ -100,6 +110,8 @@ class DistributedMuon(BaseOptimizer):
     process_group: ProcessGroup | None
     collective_state_dict: bool | None
 
+    moments = ()  # that every rank has
+
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _consolidated: dict[str, Any] | None = None
 
@@ -117,11 +129,13 @@ class DistributedMuon(BaseOptimizer):
         collective_state_dict: bool | None = None,
         symmetric_products: str | None = None,
     ) -> None:
-        process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        self.rank, self.ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
-        self.compute_ranks: dict[Tensor, int] = {}
-        self.rounds: list[list[Bucket]] = []
-        self.loads = [0] * self.ranks  # bytes that each rank has been dealt
+        if process_group is None and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self.rank = 0
+        self.ranks = 1
+        if process_group is not None:
+            self.rank = process_group.rank()
+            self.ranks = process_group.size()
         super().__init__(params, locals())
         if collective_state_dict is None and self.ranks > 1 and self.rank == 0:
             logger.warning(
@@ -131,20 +145,58 @@ class DistributedMuon(BaseOptimizer):
                 "pass True, and call state_dict() on all ranks"
             )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, dealt to the least loaded ranks."""
-        super().add_param_group(param_group)
-        parameters = self._parameters()
-        added = self.param_groups[-1]["params"]
-        dealt = deal([(p.shape, p.dtype) for p in added], self.loads, len(parameters) - len(added))
-        self.rounds.append(dealt)
-        for bucket in dealt:
-            for i, rank in zip(bucket.matrices, bucket.compute_ranks, strict=True):
-                self.compute_ranks[parameters[i]] = rank
+    # Matrices, and the ranks that compute them.
+
+    def layout(self, parameter: Tensor) -> Layout:
+        """The layout of a parameter, read as a matrix."""
+        layout = on_one_rank((parameter.shape[0], prod(parameter.shape[1:])))
+        return layout if self.process_group is None else shared_out(layout, self.process_group)
+
+    def split_of(self, parameter: Tensor) -> Split:
+        """A parameter is one matrix, whatever is declared of it."""
+        return WHOLE
+
+    @property
+    def compute_ranks(self) -> dict[Tensor, int]:
+        """Parameter -> the rank of the group that computes its update and keeps its momentum."""
+        return {p: self._rank_of(p) for p in self._parameters() if p.numel()}
+
+    def _rank_of(self, parameter: Tensor) -> int:
+        [plan] = self._planned(parameter)
+        return plan.compute_rank or 0  # None of one rank
+
+    def _computes(self, parameter: Tensor) -> bool:
+        """Whether this rank computes a parameter's update."""
+        return parameter.numel() > 0 and self._rank_of(parameter) == self.rank
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum on the compute rank; nothing elsewhere."""
-        return [StateTensor(MOMENTUM_BUFFER)] if self.compute_ranks.get(parameter) == self.rank else []
+        return [StateTensor(MOMENTUM_BUFFER)] if self._computes(parameter) else []
+
+    def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
+        return Planned(end, layout, (False, False), cost=prod(layout.shape))
+
+    def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
+        shape = plan.layout.shape
+        scale = muon_scale_factor(*shape, _SCALE)
+        rms = predicted_update_rms(*shape, _SCALE)
+        return replace(super()._describe(name, plan, parameter), scale=scale, rms=rms)
+
+    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        get_coefficients(_COEFFICIENTS, settings["ns_steps"])
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        called = type(self).__name__
+        for parameter, name in zip(group["params"], names_of_last(self.param_groups), strict=True):
+            if parameter.ndim < 2:
+                raise ValueError(f"{called} is for matrices: give {name} to another optimizer (AdamW, say)")
+            if isinstance(parameter, DTensor) or is_sharded(parameter):
+                raise ValueError(
+                    f"{called} is for parameters that every rank has whole, and {name} is a shard: take "
+                    "TensorParallelMuon"
+                )
+
+    # The state, of which each rank has a part.
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -154,18 +206,20 @@ class DistributedMuon(BaseOptimizer):
             to: rank of the group that collects them; None for every rank.
         """
         self.init_state()
+        if self.process_group is None or self.ranks == 1:
+            return  # it has the whole state
         collected = super().state_dict()
         kept = to in (None, self.rank)
-        parameters = self._parameters()
-        for bucket in chain(*self.rounds):
-            own = self._own(bucket, parameters)
-            like = parameters[bucket.matrices[0]]
-            mine = torch.empty_like(like) if own is None else self.state[own][MOMENTUM_BUFFER]
-            for index, momentum in zip(bucket.matrices, self._exchange(bucket, mine)(), strict=True):
-                if kept:
-                    of_parameter = dict(collected["state"].get(index, {}))
-                    of_parameter[MOMENTUM_BUFFER] = momentum.cpu()
-                    collected["state"][index] = of_parameter
+        compute_ranks = self.compute_ranks
+        for index, parameter in enumerate(self._parameters()):
+            if parameter not in compute_ranks:
+                continue
+            own = self.state[parameter].get(MOMENTUM_BUFFER)
+            sent = torch.empty_like(parameter) if own is None else own
+            momentum = broadcast(sent, compute_ranks[parameter], self.process_group).wait()
+            if kept:
+                of_parameter = collected["state"].get(index, {})
+                collected["state"][index] = {**of_parameter, MOMENTUM_BUFFER: momentum.cpu()}
         self._consolidated = collected if kept else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +255,7 @@ class DistributedMuon(BaseOptimizer):
             momentum = of_parameter.get(MOMENTUM_BUFFER)
             if isinstance(momentum, Tensor):  # also of other ranks' matrices, so that all ranks refuse a state together
                 check_finite(type(self).__name__, [(f"{MOMENTUM_BUFFER!r} of {name}", momentum, p.dtype)])
-            if self.compute_ranks.get(p) != self.rank:
+            if not self._computes(p):
                 of_parameter.pop(MOMENTUM_BUFFER, None)  # what users keep beside it stays
             elif not of_parameter:
                 missing.append(name)
@@ -215,148 +269,104 @@ class DistributedMuon(BaseOptimizer):
         super().load_state_dict({**state_dict, "state": kept})
         self._consolidated = None
 
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        get_coefficients(_COEFFICIENTS, settings["ns_steps"])
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        called = type(self).__name__
-        for parameter, name in zip(group["params"], names_of_last(self.param_groups), strict=True):
-            if parameter.ndim < 2:
-                raise ValueError(f"{called} is for matrices: give {name} to another optimizer (AdamW, say)")
-            if isinstance(parameter, DTensor) or is_sharded(parameter):
-                raise ValueError(
-                    f"{called} is for parameters that every rank has whole, and {name} is a shard: take "
-                    "TensorParallelMuon"
-                )
-
-    @property
-    def _groups(self) -> dict[str, ProcessGroup]:
-        return {} if self.process_group is None else {_LABEL: self.process_group}
-
-    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        return ParamSpec(name, parameter.dtype, groups=self._groups)
+    # The step.
 
     def prepare(self) -> Engine:
-        """Compare parameters and rounds between ranks, and choose the kernel; all call it together."""
-        parameters = self._parameters()
-        if self._session.engine is None and parameters:
-            matrices = []
-            for name, p in zip(self._names(), parameters, strict=True):
-                shape = (len(p), p[:1].numel())
-                matrices.append(Matrix(name, shape, (whole(shape),) * self.ranks, _LABEL, p.itemsize))
-            check_same(Plan(tuple(matrices), tuple(chain(*self.rounds))), self._groups)
-            given = self.symmetric_products, self.param_groups[0].get(KERNEL)
-            if times_kernels(*given, parameters[0].device) and self.ranks > 1:
-                weights = [(name, "", p.detach()) for name, p in zip(self._names(), parameters, strict=True)]
-                check_replicas(None, {}, weights, self.process_group)
-            kernel = agreed_kernel(self._kernel_products(parameters), *given, self._groups)
-            for group in self.param_groups:
-                group[KERNEL] = kernel
+        """Create the state, and agree with the other ranks; all call it together."""
         self.init_state()
         return super().prepare()
+
+    def _agreed_kernel(self, engine: Engine) -> str | None:
+        """Compare weights, and choose the kernel, on the ranks of the group alone."""
+        engine.prepare()
+        if not self._parameters():
+            return None
+        given = self.symmetric_products, self.param_groups[0].get(KERNEL)
+        if times_kernels(*given, engine.device) and self.ranks > 1:
+            check_replicas(None, {}, comparable(self), self.process_group)
+        return agreed_kernel(self.kernel_products(), *given, engine.groups)
 
     @property
     def _fp32(self) -> Fp32Precision:
         return "tf32" if self.fp32_matmul_prec == "high" else "ieee"
 
-    def _kernel_products(self, parameters: Sequence[Tensor]) -> KernelProducts:
+    def kernel_products(self) -> KernelProducts:
+        """Those of one matrix after another."""
+        parameters = self._parameters()
         device = parameters[0].device
-        sizes = set()
-        dtypes = set[torch.dtype]()
-        for p in parameters:
-            if p.numel():
-                sides = len(p), p[0].numel()
-                sizes.add((min(sides), max(sides)))
-            dtype = product_dtype(p.dtype, self.fp32_matmul_prec)
-            dtypes.update(x for x in (dtype, gram_dtype(dtype, device)) if x)
+        sizes = {tuple(sorted(self.layout(p).shape)) for p in parameters if p.numel()}
+        dtypes = {self._dtype_of(p) for p in parameters}
+        of_grams = {gram_dtype(dtype, device) for dtype in dtypes}
+        dtypes |= {dtype for dtype in of_grams if dtype is not None}
         return sorted(sizes), sorted(dtypes, key=str), device, self._fp32
 
+    def _chunks(self, steps: Sequence[ParameterStep]) -> Iterator[list[list[MatrixStep]]]:
+        """One matrix of each rank at a time, the largest first."""
+        of_ranks: dict[int, list[MatrixStep]] = {}
+        for p in sorted(steps, key=lambda p: -p.parameter.numel()):
+            if p.parameter.numel():
+                of_ranks.setdefault(self._rank_of(p.parameter), []).append(MatrixStep(p, 0))
+        yield [[matrix for matrix in some if matrix] for some in zip_longest(*of_ranks.values())]
+
     def _take(self, accepted: Tensor) -> None:
-        self._session.changing = True
         self._consolidated = None
-        parameters = self._parameters()
-        flags = accepted.unbind()
-        pairs = zip(self.param_groups, self.rounds, strict=True)
-        waiting = (self._round(bucket, group, parameters, flags) for group, dealt in pairs for bucket in dealt)
-        for _ in rounds(waiting):
-            pass
+        super()._take(accepted)
 
-    def _round(
-        self, bucket: Bucket, group: dict[str, Any], parameters: Sequence[Tensor], flags: Sequence[Tensor]
-    ) -> Generator[None, None, None]:
-        matrices = [parameters[i] for i in bucket.matrices]
-        first = matrices[0]
-        if self.ranks == 1 and first.grad is None:
-            return  # with others, who wait for it, the round is made, and its result is left out
-        accepted = torch.stack([flags[i] for i in bucket.matrices])
-        own = self._own(bucket, parameters)
-        if own is None:
-            factor = first.new_empty(first.flatten(1).shape, dtype=product_dtype(first.dtype, self.fp32_matmul_prec))
-        else:
-            # M <- M + (1 - momentum) (g - M), and its factor O, of the matrix that this rank computes
-            index = bucket.compute_ranks.index(self.rank)
-            factor = self._factor(own, accepted[index : index + 1], group)
-        received = self._exchange(bucket, factor)
+    def program(self, stacks: list[MatrixStack]) -> Program:
+        """One chunk's step: see :class:`DistributedMuon`."""
+        factors = yield from self._exchanged([matrix.of for stack in stacks for matrix in stack.matrices])
+        for stack in stacks:
+            # W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O
+            weights = stack.shards[WEIGHT]
+            accepted = stack.accepted.flatten()
+            updates = []
+            for W, matrix in zip(weights, stack.matrices, strict=True):
+                factor = factors[self._rank_of(matrix.of.parameter)]
+                updates.append(factor.to(W.dtype).view(W.shape))
+            foreach.scale(weights, 1 - stack.decay, accepted)
+            scale = muon_scale_factor(*stack.matrix.shape, _SCALE)
+            foreach.subtract(weights, updates, stack.group["lr"] * scale, accepted)
+        write_copies(stacks, self.engine)
+
+    def _exchanged(self, steps: Sequence[ParameterStep]) -> Generator[None, None, Mapping[int, Tensor]]:
+        """Compute this rank's factor, and wait for those of all ranks; yields while they travel."""
+        own = [self._factor(p).flatten() for p in steps if self._computes(p.parameter)]
+        group = self.process_group
+        if group is None or self.ranks == 1:
+            return dict(enumerate(own))
+        kinds = {(p.parameter.numel(), p.parameter.dtype) for p in steps}
+        if len(steps) == self.ranks and len(kinds) == 1:
+            gathered = all_gather(own[0], group)
+            yield
+            return dict(enumerate(gathered.wait()))
+        sent = {}
+        for p in steps:
+            rank = self._rank_of(p.parameter)
+            if rank == self.rank:
+                factor = own[0]
+            else:
+                factor = p.parameter.new_empty(p.parameter.numel(), dtype=self._dtype_of(p.parameter))
+            sent[rank] = broadcast(factor, rank, group)
         yield
-        updates = [factor.to(W.dtype).view_as(W) for W, factor in zip(matrices, received(), strict=True)]
-        # W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O
-        foreach.scale(matrices, 1 - group["lr"] * group["weight_decay"], accepted)
-        scale = muon_scale_factor(len(first), first[:1].numel(), "shape_scaling")
-        foreach.subtract(matrices, updates, group["lr"] * scale, accepted)
+        return {rank: one.wait() for rank, one in sent.items()}
 
-    def _factor(self, parameter: Tensor, accepted: Tensor, group: dict[str, Any]) -> Tensor:
-        momentum = self._states.of(parameter)[MOMENTUM_BUFFER]
-        gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
-        [update] = foreach.average([momentum], [gradient], group["momentum"], group["nesterov"], accepted)
+    def _factor(self, p: ParameterStep) -> Tensor:
+        """``M <- M + (1 - momentum) (g - M)``, and its factor ``O``."""
+        momentum = p.state[MOMENTUM_BUFFER]
+        gradient = p.gradient.to(momentum.dtype)
+        rates = p.group["momentum"], p.group["nesterov"]
+        [update] = foreach.average([momentum], [gradient], *rates, p.accepted[None])
         update = update.flatten(1)
         factor = newton_schulz(
             update,
-            group["ns_steps"],
+            p.group["ns_steps"],
             _COEFFICIENTS,
             fp32_matmul_prec=self.fp32_matmul_prec,
             propagate_nan=True,
-            products=made(group[KERNEL], min(update.shape), self._fp32),
+            products=made(p.group[KERNEL], min(update.shape), self._fp32),
         )
-        return factor.to(product_dtype(parameter.dtype, self.fp32_matmul_prec))
+        return factor.to(self._dtype_of(p.parameter))
 
-    def _exchange(self, bucket: Bucket, mine: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to exchange a round's tensors; calling the result waits."""
-        group = self.process_group
-        if group is None or self.ranks == 1:
-            return lambda: [mine]
-        if len(bucket.compute_ranks) == self.ranks:
-            gathered = all_gather(mine, group)
-            return lambda: list(gathered.wait())
-        sent = []
-        for rank in bucket.compute_ranks:
-            sent.append(broadcast(mine if rank == self.rank else torch.empty_like(mine), rank, group))
-        return lambda: [one.wait() for one in sent]
-
-    def _own(self, bucket: Bucket, parameters: Sequence[Tensor]) -> Tensor | None:
-        """The parameter of a round that this rank computes."""
-        for i, rank in zip(bucket.matrices, bucket.compute_ranks, strict=True):
-            if rank == self.rank:
-                return parameters[i]
-        return None
-
-
-def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], first: int = 0) -> list[Bucket]:
-    """Deal equal matrices to ranks, in rounds of one each.
-
-    The least loaded ranks get a short round, so loads of two ranks never differ by more than the largest matrix. Large
-    matrices come first; an empty one is in no round. ``loads``, in bytes per rank, is updated; ``first`` is the index
-    of the first parameter.
-    """
-    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
-    for index, shape_and_dtype in enumerate(shapes, first):
-        alike.setdefault(shape_and_dtype, []).append(index)
-    dealt = []
-    for (shape, dtype), indices in sorted(alike.items(), key=lambda item: item[0][0].numel(), reverse=True):
-        if not shape.numel():
-            continue
-        for some in batched(indices, len(loads)):
-            least = sorted(range(len(loads)), key=loads.__getitem__)[: len(some)]
-            for rank in least:
-                loads[rank] += shape.numel() * dtype.itemsize
-            dealt.append(Bucket(some, "share", tuple(sorted(least))))
-    return dealt
+    def _dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """In which a parameter's factors are computed and sent."""
+        return product_dtype(parameter.dtype, self.fp32_matmul_prec)

@@ -483,4 +483,5 @@ def write_copies(stacks: Sequence[MatrixStack], engine: Engine) -> None:
             if memory - {x.untyped_storage().data_ptr()}:
                 if len(new) < len(p.plans):  # other chunks have the rest
                     new = dict(enumerate(engine.split([p.index], [x]))) | new
-                x.copy_(engine.merge([p.index], [new[i] for i in range(len(p.plans))])[0])
+                [merged] = engine.merge([p.index], [new[i] for i in range(len(p.plans))])
+                x.copy_(merged.view(x.shape))

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_eopt import DistributedMuon
 from megatron_eopt.optimizers import distributed_muon
-from megatron_eopt.optimizers.distributed_muon import deal
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import message_of
@@ -148,23 +148,23 @@ def test_ranks_step_as_one_process_and_share_the_momenta(world_size, settings):
     groups=st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=25), max_size=3),
 )
 def test_no_rank_has_more_than_its_share_and_one_matrix(ranks, groups):
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
+    made = [[nn.Parameter(torch.empty(shape)) for shape in shapes] for shapes in groups if shapes]
+    first = {}
+    for number in range(len(made)):  # a group that is added changes no compute rank
+        optimizer = DistributedMuon([{"params": x} for x in made[: number + 1]], process_group=group)
+        assert first.items() <= optimizer.compute_ranks.items()
+        first = optimizer.compute_ranks
+    params = [p for of_group in made for p in of_group]
+    assert list(first) == [p for p in params if p.numel()]
     loads = [0] * ranks
-    dealt = []
-    for group in groups:
-        first = sum(map(len, groups[: groups.index(group)])) if len(groups) == 1 else len(dealt)
-        rounds = deal([(torch.Size(shape), torch.float32) for shape in group], loads, first)
-        assert all(len(set(each.compute_ranks)) == len(each.matrices) for each in rounds)
-        for each in rounds:
-            assert len({group[i - first] for i in each.matrices}) == 1
-        found = sorted(i - first for each in rounds for i in each.matrices)
-        assert found == [i for i, (rows, cols) in enumerate(group) if rows * cols]
-        dealt += group
-    sizes = [rows * cols * 4 for rows, cols in dealt]
-    assert sum(loads) == sum(sizes)
+    for p, rank in first.items():
+        loads[rank] += p.numel()
+    sizes = [p.numel() for p in params]
     assert max(loads) <= sum(sizes) / ranks + max(sizes, default=0)
 
 
-def watched(rank, world_size):
+def watched(rank, world_size, shapes):
     events = []
 
     def watch(name, function):
@@ -179,7 +179,7 @@ def watched(rank, world_size):
     distributed_muon.all_gather = watch("send", distributed_muon.all_gather)
     iterate = distributed_muon.newton_schulz
     distributed_muon.newton_schulz = lambda *args, **kwargs: (events.append("compute"), iterate(*args, **kwargs))[1]
-    params = parameters([(8, 6)] * 3 * world_size)
+    params = parameters(shapes * 3)
     optimizer = DistributedMuon(params)
     set_gradients(params, 0)
     counters.reset()
@@ -187,8 +187,9 @@ def watched(rank, world_size):
     return events, dict(counters.calls), dict(counters.bytes)
 
 
-def test_a_round_travels_in_bf16_while_the_next_is_computed():
-    for events, calls, sent in run_ranks(watched, 2):
+@pytest.mark.parametrize("shapes", [[(8, 6)] * 2, [(8, 6), (6, 8)]], ids=["equal", "up and down"])
+def test_factors_travel_in_bf16_while_the_next_are_computed(shapes):
+    for events, calls, sent in run_ranks(watched, 2, shapes):
         assert events == ["compute", "send", "compute", "send", "wait", "compute", "send", "wait", "wait"]
         assert calls == {"agree": calls["agree"], "all_gather": 3}
         assert sent["all_gather"] == 3 * 8 * 6 * 2
@@ -478,3 +479,11 @@ def test_a_group_of_its_own_may_be_given():
     expected = train(params, DistributedMuon(params))
     for results in run_ranks(in_subgroup, 4):
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_a_convolution_in_channels_last_steps_as_any_other():
+    [weight] = parameters([(4, 3, 2, 2)])
+    turned = nn.Parameter(weight.detach().to(memory_format=torch.channels_last))
+    assert not turned.is_contiguous()
+    found = [train([p], DistributedMuon([p])) for p in (weight, turned)]
+    assert torch.equal(*found[0], *found[1])

@@ -478,7 +478,7 @@ def test_a_method_that_no_step_would_call_is_warned_of(name, method, caplog):
     assert "no step here calls" not in caplog.text
 
 
-@pytest.mark.parametrize("name", [*having("num_ns_steps", "momentum"), "users_own"])
+@pytest.mark.parametrize("name", [*having("workspace"), "users_own"])
 def test_a_setting_of_an_update_that_no_group_has_is_refused(name):
     params = matrices(1)
     optimizer = build(name, params)

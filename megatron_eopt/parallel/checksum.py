@@ -64,7 +64,8 @@ def _joined_axes(sizes: Sequence[int], offset: Sequence[int], shape: Sequence[in
     An axis is joined with the one before it where the shard has the whole of it: then rows are as long as can be.
     """
     axes = [(1, 0, 1)]
-    length, stride = 1, 1  # of the first axis in the global tensor
+    length = 1  # of the first axis in the global tensor
+    stride = 1  # the same
     for size, start, extent in reversed(list(zip(sizes, offset, shape, strict=True))):
         inner_size, _, _ = axes[0]
         if inner_size == length:

@@ -59,7 +59,9 @@ class Times:
         rates: Rates,
     ) -> None:
         self._kinds = kinds
-        self._settings = (mode, work, rates)
+        self._work = work
+        self._mode = mode
+        self._rates = rates
         self._known: dict[Hand, float] = {}
         self._ranks = [max((matrix.ranks for matrix in kind.matrices), default=1) for kind in kinds]
         # As many as ranks can share evenly take their time again and again, whatever else is there.
@@ -87,13 +89,12 @@ class Times:
 
     def _planned(self, hand: Hand) -> float:
         if hand not in self._known:
-            mode, work, rates = self._settings
             matrices = list[Matrix]()
             for kind, count in zip(self._kinds, hand, strict=True):
                 for matrix in kind.matrices * count:
                     matrices.append(replace(matrix, name=f"{len(matrices)}"))
-            plan = make_plan(matrices, mode, work, rates)
-            self._known[hand] = plan_cost(plan, work, rates).seconds
+            plan = make_plan(matrices, self._mode, self._work, self._rates)
+            self._known[hand] = plan_cost(plan, self._work, self._rates).seconds
         return self._known[hand]
 
 
@@ -145,13 +146,16 @@ def _dealt(
     filled = [0] * len(hands)
     ranks = []
     for kind, entries in items:
-        alike: dict[tuple[Hand, int], int] = {}  # the first of the ranks that have the same
+        first_of: dict[tuple[Hand, int], int] = {}  # of the ranks that have the same
         for rank, (hand, held) in enumerate(zip(hands, filled, strict=True)):
             if held + entries <= room:
-                alike.setdefault((hand, held), rank)
-        if not alike:
+                first_of.setdefault((hand, held), rank)
+        if not first_of:
             return None
-        _, _, rank = min((times.of(_with(hand, kind)), held, rank) for (hand, held), rank in alike.items())
+        candidates = []
+        for (hand, held), rank in first_of.items():
+            candidates.append((times.of(_with(hand, kind)), held, rank))
+        _, _, rank = min(candidates)
         hands[rank] = _with(hands[rank], kind)
         filled[rank] += entries
         ranks.append(rank)

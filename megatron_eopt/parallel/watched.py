@@ -64,7 +64,8 @@ class Watched:
                 short = R.size(-1)
                 rank = norms.square() / squared
                 if last == 0:  # the norm is not divided out yet
-                    trace, squares = torch.ones_like(trace), squares / trace.square()
+                    squares = squares / trace.square()
+                    trace = torch.ones_like(trace)
                 residual = ((squares - 2 * trace + short).clamp(min=0) / short).sqrt()  # ||R - I||_F / sqrt(short)
                 self._grams.append((rank, rank / short, residual))
 
@@ -75,7 +76,7 @@ class Watched:
         filled = [(x, rms) for x, rms in zip(shards, predicted, strict=True) if x.numel()]
         if filled:
             norms = torch._foreach_norm([x for x, _ in filled], dtype=torch.float32)
-            self._squares += [torch.stack(norms).double().square().sum()]
+            self._squares.append(torch.stack(norms).double().square().sum())
             self._entries += [(x.numel(), rms) for x, rms in filled]
 
     def figures(self) -> Tensor:

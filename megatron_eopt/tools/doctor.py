@@ -53,13 +53,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
     report = examined()
     if options.json:
-        said = {
+        found = {
             "ok": not report.problems,
             "facts": report.installed | report.used,
             "notes": report.notes,
             "problems": report.problems,
         }
-        print(json.dumps(said, indent=1))
+        print(json.dumps(found, indent=1))
     else:
         print(_text(report))
     return 1 if report.problems else 0
@@ -224,7 +224,10 @@ def _text(report: Report) -> str:
         "Notes": report.notes or ["none"],
         "Problems": problems or ["none"],
     }
-    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+    parts = []
+    for title, lines in sections.items():
+        parts.append("\n  ".join([title, *lines]))
+    return "\n\n".join(parts)
 
 
 def _pairs(values: dict[str, str]) -> list[str]:

@@ -68,8 +68,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--sweep-gpus", metavar="FIRST..LAST", help="a line for each number of GPUs, and where to stop")
     for field in fields(Parallel):
-        flag, told = _RANKS[field.name]
-        ranks.add_argument(flag, dest=field.name, type=_positive, default=field.default, help=told)
+        flag, what = _RANKS[field.name]
+        ranks.add_argument(flag, dest=field.name, type=_positive, default=field.default, help=what)
     ranks.set_defaults(expert_tensor=None)
 
     muon = parser.add_argument_group("Muon")

@@ -108,16 +108,16 @@ def problems_of_training(args: Namespace) -> list[str]:
 def refused(what: str) -> Iterator[None]:
     """Raise what Megatron raises or exits with as a ValueError."""
     begin = f"Megatron-Core {version()} {what}"
-    said = io.StringIO()
+    printed = io.StringIO()
     root = logging.getLogger()
     handlers = list(root.handlers)
     disabled = root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(said):
+        with redirect_stdout(io.StringIO()), redirect_stderr(printed):
             yield
     except SystemExit as error:
-        last = (said.getvalue().strip().splitlines() or [f"it exits with {error.code}"])[-1]
+        last = (printed.getvalue().strip().splitlines() or [f"it exits with {error.code}"])[-1]
         raise ValueError(f"{begin}: {last.partition('error: ')[2] or last}") from error
     except Exception as error:  # Megatron raises anything, such as a ZeroDivisionError for what it does not check
         # an assertion of Megatron's that has no message is its own best description

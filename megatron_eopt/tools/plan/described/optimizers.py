@@ -64,16 +64,16 @@ def planned_stage(run: DescribedRun) -> PlannedStage:
         counts = list(map(add, counts, matches(parameters, config, entries)))
         assigned = assignments(parameters, config, entries, [1] * len(entries))
         experts = [each for each in assigned if _is_of_one_rank(each.parameter.tensor)]
-        said = repr([(each.optimizer, each.resolved) for each in experts])
-        if said in known:
-            rows.append([replace(row, name=experts[number].name) for number, row in known[said]])
+        overrides = repr([(each.optimizer, each.resolved) for each in experts])
+        if overrides in known:
+            rows.append([replace(row, name=experts[number].name) for number, row in known[overrides]])
             continue
         built = _built(planned, run, assigned)
         builds.append((assigned, built))
         here = rows_here(built, assigned, config, run.pg_collection, settled=False)
         rows.append(here)
         number_of = {each.name: number for number, each in enumerate(experts)}
-        known[said] = [(number_of[row.name], row) for row in here if row.name in number_of]
+        known[overrides] = [(number_of[row.name], row) for row in here if row.name in number_of]
     assigned, built = builds[0]
     deals = _deals(built, planned, run)
     explained, seconds, temporaries = _step(built, planned, deals)

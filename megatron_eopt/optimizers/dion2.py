@@ -17,7 +17,7 @@ from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.groups import iteration_of
-from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 
 
@@ -34,10 +34,9 @@ class Dion2(StackedOptimizer):
     5. weight decay of all: ``W <- (1 - lr weight_decay) W``;
     6. ``W[S] <- W[S] - lr sqrt(m / n) O``.
 
-    A compute rank selects from whole matrices, so the update at TP=k is the update at TP=1. (The authors' code selects
-    from each shard by itself.) Momenta travel to it, and come back with updates; a DTensor is gathered on every rank.
-    ``M`` is kept in fp32 (fp64 for fp64 parameters). A parameter stays as it is where its gradient is missing or not
-    finite: see :mod:`~megatron_eopt.optimizers.nonfinite`.
+    A compute rank selects from whole matrices, so the update at TP=k is the update at TP=1; the authors' code selects
+    from each shard. Momenta travel to it, and come back with updates; a DTensor is gathered on every rank. ``M`` is in
+    fp32 (fp64 for fp64 parameters). A parameter whose gradient is missing or not finite stays as it is.
 
     Args:
         params: matrices, or groups of them; the attribute ``logical_matrices`` declares those that are several.
@@ -62,6 +61,7 @@ class Dion2(StackedOptimizer):
     """
 
     own_settings = (
+        FACTOR_PRECISION,
         Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
     )
     moments = (MOMENTUM_BUFFER,)
@@ -113,7 +113,7 @@ class Dion2(StackedOptimizer):
         selected = ceil(stack.group["fraction"] * x.shape[1])
         order = x.abs().sum(2, dtype=torch.float64).argsort(dim=1, descending=True, stable=True)
         S = order[:, :selected, None].expand(-1, -1, x.shape[2])
-        O = iteration_of(self.effective(stack.group))(x.gather(1, S))
+        O = iteration_of(stack.group)(x.gather(1, S))
         update = torch.zeros_like(x).scatter(1, S, O * muon_scale_factor(rows, cols, "unit_rms_norm"))
         decayed = x.scatter(1, S, x.gather(1, S) * stack.group["momentum"])
         momentum = torch.where(stack.accepted[stack.own], decayed, x)

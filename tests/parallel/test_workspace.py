@@ -36,8 +36,8 @@ def test_chunks_are_whole_parameters_within_the_workspace(given_matrices, mode, 
         of_parameters.setdefault(parameter, set()).add(chunk_of[i])
     assert all(len(chunks) == 1 for chunks in of_parameters.values())
     assert [bucket.chunk for bucket in plan.buckets] == sorted(bucket.chunk for bucket in plan.buckets)
-    if len({(x.group, x.ranks) for x in given_matrices}) == 1:
-        # what is decided of each is the same; beside other groups' matrices in a chunk another scheme may be best
+    if mode != "auto" and len({(x.group, x.ranks) for x in given_matrices}) == 1:
+        # what is decided of each is the same; auto may find another scheme faster where chunks bound it
         assert summary(plan) == summary(make_plan(given_matrices, mode, work))
     needed, room = chunk_bytes(plan, workspace), workspace.for_chunks(largest_iteration(plan.matrices, work))
     alone = [sum(chunks == {n} for chunks in of_parameters.values()) == 1 for n in range(len(needed))]

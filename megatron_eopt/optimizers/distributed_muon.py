@@ -36,7 +36,7 @@ from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor, predicted_update_rms
-from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_replicas, times_kernels
+from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_same_on_replicas, times_kernels
 from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
@@ -283,7 +283,7 @@ class DistributedMuon(StackedOptimizer):
             return None
         given = self.symmetric_products, self.param_groups[0].get(KERNEL)
         if times_kernels(*given, engine.device) and self.ranks > 1:
-            check_replicas(None, {}, comparable(self), self.process_group)
+            check_same_on_replicas(None, {}, comparable(self), self.process_group)
         return agreed_kernel(self.kernel_products(), *given, engine.groups)
 
     @property

@@ -123,7 +123,7 @@ def agreed_kernel(
     return choice.kernel
 
 
-def check_replicas(
+def check_same_on_replicas(
     held: object,
     settings: Mapping[str, Any],
     weights: Weights = (),

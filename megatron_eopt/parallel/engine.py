@@ -18,8 +18,8 @@ from megatron_eopt.parallel.agreement import (
     KernelProducts,
     Weights,
     agreed_kernel,
-    check_replicas,
     check_same,
+    check_same_on_replicas,
     groups_by_label,
     lowest_of_all,
     measured_rates,
@@ -135,7 +135,7 @@ class Engine:
         groups = self._choosing(kernel, kept)
         if groups is not self.groups:
             held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
-            check_replicas(held, {p.name: p.settings for p in self._parameters}, weights)
+            check_same_on_replicas(held, {p.name: p.settings for p in self._parameters}, weights)
         choice = agreed_kernel(products, kernel, kept, groups)
         *_, precision = products
         self._products = lambda rows: made(choice, rows, precision)

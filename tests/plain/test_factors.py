@@ -49,6 +49,14 @@ def build(model, pairs=PAIRS, **fields):
     return build_optimizer(model, config)
 
 
+def test_pairs_have_the_order_of_the_patterns():
+    """By it the state of a checkpoint is numbered."""
+    model = Model()
+    pairs, *_ = build(model, [(f"blocks.*.{name}.A", f"blocks.*.{name}.B") for name in ("up", "down")]).param_groups
+    expected = [getattr(block[name], of) for name in ("up", "down") for block in model.blocks for of in "AB"]
+    assert [id(p) for p in pairs["params"]] == [id(p) for p in expected]
+
+
 def test_a_model_of_factors_trains():
     model = Model()
     optimizer = build(model, muon_adam_lr=1e-2)

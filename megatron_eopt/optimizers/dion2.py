@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.whole_matrices import GRADIENT, MatrixStack, Planned, StackedOptimizer
 from megatron_eopt.orthogonalize.coefficients import CoefficientType
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
@@ -19,6 +19,8 @@ from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.groups import iteration_of
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
+
+MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
 
 
 class Dion2(StackedOptimizer):
@@ -35,8 +37,8 @@ class Dion2(StackedOptimizer):
     6. ``W[S] <- W[S] - lr sqrt(m / n) O``.
 
     A compute rank selects from whole matrices, so the update at TP=k is the update at TP=1; the authors' code selects
-    from each shard. Momenta travel to it, and come back with updates; a DTensor is gathered on every rank. ``M`` is in
-    fp32 (fp64 for fp64 parameters). A parameter whose gradient is missing or not finite stays as it is.
+    from each shard. Momenta travel to it, and come back with updates; DTensors are gathered on each rank. ``M`` is in
+    fp32 (fp64 for fp64 parameters). A parameter without a finite gradient stays as it is.
 
     Args:
         params: matrices, or groups of them; the attribute ``logical_matrices`` declares those that are several.
@@ -49,13 +51,11 @@ class Dion2(StackedOptimizer):
         fp32_matmul_prec: ``low``, ``medium``, ``high`` or ``highest``: precision of their products.
         split_qkv: update the parts of fused query, key and value projections separately.
         is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
-            wins.
+        qkv_split_shapes: rows of (q, k, v), or (q, gate, k, v), in one query group; the parameter's attribute wins.
         pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
 
     Raises:
-        ValueError: for a setting out of its range, a parameter that is no matrix, a split that does not fit, or shards
-            without a group.
+        ValueError: for a setting out of its range, no matrix, a split that does not fit, or shards without a group.
 
     [1] Ahn et al., Dion2: A Simple Method to Shrink Matrix in Muon, arXiv 2512.16928.
     """
@@ -64,7 +64,7 @@ class Dion2(StackedOptimizer):
         FACTOR_PRECISION,
         Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
     )
-    moments = (MOMENTUM_BUFFER,)
+    moments = (MOMENTUM_SUM,)
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Dion2(StackedOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
-        return [StateTensor(MOMENTUM_BUFFER, dtype=torch.promote_types(parameter.dtype, torch.float32))]
+        return [StateTensor(MOMENTUM_SUM, dtype=torch.promote_types(parameter.dtype, torch.float32))]
 
     def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
         return Planned(end, layout, (False, False), cost=prod(layout.shape) * min(layout.shape))
@@ -102,7 +102,7 @@ class Dion2(StackedOptimizer):
 
     def gathered(self, stack: MatrixStack) -> list[Tensor]:
         """``M + G``."""
-        M = stack.read(MOMENTUM_BUFFER)
+        M = stack.read(MOMENTUM_SUM)
         return [M + torch.where(stack.accepted, stack.read(GRADIENT).to(M.dtype), 0.0)]
 
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:

@@ -196,6 +196,10 @@ class DistributedMuon(StackedOptimizer):
                     "TensorParallelMuon"
                 )
 
+    def settings(self) -> dict[str, Any]:
+        """Settings that a checkpoint describes."""
+        return super().settings() | {"fp32_matmul_prec": self.fp32_matmul_prec}
+
     # The state, of which each rank has a part.
 
     @torch.no_grad()

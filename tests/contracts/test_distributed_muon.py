@@ -395,8 +395,18 @@ def other_models(rank, world_size):
     return True
 
 
-def test_ranks_with_other_parameters_are_told_before_anything_is_sent():
-    assert run_ranks(other_models, 2) == [True, True]
+def other_precisions(rank, world_size):
+    params = parameters(SHAPES)
+    optimizer = DistributedMuon(params, fp32_matmul_prec="highest" if rank else "medium")
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match=r"has fp32_matmul_prec .* in the one and .* in the other"):
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("different", [other_models, other_precisions])
+def test_ranks_that_differ_are_told_before_anything_is_sent(different):
+    assert run_ranks(different, 2) == [True, True]
 
 
 def test_groups_have_settings_of_their_own():

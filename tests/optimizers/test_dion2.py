@@ -32,7 +32,7 @@ def test_twenty_steps_are_the_formula(shape, fraction):
     opt = Dion2([p], lr=0.01, fraction=fraction)
     run(opt, p, range(20))
     assert_close(p.detach(), expected, 1e-11)
-    assert_close(opt.state[p]["momentum_buffer"], momentum, 1e-11)
+    assert_close(opt.state[p]["momentum_sum"], momentum, 1e-11)
 
 
 @pytest.mark.parametrize("fraction", [0, 1.5, -0.1])

@@ -216,6 +216,8 @@ def _print_run(run: "PlannedRun", full: bool) -> None:
         f"\nA step takes the longest in pipeline stage {run.slowest}: {figure(run.seconds * 1e3)} ms on its busiest "
         "rank. That is 10 ps an entry for\nmomentum, decay and update, and what this rank orthogonalizes:"
     )
+    if not run.explained:
+        print("\nnothing by a plan: work and temporaries of these optimizers are not in the figures")
     for explained in run.explained:
         print(f"\n{explained}")
     for kind, messages in (("warning", run.warnings), ("note", run.notes), ("problem", run.problems)):

@@ -26,10 +26,10 @@ from megatron_eopt.optimizers.whole_matrices import (
 )
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.orthogonalize.spectral import start_basis
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
@@ -50,11 +50,6 @@ def orthonormal(x: Tensor, stack: MatrixStack, shard: Rectangle) -> Tensor:
     lengths = R.diagonal(dim1=-2, dim2=-1)[:, None]
     significant = lengths.abs() > NOISE * torch.finfo(x.dtype).eps * lengths.abs().amax(-1, keepdim=True)
     return torch.where(significant & stack.accepted, Q[:, rows] * lengths.sign(), 0.0)
-
-
-def scale_of(matrix: Matrix) -> float:
-    """``sqrt(m / n)`` of a global matrix."""
-    return sqrt(matrix.shape[0] / max(1, matrix.shape[1]))
 
 
 def rank_of(fraction: float, rows: int, cols: int) -> int:
@@ -136,9 +131,8 @@ class Dion(StackedOptimizer):
     def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
         rows, cols = plan.layout.shape
         rms = sqrt(rank_of(self._fraction(parameter), rows, cols)) / cols
-        return DescribedMatrix(
-            name, (rows, cols), "low rank" if plan.layout.sharded else "local", sqrt(rows / cols), rms
-        )
+        scheme = "low rank" if plan.layout.sharded else "local"
+        return DescribedMatrix(name, (rows, cols), scheme, muon_scale_factor(rows, cols, "unit_rms_norm"), rms)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum and each matrix's basis."""
@@ -235,5 +229,5 @@ class Dion(StackedOptimizer):
         # a column that is left out of P keeps its direction
         Q = torch.where(norms > 0, columns / nonzero(norms).to(R.dtype), stack.kept(BASIS))
         stack.keep(BASIS, Q)
-        steps = (P * scale_of(stack.matrix)) @ Q.mT
+        steps = (P * muon_scale_factor(*stack.matrix.shape, "unit_rms_norm")) @ Q.mT
         foreach.subtract(stack.shards[WEIGHT], list(steps.unbind()), stack.group["lr"], stack.accepted.flatten())

@@ -42,8 +42,17 @@ PLACEMENTS = {
 }
 
 
-def trained(rank, world_size, dtype=torch.float32, steps=range(STEPS), state=None, start=None):
-    """Some steps of all cases: the optimizer, and its parameters by name."""
+def dion_of_cases(first, others, **settings):
+    return Dion([{"params": first, "rank_fraction": 0.4}, {"params": others, "lr": 0.02}], momentum=0.8, **settings)
+
+
+def trained(
+    rank, world_size, dtype=torch.float32, steps=range(STEPS), state=None, start=None, build=dion_of_cases, broken=()
+):
+    """Some steps of all cases: the optimizer, and its parameters by name.
+
+    Gradients that are ``broken``, each a step and the name of a case, are not finite on the first rank.
+    """
     parameters = {
         name: placed(drawn(shape, index, dtype), attributes, rank, world_size)
         for index, (name, (shape, attributes)) in enumerate(CASES.items())
@@ -51,10 +60,10 @@ def trained(rank, world_size, dtype=torch.float32, steps=range(STEPS), state=Non
     for name, value in (start or {}).items():
         parameters[name].data.copy_(value)
     several = list(parameters.values())
-    optimizer = Dion(
-        [{"params": several[:3], "rank_fraction": 0.4}, {"params": several[3:], "lr": 0.02}],
+    optimizer = build(
+        several[:3],
+        several[3:],
         lr=0.05,
-        momentum=0.8,
         weight_decay=0.1,
         split_qkv=True,
         is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
@@ -64,7 +73,10 @@ def trained(rank, world_size, dtype=torch.float32, steps=range(STEPS), state=Non
         optimizer.load_state_dict(copy.deepcopy(state))
     for step in steps:
         for index, (name, (shape, attributes)) in enumerate(CASES.items()):
-            parameters[name].grad = cut(drawn(shape, 1000 * step + index, dtype), attributes, rank, world_size)
+            gradient = cut(drawn(shape, 1000 * step + index, dtype), attributes, rank, world_size)
+            if rank == 0 and (step, name) in broken:
+                gradient[0, 0] = torch.nan
+            parameters[name].grad = gradient
         counters.reset()
         optimizer.step()
     return optimizer, parameters
@@ -103,14 +115,14 @@ def of_shards(rank, world_size):
     return found(wide), found(parameters), found(resumed), bases, traffic
 
 
-def of_dtensors(rank, world_size):
+def of_dtensors(rank, world_size, kind=Dion):
     results = {}
     for name, (sizes, placements) in PLACEMENTS.items() if world_size == 4 else ():
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("one", "other")[: len(sizes)])
         p, gradients = dtensor_case()
         q = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None))
         q.qkv_split_shapes = [8, 4, 4]
-        optimizer = of_fused([q])
+        optimizer = of_fused([q], kind)
         for gradient in gradients:
             q.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
             optimizer.step()
@@ -124,9 +136,10 @@ def dtensor_case():
     return nn.Parameter(p), gradients
 
 
-def of_fused(params):
+def of_fused(params, kind=Dion):
     split = {"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": [8, 4, 4]}
-    return Dion(params, lr=0.05, rank_fraction=0.5, **split)
+    fraction = {"rank_fraction": 0.5} if kind is Dion else {"fraction": 0.5}
+    return kind(params, lr=0.05, **fraction, **split)
 
 
 def model():
@@ -221,13 +234,17 @@ def test_ranks_that_have_all_columns_have_one_basis(ran):
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_dtensors_take_the_steps_of_one_rank(ran, name):
+    assert_as_one_rank([of_placements[name] for _, of_placements, *_ in ran[0][4]])
+
+
+def assert_as_one_rank(found_there, kind=Dion):
+    """Parameters and state of DTensors on each rank are those of one rank."""
     p, gradients = dtensor_case()
-    optimizer = of_fused([p])
+    optimizer = of_fused([p], kind)
     for gradient in gradients:
         p.grad = gradient
         optimizer.step()
-    for _, of_placements, *_ in ran[0][4]:
-        q, state = of_placements[name]
+    for q, state in found_there:
         assert_close(q, p.detach(), 1e-12)
         assert state.keys() == optimizer.state[p].keys()
         for key, x in state.items():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel.watched import PHASES, Watched
 from megatron_eopt.registry import BUILT_AS, EMERGING_OPTIMIZERS
@@ -229,7 +229,7 @@ def watch(
         inner += _inside(outer)
     parameters = list[Tensor]()
     for each in inner:
-        parameters += _parameters(each)
+        parameters += parameters_in(each.param_groups)
     if not parameters:
         raise ValueError("there is nothing to watch: the optimizers have no parameters")
     steps = 0
@@ -257,13 +257,9 @@ def _inside(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer]
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _squared_gradients(optimizer: Optimizer) -> float:
     """This rank's summand of an optimizer's squared gradient norm."""
-    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    gradients = [p.grad for p in parameters_in(optimizer.param_groups) if p.grad is not None]
     total = 0.0
     for gradient, square in zip(gradients, squared_norms(gradients), strict=True):
         shards = _shards(gradient) if isinstance(gradient, DTensor) else 1

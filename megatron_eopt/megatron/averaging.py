@@ -13,9 +13,9 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.dealing import dealt_parameters, share_dealt
 from megatron_eopt.megatron.support.run import Run
-from megatron_eopt.megatron.wrappers import model_parameters, optimizers_of, parameters_in, plain_wrappers, shard_of
+from megatron_eopt.megatron.wrappers import model_parameters, optimizers_of, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.optimizers.weight_average import TRAINED, WeightAverage, average_in, average_of, swapped
 from megatron_eopt.redirect import Original, around
 
@@ -119,4 +119,4 @@ def _exported(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
     """Trained and model parameters, which in fp32 are the same."""
-    return list(zip(parameters_in(wrapper.optimizer), model_parameters(wrapper), strict=True))
+    return list(zip(parameters_in(wrapper.optimizer.param_groups), model_parameters(wrapper), strict=True))

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.wrappers import parameters_in, torch_optimizers
+from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import parameters_in
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal
 from megatron_eopt.parallel.records import Matrix, TpMode
@@ -33,7 +34,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
         whole = [list(group["params"]) for group in groups]
         items, works = items_of(optimizers)
         original(self, optimizers, *layouts)
-        kept = {parameter for group in groups for parameter in group["params"]}
+        kept = set(parameters_in(groups))
         for name, ranks in HANDS:
             by_size = getattr(self, name)
             if by_size:
@@ -119,7 +120,7 @@ def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[
     works: dict[str, Work] = {}
     for outer in optimizers:
         for optimizer in torch_optimizers(outer):
-            parameters = parameters_in(optimizer)
+            parameters = parameters_in(optimizer.param_groups)
             matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
             if isinstance(optimizer, BaseOptimizer):
                 engine = optimizer.proposed()

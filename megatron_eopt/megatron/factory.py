@@ -34,12 +34,12 @@ from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.megatron.wrappers import (
     distributed_wrappers,
     optimizer_parameters,
-    parameters_in,
     plain_wrappers,
     remember,
     torch_optimizers,
 )
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import parameters_in
 from megatron_eopt.optimizers.weight_average import AverageRule
 from megatron_eopt.parallel.records import TpMode
 
@@ -177,7 +177,7 @@ class OptimizerOfRun:
 
         if self.tp_mode_source == "checkpoint":
             agreement.on_all_ranks(take_over)
-        here = [x for x in torch_optimizers(self.optimizer) if parameters_in(x)]
+        here = [x for x in torch_optimizers(self.optimizer) if parameters_in(x.param_groups)]
         for optimizer in here:
             decided = self.decided.settings.get(type(optimizer).__name__, {})
             for group in optimizer.param_groups:

@@ -18,8 +18,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.entries import Overrides
-from megatron_eopt.megatron.wrappers import parameters_in
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.registry import create_emerging_optimizer
 
 
@@ -42,7 +41,7 @@ class Joined:
     def step(self) -> None:
         """Let each optimizer make its step."""
         for optimizer in self.chained_optimizers:
-            for parameter in parameters_in(optimizer):
+            for parameter in parameters_in(optimizer.param_groups):
                 # Megatron-FSDP gives none to a parameter without entries here, and other ranks would wait for this one
                 if parameter.grad is None and not local(parameter).numel():
                     parameter.grad = torch.zeros_like(parameter)

@@ -7,10 +7,10 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.wrappers import parameters_in, torch_optimizers
+from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
@@ -38,10 +38,10 @@ def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -
 
 
 def _updated(name: str, of_class: Sequence[Optimizer], source: str) -> Iterator[str]:
-    parameters = [parameter for optimizer in of_class for parameter in parameters_in(optimizer)]
+    parameters = [parameter for optimizer in of_class for parameter in parameters_in(optimizer.param_groups)]
     elements = sum(local(parameter).numel() for parameter in parameters)
     yield f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
-    having = [optimizer for optimizer in of_class if parameters_in(optimizer)]
+    having = [optimizer for optimizer in of_class if parameters_in(optimizer.param_groups)]
     muons = [optimizer for optimizer in having if isinstance(optimizer, TensorParallelMuon)]
     factored = [optimizer for optimizer in having if isinstance(optimizer, Spectron)]
     for mode in dict.fromkeys(optimizer.tp_mode for optimizer in (*muons, *factored)):

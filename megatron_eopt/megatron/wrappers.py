@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.optimizers.parameters import parameters_in
 from megatron_eopt.registry import BUILT_AS
 
 _OPTIMIZER = "megatron_eopt_optimizer"  # attribute of a model chunk: a weak reference
@@ -53,11 +54,6 @@ def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
             yield from torch_optimizers(wrapper.optimizer)
 
 
-def parameters_in(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of a torch optimizer, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def optimizer_parameters(megatron: Any) -> Iterator[OptimizerParameter]:
     """All that Megatron's optimizer updates here, by wrappers and groups."""
     for wrapper in wrappers(megatron):
@@ -83,7 +79,7 @@ def model_parameters(wrapper: Any) -> list[Tensor]:
     for copies, of_group in copied:
         for copy, model in zip(copies, of_group, strict=True):
             models[id(copy)] = model
-    return [models.get(id(parameter), parameter) for parameter in parameters_in(wrapper.optimizer)]
+    return [models.get(id(parameter), parameter) for parameter in parameters_in(wrapper.optimizer.param_groups)]
 
 
 def shard_of(parameter: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.optimizers.parameters import local, parameter_names
+from megatron_eopt.optimizers.parameters import local, parameter_names, parameters_in
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +177,7 @@ def check_gradients(
 
 
 def _called(parameter: Tensor, groups: Sequence[dict[str, Any]]) -> str:
-    in_groups = [p for group in groups for p in group["params"]]
-    return dict(zip(in_groups, parameter_names(groups), strict=True))[parameter]
+    return dict(zip(parameters_in(groups), parameter_names(groups), strict=True))[parameter]
 
 
 def _is_summand(gradient: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Names, layouts and logical matrices of parameters."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -154,11 +154,15 @@ def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None)
     return layout_of(parameter, *(getattr(pg_collection, name, None) for name in GROUPS))
 
 
+def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """The parameters of groups, in their order."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParallelGroups | None) -> None:
     """Refuse parameters for which torch's GradScaler skips steps unevenly."""
     asked: dict[torch.dtype, set[ProcessGroup]] = {}
-    parameters = (p for group in groups for p in group["params"])
-    for name, p in zip(parameter_names(groups), parameters, strict=True):
+    for name, p in zip(parameter_names(groups), parameters_in(groups), strict=True):
         if p.grad is None:
             continue
         # it asks only the ranks that share the first gradient of each dtype, if that is a DTensor

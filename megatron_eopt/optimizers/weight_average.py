@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.loaded_state import check_finite
-from megatron_eopt.optimizers.parameters import local, parameter_names
+from megatron_eopt.optimizers.parameters import local, parameter_names, parameters_in
 from megatron_eopt.settings.groups import warn
 
 AVERAGE = "weight_average"  # in the state of a parameter, in fp32 at least
@@ -166,7 +166,7 @@ class AverageOfOne:
 
     def parameters(self) -> list[Tensor]:
         """All of the optimizer's."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return parameters_in(self.optimizer.param_groups)
 
     def schedule(self) -> list[float]:
         """What is kept beside each average: the rule, and the steps in it."""

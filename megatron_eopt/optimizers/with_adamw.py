@@ -22,7 +22,7 @@ from megatron_eopt.optimizers.loaded_state import (
     note_begun_anew,
 )
 from megatron_eopt.optimizers.nonfinite import check_gradients
-from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names
+from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names, parameters_in
 from megatron_eopt.optimizers.state import STATE_OF, StateTensor
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
@@ -292,7 +292,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = self._adam_groups  # AdamW would refuse its gradients when the matrices have made their step
-        check_gradients(f"AdamW in {self._called}", [p for group in groups for p in group["params"]], groups, False)
+        check_gradients(f"AdamW in {self._called}", parameters_in(groups), groups, False)
         self.matrices._session.also = self._step_adamw
         try:
             self.matrices.step()
@@ -367,7 +367,7 @@ class Muon(Optimizer):
                 "optimizer.matrices.load_state_dict"
             )
         name = f"AdamW in {self._called}"
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = parameters_in(self.param_groups)
         called = dict(zip(parameters, parameter_names(self.param_groups), strict=True))
         described: dict[Tensor, list[StateTensor]] = {}
         loaded = []

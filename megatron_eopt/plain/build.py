@@ -19,7 +19,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.nonfinite import listed, warn_of_fp16
-from megatron_eopt.optimizers.parameters import NAME
+from megatron_eopt.optimizers.parameters import NAME, parameters_in
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
@@ -163,7 +163,7 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
         optimizers += [each for each in inside if isinstance(each, Optimizer)]
     taken = set[Tensor]()
     for each in optimizers:
-        taken.update(_parameters(each.param_groups))
+        taken.update(parameters_in(each.param_groups))
     left_out = [called for called, parameter in trained if parameter not in taken]
     if left_out:
         raise ValueError(
@@ -191,7 +191,7 @@ def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """AdamW of torch, or the FusedAdam that ``config.fused`` names."""
-    parameters = _parameters(groups)
+    parameters = parameters_in(groups)
     warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
     betas = config.betas or ADAM_BETAS
     if isinstance(config.fused, bool):
@@ -216,7 +216,7 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     adam: dict[str, Any] = {
         "betas": config.betas or ADAM_BETAS,
         "eps": config.eps,
-        "fused": _fused(_parameters(rest), config),
+        "fused": _fused(parameters_in(rest), config),
         "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
     }
     if row.cls is TensorParallelMuon:
@@ -256,17 +256,13 @@ def _divided(
             logging.WARNING,
         )
     matrices = factors + matrices
-    beside = _counted(_parameters(rest))
-    reasons = Counter(why_adamw(parameter) for parameter in _parameters(rest))
+    beside = _counted(parameters_in(rest))
+    reasons = Counter(why_adamw(parameter) for parameter in parameters_in(rest))
     if reasons:
         counts = [f"{count} {reason}" for reason, count in reasons.items()]
         beside += f" ({', '.join(counts)})"
-    _log(f"{config.name}: {_counted(_parameters(matrices), 'matrices')}; AdamW beside it: {beside}")
+    _log(f"{config.name}: {_counted(parameters_in(matrices), 'matrices')}; AdamW beside it: {beside}")
     return matrices, rest
-
-
-def _parameters(groups: Sequence[Group]) -> list[Tensor]:
-    return [p for group in groups for p in group["params"]]
 
 
 def _counted(parameters: Sequence[Tensor], what: str = "parameters") -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW
 
-from megatron_eopt.megatron.wrappers import parameters_in
+from megatron_eopt.optimizers.parameters import parameters_in
 
 STEP = "step"
 
@@ -23,7 +23,7 @@ class AdamOfBuffers:
         adam = optimizer.optimizer
         if not isinstance(adam, Adam | AdamW):
             return
-        for parameter in parameters_in(adam):
+        for parameter in parameters_in(adam.param_groups):
             adam.state[parameter] = {
                 STEP: torch.zeros(()),
                 "exp_avg": torch.zeros_like(parameter),

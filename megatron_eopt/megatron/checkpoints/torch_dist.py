@@ -21,9 +21,9 @@ from megatron_eopt.megatron.checkpoints.loading import report_changes
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH
 from megatron_eopt.megatron.dealing import share_dealt
 from megatron_eopt.megatron.support.run import on
-from megatron_eopt.megatron.wrappers import model_parameters, parameters_in
+from megatron_eopt.megatron.wrappers import model_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
 from megatron_eopt.parallel.attributes import is_cut_again
@@ -273,7 +273,7 @@ class SavedState:
                 yield index, parameter, tensor
 
     def _parameters(self) -> list[Tensor]:
-        return parameters_in(self._torch)
+        return parameters_in(self._torch.param_groups)
 
     def _names_of_groups(self) -> list[list[matching.Name]]:
         names = []

@@ -13,6 +13,7 @@ from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.megatron.wrappers import optimizer_parameters
+from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, class_of_ours, create_emerging_optimizer, takes_matrices
 from megatron_eopt.routing import OverrideError, Resolved, resolve
 from megatron_eopt.routing.entries import Entry
@@ -130,6 +131,23 @@ def excluded_hidden(assigned: Sequence[Assignment]) -> Iterator[None]:
     finally:
         for tensor in tensors:
             tensor.requires_grad_(True)
+
+
+def refuse_other_dtypes(assigned: Sequence[Assignment]) -> None:
+    """Refuse trainable parameters that are not real floating-point.
+
+    The optimizers do so too, but on the rank that has the parameter alone, for which others would wait.
+    """
+    wrong = []
+    for each in assigned:
+        tensor = each.parameter.tensor
+        if each.optimizer is not None and not tensor.is_floating_point():
+            wrong.append(f"{each.name} ({tensor.dtype})")
+    if wrong:
+        raise ValueError(
+            f"optimizers update real floating-point parameters, got {listed(wrong)}: keep real and imaginary parts as "
+            f"two real parameters (torch.view_as_real), freeze them, or exclude them by an override"
+        )
 
 
 def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:

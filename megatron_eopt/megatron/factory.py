@@ -138,6 +138,7 @@ class OptimizerOfRun:
         refuse_unsupported(replace(self.facts, excludes=None in names, assigned=assigned))
         if on(self.facts.model, "qk_clip"):
             qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size())
+        assignment.refuse_other_dtypes(self.assigned)
         assignment.refuse_other_buffers(self.assigned)
         assignment.refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
         overrides = assignment.MegatronOverrides(self.assigned, self.config)

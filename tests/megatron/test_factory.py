@@ -1,5 +1,6 @@
 """What building a run's optimizer leaves behind in Megatron's objects: around its step, its overrides and its model."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
-from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
+from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints.decided import Decided
 from megatron_eopt.megatron.factory import OptimizerOfRun
@@ -144,6 +145,17 @@ def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_
     said = capsys.readouterr().out
     assert "zero everywhere in the first step, of unused.weight, without.weight: no forward pass uses it" in said
     assert (said.count("warning"), len(reads)) == (1, 1)
+
+
+def test_parameters_that_are_not_real_are_refused_before_anything_is_changed():
+    names = {"a.weight": torch.complex64, "b.weight": torch.float32, "c.weight": torch.complex128}
+    assigned = [
+        Assignment(SimpleNamespace(tensor=nn.Parameter(torch.ones(2, 2, dtype=dtype)), name=name), "muon", None)
+        for name, dtype in names.items()
+    ]
+    with pytest.raises(ValueError, match=r"got a.weight \(torch.complex64\), c.weight \(torch.complex128\): keep real"):
+        refuse_other_dtypes(assigned)
+    refuse_other_dtypes([replace(each, optimizer=None) for each in assigned])
 
 
 def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):

@@ -20,7 +20,7 @@ help:
 	@echo "make widths     find the best learning rate of the demo's GPT at three widths, with muP and without"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
 	@echo "make scale      simulate a rank of thousands: plans, host time of steps, what ranks say to each other"
-	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py, and llms.txt"
+	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py"
 
 demo: venv
 	@$(PYTHON) examples/demo.py
@@ -43,27 +43,27 @@ lint: venv
 	@$(PYTHON) -m mypy
 
 bench: venv
-	@$(PYTHON) benchmarks/newton_schulz.py
-	@$(PYTHON) benchmarks/tensor_parallel.py
-	@$(PYTHON) benchmarks/step.py
-	@$(PYTHON) benchmarks/peers.py
+	@$(PYTHON) scripts/bench/newton_schulz.py
+	@$(PYTHON) scripts/bench/tensor_parallel.py
+	@$(PYTHON) scripts/bench/step.py
+	@$(PYTHON) scripts/bench/peers.py
 
 # PYTHON=python3 takes what is installed there, without an environment of its own and without network.
 gpu: $(if $(filter file,$(origin PYTHON)),venv)
-	@$(PYTHON) benchmarks/gpu.py
+	@$(PYTHON) scripts/bench/gpu.py
 
 # FLAGS=--whole makes all runs of the protocol, in hours.
 compare: venv
-	@$(PYTHON) benchmarks/compare.py $(FLAGS)
+	@$(PYTHON) scripts/bench/compare.py $(FLAGS)
 
 widths: venv
-	@$(PYTHON) benchmarks/widths.py
+	@$(PYTHON) scripts/bench/widths.py
 
 walk: venv
-	@$(PYTHON) benchmarks/walk.py
+	@$(PYTHON) scripts/bench/walk.py
 
 scale: venv
-	@$(PYTHON) benchmarks/scale.py
+	@$(PYTHON) scripts/bench/scale.py
 
 tables: venv
 	@$(PYTHON) scripts/tables.py

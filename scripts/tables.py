@@ -1,4 +1,4 @@
-"""Write the tables of the docs that follow from the table of optimizers, ``megatron_eopt/family.py``, and llms.txt.
+"""Write the tables of the docs that follow from the table of optimizers, ``megatron_eopt/family.py``.
 
     python scripts/tables.py
 
@@ -15,7 +15,6 @@ from math import prod
 from pathlib import Path
 from typing import get_args
 
-import llms
 import torch
 from state_bytes import DATA, bytes_rows, share_rows
 from support_matrix import RELEASES, support_matrix
@@ -359,10 +358,9 @@ def parts(page: str, text: str, name: str) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Write all pages, and llms.txt, which quotes them."""
+    """Write all pages."""
     for page in ("flags.md", *PAGES):
         (DOCS / page).write_text(made(page), encoding="utf-8")
-    (DOCS.parent / "llms.txt").write_text(llms.made(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from megatron_eopt.routing import ManifestRow, families
 
 ROOT = Path(__file__).resolve().parent.parent
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 import compare  # noqa: E402
 import compare_figures as figures  # noqa: E402
 import compare_pictures  # noqa: E402

@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "examples
 # Folders that commands make: nothing of them is in the repository.
 MADE = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if line.startswith("/")]
 SOURCES = {
-    path.name for room in ("megatron_eopt", "tests", "examples", "benchmarks") for path in ROOT.glob(room + "/**/*")
+    path.name for room in ("megatron_eopt", "tests", "examples", "scripts") for path in ROOT.glob(room + "/**/*")
 }
 MOST_WORDS = 1500  # of prose on a page
 

@@ -18,7 +18,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT / "scripts" / "bench"), str(ROOT / "examples")]
 import demo  # noqa: E402
 import gpu  # noqa: E402
 import gpu_optimizers  # noqa: E402
@@ -197,7 +197,7 @@ import sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *further: None if name.split(".")[0] in %r else find(name, *further)
-sys.path.insert(0, "benchmarks")
+sys.path.insert(0, "scripts/bench")
 import gpu
 for name in sys.argv[1:]:
     gpu.run_here(name, gpu.Run(device=gpu.torch.device("cpu"), tiny=True, out=gpu.Path(OUT), work=gpu.Path(OUT)))
@@ -249,7 +249,7 @@ def test_make_gpu_with_a_python_of_the_callers_makes_no_environment():
         for given in ([], ["PYTHON=python3"])
     ]
     assert "bootstrap" in said[0]
-    assert said[1].strip() == "python3 benchmarks/gpu.py"
+    assert said[1].strip() == "python3 scripts/bench/gpu.py"
 
 
 def test_a_sweep_for_which_no_time_is_left_says_so(run, monkeypatch):
@@ -333,7 +333,7 @@ def test_megatron_takes_the_flags_of_a_gpu(flags, tmp_path):
 
 class TestPage:
     def test_predictions_are_what_the_cost_model_says(self):
-        """`python benchmarks/gpu_predictions.py --docs` writes them anew."""
+        """`python scripts/bench/gpu_predictions.py --docs` writes them anew."""
         for page, (mark, made) in gpu_predictions.TABLES.items():
             assert between(page.read_text(encoding="utf-8"), mark).strip() == made()
 

@@ -10,7 +10,6 @@ import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
-import llms
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -68,7 +67,7 @@ class TestDistributions:
         with tarfile.open(sdist) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
         copy = sdist.parent / "copy"
-        folders = ("megatron_eopt", "tests", "docs", "examples", "benchmarks", "scripts")
+        folders = ("megatron_eopt", "tests", "docs", "examples", "scripts")
         files = [path for folder in folders for path in (copy / folder).rglob("*")] + list(copy.iterdir())
         assert {str(path.relative_to(copy)) for path in files if path.is_file()} <= names
         assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^(build|dist|site|\.venv)/", name)]
@@ -131,7 +130,7 @@ class TestChangelog:
         assert len({*filter(None, entries)}) == sum(map(bool, entries))
 
 
-@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize("name", ["CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"])
 def test_links_lead_somewhere_and_named_files_exist(name):
     assert not list(broken_links(ROOT / name))
     assert not list(missing_files(ROOT / name))
@@ -182,22 +181,3 @@ def test_a_release_is_published_only_where_it_is_asked_for():
     assert workflow[True] == {"workflow_dispatch": None}  # YAML 1.1 reads the key "on" as true
     assert workflow["jobs"]["build"]["if"] == "vars.RELEASE_ENABLED == 'true'"
     assert workflow["jobs"]["publish"]["needs"] == "build"
-
-
-class TestLlms:
-    def test_it_is_up_to_date(self):
-        assert (ROOT / "llms.txt").read_text() == llms.made(), "run make tables, which writes llms.txt"
-
-    def test_its_links_lead_to_files(self):
-        links = re.findall(r"^- \[.+?\]\((\S+?)\)", llms.made(), flags=re.MULTILINE)
-        assert len(links) > 20
-        assert not [link for link in links if ":" not in link and not (ROOT / link).is_file()]
-
-    def test_a_sentence_is_found_behind_what_is_none(self):
-        page = "---\na: b\n---\n# T\n\n<!-- x -->\n\n![p](q.png)\n\n```\nCode. X\n```\n\n[A link](b.md), 0.19 **on**. C"
-        assert llms.first_sentence(page) == "A link, 0.19 on."
-        assert llms.first_sentence("# T\n\n| a | b |\n|---|---|\n") == ""
-
-    def test_pages_keep_the_order_of_the_navigation(self):
-        nav = ["a.md", {"S": [{"T": "b.md"}, {"U": ["c.md"]}]}]
-        assert list(llms.pages(nav)) == [("", "a.md"), ("T", "b.md"), ("", "c.md")]

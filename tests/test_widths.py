@@ -12,7 +12,7 @@ from megatron_eopt.megatron.arguments import amend
 
 ROOT = Path(__file__).resolve().parent.parent
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 import pages  # noqa: E402
 import widths  # noqa: E402
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from pages import DOCS, between
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import demo  # noqa: E402

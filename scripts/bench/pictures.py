@@ -73,7 +73,7 @@ def style(name: str) -> dict[str, Any]:
         ValueError: it has none.
     """
     if name not in LINES:
-        raise ValueError(f"no line for {name!r} among {sorted(LINES)}: add it to benchmarks/pictures.py")
+        raise ValueError(f"no line for {name!r} among {sorted(LINES)}: add it to scripts/bench/pictures.py")
     color, dashes = LINES[name]
     main = name in MAIN
     return {"color": color, "linestyle": dashes, "linewidth": 2.6 if main else 1.5, "zorder": 3 if main else 2}

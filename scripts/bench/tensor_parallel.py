@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 
-OUT = Path(__file__).resolve().parent.parent / "bench-out"
+OUT = Path(__file__).resolve().parents[2] / "bench-out"
 LAYERS = 4
 # rows, columns, and the dimension that is cut
 MATRICES = {

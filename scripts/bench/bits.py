@@ -2,9 +2,9 @@
 
 ::
 
-    PYTHONPATH=BEFORE python benchmarks/bits.py record before.pt    # BEFORE: a checkout of the commit before
-    PYTHONPATH=. python benchmarks/bits.py record now.pt
-    python benchmarks/bits.py compare before.pt now.pt
+    PYTHONPATH=BEFORE python scripts/bench/bits.py record before.pt    # BEFORE: a checkout of the commit before
+    PYTHONPATH=. python scripts/bench/bits.py record now.pt
+    python scripts/bench/bits.py compare before.pt now.pt
 
 A record has for each case, which is an optimizer in a layout, dtype and precision, and for each of its ranks: the
 weights after each of ten steps, the state dict at the end, the collectives in their order, and the messages.

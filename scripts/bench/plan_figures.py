@@ -1,7 +1,7 @@
 """Draw what plans are predicted to cost for Llama-3 8B and 70B, and print the tables of docs/proof/planning.md.
 
 Nothing is measured: these are the predictions of the planner at its default rates, for the data-parallel rank with the
-most to do. ``.venv/bin/python benchmarks/plan_figures.py`` writes docs/planning.png.
+most to do. ``.venv/bin/python scripts/bench/plan_figures.py`` writes docs/planning.png.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "planning.png"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "planning.png"
 TENSOR, DATA = 8, (4, 16, 64)
 PIPELINE = {"llama3-8b": 1, "llama3-70b": 4}
 DEALT = (8, 16, 32, 64)

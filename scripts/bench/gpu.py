@@ -1,4 +1,4 @@
-"""Check the package on a GPU: ``make gpu``, or ``python benchmarks/gpu.py PART...``; docs/gpu.md says what for.
+"""Check the package on a GPU: ``make gpu``, or ``python scripts/bench/gpu.py PART...``; docs/gpu.md says what for.
 
 Each part runs in its own process, for less than nine minutes. It prints a table of verdicts; ``gpu.json`` in the folder
 of ``--out`` has them with hardware, versions and figures, beside pictures. Parts that ran before stay in it. Without a
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import gpu_family  # noqa: E402

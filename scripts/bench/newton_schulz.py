@@ -31,7 +31,7 @@ from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.orthogonalize.timing import fastest, is_timed, times
 
-OUT = Path(__file__).resolve().parent.parent / "bench-out"
+OUT = Path(__file__).resolve().parents[2] / "bench-out"
 
 # Layers of Llama-3 8B and 70B and of Qwen3-30B-A3B at an eighth of their width (a sixteenth for 70B), for a CPU.
 CPU_SHAPES = {

@@ -29,7 +29,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.engine import Engine
 
-OUT = Path(__file__).resolve().parent.parent / "bench-out"
+OUT = Path(__file__).resolve().parents[2] / "bench-out"
 SHAPES = ((64, 64), (96, 64), (64, 96), (128, 64), (64, 128))
 RANKS = 8
 # rows, columns and the dimension that is cut, of a layer of llama3-70b

@@ -1,4 +1,4 @@
-"""Write the tables of docs/proof/gpu.md from the figures of a GPU: ``python benchmarks/gpu_page.py``.
+"""Write the tables of docs/proof/gpu.md from the figures of a GPU: ``python scripts/bench/gpu_page.py``.
 
 ``docs/proof/h200.json`` has what ``make gpu`` found there: verdicts and figures of each part, and the machine.
 """

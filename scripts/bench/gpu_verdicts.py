@@ -18,7 +18,7 @@ import newton_schulz as bench
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "torch",
     "triton",

@@ -18,7 +18,7 @@ import protocol
 from protocol import Run
 from training import ROOT, demo, loopback, processor
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "scripts" / "bench" / "results"
 BLOCK = 10  # steps that a printed training loss is the mean of
 # Precision 'high': with Megatron's 'medium', a CPU multiplies in bf16 if it can, and losses depend on the machine.
 COMMON = (

@@ -1,6 +1,6 @@
 """What a momentum in bf16 costs: the losses of the demo's GPT, and how far its momenta are from fp32.
 
-    python benchmarks/momentum_dtype.py --docs
+    python scripts/bench/momentum_dtype.py --docs
 
 Muon trains at its recommended flags with momenta in fp32, and rounded at random to bf16 (--optimizer-momentum-dtype).
 To round to the nearest, which no flag does, the training process replaces the rounding. An error is what a momentum has
@@ -24,9 +24,9 @@ from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.rounding import Numbered
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
 OUT = ROOT / "bench-out" / "momentum-dtype"
 SETTINGS = ROOT / "docs" / "optimizers.md"
@@ -94,7 +94,7 @@ def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> Run:
     log, written = (out / f"{kind}-{beta}-{seed}-{steps}.{end}" for end in ("log", "json"))
     command = training.command("muon", flags, steps, out)
     at = command.index("examples/pretrain_gpt.py")
-    command[at : at + 1] = ["benchmarks/momentum_dtype.py", TRAIN, kind, str(beta), str(written)]
+    command[at : at + 1] = ["scripts/bench/momentum_dtype.py", TRAIN, kind, str(beta), str(written)]
     if not written.exists():
         list(demo.execute(command, log, training.THREADS))
     lines = log.read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,6 @@
 """Predict steps over 8 to 4,096 GPUs, for the tables and the picture of docs/scale.md. Nothing is measured.
 
-``benchmarks/scale.py`` prints and writes them.
+``scripts/bench/scale.py`` prints and writes them.
 """
 
 import re

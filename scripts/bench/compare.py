@@ -2,8 +2,8 @@
 
 ``make compare`` trains each optimizer once with the setting that its trials chose, and shows it beside the recorded
 runs: some ten minutes on two cores. ``--whole`` makes all runs of the protocol, which takes hours; interrupted, it goes
-on where it was. Runs are kept under ``benchmarks/results``. ``--seconds`` times a step of each, one after another, on
-a machine that does nothing else. ``--docs`` writes tables and pictures of what is kept into docs/.
+on where it was. Runs are kept under ``scripts/bench/results``. ``--seconds`` times a step of each, one after another,
+on a machine that does nothing else. ``--docs`` writes tables and pictures of what is kept into docs/.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the cost model predicts for steps of Muon: ``python benchmarks/gpu_predictions.py --docs``.
+"""What the cost model predicts for steps of Muon: ``python scripts/bench/gpu_predictions.py --docs``.
 
 Nothing is measured. For docs/proof/gpu.md the rates are those that the planner assumes of every rank; what is not
 orthogonalization (momentum, weights, launches) is left out. For docs/proof/planning.md, of experts, they are assumed of
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pages import put
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch  # noqa: E402

@@ -323,7 +323,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "optimizers.md": {"owns": owns, "state": state},
     "reference/overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "reference/plain-torch.md": {"plain": plain},
-    "proof/state.md": {"shares": shares},
+    "measured.md": {"shares": shares},
     "state.md": {"bytes": held},
     "support.md": {"support": support},
 }

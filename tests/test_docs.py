@@ -95,7 +95,7 @@ def test_no_page_is_too_long(page):
     words = len(prose(page.read_text()))
     assert words <= MOST_WORDS, (
         f"{page.relative_to(ROOT)} has {words} words of prose, and may have {MOST_WORDS}: move settings, rules and "
-        f"refusals to docs/reference, and what was measured to docs/proof"
+        f"what was measured to docs/measured.md"
     )
 
 

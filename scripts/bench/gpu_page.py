@@ -1,6 +1,6 @@
-"""Write the tables of docs/proof/gpu.md from the figures of a GPU: ``python scripts/bench/gpu_page.py``.
+"""Write the tables of docs/measured.md from the figures of a GPU: ``python scripts/bench/gpu_page.py``.
 
-``docs/proof/h200.json`` has what ``make gpu`` found there: verdicts and figures of each part, and the machine.
+``docs/h200.json`` has what ``make gpu`` found there: verdicts and figures of each part, and the machine.
 """
 
 import json
@@ -10,8 +10,8 @@ from typing import Any
 
 import pages
 
-FOUND = Path(pages.DOCS, "proof", "h200.json")
-PAGE = "proof/gpu.md"
+FOUND = Path(pages.DOCS, "h200.json")
+PAGE = "measured.md"
 STATES = ("passed", "failed", "skipped", "measured")
 CONTESTANTS = {
     "emerging-optimizers": "emerging-optimizers",

@@ -1,8 +1,7 @@
 """What the cost model predicts for steps of Muon: ``python scripts/bench/gpu_predictions.py --docs``.
 
-Nothing is measured. For docs/proof/gpu.md the rates are those that the planner assumes of every rank; what is not
-orthogonalization (momentum, weights, launches) is left out. For docs/proof/planning.md, of experts, they are assumed of
-an H200.
+Nothing is measured. For steps the rates are those that the planner assumes of every rank, and what is not
+orthogonalization (momentum, weights, launches) is left out. For experts they are assumed of an H200.
 """
 
 import sys
@@ -26,7 +25,7 @@ from megatron_eopt.parallel.plan import make_plan  # noqa: E402
 from megatron_eopt.parallel.records import TpMode  # noqa: E402
 from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices  # noqa: E402
 
-PAGE = ROOT / "docs" / "proof" / "gpu.md"
+PAGE = ROOT / "docs" / "measured.md"
 LLAMAS = ("llama3-8b", "llama3-70b")
 CASES = {name: (model, 1) for name, model in GPTS.items()} | {name: (MODELS[name], 8) for name in LLAMAS}
 MODES: tuple[TpMode, ...] = ("auto", "duplicated")
@@ -74,11 +73,11 @@ def experts() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-# page -> the mark on it, and what it shows
-TABLES = {PAGE: ("predictions", table), PAGE.with_name("planning.md"): ("experts", experts)}
+# mark on the page -> what it shows
+TABLES = {"predictions": table, "experts": experts}
 
 if __name__ == "__main__":
-    for page, (mark, made) in TABLES.items():
+    for mark, made in TABLES.items():
         print(made(), end="\n\n")
         if "--docs" in sys.argv[1:]:
-            put(page, mark, made())
+            put(PAGE, mark, made())

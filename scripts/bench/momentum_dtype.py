@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
 OUT = ROOT / "bench-out" / "momentum-dtype"
 SETTINGS = ROOT / "docs" / "optimizers.md"
-PAGE = ROOT / "docs" / "proof" / "momentum-dtype.md"
+PAGE = ROOT / "docs" / "measured.md"
 # Kind -> what the table calls it, and the flag's value.
 KINDS = {
     "fp32": ("fp32", "fp32"),
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=training.STEPS, help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of weights and batches")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.95], help="decay rates of the momentum")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/proof/momentum-dtype.md, too")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of logs")
     arguments = parser.parse_args()
     training.write_data(arguments.out)

@@ -1,4 +1,4 @@
-"""Draw what plans are predicted to cost for Llama-3 8B and 70B, and print the tables of docs/proof/planning.md.
+"""Draw what plans are predicted to cost for Llama-3 8B and 70B, and print the tables of docs/measured.md.
 
 Nothing is measured: these are the predictions of the planner at its default rates, for the data-parallel rank with the
 most to do. ``.venv/bin/python scripts/bench/plan_figures.py`` writes docs/planning.png.

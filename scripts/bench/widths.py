@@ -1,7 +1,7 @@
 """Find Muon's best learning rate for the demo's GPT at three widths, with Megatron's muP and as it is.
 
 ``make widths`` runs it and leaves a table and a picture in ``bench-out/widths/``; ``--docs`` puts both into
-docs/proof/presets.md. Each run is one process on the CPU. Heads have as many channels at each width, so there are more
+docs/measured.md. Each run is one process on the CPU. Heads have as many channels at each width, so there are more
 of them. What was trained before, with the same flags, is not trained again.
 """
 
@@ -19,7 +19,7 @@ import training
 from matplotlib.figure import Figure
 
 OUT = training.ROOT / "bench-out" / "widths"
-PAGE = pages.DOCS / "proof" / "presets.md"
+PAGE = pages.DOCS / "measured.md"
 
 WIDTHS = (64, 128, 256)
 STEPS = 120

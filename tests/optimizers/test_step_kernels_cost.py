@@ -134,7 +134,7 @@ def test_the_page_says_what_both_forms_cost(monkeypatch):
         costs["torch", "large"],
     )
     assert round(small_bytes) == round(large_bytes)
-    page = (Path(__file__).parents[2] / "docs" / "proof" / "gpu.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "measured.md").read_text(encoding="utf-8")
     for row in (
         f"beside the iteration | {small_bytes:.0f} | {small_torch_bytes:.0f}, large matrices {large_torch_bytes:.0f} |",
         f"from 64 x 64 to 128 x 64 | {small} | {small_torch} |",

@@ -145,7 +145,7 @@ def test_the_matrices_are_those_of_the_busiest_rank():
     ("data", "by_size", "by_time"), [(4, 118, 118), (8, 68.8, 67.6), (16, 46.5, 42.8), (32, 38.2, 30), (64, 33.6, 23.6)]
 )
 def test_the_busiest_rank_before_and_after(data, by_size, by_time):
-    """The figures of docs/proof/planning.md, for a stage of llama3-70b without embeddings."""
+    """The figures of docs/measured.md, for a stage of llama3-70b without embeddings."""
     parallel = Parallel(tensor=8, pipeline=4, data=data)
     _, (found,), *_ = dealt_matrices(MODELS["llama3-70b"], parallel, HALF)
     assert [f"{max(each) * 1e3:.3g}" for each in (found.by_size, found.seconds)] == [f"{by_size:g}", f"{by_time:g}"]

@@ -272,7 +272,12 @@ def _flags_of_others(row: OptimizerSpec) -> str:
     return text + (f"It {also}takes {code(names)}." if names else "")
 
 
-FLAGS_HEAD = """# Flags
+FLAGS_HEAD = """---
+search:
+  boost: 4
+---
+
+# Flags
 
 Every flag that the optimizers of this package have, and Megatron's own of the same optimizers. The page is made from
 the table of optimizers (`megatron_eopt/family.py`) by `python scripts/tables.py`.

@@ -319,10 +319,9 @@ def costs() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
-    "adaptive.md": {"flags": lambda: flags_of(OPTIMIZERS["adaptive_muon"].flags)},
     "optimizers.md": {"owns": owns, "state": state},
     "reference/overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
-    "reference/plain-torch.md": {"plain": plain},
+    "plain-torch.md": {"plain": plain},
     "proof/state.md": {"shares": shares},
     "state.md": {"bytes": held},
     "support.md": {"support": support},

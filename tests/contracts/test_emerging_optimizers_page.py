@@ -1,6 +1,6 @@
-"""The pages for people who come from emerging-optimizers say what holds of its release 0.3.0 and of ours.
+"""The page for people who come from emerging-optimizers says what holds of its release 0.3.0 and of ours.
 
-Differences are looked for in both packages, and compared with the tables of the pages: one that is not there fails.
+Differences are looked for in both packages, and compared with the tables of the page: one that is not there fails.
 """
 
 import ast
@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.users_functions import HOOKS_OF_OTHERS
 from megatron_eopt.orthogonalize.coefficients import with_safety
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "\n".join((DOCS / folder / "from-emerging-optimizers.md").read_text() for folder in ("", "reference"))
+PAGE = (DOCS / "from-emerging-optimizers.md").read_text()
 REQUIRED = inspect.Parameter.empty
 # of which a section speaks in sentences, and arguments that are not settings
 IN_PROSE = {"self", "params", "args", "kwargs", "weight_decay_method"}
@@ -498,7 +498,7 @@ def hooks_of_theirs():
 
 
 def test_every_hook_that_nothing_calls_is_on_the_page_and_known():
-    page = (DOCS / "reference" / "functions.md").read_text()
+    page = (DOCS / "python.md").read_text()
     section = page.partition("## Hooks of other packages")[2].partition("\n## ")[0]
     named = {key for line in section.splitlines() if line.startswith("| `") for key in code(line.split(" | ")[0])}
     assert named == set(HOOKS_OF_OTHERS) == hooks_of_theirs()

@@ -130,27 +130,12 @@ def _bytes(tensors: Iterable[StateTensor]) -> str:
 
 def plain() -> str:
     """What plain torch builds."""
-    rows = []
-    for row in (row for row in OPTIMIZERS.values() if row.plain):
-        rest = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
-        rows.append((code([row.name]), row.cls.__name__, rest, code(_plain_options(row))))
-    adamw = '`amsgrad`; the field `fused="transformer_engine"` or `"apex"` takes their FusedAdam'
-    return table(
-        ("name", "of matrices", "of all else", "further `options`, such as"),
-        [("`adamw`", "torch's AdamW", "the same", adamw), *rows],
-    )
-
-
-def _plain_options(row: OptimizerSpec) -> list[str]:
-    # of the config, and what Muon with AdamW lacks
-    of_fields = (
-        ("momentum", "num_ns_steps", *names_of(SECOND_MOMENT)) if row.name == "muon" else ("warmup_steps", "eps")
-    )
-    return [
-        flag.setting
-        for flag in row.flags
-        if row.takes(flag.setting) and flag.setting not in (*of_fields, "lr", "weight_decay")
-    ]
+    rest: dict[str, list[str]] = {"AdamW": [], "its own Adam": [], "the same": ["adamw"]}
+    for row in OPTIMIZERS.values():
+        if row.plain:
+            kind = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
+            rest[kind].append(row.name)
+    return table(("`name`", "all but matrices have"), [(code(names), of_rest) for of_rest, names in rest.items()])
 
 
 def support() -> str:

@@ -117,11 +117,13 @@ def _described(tensor: StateTensor) -> str:
     return f"`{tensor.key}`{shape}"
 
 
-def _bytes(tensors: Iterable[StateTensor]) -> str:
-    """Bytes of the state tensors of a matrix of m x n in fp32, as a formula."""
+def _bytes(tensors: Iterable[StateTensor], with_numbers: bool = True) -> str:
+    """Bytes of the state tensors of a matrix of m x n in fp32, as a formula; also of those that are a few numbers."""
     counts = Counter[str]()
     for tensor in tensors:
         letters = sorted(side for side in _sides(tensor) if isinstance(side, str))
+        if not letters and not with_numbers:
+            continue
         numbers = prod(side for side in _sides(tensor) if isinstance(side, int))
         size = "".join(letters) if len({*letters}) == len(letters) else f"{letters[0]}²"
         counts[size] += numbers * (tensor.dtype or torch.float32).itemsize
@@ -281,7 +283,9 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 
 
 def _bytes_of(row: OptimizerSpec) -> str:
-    return ", ".join(_bytes(row.state_tensors(MATRIX, **settings)) for settings in ({}, *row.state_settings))
+    """Bytes by its settings, each formula once."""
+    formulas = [_bytes(row.state_tensors(MATRIX, **settings), False) for settings in ({}, *row.state_settings)]
+    return ", ".join(dict.fromkeys(formulas))
 
 
 def costs() -> str:

@@ -1,7 +1,7 @@
 """The page for people who come from emerging-optimizers says what holds of its release 0.3.0 and of ours.
 
-Differences are looked for in both packages, and compared with the tables of the page and those below: one that is in none
-of them fails.
+Differences are looked for in both packages, and compared with the tables of the page and those below. One that is in
+none of them fails.
 """
 
 import ast

@@ -117,11 +117,13 @@ def _described(tensor: StateTensor) -> str:
     return f"`{tensor.key}`{shape}"
 
 
-def _bytes(tensors: Iterable[StateTensor]) -> str:
-    """Bytes of the state tensors of a matrix of m x n in fp32, as a formula."""
+def _bytes(tensors: Iterable[StateTensor], with_numbers: bool = True) -> str:
+    """Bytes of the state tensors of a matrix of m x n in fp32, as a formula; also of those that are a few numbers."""
     counts = Counter[str]()
     for tensor in tensors:
         letters = sorted(side for side in _sides(tensor) if isinstance(side, str))
+        if not letters and not with_numbers:
+            continue
         numbers = prod(side for side in _sides(tensor) if isinstance(side, int))
         size = "".join(letters) if len({*letters}) == len(letters) else f"{letters[0]}²"
         counts[size] += numbers * (tensor.dtype or torch.float32).itemsize
@@ -130,27 +132,12 @@ def _bytes(tensors: Iterable[StateTensor]) -> str:
 
 def plain() -> str:
     """What plain torch builds."""
-    rows = []
-    for row in (row for row in OPTIMIZERS.values() if row.plain):
-        rest = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
-        rows.append((code([row.name]), row.cls.__name__, rest, code(_plain_options(row))))
-    adamw = '`amsgrad`; the field `fused="transformer_engine"` or `"apex"` takes their FusedAdam'
-    return table(
-        ("name", "of matrices", "of all else", "further `options`, such as"),
-        [("`adamw`", "torch's AdamW", "the same", adamw), *rows],
-    )
-
-
-def _plain_options(row: OptimizerSpec) -> list[str]:
-    # of the config, and what Muon with AdamW lacks
-    of_fields = (
-        ("momentum", "num_ns_steps", *names_of(SECOND_MOMENT)) if row.name == "muon" else ("warmup_steps", "eps")
-    )
-    return [
-        flag.setting
-        for flag in row.flags
-        if row.takes(flag.setting) and flag.setting not in (*of_fields, "lr", "weight_decay")
-    ]
+    rest: dict[str, list[str]] = {"AdamW": [], "its own Adam": [], "the same": ["adamw"]}
+    for row in OPTIMIZERS.values():
+        if row.plain:
+            kind = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
+            rest[kind].append(row.name)
+    return table(("`name`", "all but matrices have"), [(code(names), of_rest) for of_rest, names in rest.items()])
 
 
 def support() -> str:
@@ -301,7 +288,9 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 
 
 def _bytes_of(row: OptimizerSpec) -> str:
-    return ", ".join(_bytes(row.state_tensors(MATRIX, **settings)) for settings in ({}, *row.state_settings))
+    """Bytes by its settings, each formula once."""
+    formulas = [_bytes(row.state_tensors(MATRIX, **settings), False) for settings in ({}, *row.state_settings)]
+    return ", ".join(dict.fromkeys(formulas))
 
 
 def costs() -> str:
@@ -324,10 +313,9 @@ def costs() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
-    "adaptive.md": {"flags": lambda: flags_of(OPTIMIZERS["adaptive_muon"].flags)},
     "optimizers.md": {"owns": owns, "state": state},
     "reference/overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
-    "reference/plain-torch.md": {"plain": plain},
+    "plain-torch.md": {"plain": plain},
     "measured.md": {"shares": shares},
     "state.md": {"bytes": held},
     "support.md": {"support": support},

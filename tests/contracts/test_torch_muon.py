@@ -1,4 +1,4 @@
-"""torch.optim.Muon and the settings of docs/reference/muon-in-torch.md: the same steps, but for torch's bf16."""
+"""torch.optim.Muon and the settings of docs/plain-torch.md: the same steps, but for torch's bf16."""
 
 import pytest
 import torch

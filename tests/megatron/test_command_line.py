@@ -245,10 +245,10 @@ def test_activation_can_be_repeated_and_undone():
 def test_the_page_lists_what_is_replaced():
     gc.collect()  # of configs that other tests derived from Megatron's
     text = "\n".join(f"- `{what}`: {why}" for what, why in activation.describe().items())
-    page = (ROOT / "docs" / "reference" / "megatron.md").read_text()
+    page = (ROOT / "docs" / "support.md").read_text()
     listed = re.search(r"<!-- activate -->\n\n(.*?)\n*<!-- end -->", page, re.DOTALL)
     assert listed is not None
-    assert listed[1] == text, f"the list on docs/reference/megatron.md is not what the code says, which is\n{text}"
+    assert listed[1] == text, f"the list on docs/support.md is not what the code says, which is\n{text}"
 
 
 def test_without_megatron_training_the_core_is_activated(monkeypatch):

@@ -302,7 +302,12 @@ def _flags_of_others(row: OptimizerSpec) -> str:
     return f"Further flags: {'; '.join(found)}." if found else ""
 
 
-FLAGS_HEAD = """# Flags
+FLAGS_HEAD = """---
+search:
+  boost: 4
+---
+
+# Flags
 
 Every flag of this package, with what it does and its default. `--optimizer NAME` names the optimizer of a run. Below
 are the flags of every run, then [Muon's](#muon), then those of each other optimizer. Settings of single parameters are

@@ -212,16 +212,37 @@ def override_settings() -> str:
 
 
 def override_settings_of_one() -> str:
-    """Settings of each optimizer, beside those that every parameter has."""
-    found = dict[tuple[str, ...], list[str]]()
+    """What the daggers of the page of flags do not say: settings without a flag, and flags that set none."""
+    rows = dict[str, list[str]]()
     for name in optimizer_names():
-        found.setdefault(tuple(key for key in settings_of(name) if key not in OF_ALL), []).append(name)
-    return table(("optimizer", "settings"), [(code(names), code(keys)) for keys, names in found.items()])
+        flags_of_groups = {flag.setting for flag in _flags_that_hold(name) if _of_groups(flag)}
+        own = settings_of(name).keys() - OF_ALL.keys()
+        for key in sorted(own - flags_of_groups):
+            rows.setdefault(f"`{key}`", []).append(f"`{name}`")
+        for key in sorted(flags_of_groups - own - OF_ALL.keys()):
+            rows.setdefault(f"`{key}`", []).append(f"not `{name}`")
+    return table(("key", "optimizers"), [(key, ", ".join(names)) for key, names in sorted(rows.items())])
 
 
-def flags_of(flags: Iterable[Flag]) -> str:
-    """Flags with what they do, their values and defaults."""
-    rows = [(code([flag.name]) + " *" * flag.megatrons, _meaning(flag), _default(flag)) for flag in flags]
+def _flags_that_hold(name: str) -> list[Flag]:
+    """The flags of a registered optimizer: its own, and Muon's."""
+    row = OPTIMIZERS.get(name)
+    if row is None:  # Megatron's
+        return []
+    return [*row.flags, *(flag for flag in OPTIMIZERS["muon"].flags if name != "muon" and _holds_for(flag, row))]
+
+
+def _of_groups(flag: Flag) -> bool:
+    """Whether single parameters may have what a flag sets."""
+    return flag.setting in (*OF_ALL, *settings_of(flag.optimizer))
+
+
+def flags_of(flags: Iterable[Flag], *alike: Iterable[Flag]) -> str:
+    """Flags with what they do, their values and defaults; those of other optimizers that are alike share a line."""
+    rows = []
+    for flag, *others in zip(flags, *alike, strict=True):
+        marks = " *" * flag.megatrons + " †" * (bool(flag.optimizer) and not _of_groups(flag))
+        rows.append((code(each.name for each in (flag, *others)) + marks, _meaning(flag), _default(flag)))
     return table(("flag", "what it does", "default"), rows)
 
 
@@ -279,13 +300,21 @@ def flags() -> str:
     """The page of flags: those of a run, Muon's, and the other optimizers' own."""
     text = [FLAGS_HEAD, flags_of(RUN_FLAGS), "Flags of Megatron's that have a page here:"]
     text += [table(("flag", "what it does"), FLAGS_OF_MEGATRON), MUON_HEAD, muons_flags()]
+    alike = dict[object, list[OptimizerSpec]]()
     for row in OPTIMIZERS.values():
-        if row.name != "muon":
-            first, *_ = inspect.cleandoc(row.cls.__doc__ or "").splitlines()
-            said = f"{re.sub(r' \[1\]', '', first).replace('``', '`')} {_flags_of_others(row)}"
-            text += [f"## {row.name}", prose(said)]
-            text += [flags_of(row.flags) if row.flags else ""]
+        same = tuple((flag.setting, flag.help, flag.default) for flag in row.flags) or row.name
+        alike.setdefault(same, []).append(row)
+    for rows in alike.values():
+        if rows[0].name != "muon":
+            text += [f"## {', '.join(row.name for row in rows)}"]
+            text += [prose(" ".join([*map(_first_sentence, rows), _flags_of_others(rows[0])]))]
+            text += [flags_of(*(row.flags for row in rows)) if rows[0].flags else ""]
     return "\n\n".join(filter(None, text))
+
+
+def _first_sentence(row: OptimizerSpec) -> str:
+    first, *_ = inspect.cleandoc(row.cls.__doc__ or "").splitlines()
+    return re.sub(r" \[1\]", "", first).replace("``", "`")
 
 
 def _flags_of_others(row: OptimizerSpec) -> str:
@@ -309,12 +338,12 @@ search:
 
 # Flags
 
-Every flag of this package, with what it does and its default. `--optimizer NAME` names the optimizer of a run. Below
-are the flags of every run, then [Muon's](#muon), then those of each other optimizer. Settings of single parameters are
-[overrides](overrides.md).
+Every flag of this package, with what it does and its default: those of every run, [Muon's](#muon), and those of each
+other optimizer. `--optimizer NAME` names the optimizer of a run. Megatron's `--lr`, `--min-lr`, `--weight-decay`,
+`--clip-grad` and the schedules hold for every optimizer. A run warns of a flag that none of its optimizers reads.
 
-Megatron's `--lr`, `--min-lr`, `--weight-decay`, `--clip-grad` and the schedules hold for every optimizer. A star marks
-a flag that Megatron has itself. A run warns of a flag that none of its optimizers reads.
+A star marks a flag that Megatron has itself, a dagger (†) what holds for a whole optimizer. All else single parameters
+may have too, in [overrides](overrides.md), by the name without `--`, the optimizer and `no`.
 
 ## Every run"""
 

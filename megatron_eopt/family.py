@@ -317,8 +317,8 @@ _SPECS = (
             "shampoo_beta",
             Flag(
                 "precondition_frequency",
-                "Steps from one refreshing of the bases to the next, counted from the "
-                "first step as the authors do: 4 refreshes them in steps 5, 9 and 13. From Python the default is 10.",
+                "Steps from one refresh of the bases to the next: 4 refreshes them in steps 5, 9 and 13. From Python "
+                "the default is 10.",
                 default=1,
             ),
             Flag("use_kl_shampoo", "Factors as Shampoo has them, which is the default from Python.", default=True),

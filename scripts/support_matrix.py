@@ -108,7 +108,7 @@ FEATURES = (
         "--use-torch-fsdp2 with --save, and experts, or shards that are not equal",
         {"wrapper": TORCH_FSDP2, "unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
     ),
-    Feature("--optimizer-cpu-offload", _OFFLOAD, "momenta are in [host memory](reference/host-memory.md)"),
+    Feature("--optimizer-cpu-offload", _OFFLOAD, "momenta are in [host memory](memory.md#host-memory)"),
     Feature("--optimizer-cpu-offload with soap", _of("soap") | _OFFLOAD),
     Feature("--optimizer-cpu-offload with --async-save", _OFFLOAD | {"args.async_save": True}),
     Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),

@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import get_args
@@ -27,7 +28,7 @@ from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, settings_of
-from megatron_eopt.settings.records import SECOND_MOMENT, names_of
+from megatron_eopt.settings.records import BOUNDS, CAUTION, MOMENTUM, SCALE, SECOND_MOMENT, names_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -64,6 +65,11 @@ def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 def code(names: Iterable[str]) -> str:
     """Names, each in backticks."""
     return ", ".join(f"`{name}`" for name in names)
+
+
+def marked(text: str) -> str:
+    """Text whose flags are in backticks."""
+    return re.sub(r"(?<![\w`-])--[a-z][\w-]*", r"`\g<0>`", text)
 
 
 def prose(text: str) -> str:
@@ -140,16 +146,24 @@ def plain() -> str:
     return table(("`name`", "all but matrices have"), [(code(names), of_rest) for of_rest, names in rest.items()])
 
 
-def support() -> str:
-    """What works with which release of Megatron-Core."""
-    rows, tests = [], shown_by()
+def support(works: str) -> str:
+    """Features that work with every release of Megatron-Core, with some, or with none."""
+    rows = []
     for lines in zip(*(support_matrix(release) for release in RELEASES), strict=True):
+        answers = [line.works for line in lines]
         # what to take instead is what is looked for; releases where it works need no word then
         notes = [line.note for line in lines if line.works == "no"] or [line.note for line in lines]
-        shown = ", ".join(sorted(tests.get(lines[0].feature, ())))
-        rows.append((lines[0].feature, *(line.works for line in lines), shown, notes[0]))
+        kind = answers[0] if len({*answers}) == 1 else "some"
+        if kind == works:
+            rows.append((marked(lines[0].feature), *(answers if works == "some" else ()), marked(notes[0])))
     of_releases = (f"{release} (main)" if release == MAIN else release for release in RELEASES)
-    return table(("feature", *of_releases, "shown by", ""), rows)
+    if works == "some":
+        return table(("feature", *of_releases, "where it does not work"), rows)
+    if works == "no":
+        return table(("refused", "what to do"), rows)
+    every = {marked(f"--optimizer {name}") for name in OPTIMIZERS}
+    names = f"`--optimizer` {', '.join(name for name in OPTIMIZERS if (marked(f'--optimizer {name}'), '') in rows)}"
+    return table(("works", ""), [(names, ""), *(row for row in rows if row[0] not in every)])
 
 
 def shown_by() -> dict[str, set[str]]:
@@ -180,29 +194,50 @@ def override_settings() -> str:
     for key, meaning in MEANINGS.items():
         having = [name for name in optimizer_names() if key in settings_of(name)]
         default = OF_ALL[key] if key in OF_ALL else settings_of(having[0])[key]
-        rows.append((code([key]), kind_of(default), "all" if key in OF_ALL else ", ".join(having), meaning))
-    return table(("key", "value", "optimizers", "meaning"), rows)
+        rows.append((code([key]), kind_of(default), meaning))
+    return table(("key", "value", "meaning"), rows)
 
 
 def override_settings_of_one() -> str:
-    """Settings that single optimizers have beside those."""
-    found = dict[tuple[str, str], list[str]]()
+    """What the daggers of the page of flags do not say: settings without a flag, and flags that set none."""
+    rows = dict[str, list[str]]()
     for name in optimizer_names():
-        for key, default in settings_of(name).items():
-            if key not in MEANINGS:
-                found.setdefault((key, kind_of(default)), []).append(name)
-    rows = [(code([key]), expected, ", ".join(names)) for (key, expected), names in sorted(found.items())]
-    return table(("key", "value", "optimizers"), rows)
+        flags_of_groups = {flag.setting for flag in _flags_that_hold(name) if _of_groups(flag)}
+        own = settings_of(name).keys() - OF_ALL.keys()
+        for key in sorted(own - flags_of_groups):
+            rows.setdefault(f"`{key}`", []).append(f"`{name}`")
+        for key in sorted(flags_of_groups - own - OF_ALL.keys()):
+            rows.setdefault(f"`{key}`", []).append(f"not `{name}`")
+    return table(("key", "optimizers"), [(key, ", ".join(names)) for key, names in sorted(rows.items())])
 
 
-def flags_of(flags: Iterable[Flag], holds_for: bool = False) -> str:
-    """Flags with their defaults, values and meanings."""
+def _flags_that_hold(name: str) -> list[Flag]:
+    """The flags of a registered optimizer: its own, and Muon's."""
+    row = OPTIMIZERS.get(name)
+    if row is None:  # Megatron's
+        return []
+    return [*row.flags, *(flag for flag in OPTIMIZERS["muon"].flags if name != "muon" and _holds_for(flag, row))]
+
+
+def _of_groups(flag: Flag) -> bool:
+    """Whether single parameters may have what a flag sets."""
+    return flag.setting in (*OF_ALL, *settings_of(flag.optimizer))
+
+
+def flags_of(flags: Iterable[Flag], *alike: Iterable[Flag]) -> str:
+    """Flags with what they do, their values and defaults; those of other optimizers that are alike share a line."""
     rows = []
-    for flag in flags:
-        values = code(flag.choices) if flag.choices else "" if isinstance(flag.default, bool) else _kind(flag)
-        row = (code([flag.name]) + " *" * flag.megatrons, _default(flag), values, flag.help)
-        rows.append((*row, _holds_for(flag)) if holds_for else row)
-    return table(("flag", "default", "values", "", *(["also of"] if holds_for else [])), rows)
+    for flag, *others in zip(flags, *alike, strict=True):
+        marks = " *" * flag.megatrons + " †" * (bool(flag.optimizer) and not _of_groups(flag))
+        rows.append((code(each.name for each in (flag, *others)) + marks, _meaning(flag), _default(flag)))
+    return table(("flag", "what it does", "default"), rows)
+
+
+def _meaning(flag: Flag) -> str:
+    """The sentence of a flag, and the values that it has not named."""
+    named = [value for value in flag.choices if re.search(rf"\b{re.escape(value)}\b", flag.help)]
+    said = marked(flag.help)
+    return said if len(named) == len(flag.choices) else f"{said} One of {code(flag.choices)}."
 
 
 def _default(flag: Flag) -> str:
@@ -213,50 +248,74 @@ def _default(flag: Flag) -> str:
     return code([flag.default]) if isinstance(flag.default, str) else f"{flag.default:g}".replace("e-0", "e-")
 
 
-def _kind(flag: Flag) -> str:
-    kind = flag.kind if flag.default is None else type(flag.default)
-    if flag.metavar == "NAMES":
-        return "names"
-    if flag.metavar == "RULE":
-        return "`ema:DECAY`, `tail:STEPS`"
-    return {int: "a whole number", float: "a number", str: "a file"}[kind]
+GROUPS = {
+    "Matrices": ("lr", "min_lr", "weight_decay", "scalar_optimizer", "split", "split_qkv", "share_over_dp"),
+    "Momentum": names_of(MOMENTUM),
+    "Size of the update": ("preset", *names_of(SCALE)),
+    "Newton-Schulz": ("num_ns_steps", "coefficient_type", "fp32_matmul_prec"),
+    "Ranks and kernels": ("tp_mode", "symmetric_products", "step_kernels"),
+    "Norms of weights": names_of(CAUTION + BOUNDS),
+    "Second moment": names_of(SECOND_MOMENT),
+    "From Adam": ("momentum_from_adam",),
+}
+"""Muon's flags, by what they are for."""
 
 
-def _holds_for(flag: Flag) -> str:
-    """Optimizers other than the flag's own that it holds for."""
-    others = [row for row in OPTIMIZERS.values() if row.name != flag.optimizer]
+def muons_flags() -> str:
+    """Muon's flags by what they are for."""
+    own = {flag.setting: flag for flag in OPTIMIZERS["muon"].flags}
+    missing = own.keys() - {setting for settings in GROUPS.values() for setting in settings}
+    if missing:
+        raise ValueError(f"flags of Muon in no group of scripts/tables.py: {', '.join(sorted(missing))}")
+    return "\n\n".join(
+        f"### {title}\n\n{flags_of(own[setting] for setting in settings)}" for title, settings in GROUPS.items()
+    )
+
+
+def _holds_for(flag: Flag, row: OptimizerSpec) -> bool:
+    """Whether a flag of Muon holds for another optimizer."""
     if flag.setting in (*MUON, *names_of(SECOND_MOMENT)):
-        return code(row.name for row in others if flag.setting in row.of_muon)
+        return flag.setting in row.of_muon
     if flag.setting == "preset":
-        return code(name for name in LIKE_MUON if name != flag.optimizer)
+        return row.name in LIKE_MUON
     if flag.setting == "momentum_from_adam":
-        return code(row.name for row in others if row.takes_adams)
-    return "all of matrices" if flag.shared else ""
+        return row.takes_adams
+    return flag.shared and row.owns == "matrices"
 
 
 def flags() -> str:
     """The page of flags: those of a run, Muon's, and the other optimizers' own."""
-    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, flags_of(OPTIMIZERS["muon"].flags, holds_for=True)]
+    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), "Flags of Megatron's that have a page here:"]
+    text += [table(("flag", "what it does"), FLAGS_OF_MEGATRON), MUON_HEAD, muons_flags()]
+    alike = dict[object, list[OptimizerSpec]]()
     for row in OPTIMIZERS.values():
-        if row.name != "muon":
-            first, *_ = inspect.cleandoc(row.cls.__doc__ or "").splitlines()
-            text += [f"## {row.name}", prose(re.sub(r" \[1\]", "", first).replace("``", "`"))]
-            text += [prose(_flags_of_others(row))]
-            text += [flags_of(row.flags) if row.flags else ""]
+        same = tuple((flag.setting, flag.help, flag.default) for flag in row.flags) or row.name
+        alike.setdefault(same, []).append(row)
+    for rows in alike.values():
+        if rows[0].name != "muon":
+            text += [f"## {', '.join(row.name for row in rows)}"]
+            text += [prose(" ".join([*map(_first_sentence, rows), _flags_of_others(rows[0])]))]
+            text += [flags_of(*(row.flags for row in rows)) if rows[0].flags else ""]
     return "\n\n".join(filter(None, text))
 
 
+def _first_sentence(row: OptimizerSpec) -> str:
+    first, *_ = inspect.cleandoc(row.cls.__doc__ or "").splitlines()
+    return re.sub(r" \[1\]", "", first).replace("``", "`")
+
+
 def _flags_of_others(row: OptimizerSpec) -> str:
-    """Flags of other optimizers that hold for it, in a sentence."""
-    names = [flag.name for flag in OPTIMIZERS["muon"].flags if flag.setting in row.of_muon]
-    names += [f"--adam-{setting}" for setting in ("beta1", "beta2", "eps") if row.betas == "adam"]
-    text = (
-        "It takes the flags of [Muon](#muon) that hold for all optimizers of matrices. "
-        if row.owns == "matrices"
-        else ""
-    )
-    also = "also " if text else ""
-    return text + (f"It {also}takes {code(names)}." if names else "")
+    """Flags of other optimizers that hold for it, in a sentence: groups of Muon's, then single ones."""
+    groups, single = [], []
+    for title, settings in GROUPS.items():
+        names = [flag.name for flag in OPTIMIZERS["muon"].flags if flag.setting in settings and _holds_for(flag, row)]
+        if len(names) == len(settings):
+            groups.append(f"[{title}](#{title.lower().replace(' ', '-')})")
+        else:
+            single += names
+    single += [f"--adam-{setting}" for setting in ("beta1", "beta2", "eps") if row.betas == "adam"]
+    found = [f"Muon's of {', '.join(groups)}"] * bool(groups) + [code(single)] * bool(single)
+    return f"Further flags: {'; '.join(found)}." if found else ""
 
 
 FLAGS_HEAD = """---
@@ -266,25 +325,36 @@ search:
 
 # Flags
 
-Every flag that the optimizers of this package have, and Megatron's own of the same optimizers. The page is made from
-the table of optimizers (`megatron_eopt/family.py`) by `python scripts/tables.py`.
+Every flag of this package, with what it does and its default: those of every run, [Muon's](#muon), and those of each
+other optimizer. `--optimizer NAME` names the optimizer of a run. Megatron's `--lr`, `--min-lr`, `--weight-decay`,
+`--clip-grad` and the schedules hold for every optimizer. A run warns of a flag that none of its optimizers reads.
 
-`--optimizer NAME` takes any name of the registry. All but `muon` need Megatron-Core 0.18 or later. Megatron's `--lr`,
-`--weight-decay`, `--clip-grad` and the schedules hold for every optimizer of a run.
+A star marks a flag that Megatron has itself, a dagger (†) what holds for a whole optimizer. All else single parameters
+may have too, in [overrides](overrides.md), by the name without `--`, the optimizer and `no`.
 
-A flag with a star is Megatron's own and means what it means there; where this package takes more values, they are
-listed. A flag of an optimizer that the run does not have, also by no override, has no effect, which is warned of.
-Settings of single parameters are [overrides](overrides.md).
+## Every run"""
 
-## Of every run"""
+FLAGS_OF_MEGATRON = (
+    (
+        "`--use-distributed-optimizer`",
+        "Deals whole parameters, with their state and work, to data-parallel ranks ([memory](memory.md)).",
+    ),
+    ("`--use-megatron-fsdp`, `--use-torch-fsdp2`", "Shard gradients and parameters too ([memory](memory.md))."),
+    (
+        "`--optimizer-cpu-offload`, `--optimizer-offload-fraction`",
+        "Keep momenta in [host memory](memory.md#host-memory).",
+    ),
+    ("`--qk-clip`", "Bounds attention logits ([QK-clip](modifiers.md#qk-clip))."),
+    (
+        "`--override-opt-param-scheduler`, `--use-checkpoint-opt_param-scheduler`",
+        "Whose schedule counts [at a resume](checkpoints.md#change-settings).",
+    ),
+)
 
 MUON_HEAD = """## muon
 
-The last column has the optimizers that a flag holds for beside Muon. Where `--muon-lr`, `--muon-min-lr` or
-`--muon-weight-decay` is given, `--lr`, `--min-lr` or `--weight-decay` is for the parameters that are no matrices.
-
-Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.md) for `--muon-split`,
-[planning](planning.md) for `--muon-tp-mode`."""
+Other optimizers of matrices take some of Muon's flags: each names the groups and flags that hold for it.
+[Presets](presets.md), [logical matrices](logical-matrices.md) and [planning](planning.md) say how to choose."""
 
 
 def _bytes_of(row: OptimizerSpec) -> str:
@@ -311,14 +381,16 @@ def costs() -> str:
     return table(("", "bytes of a matrix", "test loss less Adam's", "time of a step by Adam's"), rows)
 
 
+SUPPORT = {"works": "yes", "works with some": "some", "refused": "no"}
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
     "optimizers.md": {"owns": owns, "state": state},
-    "reference/overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
+    "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},
     "measured.md": {"shares": shares},
-    "state.md": {"bytes": held},
-    "support.md": {"support": support},
+    "memory.md": {"bytes": held},
+    "support.md": {name: partial(support, works) for name, works in SUPPORT.items()},
 }
 
 

@@ -24,7 +24,7 @@ BLOCK = re.compile(
 )
 MARK = re.compile(r"^<!-- (?:run|run wide|output) -->$", flags=re.MULTILINE)
 GUIDES = """quick-start adam-to-muon choosing troubleshooting from-megatrons-muon from-emerging-optimizers plain-torch
-    presets overrides logical-matrices planning metrics doctor""".split()
+    presets overrides logical-matrices planning metrics""".split()
 
 
 class Block(NamedTuple):

@@ -29,9 +29,9 @@ def test_every_optimizer_is_in_the_first_tables_of_the_page_of_optimizers():
 
 
 def test_a_page_without_marks_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "support.md").write_text("<!-- support -->\n")
+    (tmp_path / "support.md").write_text("<!-- works -->\n")
     monkeypatch.setattr(tables, "DOCS", tmp_path)
-    with pytest.raises(ValueError, match=r"docs/support\.md: expected '<!-- support -->', and '<!-- end -->'"):
+    with pytest.raises(ValueError, match=r"docs/support\.md: expected '<!-- works -->', and '<!-- end -->'"):
         tables.made("support.md")
 
 

@@ -32,14 +32,14 @@ UNNAMED = "default"
 PRESET_FLAGS_GIVEN = "preset_flags_given"  # on arguments: destinations of flags, among those that presets set
 
 RUN_FLAGS = (  # whatever the optimizer
-    Flag("optimizer_overrides", "Settings of single parameters, in YAML or JSON.", default=None, metavar="FILE"),
+    Flag("optimizer_overrides", "File with settings of single parameters, YAML or JSON.", default=None, metavar="FILE"),
     Flag(
         "optimizer_manifest",
-        "Print which optimizer has which parameter: a line for parameters that are alike, or one for each.",
+        "Print which optimizer has which parameter: a line for those alike (short), for each (full), or none.",
         default="short",
         choices=("short", "full", "none"),
     ),
-    Flag("optimizer_manifest_file", "Write that as JSON, too.", default=None, metavar="FILE"),
+    Flag("optimizer_manifest_file", "Write that to this file, as JSON.", default=None, metavar="FILE"),
     Flag(
         "optimizer_workspace",
         "GiB that a step of Muon may take, beside its largest matrix.",
@@ -59,19 +59,18 @@ RUN_FLAGS = (  # whatever the optimizer
     ),
     Flag(
         "optimizer_weight_average",
-        "Average the weights of all parameters, and evaluate at it: ema:DECAY, or tail:STEPS for the mean of the last "
-        "steps.",
+        "Average the weights, and evaluate at the average: ema:DECAY, or tail:STEPS for the mean of the last steps.",
         default=None,
         metavar="RULE",
     ),
     Flag(
         "save_weight_average",
-        "Let the model of checkpoints be that average; what is trained is in the optimizer state.",
+        "Save that average as the model; the trained weights are in the optimizer state.",
         default=False,
     ),
     Flag(
         "optimizer_metrics_interval",
-        "Steps from one that is measured to the next; by default --log-interval, 0 for none.",
+        "Steps from one measured step to the next; 0 for none, by default --log-interval.",
         default=None,
         kind=int,
         metavar="STEPS",

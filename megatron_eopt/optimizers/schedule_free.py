@@ -82,8 +82,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
         Setting("warmup_steps", "Steps in which its rate grows; take --lr-decay-style constant with it.", count(0)),
         Setting(
             "variant",
-            "The weights of the average: the rate, or, as schedulefree, a power of the largest rate so far; "
-            "schedulefree also decays by y.",
+            "Weights of the average: kempnerforge takes the rate; schedulefree a power of the largest rate so far, and "
+            "decays by y.",
         ),
         Setting("r", "For schedulefree: power of a step's number in the weight of the step.", FINITE),
         Setting("weight_lr_power", "For schedulefree: power of the largest rate in the weight of a step.", AT_LEAST_0),

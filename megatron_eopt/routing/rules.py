@@ -1,4 +1,4 @@
-"""Which of several entries wins, by the rules of docs/reference/overrides.md.
+"""Which of several entries wins, by the rules of docs/overrides.md.
 
 Every entry that selects a parameter claims each of its settings with the rank ``(specificity, layer)``; the highest
 rank wins, whatever the order of entries in a layer. Against other layers, defaults are no more specific than a shape:

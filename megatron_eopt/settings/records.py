@@ -135,9 +135,8 @@ ITERATION = (
     ),
     Setting(
         "tp_mode",
-        "How sharded matrices are orthogonalized: all exact but blockwise, which takes each shard for a matrix and is "
-        "Megatron's default. auto takes the cheapest exact way for each shape. Where none is named, a resume keeps "
-        "that of its checkpoint.",
+        "How sharded matrices are orthogonalized: exactly, but for blockwise, which takes each shard for a matrix. "
+        "auto takes the fastest exact way for each shape. Where none is named, a resume keeps that of its checkpoint.",
         whole=True,
         megatrons=True,
     ),
@@ -157,8 +156,8 @@ SCALE = (
 BOUNDS = (
     Setting(
         "weight_norm",
-        "What is done to the norm of a matrix: hold keeps it, as muon_hyperball does, and steps have lr times the "
-        "norm; brake lets a part of its change through.",
+        "The norm of a matrix: hold keeps it, and steps have lr times the norm; brake lets a part of its change "
+        "through.",
         planned=True,
     ),
     Setting(
@@ -178,7 +177,7 @@ BOUNDS = (
     Setting(
         "relative_update",
         "The norm of an update, before the rate: match makes it --muon-update-ratio times that of its weight, bound "
-        "makes it that at most.",
+        "that at most.",
         planned=True,
     ),
     Setting(
@@ -227,8 +226,7 @@ EXECUTION = (
     Setting("plan_rates", check=_check_rates, whole=True),
     Setting(
         "symmetric_products",
-        "Kernel of symmetric products; without it that of the checkpoint, else the fastest of the run, timed at start "
-        "on a GPU.",
+        "Kernel of symmetric products; by default that of the checkpoint, else, on a GPU, the fastest at start.",
         one_of(KERNELS, None),
         whole=True,
         choices=tuple(KERNELS),
@@ -238,7 +236,7 @@ EXECUTION = (
     Setting("momentum_dtype", check=_check_momentum_dtype, whole=True),
     Setting(
         "step_kernels",
-        "What does the elementwise work of a step; without it that of the checkpoint, else, on a GPU, triton where it "
+        "What does the elementwise work of a step; by default that of the checkpoint, else, on a GPU, triton where it "
         "serves.",
         one_of(get_args(StepForm), None),
         whole=True,
@@ -266,8 +264,7 @@ FACTORS = (
     ),
     Setting(
         "share_over_dp",
-        "Every data-parallel rank keeps and computes all, as where Megatron deals out parameters and where checkpoints "
-        "are not torch_dist.",
+        "Let every data-parallel rank keep and compute all factors.",
         whole=True,
     ),
 )

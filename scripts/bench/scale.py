@@ -194,7 +194,7 @@ def main() -> None:
     tables = {"simulated": simulated(), **{name: table() for name, table in sweeps.TABLES.items()}}
     for name, text in tables.items():
         print(f"\n{name}:\n\n{text}")
-        if options.docs:
+        if options.docs and name in sweeps.TABLES:
             put("scale.md", name, text)
     if options.docs:
         sweeps.draw()

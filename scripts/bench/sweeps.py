@@ -14,11 +14,8 @@ from matplotlib.figure import Figure
 from pages import DOCS, markdown
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.cost import Rates, Work, plan_cost
+from megatron_eopt.parallel.cost import Rates, Work
 from megatron_eopt.parallel.explain import figure
-from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix
-from megatron_eopt.parallel.rectangles import Shape, cut
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
 from megatron_eopt.tools.plan.models import GPUS, MODELS, Parallel, dealt_matrices
 from megatron_eopt.tools.plan.sweep import Point, last_that_helps, swept, where_it_stops
@@ -26,15 +23,6 @@ from megatron_eopt.tools.plan.sweep import Point, last_that_helps, swept, where_
 NUMBERS = tuple(8 << doubled for doubled in range(10))
 NEWTON_SCHULZ = NewtonSchulz()
 WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, itemsize=2)
-
-
-NETWORK = 50e9  # bytes per second of a GPU, as by InfiniBand of 400 Gbit/s
-LARGEST: tuple[tuple[str, Shape], ...] = (
-    ("llama3-8b, fc1", (28672, 4096)),
-    ("llama3-70b, fc1", (57344, 8192)),
-    ("deepseek-v3, fc1 of a dense layer", (36864, 7168)),
-    ("deepseek-v3, output of attention", (7168, 16384)),
-)
 
 RECIPES = DOCS.parent / "examples" / "recipes"
 REACHED = 0.4  # of the published operations, in forward and backward passes
@@ -167,25 +155,6 @@ def beside_published(rates: Rates = GPUS["gb300"].rates) -> str:
     return markdown(head, rows)
 
 
-def over_several() -> str:
-    """What the largest matrices would take over several ranks, within a node and over a network."""
-    ranks, published = (1, 2, 4, 8), GPUS["h100"].rates
-    network = Rates(flops=published.flops, bytes=NETWORK * 2 / 3)
-    rows = []
-    for model, shape in LARGEST:
-        cells = []
-        for rates in (published, network):
-            times = []
-            for number in ranks:
-                shards = cut(shape, shape[0] < shape[1], number)
-                plan = make_plan([Matrix(model, shape, shards, "dp", 2)], "auto", WORK, rates)
-                handed = 2 * 2 * shape[0] * shape[1] * (number - 1) / number  # bytes, there and back in bf16
-                times.append(plan_cost(plan, WORK, rates).seconds + handed / rates.bytes)
-            cells.append(" / ".join(figure(each * 1e3) for each in times))
-        rows.append([f"{shape[0]} x {shape[1]}", model, *cells])
-    return markdown(["matrix", "of", "ms over 1 / 2 / 4 / 8 ranks, NVLink", "over a network of 50 GB/s a GPU"], rows)
-
-
 def flags_of(recipe: Path) -> dict[str, str]:
     """Values of the flags of a recipe."""
     lines = (line.partition("#")[0].split() for line in recipe.read_text(encoding="utf-8").splitlines())
@@ -234,28 +203,12 @@ def recipes() -> str:
     return markdown(head, rows)
 
 
-def even() -> str:
-    """What the recipes would gain by work that is shared evenly."""
-    rows, runs = [], [(recipe, recipe.gpus * more) for recipe in all_recipes() for more in (1, 4)]
-    # what gains the most: no tensor parallelism, and one sequence for each GPU
-    runs.append((replace(runs[0][0], parallel=Parallel()), 512))
-    for recipe, gpus in runs:
-        point, iteration = recipe.at(gpus)
-        step, mean, layout = point.stage.seconds, point.stage.mean, in_short(recipe.parallel)
-        times = (f"{figure(each * 1e3)} ms" for each in (step, mean))
-        gained = f"{100 * (step - mean) / iteration:.2f} %"
-        rows.append([recipe.model, layout, f"{gpus:,}", f"{iteration:.1f} s", *times, gained])
-    return markdown(["model", "layout", "GPUs", "iteration", "of which Muon", "if shared evenly", "gained"], rows)
-
-
 # the tables of the page, by their names there
 TABLES: dict[str, Callable[[], str]] = {
     "steps": lambda: steps(all_points()),
     "limits": limits,
     "reasons": reasons,
     "recipes": recipes,
-    "even": even,
-    "several": over_several,
     "published": beside_published,
 }
 

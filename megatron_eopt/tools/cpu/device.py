@@ -61,9 +61,9 @@ class _DeviceGuard(contextlib.nullcontext[None]):
 
 
 class _DrawnByLoaders:
-    """Loaders of data draw from a state of their own, as on GPUs, where they draw from the CPU's.
+    """A state of random numbers for loaders of data.
 
-    Of tensor-parallel ranks the first alone may read data, and all have to drop the same. A resume draws for its
+    On GPUs they have one of their own: that of the CPU. Of tensor-parallel ranks the first alone may read data, and all have to drop the same. A resume draws for its
     loaders, too, before it drops what the straight run drops.
     """
 

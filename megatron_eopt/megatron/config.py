@@ -29,8 +29,9 @@ def config_of_run(config: Any, run: Run) -> Any:
 def refuse_settings(args: Any) -> None:
     """Refuse flags that the run's optimizer refuses when built.
 
-    ``args`` are validated, and there is no model yet. An optimizer checks its settings when it is built, so it is built here without parameters. Rates and weight decays
-    are of groups, and overrides may change them. Warnings come when the run builds it.
+    ``args`` are validated, and there is no model yet. An optimizer checks its settings when it is built, so it is built
+    here without parameters. Rates and weight decays are of groups, and overrides may change them. Warnings come when
+    the run builds it.
     """
     config = with_preset(args, args)
     groups = [{"params": [], "lr": 0.0, "weight_decay": 0.0}]

@@ -63,8 +63,8 @@ class _DeviceGuard(contextlib.nullcontext[None]):
 class _DrawnByLoaders:
     """A state of random numbers for loaders of data.
 
-    On GPUs they have one of their own: that of the CPU. Of tensor-parallel ranks the first alone may read data, and all have to drop the same. A resume draws for its
-    loaders, too, before it drops what the straight run drops.
+    On GPUs they have one of their own: that of the CPU. Of tensor-parallel ranks the first alone may read data, and all
+    have to drop the same. A resume draws for its loaders, too, before it drops what the straight run drops.
     """
 
     _state: torch.Tensor | None = None  # that of the generator when first needed

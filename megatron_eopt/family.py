@@ -59,6 +59,7 @@ from megatron_eopt.settings.records import (
     Setting,
     names_of,
 )
+from megatron_eopt.settings.values import AT_LEAST_0, BELOW_1, Check
 
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
 
@@ -79,6 +80,7 @@ class Flag:
     shared: bool = False  # by all optimizers of matrices that have the setting
     megatrons: bool = False  # Megatron has the flag itself, so that it is not added
     metavar: str | None = None
+    check: Check | None = None  # which values it may have
     optimizer: str = ""  # filled in for the flags of a row; empty for a flag of the run
 
     def completed(self, optimizer: str, known: Mapping[str, Setting]) -> "Flag":
@@ -95,6 +97,7 @@ class Flag:
             choices=flag.choices or setting.choices,
             megatrons=flag.megatrons or (setting.megatrons and optimizer == "muon"),
             metavar=flag.metavar or setting.metavar,
+            check=flag.check or setting.check,
         )
 
     @property
@@ -238,7 +241,7 @@ _SHARED = (
         choices=get_args(SplitName),
     ),
     Flag("lr", "Largest learning rate of the matrices; --lr is for the rest.", None, float, field="matrix_lr"),
-    Flag("min_lr", "Smallest learning rate of the matrices.", None, float, field="matrix_min_lr"),
+    Flag("min_lr", "Smallest learning rate of the matrices.", None, float, field="matrix_min_lr", check=AT_LEAST_0),
     Flag("weight_decay", "Weight decay of the matrices.", None, float, field="matrix_weight_decay"),
     Flag(
         "share_over_dp",
@@ -376,8 +379,14 @@ _SPECS = (
         owns="all",
         betas="lion",
         flags=(
-            Flag("beta1", "Weight of the momentum in the update, in [0, 1).", default=0.95, megatrons=True),
-            Flag("beta2", "Decay rate of the momentum, in [0, 1).", default=0.98, megatrons=True),
+            Flag(
+                "beta1",
+                "Weight of the momentum in the update, in [0, 1).",
+                default=0.95,
+                megatrons=True,
+                check=BELOW_1,
+            ),
+            Flag("beta2", "Decay rate of the momentum, in [0, 1).", default=0.98, megatrons=True, check=BELOW_1),
         ),
         update_rms=1.0,
     ),

@@ -7,8 +7,24 @@ import argparse
 import importlib.util
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+
+_NO_GPU = "no GPU was found: to run without one, over gloo, for tests and dry runs, put --cpu before the script"
+_RANKS = "start the ranks by torchrun, one alone too: torchrun --nproc-per-node RANKS -m megatron_eopt.run ..."
+ADVICE = {
+    "environment variable MASTER_ADDR expected": _RANKS,
+    "world size (1) is not divisible": f"one rank was started, and the flags need more: {_RANKS}",
+    "Megatron requires CUDA": _NO_GPU,
+    "Found no NVIDIA driver": _NO_GPU,
+    "Torch not compiled with CUDA": _NO_GPU,
+    "OptimizerParamScheduler: class input value": (
+        "the flags say another rate or schedule than the checkpoint: --override-opt-param-scheduler takes that of the "
+        "flags, --use-checkpoint-opt-param-scheduler that of the checkpoint"
+    ),
+}
+"""Part of an error of Megatron's or torch's -> what to do, in the words of the command."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -48,11 +64,24 @@ def main(argv: Sequence[str]) -> None:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(command[0], run_name="__main__")
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's of checkpoints is no Exception
         from megatron_eopt.megatron.arguments import tell_torchrun
 
-        tell_torchrun(f"{type(error).__name__}: {error}")
+        tell_torchrun(_explained(error))
         raise
+
+
+def _explained(error: BaseException) -> str:
+    """An error and what to do, which becomes its note."""
+    said = str(error)
+    if not said and error.__traceback__ is not None:  # an assertion without a message is its own best description
+        said = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    for part, advice in ADVICE.items():
+        if part in said:
+            error.add_note(advice)
+    return "\n".join([f"{type(error).__name__}: {said}", *getattr(error, "__notes__", ())])
 
 
 if __name__ == "__main__":

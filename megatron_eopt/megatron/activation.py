@@ -157,7 +157,8 @@ def _of_training() -> list[Redirection]:
     amended = around(lambda add_arguments, parser: arguments.amend(add_arguments(parser)))
     fsdp = (
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
-        "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine"
+        "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine; and what "
+        "is mistaken in flags is refused before there is a model"
     )
     noticed = f"two runs that save to one folder are noticed; {full}"
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"

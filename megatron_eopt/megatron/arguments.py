@@ -2,34 +2,45 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import time
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import torch.distributed as dist
 
+from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
+from megatron_eopt.megatron.config import PRESET_FLAGS_GIVEN as PRESET_FLAGS_GIVEN
+from megatron_eopt.megatron.config import refuse_settings
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.megatron.support.run import on, primary_of
+from megatron_eopt.optimizers.weight_average import AverageRule
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.redirect import Original, Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
+from megatron_eopt.settings.of_class import misspelt
 from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import MOMENTUM_DTYPES, SECOND_MOMENT, names_of
+from megatron_eopt.settings.values import ABOVE_0, Check, count
 
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"
-PRESET_FLAGS_GIVEN = "preset_flags_given"  # on arguments: destinations of flags, among those that presets set
+OF_LAUNCHER = {"--cpu": "put it before the script, after -m megatron_eopt.run"}  # flags that are not the script's
+
+
+def _check_average(called: str, rule: str) -> None:
+    AverageRule.parse(rule)
+
 
 RUN_FLAGS = (  # whatever the optimizer
     Flag("optimizer_overrides", "File with settings of single parameters, YAML or JSON.", default=None, metavar="FILE"),
@@ -45,6 +56,7 @@ RUN_FLAGS = (  # whatever the optimizer
         "GiB that a step of Muon may take, beside its largest matrix.",
         default=Workspace.bytes / 2**30,
         metavar="GIB",
+        check=ABOVE_0,
     ),
     Flag(
         "balanced_deal",
@@ -62,6 +74,7 @@ RUN_FLAGS = (  # whatever the optimizer
         "Average the weights, and evaluate at the average: ema:DECAY, or tail:STEPS for the mean of the last steps.",
         default=None,
         metavar="RULE",
+        check=_check_average,
     ),
     Flag(
         "save_weight_average",
@@ -74,6 +87,7 @@ RUN_FLAGS = (  # whatever the optimizer
         default=None,
         kind=int,
         metavar="STEPS",
+        check=count(0),
     ),
     Flag("checksums", "Save no checksums in torch_dist checkpoints, and compare none on load.", default=True),
     Flag(
@@ -129,12 +143,31 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             action.__class__ = type("Noted", (_Noted, type(action)), {})
     parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED, PRESET_FLAGS_GIVEN: ()})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
-    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
+    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     group = parser.add_argument_group("megatron_eopt")
     for flag in FLAGS:
         if flag.name not in actions:
             group.add_argument(flag.name, dest=flag.dest, help=flag.help, **flag.options)
+    for flag in (*_KNOWN, *RUN_FLAGS):
+        taken = actions.get(flag.name)  # none for a flag of a later Megatron
+        if taken is not None and flag.check is not None and callable(taken.type) and not taken.choices:
+            taken.type = _checked(taken.type, flag.check)
     return parser
+
+
+def _checked(kind: Callable[[str], Any], check: Check) -> Callable[[str], Any]:
+    """A type of argparse's that refuses what a setting cannot be."""
+
+    @functools.wraps(kind)
+    def parse(text: str) -> Any:
+        value = kind(text)
+        try:
+            check("the value", value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return value
+
+    return parse
 
 
 def _check_tested(name: str) -> str:
@@ -148,10 +181,20 @@ def _check_tested(name: str) -> str:
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Replaces ``parser.error``: torchrun's report ends with the message."""
+    """Replaces ``parser.error``: names the nearest flags, and tells torchrun."""
+    message += _meant(message, parser._option_string_actions)
     if tell_torchrun(f"{parser.prog}: error: {message}"):
         parser.exit(2)
     type(parser).error(parser, message)
+
+
+def _meant(message: str, known: Iterable[str]) -> str:
+    """What unknown flags may mean, if a message is of such."""
+    _, unknown, words = message.partition("unrecognized arguments: ")
+    given = [word.partition("=")[0] for word in words.split()] if unknown else []
+    lines = [f"{flag} is the launcher's: {OF_LAUNCHER[flag]}" for flag in given if flag in OF_LAUNCHER]
+    lines += [f"{flag}: did you mean {near}?" for flag, near in misspelt(given, known).items()]
+    return "".join(f"\n{line}" for line in lines)
 
 
 def tell_torchrun(error: str) -> bool:
@@ -163,15 +206,45 @@ def tell_torchrun(error: str) -> bool:
     return file is not None
 
 
+def _refuse_mistakes(args: argparse.Namespace) -> None:
+    """Refuse what Megatron ends on without a reason, or overlooks."""
+    if args.lr is not None and args.min_lr is not None and args.min_lr > args.lr:
+        raise ValueError(
+            f"--min-lr {args.min_lr} is above --lr {args.lr}: rates fall from --lr to --min-lr, so lower the one or "
+            f"raise the other"
+        )
+    if builds(args) and _begins_anew(args):
+        folder = Path(args.load)
+        instead = "a folder that a run saved to"
+        if folder.name.startswith("iter_"):
+            instead = f"its parent, {folder.absolute().parent}, with --ckpt-step"
+        raise ValueError(
+            f"--load {folder} has no {TRACKER}, and the run would begin with random weights: name {instead}, or leave "
+            f"--load out. A first run may load from the folder of its --save"
+        )
+
+
+def _begins_anew(args: argparse.Namespace) -> bool:
+    """Whether ``--load`` has no checkpoint, nor will get one."""
+    load = args.load
+    elsewhere = on(args, "pretrained_checkpoint", "non_persistent_ckpt_type", "enable_msc")  # where one may be, too
+    if load is None or elsewhere:
+        return False
+    if args.save is not None and Path(args.save).resolve() == Path(load).resolve():
+        return False
+    return not Path(load, TRACKER).exists()
+
+
 @around
 def validated(validate: Original, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Replaces ``validate_args``; Megatron's does not see three flags.
+    """Replaces ``validate_args``: refuses mistakes, and hides three flags.
 
     - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
       ckpt_format torch or torch_dist; and makes ``use_distributed_optimizer``, which Megatron-FSDP needs, layer-wise.
     - ``--optimizer-cpu-offload``: Megatron's is an Adam that steps on the CPU, and wants flags for that.
     - ``--qk-clip``: Megatron wants Transformer Engine. Attention that records its largest logits will do (``qk_clip``).
     """
+    _refuse_mistakes(args)
     name = args.optimizer
     hidden: dict[str, Any] = {}
     changes = []
@@ -195,6 +268,8 @@ def validated(validate: Original, args: argparse.Namespace, *rest: Any, **kwargs
             result = validate(args, *rest, **kwargs)
     finally:
         vars(args).update(given)
+    if builds(args):
+        refuse_settings(args)
     if primary_of(args) in EMERGING_OPTIMIZERS:
         clear_where_refused(args)
     return result

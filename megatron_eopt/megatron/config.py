@@ -1,15 +1,19 @@
 """The config that the optimizers of a run are built by."""
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.arguments import PRESET_FLAGS_GIVEN
 from megatron_eopt.megatron.support.run import Run, on, primary_of
 from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.registry import create_emerging_optimizer
 from megatron_eopt.settings.presets import PRESETS, described
+
+PRESET_FLAGS_GIVEN = "preset_flags_given"  # on arguments: destinations of flags, among those that presets set
 
 
 def config_of_run(config: Any, run: Run) -> Any:
@@ -20,6 +24,24 @@ def config_of_run(config: Any, run: Run) -> Any:
         adjusted = with_fields(adjusted, **dict.fromkeys(shares, False))
     fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
     return with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
+
+
+def refuse_settings(args: Any) -> None:
+    """Refuse flags that the run's optimizer refuses when built.
+
+    ``args`` are validated, and there is no model yet. An optimizer checks its settings when it is built, so it is built
+    here without parameters. Rates and weight decays are of groups, and overrides may change them. Warnings come when
+    the run builds it.
+    """
+    config = with_preset(args, args)
+    groups = [{"params": [], "lr": 0.0, "weight_decay": 0.0}]
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        no_ranks = SimpleNamespace(tp=None, dp_cp=None)
+        create_emerging_optimizer(config, groups, primary_of(args), [SimpleNamespace(config=args)], no_ranks)
+    finally:
+        logging.disable(disabled)
 
 
 def _can_share_factors(run: Run) -> bool:

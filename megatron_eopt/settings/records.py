@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from megatron_eopt.orthogonalize.coefficients import MAX_STEPS
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.settings.values import (
@@ -125,7 +126,7 @@ PARAMETERS = (
 )
 
 ITERATION = (
-    Setting("num_ns_steps", "Newton-Schulz steps.", planned=True, megatrons=True),
+    Setting("num_ns_steps", "Newton-Schulz steps.", count(1, MAX_STEPS), planned=True, megatrons=True),
     Setting("coefficient_type", "Coefficients of the Newton-Schulz steps.", planned=True, megatrons=True),
     Setting(
         "fp32_matmul_prec",

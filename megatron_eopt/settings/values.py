@@ -35,9 +35,9 @@ BETWEEN_0_AND_1 = number("be above 0 and below 1", lambda x: 0 < x < 1)
 FINITE = number("be a finite number", lambda x: -inf < x < inf)
 
 
-def count(least: int) -> Check:
-    """A whole number of at least ``least``."""
-    return lambda called, value: check_count(called, value, least)
+def count(least: int, most: int | None = None) -> Check:
+    """A whole number of at least ``least``, and of at most ``most``."""
+    return lambda called, value: check_count(called, value, least, most)
 
 
 def one_of(choices: Iterable[str], *others: object) -> Check:

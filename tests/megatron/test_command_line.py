@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import gc
+import inspect
 import re
 import sys
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt import run as launcher
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import activation
-from megatron_eopt.megatron.arguments import unread
+from megatron_eopt.megatron.arguments import FLAGS, unread
 from megatron_eopt.megatron.arguments import without_effect as unread_flags
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, since_0_20, summary, train
 
@@ -50,6 +52,55 @@ def test_mistyped_values_are_refused_when_arguments_are_parsed(parse, capsys, fl
     with pytest.raises(SystemExit):
         parse(*flags)
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--muon-momentun 0.95", "--muon-momentun: did you mean --muon-momentum?"),
+        ("--dion2-fracton=0.5", "--dion2-fracton: did you mean --dion2-fraction?"),
+        ("--muon_lr 0.1", "--muon_lr: did you mean --muon-lr?"),
+        ("--muon-nestrov --tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
+        ("--cpu", "--cpu is the launcher's: put it before the script, after -m megatron_eopt.run"),
+    ],
+)
+def test_the_nearest_flag_is_named(parse, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        parse(*flags.split())
+    said = capsys.readouterr().err
+    assert f"unrecognized arguments: {flags}" in said
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--muon-momentum", "1.5", r"the value must lie in \[0, 1\), got 1.5"),
+        ("--muon-num-ns-steps", "0", "the value must be a whole number of at least 1, got 0"),
+        ("--muon-num-ns-steps", "101", "the value must be at most 100, got 101"),
+        ("--muon-num-ns-steps", "five", "invalid int value: 'five'"),
+        ("--dion2-fraction", "2", r"the value must lie in \(0, 1\], got 2"),
+        ("--lion-beta1", "1", r"the value must lie in \[0, 1\), got 1"),
+        ("--optimizer-workspace", "0", "the value must be a finite number above 0, got 0"),
+        ("--optimizer-weight-average", "ema:2", "an average of weights is .*, got 'ema:2'"),
+        ("--optimizer-metrics-interval", "-1", "the value must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_values_out_of_range_are_refused_when_arguments_are_parsed(parse, capsys, flag, value, message):
+    with pytest.raises(SystemExit):
+        parse(flag, value)
+    assert re.search(f"argument {flag}: {message}", capsys.readouterr().err)
+
+
+def test_no_number_of_ours_can_be_nan(activated, capsys):
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for flag in FLAGS:
+        if flag.options.get("type") is float:
+            with pytest.raises(SystemExit):
+                parser.parse_args([flag.name, "nan"])
+            assert f"argument {flag.name}: the value must" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["laprop", "mop", "rekls", "sinkhorn_muon", "spel"])
@@ -187,6 +238,57 @@ def test_an_error_of_a_script_ends_the_report_of_torchrun(activated, monkeypatch
         "traceback : ValueError: quintic has 5 polynomials:",
         "take 5",
     ]
+
+
+SCHEDULER = """
+from types import SimpleNamespace
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+flags = SimpleNamespace(override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
+OptimizerParamScheduler._check_and_set(flags, 0.02, 0.01, "learning rate")
+"""
+ONE_RANK = """
+import sys
+from megatron.training.arguments import parse_and_validate_args
+sys.argv += "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --tensor-model-parallel-size 2".split()
+parse_and_validate_args()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "said", "advice"),
+    [
+        ("lr = 1\nassert lr < 1", "AssertionError: assert lr < 1", None),
+        (
+            "import torch.distributed as dist; dist.init_process_group('gloo')",
+            "MASTER_ADDR",
+            "start the ranks by torchrun",
+        ),
+        (ONE_RANK, "world size (1)", "one rank was started, and the flags need more: start the ranks by torchrun"),
+        (SCHEDULER, "0.02 and checkpoint", "--override-opt-param-scheduler takes that of the flags"),
+        ("raise AssertionError('Megatron requires CUDA.')", "requires CUDA", "put --cpu before the script"),
+    ],
+)
+def test_an_error_says_what_to_do(activated, monkeypatch, tmp_path, script, said, advice):
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises((AssertionError, ValueError)) as raised:
+        launcher.main([str(tmp_path / "script.py")])
+    report = report_of_torchrun(tmp_path / "error.json")
+    assert said in report
+    assert (advice or "") in report
+    assert [advice in note for note in getattr(raised.value, "__notes__", [])] == ([] if advice is None else [True])
+
+
+def test_megatron_words_what_advice_is_given_for():
+    from megatron.training import initialize
+
+    assert "Megatron requires CUDA" in inspect.getsource(initialize)
 
 
 def test_flags_and_defaults(parse):
@@ -348,6 +450,60 @@ def test_one_line_says_who_owns_what(tmp_path):
 def test_what_cannot_run_is_refused_at_start():
     said = refused("--num-layers", 1, "--train-iters", 1, *MUON, "--muon-num-ns-steps", 6)
     assert "ValueError: quintic has 5 polynomials" in said
+    assert "number of parameters on" not in said  # which Megatron prints once the model is built
+
+
+@pytest.fixture
+def validate(parse, monkeypatch):
+    """What Megatron does with flags before it builds a model, for a rank of one; the validated arguments."""
+    from megatron.training import arguments
+
+    def validate(*flags):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
+        args = parse(*SMALL_GPT, "--num-layers", "1", "--train-iters", "1", *map(str, flags))
+        args.rank, args.world_size = 0, 1
+        return arguments.validate_args(args)
+
+    return validate
+
+
+def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, caplog):
+    for name in ("adam", *OPTIMIZERS):
+        assert validate("--optimizer", name).optimizer == name
+    validate("--optimizer", "muon", "--muon-preset", "kimi-k2", "--optimizer-momentum-dtype", "bf16")
+    validate(*MUON[:-2], "--muon-weight-norm", "hold", "--muon-weight-decay", 0)
+    validate(*MUON, "--muon-coefficient-type", "polar_express", "--muon-num-ns-steps", 3, "--muon-share-over-dp")
+    assert not caplog.records  # what is warned of comes once, with the optimizer
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--optimizer muon --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
+        ("--optimizer adam --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
+        ("--optimizer soap --muon-preset keller", "--muon-preset keller is for muon and"),
+        ("--optimizer muon --muon-brake-outward 0.1", "brake_outward has no effect with weight_norm 'none'"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_before_there_is_a_model(validate, flags, message):
+    with pytest.raises(ValueError, match=message):
+        validate(*flags.split())
+
+
+def test_a_folder_without_a_checkpoint_is_refused_unless_the_run_saves_there(validate, tmp_path):
+    no_checkpoint = "latest_checkpointed_iteration.txt, and the run would begin with random weights"
+    load = ["--load", tmp_path / "run", "--save-interval", 1]
+    for elsewhere in ([], ["--save", tmp_path / "other"]):
+        with pytest.raises(ValueError, match=no_checkpoint):
+            validate(*MUON, *load, *elsewhere)
+    with pytest.raises(ValueError, match=f"name its parent, {tmp_path}/run, with --ckpt-step"):
+        validate(*MUON, "--load", tmp_path / "run" / "iter_0000002")
+    validate("--optimizer", "adam", *load)  # which is left as it is
+    validate(*MUON, *load, "--save", tmp_path / "other" / ".." / "run")
+    validate(*MUON, *load, "--pretrained-checkpoint", tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("1")
+    validate(*MUON, *load)
 
 
 @since_0_20

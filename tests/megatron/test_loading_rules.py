@@ -72,6 +72,10 @@ def test_the_import_from_adam_is_suggested_where_it_would_be_made(wanted, stored
 
 
 def test_another_model():
+    narrower = {"decoder.weight": (2, 8, 2), "optimizer.state.momentum_buffer.decoder.weight": (2, 8, 2)}
+    found = mismatch("Muon", MUON, narrower)
+    assert "has shape (2, 8, 2) in it, and this run needs (2, 8, 4): so has the weight in it" in found
+    assert "--no-load-optim" not in found  # which would not help
     wanted = {"optimizer.state.momentum_buffer.encoder.weight": (2, 8, 4)}
     assert "encoder.weight is not in it" in mismatch("Muon", wanted, MODEL | MUON)
 

@@ -89,7 +89,7 @@ def test_an_interval_of_ones_own_and_none(tmp_path):
 
 def test_a_negative_interval_is_refused_at_start():
     said = refused(*RUN, "--optimizer-metrics-interval", -1)
-    assert "--optimizer-metrics-interval is a number of steps, or 0 for none, got -1" in said
+    assert "--optimizer-metrics-interval: the value must be a whole number of at least 0, got -1" in said
 
 
 def test_what_weights_and_biases_gets(monkeypatch):

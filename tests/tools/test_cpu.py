@@ -16,7 +16,7 @@ from torch.distributed import _coalescing_manager
 
 import megatron_eopt.tools.cpu
 from examples import loopback
-from tests.megatron.runs import ROOT, UPSTREAM, train
+from tests.megatron.runs import LAUNCHER, MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, start, train
 
 
 @pytest.fixture
@@ -231,6 +231,35 @@ def test_the_state_of_random_numbers_is_kept_as_on_a_gpu(cpu_run):
     assert torch.equal(torch.nn.functional.dropout(torch.ones(100)), first)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_draw_from_a_state_of_their_own(cpu_run, workers):
+    """One tensor-parallel rank reads data, and all drop the same."""
+
+    def dropped(*, with_data):
+        torch.manual_seed(3)
+        read = []
+        if with_data:
+            loader = torch.utils.data.DataLoader(Drawn(), batch_size=2, shuffle=True, num_workers=workers)
+            read = [batch.tolist() for _ in range(2) for batch in loader]
+        return read, torch.nn.functional.dropout(torch.ones(100))
+
+    read, beside_data = dropped(with_data=True)
+    _, alone = dropped(with_data=False)
+    assert torch.equal(beside_data, alone)
+    assert len({number for batch in read for number in batch}) == 8  # nothing is drawn twice
+    assert dropped(with_data=True)[0] == read  # the seed is theirs, too
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Samples that are random, and not the same twice."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index + torch.rand(()).item()
+
+
 def test_nothing_is_compiled(cpu_run):
     @torch.compile(mode="max-autotune")
     def decorated(x):
@@ -298,6 +327,23 @@ def test_megatron_trains_a_gpt_and_tensor_parallelism_does_not_change_the_losses
     two, _ = train(tmp_path / "two", 2, *run, "--tensor-model-parallel-size", 2, program=UPSTREAM)
     for rank in two:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+@pytest.mark.wide
+def test_dropout_is_alike_on_tensor_parallel_ranks_and_a_resume_drops_as_a_straight_run(tmp_path):
+    """Where one of the ranks reads the data, as in Megatron's own script; the run compares gradients of its ranks."""
+    script = [*LAUNCHER[:-1], str(ROOT / "examples" / "pretrain_gpt.py")]
+    flags = [*SMALL_GPT, *MUON, *TP2, "--num-layers", 2, "--train-iters", 4, "--num-workers", 1]
+    flags += ["--hidden-dropout", 0.1, "--attention-dropout", 0.1, "--save", tmp_path, "--save-interval", 2]
+
+    def steps(*further):
+        done = start(2, *flags, *further, program=script)
+        assert not done.returncode, done.stdout[-3000:]
+        return re.findall(r"iteration +(\d+)/.* grad norm: (\S+)", done.stdout)
+
+    straight = steps()
+    assert [number for number, _ in straight] == ["1", "2", "3", "4"]
+    assert steps("--load", tmp_path, "--ckpt-step", 2) == straight[2:]
 
 
 @pytest.mark.wide

@@ -91,6 +91,8 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
     for key, shape in wanted.items():
         if shape is not None and stored[key] != shape:
             reason = f"it is of another model, or of other settings of the optimizer; {FRESH}"
+            if stored.get(split_key(key)[1]) == stored[key]:
+                reason = "so has the weight in it, which is of another model: take the model's flags of that run"
             return f"{key} has shape {stored[key]} in it, and this run needs {shape}: {reason}"
     return None
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils import data
 
 from megatron_eopt.redirect import Redirection, answer, around, becomes
 
@@ -59,8 +60,34 @@ class _DeviceGuard(contextlib.nullcontext[None]):
         super().__init__()
 
 
+class _DrawnByLoaders:
+    """A state of random numbers for loaders of data.
+
+    On GPUs they have one of their own: that of the CPU. Of tensor-parallel ranks the first alone may read data, and all
+    have to drop the same. A resume draws for its loaders, too, before it drops what the straight run drops.
+    """
+
+    _state: torch.Tensor | None = None  # that of the generator when first needed
+
+    def seed(self) -> None:
+        """Begin again from what the generator was seeded with."""
+        self._state = None
+
+    def draw(self, real: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replaces what starts a loader, and what takes a batch of it."""
+        generator = torch.default_generator
+        of_model = generator.get_state()
+        if self._state is not None:
+            generator.set_state(self._state)
+        try:
+            return real(loader, *args, **kwargs)
+        finally:
+            self._state = generator.get_state()
+            generator.set_state(of_model)
+
+
 def redirections() -> list[Redirection]:
-    """Redirections of torch.cuda and torch.accelerator, with a current device."""
+    """Redirections of torch.cuda, torch.accelerator and loaders of data, with a current device."""
     chosen = 0
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
@@ -80,9 +107,14 @@ def redirections() -> list[Redirection]:
     # One generator serves what on GPUs are two: a draw for the GPU moves the numbers that the CPU draws next.
     generator = torch.default_generator
     kept = "the CPU's generator makes the numbers, so it is the one whose state is kept"
+    loaders = _DrawnByLoaders()
 
     def seed(real: Any, value: int) -> None:
         generator.manual_seed(int(value))  # not torch.manual_seed, which calls torch.cuda.manual_seed_all
+
+    def seed_all(real: Any, value: int) -> None:
+        seed(real, value)
+        loaders.seed()
 
     def set_rng_state(real: Any, new_state: torch.Tensor, device: Any = "cuda") -> None:
         generator.set_state(new_state)
@@ -125,7 +157,7 @@ def redirections() -> list[Redirection]:
         },
         kept: {
             "manual_seed": around(seed),
-            "manual_seed_all": around(seed),
+            "manual_seed_all": around(seed_all),
             "get_rng_state": around(lambda real, device="cuda": generator.get_state()),
             "set_rng_state": around(set_rng_state),
             "default_generators": becomes((generator,) * _local_ranks()),
@@ -141,6 +173,9 @@ def redirections() -> list[Redirection]:
         found.append(Redirection(torch.cuda, name, answer(), empty))
     for name in ("range_push", "range_pop", "mark"):
         found.append(Redirection(torch.cuda.nvtx, name, answer(), "there is no NVTX to mark"))
+    apart = "what loaders of data draw must not move the numbers of the model, such as those of dropout"
+    for owner, name in ((data.DataLoader, "__iter__"), (data.dataloader._BaseDataLoaderIter, "__next__")):
+        found.append(Redirection(owner, name, around(loaders.draw), apart))
     unasked = "torch.optim and DataLoader would go on to ask the driver; torch.cuda.is_available said yes"
     found.append(Redirection(torch.accelerator, "is_available", answer(lambda: False), unasked))
     return found

@@ -14,6 +14,7 @@ from megatron_eopt.megatron.releases import version
 
 # What only a GPU or Transformer Engine can do: argument -> value that does without. No shape depends on any.
 _WITHOUT: dict[str, Any] = {
+    "load": None,  # nothing is read here, and the folder may be on another machine
     "transformer_impl": "local",
     "use_cpu_initialization": True,
     "moe_token_dispatcher_type": "alltoall",

@@ -250,7 +250,7 @@ _SHARED = (
     ),
     Flag(
         "scalar_optimizer",
-        "Optimizer of the parameters that are no matrices; lion on Megatron-Core 0.19.",
+        "Optimizer of the parameters that are no matrices; lion from Megatron-Core 0.19 on.",
         default="adam",
         choices=("adam", "lion"),
         megatrons=True,

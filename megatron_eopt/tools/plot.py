@@ -1,6 +1,7 @@
 """The command ``megatron-eopt plot``: losses and figures of several runs."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +42,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("folders", nargs="+", metavar="RUN", help="a folder that was given by --tensorboard-dir")
     parser.add_argument("--out", default="plot.png", metavar="FILE", help="the picture (plot.png)")
-    parser.set_defaults(run=_plot)
 
 
-def _plot(options: argparse.Namespace, flags: list[str] | None) -> int:
+def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
+    """Draw the picture; returns the exit status."""
     names = [Path(folder).resolve().name for folder in options.folders]
     if len(set(names)) < len(names):
         names = options.folders

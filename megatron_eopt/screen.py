@@ -9,7 +9,6 @@ from itertools import zip_longest
 
 _WIDEST = 24  # of a column but the first
 _QUIET = 1.0  # seconds: what is done by then shows no progress
-_AGAIN = 0.2  # seconds between two looks at it
 
 
 def wrapped(text: str, indent: str = "", hanging: str = "") -> str:
@@ -79,29 +78,33 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def progress[T](done: Iterable[T], sizes: Sequence[float], what: str) -> Iterator[T]:
-    """The items of ``done``, with a line on stderr that says how far they are and how long the rest takes.
+def progress[T](items: Iterable[T], sizes: Sequence[float], what: str) -> Iterator[T]:
+    """The items, with a line on stderr that says how much of them is done and how long the rest takes.
 
-    Nothing is said where stderr is no terminal, nor of what takes less than a second.
+    It is there while the next item is waited for, or worked on, and not while the caller prints. Nothing is said where
+    stderr is no terminal, nor of what takes less than a second.
 
     Args:
-        done: what becomes ready one after the other.
-        sizes: of each item, in any unit of work.
+        items: what becomes ready, or is worked on, one after the other.
+        sizes: of each, in any unit of work.
         what: names the work.
     """
     start = time.monotonic()
-    last = start + _QUIET - _AGAIN
     whole = sum(sizes)
-    ready = 0.0
-    shown = False
-    for item, size in zip(done, sizes, strict=True):
-        ready += size
-        now = time.monotonic()
-        if sys.stderr.isatty() and now > last + _AGAIN and ready:
-            last = now
-            shown = True
-            left = (now - start) * (whole - ready) / ready
-            print(f"\r{what}: {ready / whole:4.0%}, {duration(left)} left\x1b[K", end="", file=sys.stderr, flush=True)
+    done = 0.0
+    line = ""
+    for item, size in zip(items, sizes, strict=True):
+        if line:
+            _on_terminal("\r\x1b[K")
         yield item
-    if shown:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        done += size
+        seconds = time.monotonic() - start
+        if seconds > _QUIET and done and sys.stderr.isatty():
+            line = f"{what}: {done / whole:.0%} done, {duration(seconds * (whole - done) / done)} left"
+            _on_terminal(line)
+    if line:
+        _on_terminal("\r\x1b[K")
+
+
+def _on_terminal(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)

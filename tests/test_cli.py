@@ -158,7 +158,7 @@ def test_a_larger_workspace_makes_fewer_chunks(capsys):
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ("--model llama3-8b --pipeline-model-parallel-size 32", "momentum and update of whole shards"),
+        ("--model llama3-8b --pipeline-model-parallel-size 32", "momentum and update of shards"),
         ("--model llama3-70b --tensor-model-parallel-size 8 --num-layers 2 --muon-tp-mode gram", "iterations"),
     ],
 )

@@ -80,7 +80,7 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
     of_chunks, of_iterations, of_hooks = step_parts(plan, work, workspace)
     largest = largest_iteration(plan.matrices, work)
     chunks = 1 + max((bucket.chunk for bucket in plan.buckets), default=0)
-    beside, what = max((of_iterations, "iterations"), (of_hooks, "momentum and update of whole shards"))
+    beside, what = max((of_iterations, "iterations"), (of_hooks, "momentum and update of shards"))
     more = "A parameter, a shard and an iteration are not cut."
     if of_chunks + beside > workspace.bytes + largest:
         more = "That is more than the workspace: a parameter, a shard, an iteration is not cut."

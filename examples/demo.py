@@ -202,7 +202,7 @@ def train(run: Run) -> Losses:
     """
     number = RUNS.index(run) + 1
     print(f"\nRun {number} of {len(RUNS)}. {run.title}: steps {run.first} to {STEPS}")
-    print(f"  starting Megatron; what it prints is in {run.log.relative_to(ROOT)}", flush=True)
+    print(f"  starting Megatron; what it prints is in {OUT.name}/{run.log.name}", flush=True)
     start = time.monotonic()
     started = start  # its first step is done
     threads = 2 // run.tensor_parallel  # two busy cores in every run
@@ -277,8 +277,8 @@ def draw(losses: dict[str, Losses], picture: Path) -> None:
     axes.set_title("A small GPT on the sources of Python's standard library,\nMegatron-Core on two CPU ranks")
     axes.grid(alpha=0.3)
     axes.legend(title=f"mean loss of the last {LAST} steps")
-    figure.text(0.5, 0.01, SETTINGS, ha="center", fontsize=8)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.text(0.5, 0.01, SETTINGS, ha="center", fontsize=9)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
     figure.savefig(picture, dpi=120)
     plt.close(figure)
 

@@ -109,10 +109,10 @@ def test_help_and_version_are_there_at_once():
     """Without torch, whose import takes longer than all else; the names of the package bring it when they are used."""
     code = (
         "import sys\n"
-        "from megatron_eopt.cli import main\n"
-        "for flag in ('--version', '--help'):\n"
+        "from megatron_eopt.cli import COMMANDS, main\n"
+        "for line in ('--version', '--help', *(f'{name} --help' for name in COMMANDS)):\n"
         "    try:\n"
-        "        main([flag])\n"
+        "        main(line.split())\n"
         "    except SystemExit as ended:\n"
         "        assert ended.code == 0\n"
         "assert 'torch' not in sys.modules\n"
@@ -134,10 +134,34 @@ def test_help_and_version_are_there_at_once():
         assert any(line.split()[:1] == [command] for line in usage)
 
 
+@pytest.fixture
+def terminal(monkeypatch, capsys):
+    """A terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    return capsys
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "plan --model deepseek-v3 --tensor-model-parallel-size 4 --expert-model-parallel-size 64 "
+        "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 16 --data-parallel-size 64",
+        "plan --model llama3.1-405b --sweep-gpus 64..16384 --tensor-model-parallel-size 8 --gpu h100",
+        "doctor --all",
+    ],
+)
+def test_it_fits_a_terminal_of_80_columns(terminal, arguments):
+    main(arguments.split())
+    lines = terminal.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if len(line) > 80] == []
+
+
 def test_as_a_module_without_a_gpu_and_without_megatron():
     code = (
         "import runpy, sys; sys.modules['megatron'] = None; sys.argv = ['x', 'plan', '--model', 'llama3-8b', "
-        "'--tensor-model-parallel-size', '8']; runpy.run_module('megatron_eopt.cli', run_name='__main__')"
+        "'--tensor-model-parallel-size', '8']; runpy.run_module('megatron_eopt', run_name='__main__')"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)

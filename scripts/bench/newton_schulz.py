@@ -244,10 +244,24 @@ def measure(setup: Setup, name: str, shape: tuple[int, ...], rate: float, rounds
         reference = references[one.coefficients]
         error = torch.linalg.vector_norm(one.function(x).double() - reference) / torch.linalg.vector_norm(reference)
         computed = flops(setup, shape, one.coefficients, one.extra) / seconds[key]
-        ratio, reached = seconds.get("emerging-optimizers", math.nan) / seconds[key], (computed / 1e12, computed / rate)
-        milliseconds = [1e3 * each for each in (seconds[key], min(taken[key]), max(taken[key]))]
-        told = (setup.device.type, name, shape, key, one.precision, *milliseconds, ratio)
-        rows.append(Row(*told, *reached, error.item()))
+        ratio = seconds.get("emerging-optimizers", math.nan) / seconds[key]
+        of_rounds = taken[key]
+        rows.append(
+            Row(
+                device=setup.device.type,
+                matrices=name,
+                shape=shape,
+                contestant=key,
+                precision=one.precision,
+                milliseconds=seconds[key] * 1e3,
+                least=min(of_rounds) * 1e3,
+                most=max(of_rounds) * 1e3,
+                ratio=ratio,
+                teraflops=computed / 1e12,
+                rate=computed / rate,
+                error=error.item(),
+            )
+        )
     return rows
 
 

@@ -134,14 +134,6 @@ def test_help_and_version_are_there_at_once():
         assert any(line.split()[:1] == [command] for line in usage)
 
 
-@pytest.fixture
-def terminal(monkeypatch, capsys):
-    """A terminal of 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    return capsys
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -151,9 +143,11 @@ def terminal(monkeypatch, capsys):
         "doctor --all",
     ],
 )
-def test_it_fits_a_terminal_of_80_columns(terminal, arguments):
+def test_it_fits_a_terminal_of_80_columns(capsys, monkeypatch, arguments):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     main(arguments.split())
-    lines = terminal.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 10
     assert [line for line in lines if len(line) > 80] == []
 

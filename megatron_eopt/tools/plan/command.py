@@ -35,8 +35,8 @@ between nodes it takes as much longer as their network is slower.
 state: a momentum and a copy of the parameters, in fp32.
 Embeddings, output layer and activations are not counted."""
 
-_OF_STAGES = """state: with fp32 copies of bf16 parameters; of whole parameters that are dealt to
-data-parallel ranks, what the fullest rank holds at most.
+_OF_STAGES = """state: with fp32 copies of bf16 parameters; of whole parameters that are dealt
+to data-parallel ranks, what the fullest rank holds at most.
 Activations are not counted. Matrices are those of all ranks of a stage."""
 
 

@@ -53,9 +53,10 @@ MUON = (
     "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high"
 )
 SETTINGS = (
-    "Both: same batches, learning rate 3e-3 to 3e-4 (cosine, 10 warm-up steps), weight decay 0.01, fp32.\n"
-    "Muon: momentum 0.95, Nesterov, 5 Newton-Schulz steps, scale 0.2, matmul precision 'high'; Adam on the rest.\n"
-    "One seed, at about the best learning rate for Adam; what Muon gains here says little about other models."
+    "Both: same batches, learning rate 3e-3 to 3e-4 (cosine, 10 warm-up steps),\n"
+    "weight decay 0.01, fp32. Muon: momentum 0.95, Nesterov, 5 Newton-Schulz steps,\n"
+    "scale 0.2, matmul precision 'high'; Adam on the rest. One seed, at about the best\n"
+    "learning rate for Adam; what Muon gains here says little about other models."
 )
 
 ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*\| lm loss: ([-+.\dE]+)")
@@ -75,6 +76,11 @@ class Run:
     def options(self) -> list[str]:
         """What no other run has; the figures of each are in a folder of their own."""
         return [*self.own, "--tensorboard-dir", str(OUT / "tensorboard" / self.name)]
+
+    @property
+    def steps(self) -> int:
+        """How many it makes."""
+        return STEPS - self.first + 1
 
     @property
     def log(self) -> Path:
@@ -194,19 +200,42 @@ def train(run: Run) -> Losses:
     Raises:
         SystemExit: it failed, or its log lacks losses.
     """
-    print(f"\n{run.title}: steps {run.first} to {STEPS}", flush=True)
+    number = RUNS.index(run) + 1
+    print(f"\nRun {number} of {len(RUNS)}. {run.title}: steps {run.first} to {STEPS}")
+    print(f"  starting Megatron; what it prints is in {OUT.name}/{run.log.name}", flush=True)
     start = time.monotonic()
+    started = start  # its first step is done
     threads = 2 // run.tensor_parallel  # two busy cores in every run
     lines = []
     for line in execute(command(run), run.log, threads):
         lines.append(line)
         for iteration, loss in printed_losses([line]):
+            now = time.monotonic()
+            if iteration == run.first:
+                started = now
             if iteration % 20 == 0:
-                print(f"  step {iteration:3}   loss {loss:.4f}   {time.monotonic() - start:4.0f} s", flush=True)
+                end = ends(run, iteration, starting=started - start, stepping=now - started)
+                print(f"  step {iteration:3}   loss {loss:.4f}   {now - start:4.0f} s   all ends at {end}", flush=True)
     try:
         return read_losses(lines, run.first, STEPS)
     except ValueError as error:
         raise SystemExit(f"{run.title}: {error}; its log is {run.log}") from error
+
+
+def ends(run: Run, iteration: int, starting: float, stepping: float) -> str:
+    """The time of day at which all runs will be through, if the later ones start and step as this one.
+
+    Args:
+        run: the run that has come to ``iteration``.
+        iteration: its last step.
+        starting: seconds up to its first step.
+        stepping: seconds since then.
+    """
+    step = stepping / max(1, iteration - run.first)
+    left = (STEPS - iteration) * step
+    for later in RUNS[RUNS.index(run) + 1 :]:
+        left += starting + later.steps * step
+    return time.strftime("%H:%M", time.localtime(time.time() + left))
 
 
 def report_resume(straight: Losses, resumed: Losses) -> bool:
@@ -218,7 +247,8 @@ def report_resume(straight: Losses, resumed: Losses) -> bool:
     difference = largest_difference(straight, resumed)
     goes_on = difference <= TOLERANCE
     verdict = "the resumed run goes on as if it had never stopped" if goes_on else "THE RESUMED RUN IS ANOTHER ONE"
-    print(f"Largest relative difference in {len(resumed)} steps: {difference:.1e} (limit {TOLERANCE:.0e}): {verdict}.")
+    print(f"Largest relative difference in {len(resumed)} steps: {difference:.1e} (limit {TOLERANCE:.0e}):")
+    print(f"{verdict}.")
     return goes_on
 
 
@@ -229,23 +259,26 @@ def draw(losses: dict[str, Losses], picture: Path) -> None:
     matplotlib.use("Agg")  # there may be no screen
     from matplotlib import pyplot as plt
 
+    from megatron_eopt.tools.colors import LINES, shade
+
+    muon = LINES["muon"].color
     styles = {
-        "adam": {"color": "tab:gray", "linewidth": 1.2},
-        "muon": {"color": "tab:orange", "linewidth": 2.5, "alpha": 0.6},
-        "muon-resumed": {"color": "black", "linewidth": 1, "linestyle": (0, (4, 3))},
+        "adam": {"color": LINES["adam"].color, "linewidth": 1.2},
+        "muon": {"color": shade(muon, 1), "linewidth": 3},
+        "muon-resumed": {"color": muon, "linewidth": 1, "linestyle": (0, (4, 3))},
     }
-    figure, axes = plt.subplots(figsize=(9, 5.6))
+    figure, axes = plt.subplots(figsize=(7.2, 5.4))
     for run in RUNS:
-        label = f"{run.title} (mean of the last {LAST} steps: {final_loss(losses[run.name]):.3f})"
+        label = f"{run.title}: {final_loss(losses[run.name]):.3f}"
         axes.plot(*zip(*losses[run.name].items(), strict=True), label=label, **styles[run.name])
     axes.set_xlabel("step")
     axes.set_ylabel("training loss (nats per byte; each batch is new)")
     axes.set_xlim(1, STEPS)
-    axes.set_title("Megatron-Core on two CPU ranks: a small GPT on the sources of Python's standard library")
+    axes.set_title("A small GPT on the sources of Python's standard library,\nMegatron-Core on two CPU ranks")
     axes.grid(alpha=0.3)
-    axes.legend()
-    figure.text(0.5, 0.01, SETTINGS, ha="center", fontsize=8)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    axes.legend(title=f"mean loss of the last {LAST} steps")
+    figure.text(0.5, 0.01, SETTINGS, ha="center", fontsize=9)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
     figure.savefig(picture, dpi=120)
     plt.close(figure)
 
@@ -255,7 +288,9 @@ def main() -> None:
     start = time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
-    print(SETTINGS + "\n")
+    print(SETTINGS)
+    steps = sum(run.steps for run in RUNS)
+    print(f"\n{len(RUNS)} runs of {steps} steps in all, some minutes on two free cores.\n", flush=True)
     write_data()
     losses = {run.name: train(run) for run in RUNS}
 

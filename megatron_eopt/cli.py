@@ -4,20 +4,34 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NamedTuple
 
 from megatron_eopt import __version__
 
-COMMANDS = {  # name -> module, help
-    "plan": (
-        "megatron_eopt.tools.plan.command",
+_TOOLS = "megatron_eopt.tools"
+
+
+class Command(NamedTuple):
+    """Modules with ``add_flags``, which imports no torch, and with ``run``."""
+
+    flags: str
+    runs: str
+    help: str
+
+
+COMMANDS = {
+    "plan": Command(
+        f"{_TOOLS}.plan.flags",
+        f"{_TOOLS}.plan.command",
         "how the matrices of a model will be orthogonalized, and what that costs",
     ),
-    "verify-checkpoint": (
-        "megatron_eopt.tools.verify.command",
+    "verify-checkpoint": Command(
+        f"{_TOOLS}.verify.flags",
+        f"{_TOOLS}.verify.command",
         "what is in a torch_dist checkpoint, and whether it is whole and finite",
     ),
-    "doctor": ("megatron_eopt.tools.doctor", "what is installed, what works with it, and what to do about the rest"),
-    "plot": ("megatron_eopt.tools.plot", "losses and figures of optimizers from TensorBoard files"),
+    "doctor": Command(f"{_TOOLS}.doctor", f"{_TOOLS}.doctor", "what is wrong with what is installed, and what to do"),
+    "plot": Command(f"{_TOOLS}.plot", f"{_TOOLS}.plot", "losses and figures of optimizers from TensorBoard files"),
 }
 
 
@@ -32,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-eopt", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (module, what) in COMMANDS.items():
-        command = commands.add_parser(name, help=what, allow_abbrev=False)
-        command.set_defaults(parser=command)
-        if given[:1] == [name]:  # --help and --version import no torch
-            import_module(module).add_flags(command)
+    for name, command in COMMANDS.items():
+        parser_of = commands.add_parser(name, help=command.help, allow_abbrev=False)
+        parser_of.set_defaults(parser=parser_of, command=command)
+        if given[:1] == [name]:
+            import_module(command.flags).add_flags(parser_of)
     options, unknown = parser.parse_known_args(given)
     takes_flags = "[-- " in str(options.parser.usage)
     if flags and not takes_flags:
@@ -45,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ends = " (the flags of a run stand after --)" if flags is None and takes_flags else ""
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{ends}")
     try:
-        status: int = options.run(options, flags)
+        status: int = import_module(options.command.runs).run(options, flags)
     except ValueError as error:
         options.parser.error(str(error))
     return status

@@ -49,7 +49,8 @@ def test_experts(capsys):
 
 @pytest.mark.parametrize("mode", ["blockwise", "duplicated", "distributed", "owner"])
 def test_a_mode(capsys, mode):
-    assert mode in shown(capsys, f"{SIZES} --tensor-model-parallel-size 2 --muon-tp-mode {mode}").splitlines()[2]
+    said = shown(capsys, f"{SIZES} --tensor-model-parallel-size 2 --muon-tp-mode {mode}")
+    assert mode in next(line for line in said.splitlines() if "of 3584 x 512" in line)
 
 
 def test_the_iteration_and_the_rates(capsys):
@@ -108,10 +109,10 @@ def test_help_and_version_are_there_at_once():
     """Without torch, whose import takes longer than all else; the names of the package bring it when they are used."""
     code = (
         "import sys\n"
-        "from megatron_eopt.cli import main\n"
-        "for flag in ('--version', '--help'):\n"
+        "from megatron_eopt.cli import COMMANDS, main\n"
+        "for line in ('--version', '--help', *(f'{name} --help' for name in COMMANDS)):\n"
         "    try:\n"
-        "        main([flag])\n"
+        "        main(line.split())\n"
         "    except SystemExit as ended:\n"
         "        assert ended.code == 0\n"
         "assert 'torch' not in sys.modules\n"
@@ -133,10 +134,28 @@ def test_help_and_version_are_there_at_once():
         assert any(line.split()[:1] == [command] for line in usage)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "plan --model deepseek-v3 --tensor-model-parallel-size 4 --expert-model-parallel-size 64 "
+        "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 16 --data-parallel-size 64",
+        "plan --model llama3.1-405b --sweep-gpus 64..16384 --tensor-model-parallel-size 8 --gpu h100",
+        "doctor --all",
+    ],
+)
+def test_it_fits_a_terminal_of_80_columns(capsys, monkeypatch, arguments):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    main(arguments.split())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if len(line) > 80] == []
+
+
 def test_as_a_module_without_a_gpu_and_without_megatron():
     code = (
         "import runpy, sys; sys.modules['megatron'] = None; sys.argv = ['x', 'plan', '--model', 'llama3-8b', "
-        "'--tensor-model-parallel-size', '8']; runpy.run_module('megatron_eopt.cli', run_name='__main__')"
+        "'--tensor-model-parallel-size', '8']; runpy.run_module('megatron_eopt', run_name='__main__')"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
@@ -157,7 +176,7 @@ def test_a_larger_workspace_makes_fewer_chunks(capsys):
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ("--model llama3-8b --pipeline-model-parallel-size 32", "the momentum and update of whole shards"),
+        ("--model llama3-8b --pipeline-model-parallel-size 32", "momentum and update of shards"),
         ("--model llama3-70b --tensor-model-parallel-size 8 --num-layers 2 --muon-tp-mode gram", "iterations"),
     ],
 )
@@ -165,7 +184,7 @@ def test_temporaries_above_the_workspace_say_what_they_are(capsys, flags, what):
     printed = shown(capsys, flags).replace(",", "")
     (total, workspace), (chunks, beside) = (
         map(int, found)
-        for pattern in (r"at most (\d+) MiB.*workspace is (\d+)", rf"peak (\d+) MiB .* (\d+) MiB of {what}\.")
+        for pattern in (r"at most (\d+) MiB.*workspace is (\d+)", rf"Peak: (\d+) MiB .* (\d+) MiB of {what}\.")
         for found in re.findall(pattern, printed)
     )
     assert total == pytest.approx(chunks + beside, abs=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_eopt.orthogonalize import timing
+from megatron_eopt.orthogonalize import kernels, timing
 from megatron_eopt.orthogonalize.kernels import Choice
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel import agreement
@@ -108,8 +108,8 @@ def test_the_doctor_checks_the_kernels_on_a_gpu(failed, monkeypatch):
         return Choice("torch", {"triton": failed} if failed else {})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(doctor, "KERNELS", {"triton": SimpleNamespace(missing=lambda device: None)})
-    monkeypatch.setattr(doctor, "choose", choose)
+    monkeypatch.setattr(kernels, "KERNELS", {"triton": SimpleNamespace(missing=lambda device: None)})
+    monkeypatch.setattr(kernels, "choose", choose)
     report = doctor.Report({"GPU": "NVIDIA H100"})
     doctor._look_at_kernels(report)
     assert [failed in problem["what"] for problem in report.problems] == ([True] if failed else [])

@@ -13,7 +13,7 @@ import megatron_eopt
 PACKAGE = Path(megatron_eopt.__file__).parent
 # From the bottom up; a room imports from its own floor and from those below.
 FLOORS = [
-    {"redirect", "orthogonalize", "matrices"},
+    {"redirect", "screen", "orthogonalize", "matrices"},
     {"parallel"},
     {"settings"},
     {"optimizers"},
@@ -23,7 +23,7 @@ FLOORS = [
     {"metrics"},
     {"megatron", "plain"},
     {"tools"},
-    {"", "run", "cli"},
+    {"", "run", "cli", "__main__"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -41,7 +41,10 @@ def test_the_tables_that_are_measured_have_the_rows_of_the_script():
     at = labels.index(WHOLE) + 1
     assert [*of("exactness")] == [*labels[:at], *(f"the same, `{mode}`" for mode in MODES[1:]), *labels[at:]]
     figures = dict.fromkeys([*COLUMNS, *MODES, ours("blockwise")], 1.0)
-    of_ranks = {precision: dict.fromkeys(["ms", *peers.COUNTS, "state"], figures) for precision in peers.PRODUCTS}
+    of_ranks = {
+        precision: dict.fromkeys(["ms", "least", "most", *peers.COUNTS, "state"], figures)
+        for precision in peers.PRODUCTS
+    }
     made = peers.step_table(dict.fromkeys((2, 4), of_ranks), dict.fromkeys(peers.PRODUCTS, figures))
     assert rows(made)[0] == [*COLUMNS]
     assert [*of("steps")] == [*rows(made)[1]]

@@ -12,6 +12,7 @@ from matplotlib.text import Text
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.tools import plot
+from megatron_eopt.tools.colors import LINES, MAIN, shade
 
 # Linear RGB as those see it who lack the cones of long or of middle waves (Machado, Oliveira, Fernandes 2009).
 SIGHT = {
@@ -36,26 +37,24 @@ def distance(one, other, sight):
 
 
 def test_every_optimizer_has_a_color_of_its_own():
-    assert pictures.LINES.keys() == {*OPTIMIZERS, "adam", "adam_two_rates"}
-    assert len({line.color for line in pictures.LINES.values()}) == len(pictures.LINES)
+    assert LINES.keys() == {*OPTIMIZERS, "adam", "adam_two_rates"}
+    assert len({line.color for line in LINES.values()}) == len(LINES)
 
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_colors_of_the_same_dashes_look_different(sight):
-    for (name, one), (other, two) in combinations(pictures.LINES.items(), 2):
-        least = 0.12 if {name, other} & {*pictures.MAIN} else 0.08
+    for (name, one), (other, two) in combinations(LINES.items(), 2):
+        least = 0.12 if {name, other} & {*MAIN} else 0.08
         assert one.dashes != two.dashes or distance(one.color, two.color, sight) > least, f"{name}, {other}"
 
 
 def test_colors_stand_out_from_the_paper():
-    contrast = {
-        name: 1.05 / (linear(line.color) @ (0.2126, 0.7152, 0.0722) + 0.05) for name, line in pictures.LINES.items()
-    }
+    contrast = {name: 1.05 / (linear(line.color) @ (0.2126, 0.7152, 0.0722) + 0.05) for name, line in LINES.items()}
     assert min(contrast.values()) > 2.7, contrast
 
 
 def test_an_optimizer_without_a_line_is_an_error():
-    with pytest.raises(ValueError, match=r"no line for 'sgd' among \['adam', .*pictures\.py"):
+    with pytest.raises(ValueError, match=r"no line for 'sgd' among \['adam', .*colors\.py"):
         pictures.style("sgd")
 
 
@@ -77,14 +76,14 @@ def test_names_move_as_little_as_they_must(wanted, places):
 def test_names_stand_in_the_order_of_the_ends_and_none_upon_another():
     figure = Figure(figsize=(pictures.WIDTH, 4))
     axes = figure.add_subplot()
-    for rank, name in enumerate(pictures.LINES):
+    for rank, name in enumerate(LINES):
         axes.plot([1, 2], [1, 2 + rank / 1000], label=name, **pictures.style(name))
     axes.plot([1, 2], [5, 5])  # without a name
     pictures.name_ends(axes)
     figure.savefig(io.BytesIO())
     names = [text.get_text() for text in axes.texts]
     boxes = [Text.get_window_extent(text) for text in axes.texts]  # an annotation's own has its line in it
-    assert names == list(pictures.LINES)
+    assert names == list(LINES)
     assert all(below.ymax <= above.ymin + 1 for below, above in pairwise(boxes))
 
 
@@ -108,20 +107,29 @@ def test_the_panels_of_runs_leave_no_place_empty(saved, further):
     assert sum(len(place.rowspan) * len(place.colspan) for place in places) == rows * columns
 
 
-def test_a_run_has_one_color_and_legends_the_order_of_the_ends(saved):
-    def run(last):
-        tags = {"lm loss": last, "muon/grad_norm": last + 0.1, "adam/grad_norm": last + 0.2}
-        return {tag: [(1, 9.0), (2, value)] for tag, value in tags.items()}
+def test_an_optimizer_has_one_color_paler_in_further_runs(saved):
+    def run(optimizer):
+        return {tag: [(1, 9.0), (2, 1.0)] for tag in ("lm loss", f"{optimizer}/grad_norm", "adam/learning_rate")}
 
-    plot.draw({"low": run(1.0), "high": run(3.0), "middle": run(2.0)}, "plot.png")
-    loss, norms = saved[0].axes
-    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["high", "middle", "low"]
-    assert [text.get_text() for text in norms.get_legend().get_texts()][:3] == [
-        "high: adam",
-        "high: muon",
-        "middle: adam",
-    ]
-    colors = {line.get_label(): line.get_color() for line in [*loss.lines, *norms.lines]}
-    assert colors["low"] == colors["low: muon"] == colors["low: adam"] != colors["high"]
-    pale = {line.get_label(): line.get_alpha() for line in norms.lines}
-    assert pale["low: adam"] < pale["low: muon"]
+    plot.draw({"one": run("muon"), "other": run("soap"), "again": run("muon")}, "plot.png")
+    loss, norms, rates = saved[0].axes
+    pale = shade(LINES["muon"].color, 1)
+    assert [line.get_color() for line in norms.lines] == [LINES["muon"].color, LINES["soap"].color, pale]
+    assert [line.get_color() for line in loss.lines] == [line.get_color() for line in norms.lines]
+    assert rates.lines[0].get_color() == LINES["adam"].color
+    (legend,) = saved[0].legends
+    assert {text.get_text() for text in legend.get_texts()} == {
+        f"{run}: {optimizer}"
+        for run, own in (("one", "muon"), ("other", "soap"), ("again", "muon"))
+        for optimizer in (own, "adam")
+    }
+
+
+def test_times_are_drawn_in_milliseconds_and_outliers_do_not_flatten_them(saved):
+    points = [(step, 20.0 + step % 3) for step in range(200)]
+    points[100] = (100, 5000.0)
+    plot.draw({"run": {"muon/update_ms": points}}, "plot.png")
+    (axes,) = saved[0].axes
+    assert axes.get_title(loc="left") == "update, ms"
+    assert axes.get_ylim()[0] == 0
+    assert 22 < axes.get_ylim()[1] < 40

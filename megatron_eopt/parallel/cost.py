@@ -4,46 +4,20 @@ Bytes and collectives are exactly those that the exchange counts. Times are mode
 and bytes over rates plus a latency for each collective, nothing overlapped.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add, sub
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
+from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, grouped, in_rounds
 from megatron_eopt.parallel.rectangles import Shape, cut_dimension
 from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """How fast a rank works; fixed, so that plans agree."""
-
-    flops: float = 500e12  # operations per second
-    bytes: float = 300e9  # per second that a rank sends
-    latency: float = 20e-6  # seconds that a collective takes however little it carries
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            number = type(value) in (int, float) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and name != "latency"):
-                raise ValueError(f"rate {name!r} must be a positive number (a latency may be 0), got {value!r}")
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> "Rates":
-        """A checkpoint's rates; ``ValueError`` for other keys or values."""
-        known = {field.name for field in fields(cls)}
-        if set(state) != known:
-            raise ValueError(f"rates have the keys {', '.join(sorted(known))}, got {', '.join(sorted(state))}")
-        return cls(**state)
-
-
-DEFAULT_RATES = Rates()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Bucket, Plan, TpMode, grouped
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
+from megatron_eopt.screen import aligned, figure, wrapped
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
-_COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
-_LINE = "{:<24}{:>20}{:>18}{:>15}{:>13}{:>13}{:>13}"
+_COLUMNS = ("matrices", "group", "scheme", "TFLOP", "sent MB", "calls", "ms")
 
 
 def explain(
@@ -30,12 +30,11 @@ def explain(
     workspace: Workspace = DEFAULT_WORKSPACE,
 ) -> str:
     """A table of costs by shape and scheme, beside other schemes."""
-    header = _LINE.format("matrices", *_COLUMNS)
-    lines = [header, "-" * len(header)]
+    rows = []
     works = {"": work} if isinstance(work, Work) else work
     numbers = dict.fromkeys(works, "")
     if len(works) > 1:
-        numbers = {name: f"  #{number}" for number, name in enumerate(works, 1)}
+        numbers = {name: f" #{number}" for number, name in enumerate(works, 1)}
     costs = Costs(plan, work, rates)
     sharing = {plan.one_of(bucket).group for bucket in plan.buckets if bucket.scheme == "share"}
 
@@ -45,30 +44,34 @@ def explain(
         return matrix.shape, group, bucket.scheme, numbers.get(matrix.iteration, "")
 
     apart = 0.0
-    for ((rows, cols), group, scheme, number), buckets in grouped(plan.buckets, kind).items():  # of several chunks
+    for ((height, width), group, scheme, number), buckets in grouped(plan.buckets, kind).items():  # of several chunks
         count = sum(len(bucket.matrices) for bucket in buckets)
         cost = costs.of_buckets(buckets)
-        lines.append(_row(f"{count} of {rows} x {cols}", group, scheme, cost) + number)
+        rows.append(_row(f"{count} of {height} x {width}{number}", group, scheme, cost))
         apart += cost.seconds
     whole = costs.of_buckets(plan.buckets)
-    lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", whole)]
+    buckets_end = len(rows)
+    rows.append(_row(f"all {len(plan.matrices)}: this plan", "", "", whole))
     for mode in _COMPARED:
         other = make_plan(plan.matrices, mode, work, rates, sharing, workspace)
-        lines.append(_row(mode, "", "", plan_cost(other, work, rates)))
-    lines.append("")
-    lines.append(
-        f"Of the busiest rank in one step, modelled at {rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s "
-        f"and {rates.latency * 1e6:.3g} us a collective, nothing overlapped."
-    )
+        rows.append(_row(mode, "", "", plan_cost(other, work, rates)))
+    lines = aligned(_COLUMNS, rows, _COLUMNS[3:])
+    lines.insert(len(lines) - len(rows) + buckets_end, "")
+    lines += [
+        "",
+        "Of the busiest rank in one step, nothing overlapped,",
+        f"modelled at {rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s and {rates.latency * 1e6:.3g} us "
+        "a collective.",
+    ]
     if apart > 1.01 * whole.seconds:
-        lines.append("Each line is of the rank that is the busiest with its matrices: one rank has not all of that.")
+        lines.append("Each line is of the rank that is busiest with it: no rank has all of them.")
     lines.append(_memory(plan, work, workspace))
     for name, one in works.items():
         steps = f"{numbers[name].strip()}: {name}" if numbers[name] else f"{len(one.schedule)} steps"
         form = "standard form only"
         if one.restarts is not None:
             form = f"Gram form with {_counted(len(one.restarts), 'restart')}"
-        lines.append(f"{steps}, {form}, {one.share:.0%} of a symmetric product computed.")
+        lines.append(wrapped(f"{steps}, {form}, {one.share:.0%} of a symmetric product computed.", hanging="    "))
     lines.append("blockwise is an approximation.")
     return "\n".join(lines)
 
@@ -77,15 +80,14 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
     of_chunks, of_iterations, of_hooks = step_parts(plan, work, workspace)
     largest = largest_iteration(plan.matrices, work)
     chunks = 1 + max((bucket.chunk for bucket in plan.buckets), default=0)
-    beside, what = max((of_iterations, "iterations"), (of_hooks, "the momentum and update of whole shards"))
-    more = "One parameter, one shard and one iteration are not cut."
+    beside, what = max((of_iterations, "iterations"), (of_hooks, "momentum and update of shards"))
+    more = "A parameter, a shard and an iteration are not cut."
     if of_chunks + beside > workspace.bytes + largest:
-        more = "That is more than the workspace, because one parameter, one shard and one iteration are not cut."
+        more = "That is more than the workspace: a parameter, a shard, an iteration is not cut."
     return (
         f"Temporaries: at most {_mib(of_chunks + beside)} MiB, in {_counted(chunks, 'chunk')}. The "
         f"workspace is {_mib(workspace.bytes)} MiB;\nbeside it an iteration of the largest matrix may take "
-        f"{_mib(largest)} MiB.\nAt the peak {_mib(of_chunks)} MiB are of chunks at work, and {_mib(beside)} MiB of "
-        f"{what}.\n{more}"
+        f"{_mib(largest)} MiB.\nPeak: {_mib(of_chunks)} MiB of chunks, {_mib(beside)} MiB of {what}.\n{more}"
     )
 
 
@@ -102,22 +104,12 @@ def explain_offloaded(state: Sequence[int]) -> str:
     )
 
 
-def _row(
-    name: str,
-    group: str,
-    scheme: str,
-    cost: Cost,
-) -> str:
-    flops = figure(cost.flops / 1e9)
+def _row(name: str, group: str, scheme: str, cost: Cost) -> list[str]:
+    flops = figure(cost.flops / 1e12)
     sent = figure(cost.bytes / 1e6)
     ms = figure(cost.seconds * 1e3)
-    return _LINE.format(name, group, scheme, flops, sent, cost.collectives, ms)
+    return [name, group, scheme, flops, sent, f"{cost.collectives:,}", ms]
 
 
 def _mib(nbytes: float) -> str:
     return figure(nbytes / 2**20)
-
-
-def figure(value: float) -> str:
-    """A number in three digits, or without decimals."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,6 +1,6 @@
-"""The command ``megatron-eopt doctor``: what is installed, and what is wrong with it.
+"""The command ``megatron-eopt doctor``: what is wrong with what is installed, and what to do.
 
-It imports what is installed, and survives what is broken.
+It imports what is installed, and survives what is broken. Its help imports no torch.
 """
 
 import argparse
@@ -9,19 +9,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import platform
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.releases import SUPPORTED
-from megatron_eopt.orthogonalize.kernels import KERNELS, choose
-from megatron_eopt.registry import list_optimizers
+from megatron_eopt.screen import wrapped
 
 _NO_KERNELS = (
     "symmetric products are computed by torch, which takes more time and gives the same numbers up to rounding"
@@ -46,11 +42,12 @@ class Report:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = "Exit status: 0 without problems, 1 with. A machine without a GPU is none."
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.set_defaults(run=_examine)
+    parser.add_argument("--all", action="store_true", help="also notes, what is installed, and what is used of it")
+    parser.add_argument("--json", action="store_true", help="all of it as JSON")
 
 
-def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
+def run(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
+    """Print what was found; returns the exit status."""
     report = examined()
     if options.json:
         found = {
@@ -61,12 +58,14 @@ def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
         }
         print(json.dumps(found, indent=1))
     else:
-        print(_text(report))
+        print("\n".join(_lines(report, options.all)))
     return 1 if report.problems else 0
 
 
 def examined() -> Report:
-    """Import what is installed; what that prints goes to stderr."""
+    """Import what is installed; what that prints goes to stderr, and warnings nowhere."""
+    import torch
+
     gpu = torch.cuda.is_available()
     report = Report()
     report.installed = {
@@ -76,8 +75,7 @@ def examined() -> Report:
         "CUDA": torch.version.cuda or "torch is built without it",
         "GPU": torch.cuda.get_device_name() if gpu else "none",
     }
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")
+    with _without_warnings(), contextlib.redirect_stdout(sys.stderr):
         # causes first: Megatron imports Transformer Engine
         _look_at(
             report,
@@ -94,6 +92,19 @@ def examined() -> Report:
     return report
 
 
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Also those of loggers; what was set is set again."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def _look_at(report: Report, name: str, do: str, *modules: str) -> None:
     """Import a package that Megatron or torch may use."""
     report.installed[name] = _MISSING
@@ -106,10 +117,13 @@ def _look_at(report: Report, name: str, do: str, *modules: str) -> None:
 
 def _look_at_megatron(report: Report) -> str | None:
     """Import Megatron; the package whose Adam it builds."""
+    from megatron_eopt.megatron import releases
+    from megatron_eopt.registry import list_optimizers
+
     report.installed["megatron-core"] = _MISSING
     report.used["--optimizer"] = "unknown without Megatron-Core"
     report.used["Adam beside them"] = "unknown without Megatron-Core"
-    supported = f"{SUPPORTED[-1]} to {SUPPORTED[0]}"
+    supported = f"{releases.SUPPORTED[-1]} to {releases.SUPPORTED[0]}"
     if not _is_found("megatron.core"):
         report.add_problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
         return None
@@ -117,7 +131,7 @@ def _look_at_megatron(report: Report) -> str | None:
     # Megatron adds the commit of the git repository around it, such as that of a project with a .venv
     release = _version_of("megatron.core").partition("+")[0]
     report.installed["megatron-core"] = release
-    if releases.number(release) < releases.number(SUPPORTED[-1]):
+    if releases.number(release) < releases.number(releases.SUPPORTED[-1]):
         report.add_problem(f"megatron-core {release} is too old", f"take one of {supported}")
         return None
     if error is not None:
@@ -167,17 +181,21 @@ def _look_at_apex(report: Report, adam: str | None) -> None:
 
 
 def _look_at_kernels(report: Report) -> None:
+    import torch
+
+    from megatron_eopt.orthogonalize import kernels
+
     device = torch.device("cuda")
     missing: str | None = "torch.cuda finds no GPU"
     failed = None
     if torch.cuda.is_available():
-        missing = KERNELS["triton"].missing(device)
+        missing = kernels.KERNELS["triton"].missing(device)
     if missing is not None:
         report.notes.append(f"no kernels for symmetric products ({missing}): {_NO_KERNELS}")
     else:
         shapes = ((1024, 1024), (512, 2048), (2, 256, 1024))
         dtypes = (torch.float16, torch.bfloat16, torch.float32)
-        failed = choose(shapes, dtypes, device).dropped.get("triton")
+        failed = kernels.choose(shapes, dtypes, device).dropped.get("triton")
     if failed is not None:
         report.add_problem(
             f"the kernels for symmetric products cannot be used on {report.installed['GPU']}: {failed}",
@@ -216,20 +234,25 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _text(report: Report) -> str:
-    problems = [f"{problem['what']}. What to do: {problem['do']}" for problem in report.problems]
-    sections = {
-        "Installed": _pairs(report.installed),
-        "Used": _pairs(report.used),
-        "Notes": report.notes or ["none"],
-        "Problems": problems or ["none"],
-    }
-    parts = []
-    for title, lines in sections.items():
-        parts.append("\n  ".join([title, *lines]))
-    return "\n\n".join(parts)
-
-
-def _pairs(values: dict[str, str]) -> list[str]:
-    width = max(map(len, values))
-    return [f"{name:{width}}  {value}" for name, value in values.items()]
+def _lines(report: Report, everything: bool) -> Iterator[str]:
+    """Problems first, each with what to do; the rest if it is wanted."""
+    notes = f"{len(report.notes)} note{'' if len(report.notes) == 1 else 's'}"
+    rest = "" if everything else f" What is installed, and {notes}: megatron-eopt doctor --all"
+    if not report.problems:
+        yield wrapped(f"Nothing to do.{rest}")
+    for problem in report.problems:
+        yield wrapped(f"problem: {problem['what']}")
+        yield wrapped(f"what to do: {problem['do']}", "  ", "  ")
+    if report.problems and rest:
+        yield rest.strip()
+    if not everything:
+        return
+    for note in report.notes:
+        yield ""
+        yield wrapped(f"note: {note}", hanging="  ")
+    for title, facts in (("Installed", report.installed), ("Used", report.used)):
+        yield ""
+        yield title
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            yield wrapped(f"{name:{width}}  {value}", "  ", " " * (width + 2))

@@ -1,8 +1,13 @@
 """The command ``megatron-eopt plot``: losses and figures of several runs."""
 
 import argparse
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
+
+from megatron_eopt.tools.colors import LINES, OTHER, shade
 
 Points = list[tuple[int, float]]
 """(iteration, value), ascending."""
@@ -12,27 +17,27 @@ Curves = dict[str, Points]
 
 LOSS = "lm loss"
 PANELS = {  # title -> figures, and their line styles
-    "update RMS before the rate (dotted: predicted)": {"update_rms": "-", "predicted_update_rms": ":"},
-    "residual before the last step (dotted: largest)": {"residual": "-", "largest_residual": ":"},
+    "update RMS (dotted: predicted)": {"update_rms": "-", "predicted_update_rms": ":"},
+    "residual, mean (dotted: largest)": {"residual": "-", "largest_residual": ":"},
     "effective rank / short side (dotted: smallest)": {
         "effective_rank_share": "-",
         "smallest_effective_rank_share": ":",
     },
     "gradient norm": {"grad_norm": "-"},
     "learning rate": {"learning_rate": "-"},
-    "ms: orthogonalize (dashed: exchange, dotted: update)": {
-        "orthogonalize_ms": "-",
-        "exchange_ms": "--",
-        "update_ms": ":",
-    },
+    "orthogonalize, ms": {"orthogonalize_ms": "-"},
+    "exchange, ms": {"exchange_ms": "-"},
+    "update, ms": {"update_ms": "-"},
 }
 COLUMNS = 2
+SMOOTHED = 15  # measured steps of a running median of times: one step in a hundred takes ten times as long
 
 
 class Line(NamedTuple):
     """A curve of one optimizer."""
 
-    label: str  # run and optimizer
+    run: str
+    optimizer: str  # empty for a loss
     points: Points
     style: str
 
@@ -41,10 +46,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("folders", nargs="+", metavar="RUN", help="a folder that was given by --tensorboard-dir")
     parser.add_argument("--out", default="plot.png", metavar="FILE", help="the picture (plot.png)")
-    parser.set_defaults(run=_plot)
 
 
-def _plot(options: argparse.Namespace, flags: list[str] | None) -> int:
+def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
+    """Draw the picture; returns the exit status."""
     names = [Path(folder).resolve().name for folder in options.folders]
     if len(set(names)) < len(names):
         names = options.folders
@@ -81,10 +86,11 @@ def curves(folder: str | Path) -> Curves:
 def draw(runs: dict[str, Curves], out: str | Path) -> None:
     """Draw the loss and :data:`PANELS`; ``ValueError`` without curves."""
     try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(f"pictures are drawn by matplotlib: pip install matplotlib ({error})") from error
-    panels = {LOSS: [Line(name, found[LOSS], "-") for name, found in runs.items() if LOSS in found]}
+    panels = {LOSS: [Line(name, "", found[LOSS], "-") for name, found in runs.items() if LOSS in found]}
     for title, styles in PANELS.items():
         panels[title] = lines_of(runs, styles)
     drawn = {title: lines for title, lines in panels.items() if lines}
@@ -92,38 +98,77 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
         raise ValueError(f"{', '.join(runs)}: no loss and no figures of an optimizer (--optimizer-metrics-interval)")
     rows = -(-len(drawn) // COLUMNS)
     first = 1 + -len(drawn) % COLUMNS  # as wide as leaves no place empty
-    figure = Figure(figsize=(4 * COLUMNS, 2.8 * rows), layout="constrained")
-    colors: dict[str, str] = {}  # of runs; their Adams are pale
-    for number, (title, lines) in enumerate(drawn.items(), first):
-        axes = figure.add_subplot(rows, COLUMNS, (1, number) if number == first else number)
-        lines.sort(key=lambda line: -line.points[-1][1])  # the legend follows
-        for line in lines:
-            run = line.label.partition(": ")[0]
-            color = colors.setdefault(run, f"C{len(colors) % 10}")
-            axes.plot(
-                *zip(*line.points, strict=True),
-                line.style,
-                label=line.label if line.style == "-" else None,
-                color=color,
-                alpha=0.45 if line.label.endswith(": adam") else 1,
-            )
-        axes.set_xlabel("iteration")
-        axes.set_title(title, fontsize=9)
-        if title.startswith("ms"):
-            axes.set_yscale("log")  # one step in a hundred takes ten times as long
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(out, dpi=140)
+    colors = colors_of(runs)
+    with matplotlib.rc_context({"font.size": 10, "axes.titlesize": 10}):
+        figure = Figure(figsize=(3.6 * COLUMNS, 2.3 * rows), layout="constrained")
+        named: dict[str, Any] = {}
+        for number, (title, lines) in enumerate(drawn.items(), first):
+            axes = figure.add_subplot(rows, COLUMNS, (1, number) if number == first else number)
+            for line in lines:
+                of_line = colors[line.run, line.optimizer]
+                if title.endswith("ms"):
+                    axes.plot(*zip(*line.points, strict=True), color=of_line, alpha=0.3, linewidth=0.6)
+                    line = line._replace(points=running_median(line.points))
+                (shown,) = axes.plot(*zip(*line.points, strict=True), line.style, color=of_line, linewidth=1.6)
+                if line.optimizer or not any(of == line.run and name for of, name in colors):
+                    named.setdefault(label(line, len(runs)), shown)
+            if title.endswith("ms"):
+                usual = sorted(value for line in lines for _, value in line.points)
+                axes.set_ylim(0, 1.2 * usual[int(0.98 * (len(usual) - 1))])
+            axes.set_title(title, loc="left")
+            axes.grid(color="#e4e4e4")
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.supxlabel("iteration")
+        figure.legend(named.values(), named, loc="outside upper center", ncols=2, frameon=False)
+        figure.savefig(out, dpi=160)
+
+
+def label(line: Line, runs: int) -> str:
+    """What the legend calls a line."""
+    return line.optimizer if line.optimizer and runs == 1 else ": ".join(filter(None, (line.run, line.optimizer)))
+
+
+def colors_of(runs: dict[str, Curves]) -> dict[tuple[str, str], str]:
+    """Color of each run and optimizer, paler in each further run, and of each run's loss, that of its main one."""
+    found: dict[tuple[str, str], str] = {}
+    seen: Counter[str] = Counter()
+    for run, tags in runs.items():
+        main = "adam"
+        for name in optimizers_of(tags):
+            known = LINES[name].color if name in LINES else OTHER
+            found[run, name] = shade(known, seen[name])
+            seen[name] += 1
+            if name != "adam":
+                main = name
+        if (run, main) not in found:  # a loss alone
+            found[run, ""] = shade(OTHER, seen[""])
+            seen[""] += 1
+        else:
+            found[run, ""] = found[run, main]
+    return found
+
+
+def running_median(points: Points) -> Points:
+    """Each value as the median of those around it."""
+    found = []
+    for place, (iteration, _) in enumerate(points):
+        around = points[max(0, place - SMOOTHED // 2) : place + SMOOTHED // 2 + 1]
+        found.append((iteration, median(value for _, value in around)))
+    return found
+
+
+def optimizers_of(tags: Curves) -> list[str]:
+    """Optimizers that have figures."""
+    return sorted({tag.partition("/")[0] for tag in tags if "/" in tag})
 
 
 def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[Line]:
     """Lines of each optimizer, but those that are zero throughout."""
     lines = []
-    for name, tags in runs.items():
-        for optimizer in sorted({tag.partition("/")[0] for tag in tags if "/" in tag}):
-            label = optimizer if len(runs) == 1 else f"{name}: {optimizer}"
+    for run, tags in runs.items():
+        for optimizer in optimizers_of(tags):
             for figure, style in styles.items():
                 points = tags.get(f"{optimizer}/{figure}", [])
                 if any(value for _, value in points):
-                    lines.append(Line(label, points, style))
+                    lines.append(Line(run, optimizer, points, style))
     return lines

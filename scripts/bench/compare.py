@@ -8,8 +8,8 @@ on a machine that does nothing else. ``--docs`` writes tables and pictures of wh
 
 import argparse
 import json
-import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,11 @@ import protocol
 import trials
 from compare_figures import Summary
 from pages import DOCS, markdown, put
-from training import ROOT, machine, read_times
+from quiet import Load, add_flag, spread
+from training import ROOT, THREADS, machine, read_times
 
 from megatron_eopt.routing import from_json
+from megatron_eopt.screen import progress
 
 OUT = ROOT / "bench-out" / "compare"
 TIMED = 40  # steps
@@ -60,11 +62,14 @@ def small(found: Mapping[str, Summary], kept: Path, out: Path, workers: int) -> 
     return text
 
 
-def time_steps(names: Sequence[str], out: Path, results: Path) -> None:
+def time_steps(names: Sequence[str], out: Path, results: Path, anyway: bool = False) -> None:
     """Time a step of each optimizer, one after another in several rounds; keep it with its state, of the manifest."""
-    load, text = os.getloadavg()[0], corpus.write(out)
-    seconds, manifests = dict.fromkeys(names, math.inf), {}
-    for name in [*names] * ROUNDS:
+    load = Load(THREADS, anyway)
+    text = corpus.write(out)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    manifests = {}
+    turns = [*names] * ROUNDS
+    for name in progress(turns, [1.0] * len(turns), "steps timed"):
         manifest = out / f"{name}.json"
         first = protocol.trials(name)[0]
         run = replace(
@@ -73,15 +78,21 @@ def time_steps(names: Sequence[str], out: Path, results: Path) -> None:
         trials.execute(run, text, out, out / "timed")
         # a line is the mean of ten steps, and SOAP makes bases in every tenth; the first of them also warm up
         times = read_times(trials.log_of(run, out).read_text(encoding="utf-8").splitlines())[2:]
-        seconds[name] = min(seconds[name], *times)
+        seconds[name] += times
+        load.check()
         if run.named != "adam":
             manifests[name] = from_json(json.loads(manifest.read_text(encoding="utf-8")))
         print(f"  {name:20} {min(times):.3f} s per step", flush=True)
+    for name, times in seconds.items():
+        print(f"  {name:20} {spread(times, '.3f')} s per step, {len(times)} times ten steps")
     found = {
-        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "seconds": {name: round(min(times), 4) for name, times in seconds.items()},
+        "median": {name: round(statistics.median(times), 4) for name, times in seconds.items()},
+        "most": {name: round(max(times), 4) for name, times in seconds.items()},
         "state": {name: round(value, 3) for name, value in figures.states(manifests).items()},
         "machine": machine(),
-        "load before": load,
+        "load before": load.before,
+        "load": load.words,
     }
     (results / "seconds.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -92,9 +103,10 @@ def write_docs(found: Mapping[str, Summary], results: Path) -> None:
 
     timed = results / "seconds.json"
     known = json.loads(timed.read_text(encoding="utf-8")) if timed.exists() else {"seconds": {}, "state": {}}
-    text = figures.table(found, known["seconds"], known["state"])
+    text = figures.table(found, known["seconds"], known["state"], known.get("median"), known.get("most"))
     if timed.exists():
-        text += f"\n\nSeconds on: {known['machine']}; load of the machine before: {known['load before']:.2f}."
+        load = known.get("load", f"load of the machine before: {known['load before']:.2f}")
+        text += f"\n\nSeconds on: {known['machine']}; {load}."
     if missing := [name for name in protocol.SPACES if name not in found]:
         text += f"\n\nStill without all their runs: {', '.join(missing)}."
     put("compare.md", "figures", text)
@@ -128,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, one core each")
     parser.add_argument("--results", type=Path, default=trials.RESULTS, help="folder of the kept runs")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of text, logs and the small table")
+    add_flag(parser)
     arguments = parser.parse_args(argv)
     only = [name for name in names if name in arguments.only]
     if arguments.workers < 1:
@@ -139,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in trials.whole(only, arguments.out, arguments.results, arguments.workers):
             print(line, flush=True)
     if arguments.seconds:
-        time_steps(only, arguments.out, arguments.results)
+        time_steps(only, arguments.out, arguments.results, arguments.any_load)
     found = figures.summaries(arguments.results)
     if not found.keys() & {*only}:
         raise SystemExit(f"no optimizer has all its runs in {arguments.results}; --whole makes them")

@@ -135,13 +135,21 @@ def steps_of_means(own: Summary, adam: Summary) -> float | None:
     return steps_to(statistics.fmean(adam.by_length[protocol.STEPS]), means)
 
 
-def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Mapping[str, float]) -> str:
+def table(
+    found: Mapping[str, Summary],
+    seconds: Mapping[str, float],
+    state: Mapping[str, float],
+    median: Mapping[str, float] | None = None,
+    most: Mapping[str, float] | None = None,
+) -> str:
     """The Markdown table of results, lowest loss first.
 
     Args:
         found: of each optimizer, Adam among them.
-        seconds: of a step, by optimizer; one may lack.
+        seconds: the least of a step, by optimizer; one may lack.
         state: bytes of each parameter of the model, by optimizer; one may lack.
+        median: seconds of a step; None where only the least was kept.
+        most: the same.
     """
     adam = found["adam"]
     rows = []
@@ -161,7 +169,7 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
                 str(sum(loss < min(adam.tune.values()) for loss in summary.tune.values())),
                 reached,
                 "-" if time is None or steps is None else f"{steps * time:.0f}",
-                "-" if time is None else f"{time:.3f}",
+                "-" if time is None else f"{time:.3f}{_beside(name, median, most)}",
                 f"{state[name]:.1f}" if name in state else "-",
             )
         )
@@ -177,6 +185,11 @@ def table(found: Mapping[str, Summary], seconds: Mapping[str, float], state: Map
         "state, bytes per parameter",
     )
     return markdown(head, rows)
+
+
+def _beside(name: str, median: Mapping[str, float] | None, most: Mapping[str, float] | None) -> str:
+    """Median and most, behind the least."""
+    return f" ({median[name]:.3f}, {most[name]:.3f})" if median and most else ""
 
 
 def _steps(of_means: float | None, of_seeds: Sequence[float | None], shortest: int) -> str:

@@ -36,6 +36,7 @@ def draw_hero(found: Mapping[str, Summary], picture: Path, names: Sequence[str] 
         figure = Figure(figsize=(pictures.WIDTH, 3.9))
         axes = figure.subplots()
         second = 0.0
+        held_out = []
         for name in names:
             # the first is that of one step
             blocks = list(zip(*(curve[1:] for curve in found[name].curves), strict=True))
@@ -43,7 +44,8 @@ def draw_hero(found: Mapping[str, Summary], picture: Path, names: Sequence[str] 
             means, deviations = map(statistics.fmean, blocks), map(statistics.stdev, blocks)
             mean, deviation = list(means), list(deviations)
             style = pictures.style(name)
-            axes.plot(steps, mean, label=f"{name}, held-out\n{estimate(found[name].of(protocol.STEPS)).words}", **style)
+            axes.plot(steps, mean, label=f"{name} {mean[-1]:.2f}", **style)
+            held_out.append(f"{name} {estimate(found[name].of(protocol.STEPS)).words}")
             low = [at - by for at, by in zip(mean, deviation, strict=True)]
             high = [at + by for at, by in zip(mean, deviation, strict=True)]
             axes.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0)
@@ -52,7 +54,8 @@ def draw_hero(found: Mapping[str, Summary], picture: Path, names: Sequence[str] 
         axes.set_ylim(top=second + 0.1)  # the first steps would take half of the picture
         axes.set_title(
             f"A GPT of 0.8 million parameters, both tuned by {protocol.TRIALS} trials.\n"
-            f"Bands: a deviation of {len(protocol.FINAL_SEEDS)} seeds. Beside: the mean and its 95 % interval.",
+            f"Mean of {len(protocol.FINAL_SEEDS)} seeds and their deviation; numbers: of the last {BLOCK} steps.\n"
+            f"Held-out loss: {', '.join(held_out)} (95 %).",
             loc="left",
         )
         pictures.name_ends(axes)

@@ -3,9 +3,10 @@
 On the CPU in fp32, and on a GPU, where there is one, at full size and in medium precision.
 
 Every contestant gets the same matrices in fp32, in turn, several times; the medians are compared. The table has, for
-each: the precision of its products, how many times as fast as emerging-optimizers it is, what it computes per second
-for the operations of its form, also as a share of this machine's measured matmul rate, and its error against its own
-polynomial in fp64. The same goes to bench-out/ as JSON and as a picture. A peer that is not installed is left out.
+each: least and most of the rounds, the precision of its products, how many times as fast as emerging-optimizers it is,
+what it computes per second for the operations of its form, also as a share of this machine's measured matmul rate, and
+its error against its own polynomial in fp64. The same goes to bench-out/ as JSON and as a picture. A peer that is not
+installed is left out.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from quiet import Load, add_flag
 from torch import Tensor
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
@@ -116,7 +118,9 @@ class Row:
     shape: tuple[int, ...]
     contestant: str
     precision: str
-    milliseconds: float
+    milliseconds: float  # median of the rounds
+    least: float
+    most: float
     ratio: float  # NaN without emerging-optimizers
     teraflops: float
     rate: float
@@ -176,7 +180,14 @@ def contestants(setup: Setup, shape: tuple[int, ...]) -> dict[str, Contestant]:
 
 
 def medians(functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median wall-clock seconds of each function, called in turn, after one call that does not count."""
+    """Median wall-clock seconds of each function, as :func:`in_turns` takes them."""
+    return {name: statistics.median(taken) for name, taken in in_turns(functions, rounds, device).items()}
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Wall-clock seconds of each function, called in turn, after one call that does not count."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_ in range(rounds + 1):
         for name, function in functions.items():
@@ -186,7 +197,7 @@ def medians(functions: Mapping[str, Callable[[], object]], rounds: int, device: 
                 torch.cuda.synchronize(device)
             if round_:
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def flops(setup: Setup, shape: tuple[int, ...], coefficient_type: str, extra: int) -> float:
@@ -225,16 +236,32 @@ def measure(setup: Setup, name: str, shape: tuple[int, ...], rate: float, rounds
     """Every contestant on one shape."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(setup.device)
     everyone = contestants(setup, shape)
-    seconds = medians({key: partial(one.function, x) for key, one in everyone.items()}, rounds, setup.device)
+    taken = in_turns({key: partial(one.function, x) for key, one in everyone.items()}, rounds, setup.device)
+    seconds = {key: statistics.median(of_rounds) for key, of_rounds in taken.items()}
     references = {kind: exact(x, kind) for kind in {one.coefficients for one in everyone.values()}}
     rows = []
     for key, one in everyone.items():
         reference = references[one.coefficients]
         error = torch.linalg.vector_norm(one.function(x).double() - reference) / torch.linalg.vector_norm(reference)
         computed = flops(setup, shape, one.coefficients, one.extra) / seconds[key]
-        ratio, reached = seconds.get("emerging-optimizers", math.nan) / seconds[key], (computed / 1e12, computed / rate)
-        told = (setup.device.type, name, shape, key, one.precision, seconds[key] * 1e3, ratio)
-        rows.append(Row(*told, *reached, error.item()))
+        ratio = seconds.get("emerging-optimizers", math.nan) / seconds[key]
+        of_rounds = taken[key]
+        rows.append(
+            Row(
+                device=setup.device.type,
+                matrices=name,
+                shape=shape,
+                contestant=key,
+                precision=one.precision,
+                milliseconds=seconds[key] * 1e3,
+                least=min(of_rounds) * 1e3,
+                most=max(of_rounds) * 1e3,
+                ratio=ratio,
+                teraflops=computed / 1e12,
+                rate=computed / rate,
+                error=error.item(),
+            )
+        )
     return rows
 
 
@@ -267,7 +294,7 @@ def draw(rows: list[Row], picture: Path) -> None:
     plt.close(figure)
 
 
-def run(setup: Setup, rounds: int) -> tuple[dict[str, Any], list[Row]]:
+def run(setup: Setup, rounds: int, load: Load) -> tuple[dict[str, Any], list[Row]]:
     """Measure and print on one device."""
     rate = matmul_rate(setup)
     where = f"{torch.get_num_threads()} threads of {platform.processor() or 'a CPU'}"
@@ -285,10 +312,14 @@ def run(setup: Setup, rounds: int) -> tuple[dict[str, Any], list[Row]]:
     rows = []
     for name, shape in setup.shapes.items():
         print(f"\n{name}: {' x '.join(map(str, shape))}")
-        print(f"  {'':32} {'':4} {'ms':>8} {'times as fast':>14} {'TFLOP/s':>8} {'of matmul rate':>15} {'error':>9}")
-        for row in measure(setup, name, shape, rate, rounds):
+        of_times = f"{'ms':>8} {'least':>8} {'most':>8}"
+        print(f"  {'':32} {'':4} {of_times} {'times as fast':>14} {'TFLOP/s':>8} {'of matmul rate':>15} {'error':>9}")
+        measured = measure(setup, name, shape, rate, rounds)
+        load.check()
+        for row in measured:
             rows.append(row)
-            speed = f"{row.milliseconds:8.2f} {row.ratio:14.2f} {row.teraflops:8.2f} {row.rate:15.0%}"
+            ms = f"{row.milliseconds:8.2f} {row.least:8.2f} {row.most:8.2f}"
+            speed = f"{ms} {row.ratio:14.2f} {row.teraflops:8.2f} {row.rate:15.0%}"
             print(f"  {row.contestant:32} {row.precision:4} {speed} {row.error:9.1e}")
     return machine, rows
 
@@ -297,14 +328,17 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description="Time Newton-Schulz against its public peers where this runs.")
     parser.add_argument("--rounds", type=int, default=9, help="calls of each contestant (default: %(default)s)")
-    rounds = parser.parse_args().rounds
+    add_flag(parser)
+    arguments = parser.parse_args()
+    load = Load(torch.get_num_threads(), arguments.any_load)
     OUT.mkdir(exist_ok=True)
     found = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        machine, rows = run(Setup(torch.device(device)), rounds)
+        machine, rows = run(Setup(torch.device(device)), arguments.rounds, load)
+        machine["load"] = load.words
         found.append({"machine": machine, "rows": [asdict(row) for row in rows]})
         draw(rows, OUT / f"newton_schulz_{device}.png")
-        print(f"\nWritten: {OUT / f'newton_schulz_{device}.png'}\n")
+        print(f"\n{load.words}\nWritten: {OUT / f'newton_schulz_{device}.png'}\n")
     (OUT / "newton_schulz.json").write_text(json.dumps(found, indent=1))
     print(f"Written: {OUT / 'newton_schulz.json'}")
 

@@ -11,6 +11,7 @@ dion is not on PyPI: ``--dion FOLDER`` takes a checkout of it. Without one its c
 import argparse
 import json
 import os
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from counting import Allocations
 from newton_schulz import exact
 from peers_exactness import CASES, COLUMNS, MODES, WHOLE, Figures, MegatronsMuon, beside_one, dions, ours
+from quiet import Load, add_flag
 from ranks import on_ranks, seconds_in_turns
 from tensor_parallel import LAYERS, MATRICES, OUT, parameters, whole_matrices
 from torch import Tensor
@@ -94,12 +96,15 @@ def dtensors(mesh: Any) -> list[Parameter]:
 
 
 def taken(rank: int, ranks: int, rounds: int) -> dict[str, Figures]:
-    """Seconds of the slowest rank in the median round, and counts of this rank's, by precision."""
+    """Milliseconds of the slowest rank (median, least, most of the rounds), and counts of this rank's, by precision."""
     found: dict[str, Figures] = {}
     for precision in PRODUCTS:
         steps = steps_of(rank, ranks, precision)
         seconds = seconds_in_turns({name: optimizer.step for name, optimizer in steps.items()}, rounds)
-        figures: Figures = {"ms": {name: value * 1e3 for name, value in seconds.items()}}
+        figures: Figures = {"ms": {}, "least": {}, "most": {}}
+        for name, of_rounds in seconds.items():
+            for kind, of_kind in (("ms", statistics.median), ("least", min), ("most", max)):
+                figures[kind][name] = 1e3 * of_kind(of_rounds)
         with torch.compiler.set_stance("force_eager"):
             for name, optimizer in steps.items():
                 with Counted() as counted:
@@ -172,7 +177,7 @@ COUNTS = {
 
 
 def step_table(found: Mapping[int, Mapping[str, Figures]], fp64: Mapping[str, Mapping[str, float]]) -> str:
-    """What a step takes: times, and beside the fastest exact one of the row, and counts of the first rank."""
+    """What a step takes: median, least and most of its times, beside the fastest exact one of the row, and counts."""
     rows = []
 
     def row(label: str, cells: Mapping[str, str]) -> None:
@@ -180,10 +185,14 @@ def step_table(found: Mapping[int, Mapping[str, Figures]], fp64: Mapping[str, Ma
 
     for precision, name in PRODUCTS.items():
         for ranks, of_ranks in found.items():
-            ms = of_ranks[precision]["ms"]
+            figures = of_ranks[precision]
+            ms = figures["ms"]
             mode = min(MODES[:2], key=ms.__getitem__)
-            exacts = {x: value for x, value in ms.items() if x in COLUMNS} | {"Megatron": ms[mode]}
-            cells = {x: f"{value:,.0f} ({value / min(exacts.values()):.2f})" for x, value in exacts.items()}
+            exacts = {x: x for x in ms if x in COLUMNS} | {"Megatron": mode}
+            best = min(ms[x] for x in exacts.values())
+            cells = {}
+            for column, x in exacts.items():
+                cells[column] = f"{ms[x]:.0f} ({figures['least'][x]:.0f}-{figures['most'][x]:.0f}) {ms[x] / best:.2f}"
             row(f"ms, TP {ranks}, {name}", cells | {"Megatron": f"{cells['Megatron']} {mode}"})
             of_shards = {COLUMNS[0]: ms[ours("blockwise")], "Megatron": ms["blockwise"]}
             row(f"ms, TP {ranks}, {name}, `blockwise`", {x: f"{value:,.0f}" for x, value in of_shards.items()})
@@ -198,10 +207,10 @@ def step_table(found: Mapping[int, Mapping[str, Figures]], fp64: Mapping[str, Ma
     return pages.markdown(("", *COLUMNS), rows)
 
 
-def machine(load: float) -> str:
+def machine(load: Load) -> str:
     """What the figures were measured on, in words."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "emerging-optimizers"))
-    return f"{processor()}, {os.cpu_count()} cores, one thread a rank; {versions}; load before the run: {load:.2f}."
+    return f"{processor()}, {os.cpu_count()} cores, one thread a rank; {versions}; {load.words}."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -211,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often every step is timed; 0: none is")
     parser.add_argument("--dion", type=Path, metavar="FOLDER", help="a checkout of microsoft/dion")
     parser.add_argument("--docs", action="store_true", help="write the tables into docs/peers.md, too; needs dion")
+    add_flag(parser)
     arguments = parser.parse_args(argv)
     if arguments.dion:
         sys.path.insert(0, str(arguments.dion.resolve()))
@@ -218,11 +228,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("docs/peers.md has a column of dion, and dion is not installed: pass --dion FOLDER")
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
+    load = Load(max(arguments.ranks), arguments.any_load or not arguments.rounds)
     tables = {"exactness": exactness_table({ranks: on_ranks(beside_one, ranks) for ranks in arguments.ranks})}
     print(f"how far updates are from those of one rank\n{tables['exactness']}\n", flush=True)
     if arguments.rounds:
         found = {ranks: on_ranks(taken, ranks, arguments.rounds) for ranks in arguments.ranks}
+        load.check()
         fp64 = {precision: errors(precision) for precision in PRODUCTS}
         tables["steps"] = f"{step_table(found, fp64)}\n\nMeasured on: {machine(load)}"
         print(tables["steps"])

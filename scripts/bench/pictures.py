@@ -1,14 +1,16 @@
-"""One look for all pictures: a line for each optimizer, its name at the line's end, and sizes for a narrow screen."""
+"""One look for all pictures of the docs: names at lines' ends, and sizes for a narrow screen."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
 
+from megatron_eopt.tools.colors import MAIN
+from megatron_eopt.tools.colors import style as style
+
 WIDTH = 6.4  # inches: letters of 11 points are read on a screen of 390 pixels, too
 GAP = 1.2  # between the middles of two names, in letters
-MAIN = ("muon", "adam")  # drawn wider than others, and above them
 
 LOOK = {
     "axes.edgecolor": "#888888",
@@ -28,55 +30,9 @@ LOOK = {
 }
 
 
-class Line(NamedTuple):
-    """Color and dashes of an optimizer."""
-
-    color: str
-    dashes: str = "-"
-
-
-# Muon and its relatives are solid, Shampoo and its relatives dashed, what knows no matrices dotted, but for Adam.
-# Colors of the same dashes differ also for the colour-blind: tests/test_pictures.py says by how much.
-LINES = {
-    "adam": Line("#000000"),
-    "adam_two_rates": Line("#151515", ":"),  # a control of the comparison
-    "muon": Line("#d1361b"),
-    "adaptive_muon": Line("#0036b4"),
-    "spectron": Line("#9b4c76"),
-    "scion": Line("#f97000"),
-    "polargrad": Line("#3a98bd"),
-    "muon_hyperball": Line("#724cff"),
-    "mars_muon": Line("#4c4554"),
-    "dion": Line("#4f92f7"),
-    "dion2": Line("#076fb7"),
-    "muown": Line("#ea668a"),
-    "soap": Line("#5ca265", "--"),
-    "shampoo": Line("#7f4100", "--"),
-    "kl_shampoo": Line("#cd00cf", "--"),
-    "psgd_kron": Line("#7a5a98", "--"),
-    "lion": Line("#a59200", ":"),
-    "signum": Line("#0067b9", ":"),
-    "schedule_free_adamw": Line("#77a49b", ":"),
-    "ademamix": Line("#8d003b", ":"),
-}
-
-
 def look() -> Any:
     """Context in which a figure is made, drawn and saved."""
     return matplotlib.rc_context(LOOK)
-
-
-def style(name: str) -> dict[str, Any]:
-    """Arguments of ``Axes.plot`` for the line of an optimizer.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if name not in LINES:
-        raise ValueError(f"no line for {name!r} among {sorted(LINES)}: add it to scripts/bench/pictures.py")
-    color, dashes = LINES[name]
-    main = name in MAIN
-    return {"color": color, "linestyle": dashes, "linewidth": 2.6 if main else 1.5, "zorder": 3 if main else 2}
 
 
 def apart(wanted: Sequence[float], gap: float) -> list[float]:

@@ -12,7 +12,7 @@ import pictures
 from matplotlib.figure import Figure
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.cost import Work, plan_cost
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices
@@ -72,13 +72,17 @@ def draw(seconds: Mapping[str, Mapping[TpMode, Sequence[float]]], picture: Path)
         for axes, (name, of_modes) in zip(panels, seconds.items(), strict=True):
             for mode, of_mode in of_modes.items():
                 axes.plot(DATA, [1e3 * each for each in of_mode], label=mode, marker="o", **STYLES[mode])
-            axes.set(title=f"{name}, TP{TENSOR} PP{PIPELINE[name]}", ylabel="ms per step")
+            axes.set(title=f"{name}, TP={TENSOR}, PP={PIPELINE[name]}", ylabel="ms per step")
             axes.set(xscale="log", yscale="log", xticks=DATA, xticklabels=DATA, yticks=TICKS, yticklabels=TICKS)
             times = [1e3 * each for of_mode in of_modes.values() for each in of_mode]
             axes.set_ylim(0.8 * min(times), 1.25 * max(times))
             axes.minorticks_off()
         panels[-1].set_xlabel("data-parallel ranks")
-        figure.suptitle("Orthogonalization of one step: modelled, not measured")
+        figure.suptitle(
+            "Orthogonalization of one step: modelled, not measured,\n"
+            f"at {DEFAULT_RATES.flops / 1e12:g} TFLOP/s, {DEFAULT_RATES.bytes / 1e9:g} GB/s and "
+            f"{DEFAULT_RATES.latency * 1e6:g} us a collective"
+        )
         for axes in panels:
             pictures.name_ends(axes)
         figure.savefig(picture)

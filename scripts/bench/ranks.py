@@ -1,7 +1,6 @@
 """Ranks of one machine over gloo, and steps that are timed on them."""
 
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -34,8 +33,8 @@ def _rank(rank: int, function: Callable[..., Any], ranks: int, folder: str, path
     dist.destroy_process_group()
 
 
-def seconds_in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of the slowest rank in the median round; each round makes one step of each, after one that plans."""
+def seconds_in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of the slowest rank in each round, which makes one step of each; one that plans is before them."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + 1):
         for name, step in steps.items():
@@ -46,4 +45,4 @@ def seconds_in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dic
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if round_:
                 seconds[name].append(slowest.item())
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds

@@ -31,13 +31,13 @@ from megatron_eopt.parallel import agreement, collectives
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.fingerprint import fingerprint
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Plan
 from megatron_eopt.parallel.rectangles import Rectangle, Shape, cut_at
 from megatron_eopt.parallel.schemes import whole
+from megatron_eopt.screen import figure
 
 RANKS = (64, 256, 1024, 4096)
 LAYERS = 32

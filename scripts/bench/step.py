@@ -7,6 +7,7 @@
   without numbers, and the bytes that a rank sends.
 """
 
+import argparse
 import json
 import statistics
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from counting import HOST_READ, Allocations, Operations, Replay
+from quiet import Load, add_flag, spread
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -69,8 +71,8 @@ def operations(name: str) -> int:
     return counted.counts.total() - counted.counts[HOST_READ]
 
 
-def host_milliseconds(count: int = 600, rounds: int = 21) -> float:
-    """Of the process in one step of Muon for so many matrices."""
+def host_milliseconds(count: int = 600, rounds: int = 21) -> list[float]:
+    """Of the process in one step of Muon for so many matrices, in each round."""
     optimizer = TensorParallelMuon(matrices([(64, 64)] * count))
     for _ in range(2):
         optimizer.step()
@@ -80,8 +82,8 @@ def host_milliseconds(count: int = 600, rounds: int = 21) -> float:
         for _ in range(rounds):
             replay.next, start = 0, time.thread_time()
             optimizer.step()
-            taken.append(time.thread_time() - start)
-    return statistics.median(taken) * 1e3
+            taken.append((time.thread_time() - start) * 1e3)
+    return taken
 
 
 def counted_step(
@@ -111,8 +113,11 @@ def counted_step(
     return optimizer.engine, allocated.peak
 
 
-def measured_share(rounds: int = 15) -> float:
-    """Which part of a step it takes to measure it: of Muon, for the matrices of three layers of hidden size 512."""
+def measured_share(rounds: int = 15) -> list[float]:
+    """Which part of a step it takes to measure it, in each round.
+
+    Of Muon, for the matrices of three layers of hidden size 512.
+    """
     shapes = ((1024, 512), (512, 512), (2816, 512), (512, 1408)) * 3
     plain, watched = (TensorParallelMuon(matrices(shapes), fp32_matmul_prec="high") for _ in range(2))
     megatron_eopt.watch(watched, lambda step, metrics: None, 1)
@@ -122,21 +127,28 @@ def measured_share(rounds: int = 15) -> float:
             start = time.perf_counter()
             optimizer.step()
             seconds.append(time.perf_counter() - start)
-    plain_seconds, watched_seconds = (statistics.median(seconds[2:]) for seconds in taken.values())
-    return watched_seconds / plain_seconds - 1
+    of_plain, of_watched = taken.values()
+    return [one / other - 1 for one, other in zip(of_watched[2:], of_plain[2:], strict=True)]
 
 
 def main() -> None:
     """Print the figures, and write them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flag(parser)
+    load = Load(torch.get_num_threads(), parser.parse_args().any_load)
     torch.manual_seed(0)
     figures: dict[str, Any] = {"operations": {name: operations(name) for name in CASES}}
     print("operations of a step for 320 matrices in five shapes")
     for name, count in figures["operations"].items():
         print(f"  {name:24}{count:8,}")
     figures["host milliseconds"] = host_milliseconds()
-    print(f"\nhost time of a step of Muon for 600 matrices: {figures['host milliseconds']:.2f} ms")
-    share = figures["share of a step to measure it"] = measured_share()
-    print(f"to measure a step of Muon: {share:.1%} of it; {share / 10:.2%} with --log-interval 10, 0 on other steps")
+    shares = figures["share of a step to measure it"] = measured_share()
+    load.check()
+    figures["load"] = load.words
+    print(f"\nhost time of a step of Muon for 600 matrices: {spread(figures['host milliseconds'], '.2f')} ms")
+    tenth = statistics.median(shares) / 10
+    print(f"to measure a step of Muon: {spread(shares, '.1%')} of it; {tenth:.2%} with --log-interval 10")
+    print(f"median of the rounds, least and most; {load.words}")
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     print("\none step of four layers of llama3-70b, TP=8, workspace 2 GiB")
     print(f"  {'':16}{'MiB counted':>16}{'MiB at most':>16}{'MB sent':>12}{'collectives':>14}")

@@ -15,8 +15,8 @@ from pages import DOCS, markdown
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Rates, Work
-from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
+from megatron_eopt.screen import figure
 from megatron_eopt.tools.plan.models import GPUS, MODELS, Parallel, dealt_matrices
 from megatron_eopt.tools.plan.sweep import Point, last_that_helps, swept, where_it_stops
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz_tp
+from quiet import Load, add_flag
 from ranks import on_ranks, seconds_in_turns
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -137,18 +139,24 @@ def measure(rank: int, ranks: int, rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "traffic": traffic}
 
 
-def run(ranks: int, rounds: int) -> dict[str, Any]:
+def run(ranks: int, rounds: int, anyway: bool = False) -> dict[str, Any]:
     """The figures at one number of ranks."""
+    load = Load(ranks, anyway)
     figures: dict[str, Any] = on_ranks(measure, ranks, rounds)
+    load.check()
+    taken = figures["seconds"]
+    seconds = {name: statistics.median(of_rounds) for name, of_rounds in taken.items()}
     cores = os.cpu_count() or 1
     shared = f", which share {cores} cores" if ranks > cores else ""
     print(f"\none step, 28 matrices, {ranks} ranks with one thread each{shared}; fp32, quintic unless said")
-    print(f"  {'':32}{'seconds':>10}{'times as fast':>16}   collectives")
-    best = min(value for name, value in figures["seconds"].items() if name.startswith("emerging"))
-    for name, value in figures["seconds"].items():
+    print(load.words)
+    print(f"  {'':32}{'seconds':>10}{'least':>8}{'most':>8}{'times as fast':>16}   collectives")
+    best = min(value for name, value in seconds.items() if name.startswith("emerging"))
+    for name, value in seconds.items():
         calls = ", ".join(f"{count} {kind}" for kind, count in figures["traffic"][name][0].items()) or "-"
-        print(f"  {name:32}{value:10.3f}{best / value:16.2f}   {calls if name.startswith('ours') else '(not counted)'}")
-    return {"ranks": ranks, **figures}
+        of_rounds = f"{value:10.3f}{min(taken[name]):8.3f}{max(taken[name]):8.3f}"
+        print(f"  {name:32}{of_rounds}{best / value:16.2f}   {calls if name.startswith('ours') else '(not counted)'}")
+    return {"ranks": ranks, "load": load.words, **figures}
 
 
 def main() -> None:
@@ -156,9 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7, help="how often every step is timed")
+    add_flag(parser)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    figures = [run(ranks, arguments.rounds) for ranks in arguments.ranks]
+    figures = [run(ranks, arguments.rounds, arguments.any_load) for ranks in arguments.ranks]
     OUT.mkdir(exist_ok=True)
     path = OUT / "tensor_parallel.json"
     machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}

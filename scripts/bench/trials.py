@@ -18,6 +18,8 @@ import protocol
 from protocol import Run
 from training import ROOT, demo, loopback, processor
 
+from megatron_eopt.screen import progress
+
 RESULTS = ROOT / "scripts" / "bench" / "results"
 BLOCK = 10  # steps that a printed training loss is the mean of
 # Precision 'high': with Megatron's 'medium', a CPU multiplies in bf16 if it can, and losses depend on the machine.
@@ -140,7 +142,7 @@ def make(runs: Sequence[Run], text: str, data: Path, results: Path, workers: int
     pool = ThreadPoolExecutor(workers)
     try:
         made = {pool.submit(execute, run, text, data, results): run for run in missing}
-        for future in as_completed(made):
+        for future in progress(as_completed(made), [1.0] * len(made), "runs"):
             run = made[future]
             try:
                 found = future.result()

@@ -2,13 +2,12 @@
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.routing import text
 from megatron_eopt.routing.patterns import LogicalMatrix, families
-from megatron_eopt.routing.text import aligned, table
+from megatron_eopt.routing.text import table
+from megatron_eopt.screen import aligned
 from tests.routing.manifests import BIAS, EMBEDDING, changed, model, muons, row
 
 EXPERT = "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"
@@ -25,38 +24,47 @@ def printed(rows, **how):
     return table(families(rows), **how)
 
 
-def wide(rows):
-    """A table that wraps nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "_WIDEST", 1000)
-        return printed(rows)
+def test_families_stand_under_what_they_share_the_largest_first():
+    lines = printed(model(layers=4, experts=3)).splitlines()
+    assert lines[0] == "muon: lr 0.001 to 1e-05, decay 0.1, update RMS 0.2 (default of muon)"
+    at = next(number for number, line in enumerate(lines) if line.endswith(EXPERT))
+    assert lines[at].split() == ["12", "256x64", EXPERT]
+    assert lines[at + 1].strip() == "rows over tp 2, duplicated"
+    at = next(number for number, line in enumerate(lines) if line.endswith("linear_qkv.weight"))
+    assert lines[at + 1].strip().startswith("q 64x64, k 32x64, v 32x64; ")
+    at = next(number for number, line in enumerate(lines) if line.endswith(EMBEDDING))
+    assert lines[at].split() == ["1", "512x64", EMBEDDING]
+    heads = [line for line in lines[:at] if line and line[0].isalpha()]
+    assert heads[-1] == "adam: lr 0.001 to 1e-05, decay 0.1 (an embedding: default of muon)"
+    assert "Adam's is\nnear 0.2" in "\n".join(lines)
+    assert max(map(len, lines)) <= 80
 
 
-def test_a_family_is_a_line_with_all_that_is_said():
-    shown = wide(model(layers=4, experts=3))
-    assert cells(shown, EXPERT) == [
-        EXPERT, "12", "256x64", "muon", "default of muon", "256x64", "rows over tp 2, duplicated", "0.2",
-        "0.001 to 1e-05", "0.1", "4.8e-05",
+def test_the_full_table_has_all_that_is_said_in_a_line():
+    shown = printed(model(layers=4, experts=3), full=True)
+    name = EXPERT.replace("*", "1")
+    assert cells(shown, name) == [
+        name, "256x64", "muon", "default of muon", "256x64", "rows over tp 2, duplicated", "0.2",
+        "0.001 to 1e-05", "0.1", "4e-06",
     ]  # fmt: skip
-    qkv = "decoder.layers.*.self_attention.linear_qkv.weight"
-    assert "q 64x64, k 32x64, v 32x64" in cells(shown, qkv)
     assert cells(shown, EMBEDDING) == [
-        EMBEDDING, "1", "512x64", "adam", "an embedding: default of muon", "-", "whole", "-", "0.001 to 1e-05", "0.1",
+        EMBEDDING, "512x64", "adam", "an embedding: default of muon", "-", "whole", "-", "0.001 to 1e-05", "0.1",
         "8e-06",
     ]  # fmt: skip
-    assert "Adam's is near 0.2" in shown
 
 
 def test_a_learning_rate_that_stays_is_one_number():
-    assert "0.5" in cells(wide(changed(model(), EMBEDDING, lr=0.5, min_lr=0.5)), EMBEDDING)
+    assert "0.5" in cells(printed(changed(model(), EMBEDDING, lr=0.5, min_lr=0.5), full=True), EMBEDDING)
 
 
 def test_layers_with_another_optimizer_are_told_apart():
-    shown = wide(changed(model(), "layers.2.mlp.linear_fc2", optimizer=None, excluded=True, reason="excluded by f:3"))
-    assert cells(shown, "decoder.layers.{0-1,3}.mlp.linear_fc2.weight")[1] == "3"
-    others = cells(shown, "decoder.layers.2.mlp.linear_fc2.weight")
-    assert others[3:5] == ["none", "excluded by f:3"]
-    assert others[-3:-1] == ["-", "-"]
+    shown = printed(
+        changed(model(), "layers.2.mlp.linear_fc2", optimizer=None, excluded=True, reason="excluded by f:3")
+    )
+    assert re.search(r"^ *3  \S+ +decoder.layers.\{0-1,3\}.mlp.linear_fc2.weight$", shown, re.MULTILINE)
+    assert re.search(
+        r"^none \(excluded by f:3\)\n *1  \S+ +decoder.layers.2.mlp.linear_fc2.weight$", shown, re.MULTILINE
+    )
 
 
 def test_the_full_table_has_a_line_for_each_parameter_in_the_order_of_layers():
@@ -73,20 +81,20 @@ def test_totals_of_each_optimizer_and_of_all():
     rows = [row("a.0", (10, 10), state_bytes=2_000_000), row("a.1", (10, 10), state_bytes=2_000_000)]
     rows += [muons(f"b.{n}", (8, 5), ("q", 4, 5), ("k", 4, 5), state_bytes=500_000_000) for n in range(3)]
     rows += [row("c", (), optimizer=None, state_bytes=0)]
-    shown = wide(rows)
+    shown = printed(rows)
     assert cells(shown, "adam") == ["adam", "2", "200", "0", "4"]
     assert cells(shown, "muon") == ["muon", "3", "120", "6", "1,500"]
     assert cells(shown, "none") == ["none", "1", "1", "0", "0"]
     assert cells(shown, "all") == ["all", "6", "321", "6", "1,504"]
-    assert "scalar" in cells(shown, "c")
+    assert "1  scalar  c\n" in shown
 
 
 def test_matrices_of_one_size_are_counted():
     heads = [LogicalMatrix(f"q {head}", 16, 64, "local", 1.0) for head in range(8)]
     stack = [LogicalMatrix(f"expert {n} {part}", 32, 64, "local", 1.0) for n in range(2) for part in ("gate", "up")]
-    shown = wide([row("a", (128, 64), matrices=heads), row("b", (2, 64, 64), matrices=stack)])
-    assert cells(shown, "a")[5] == "8 q 16x64"
-    assert cells(shown, "b")[5] == "2 expert gate 32x64, 2 expert up 32x64"
+    shown = printed([row("a", (128, 64), matrices=heads), row("b", (2, 64, 64), matrices=stack)])
+    assert re.search(r"  a\n +8 q 16x64\n", shown)
+    assert re.search(r"  b\n +2 expert gate 32x64, 2 expert up 32x64\n", shown)
 
 
 def test_sources_of_settings_are_said_only_where_there_are_any():
@@ -107,11 +115,6 @@ def test_sources_of_settings_are_said_only_where_there_are_any():
     assert lines[at + 1] == f"  {name}: betas (0.9, 0.95) (overrides.yaml:9), eps 1e-07, lr 0.02 (overrides.yaml:2)"
     assert lines[lines.index("overruled:") + 1] == f"  {name}: lr = 0.01 (overrides.yaml:1)"
     assert "defaults of muon" not in "\n".join(lines)
-
-
-def test_names_stay_whole_as_long_as_other_cells_can_be_wrapped():
-    lines = printed(changed(model(), "linear_fc2", reason="a " * 100)).splitlines()
-    assert [line for line in lines if line.startswith("decoder.layers.*.mlp.linear_fc2.weight ")]
 
 
 @given(st.lists(st.tuples(*[st.text("ab. 01", max_size=60)] * 3), max_size=5), st.booleans())

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_eopt.parallel.cost import Rates, Work, plan_cost, step_bytes, whole_flops
-from megatron_eopt.parallel.explain import figure
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.routing.text import aligned, megabytes
+from megatron_eopt.screen import aligned, figure, megabytes
 from megatron_eopt.tools.plan.models import Model, Parallel, Stage, dealt_matrices
 
 HELPS = 0.95  # of the time of half as many GPUs: more of it is no help
@@ -18,12 +17,10 @@ _HEAD = [
     "GPUs",
     "data- parallel",
     "step ms",
-    "mean ms",
     "step / mean",
     "gather ms",
     "sent MB",
-    "parameters MB",
-    "gradients MB",
+    "parameters, gradients MB",
     "state MB",
     "temporaries MB",
 ]
@@ -44,15 +41,17 @@ class Point:
     @property
     def cells(self) -> list[str]:
         """A line of the table."""
+        parameters, gradients, state, temporaries = self.memory
         return [
             f"{self.gpus:,}",
             f"{self.data:,}",
             figure(self.stage.seconds * 1e3),
-            figure(self.stage.mean * 1e3),
             f"{self.stage.seconds / self.stage.mean:.1f}",
             figure(self.gather * 1e3),
             megabytes(self.sent),
-            *map(megabytes, self.memory),
+            megabytes(parameters + gradients),
+            megabytes(state),
+            megabytes(temporaries),
         ]
 
 

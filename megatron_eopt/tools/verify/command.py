@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_eopt.checkpoints.bounds import printable
@@ -13,6 +12,7 @@ from megatron_eopt.checkpoints.faults import Problem, check_counts, check_files,
 from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.routing import from_json, table
+from megatron_eopt.screen import wrapped
 from megatron_eopt.tools.verify import optimizers
 from megatron_eopt.tools.verify.data import check_data, check_sums, check_tiling
 
@@ -27,30 +27,14 @@ _SIZES = {
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    parser.description = "Exit status: 0 without errors, 1 with errors, 2 if it cannot be read."
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
-    parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
-    parser.add_argument(
-        "--trust-globals",
-        metavar="NAMES",
-        default="",
-        help="classes and functions that pickles may name besides Megatron's and torch's, with commas between",
-    )
-    parser.set_defaults(run=verify)
-
-
-def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
+def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     """Print the report of a checkpoint; returns the exit status."""
     try:
         report = _report(options)
         if options.json:
             text = json.dumps(report, indent=1, default=str)
         else:
-            text = "\n".join(map(printable, _lines(report)))
+            text = "\n".join(wrapped(printable(line), hanging=" " * 12) for line in _lines(report))
     except Exception as error:  # what is damaged or hostile raises anything
         what = str(error)
         if not isinstance(error, ValueError | OSError):

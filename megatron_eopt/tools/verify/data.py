@@ -21,6 +21,7 @@ from megatron_eopt.checkpoints.faults import Problem
 from megatron_eopt.checkpoints.sums import Sums
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.parallel.checksum import INTEGERS, checksum_of_some
+from megatron_eopt.screen import progress
 
 BLOCK = 1 << 24  # bytes that a thread reads at a time, a multiple of every entry's size
 _ANOTHER = "copy the file again, or take another checkpoint"
@@ -78,8 +79,10 @@ def check_data(contents: Contents, saved: Sums) -> Data:
     """Read all archives, and compare tensors with their ``saved`` checksums."""
     work = contents.chunks()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        looks = list(pool.map(lambda item: _look(contents, item[0], item[1], item[0] in saved), work))
-    data = Data(len(work), sum(chunk.length for _, chunk in work))
+        read = pool.map(lambda item: _look(contents, item[0], item[1], item[0] in saved), work)
+        sizes = [chunk.length for _, chunk in work]
+        looks = list(progress(read, sizes, f"{contents.folder.name}, {sum(sizes) / 1e9:,.3g} GB"))
+    data = Data(len(work), sum(sizes))
     of_keys: dict[str, _Look] = {}
     for (key, _), look in zip(work, looks, strict=True):
         of_keys.setdefault(key, _Look()).add(look)

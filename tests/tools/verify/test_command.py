@@ -1,6 +1,7 @@
 """The command: exit status for scripts, text for people, JSON for both."""
 
 import json
+import sys
 
 import pytest
 
@@ -37,6 +38,18 @@ def test_ok(capsys, folder):
     assert "group 0.0   lr 0.01, momentum 0.95" in lines
     assert any(line.startswith("data        9 archives read") for line in lines)
     assert lines[-1] == "OK"
+
+
+def test_it_fits_a_terminal_of_80_columns(capsys, folder, monkeypatch):
+    state = common()
+    settings = {f"setting_{number}": 0.123456 + number for number in range(12)}
+    state["optimizer"][0]["megatron_eopt"] = block() | {"settings": settings}
+    save(folder / "iter_0000005", state=state)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = verify(capsys, folder)[1].splitlines()
+    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+    assert any("setting_11" in line for line in lines)
 
 
 @pytest.mark.parametrize("optimizer", ["TensorParallelMuon", "Shampoo", "PSGDKron"])

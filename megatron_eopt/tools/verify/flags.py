@@ -1,0 +1,19 @@
+"""Flags of ``megatron-eopt verify-checkpoint``; without torch, for its help."""
+
+import argparse
+from pathlib import Path
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.description = "Exit status: 0 without errors, 1 with errors, 2 if it cannot be read."
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
+    parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
+    parser.add_argument(
+        "--trust-globals",
+        metavar="NAMES",
+        default="",
+        help="classes and functions that pickles may name besides Megatron's and torch's, with commas between",
+    )

@@ -124,7 +124,7 @@ def test_names_of_the_package_in_pages_and_docstrings_exist():
     for path in (ROOT / "megatron_eopt").rglob("*.py"):
         role = r":(?:class|func|mod|meth|data|attr):`~?(megatron_eopt(?:\.\w+)+)`"
         named |= {*re.findall(role, path.read_text())}
-    assert len(named) > 100
+    assert "megatron_eopt.Muon" in named
     assert not [name for name in named if not is_there(name)]
 
 

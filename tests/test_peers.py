@@ -96,6 +96,14 @@ def test_dion_is_asked_for_where_the_page_is_to_be_written(monkeypatch, capsys):
     assert "has a column of dion, and dion is not installed: pass --dion FOLDER" in capsys.readouterr().err
 
 
+def test_products_of_a_step_are_counted_with_their_operations():
+    x = torch.ones(3, 4)
+    with peers.Counted() as counted:
+        x @ torch.ones(4, 5)
+    assert (counted.products, counted.operations, counted.collectives) == (1, 2 * 3 * 4 * 5, 0)
+    assert counted.peak >= 4 * (4 * 5 + 3 * 5)
+
+
 @pytest.mark.wide
 def test_updates_on_two_ranks_are_those_of_the_page():
     """But for dion's, which no test has."""

@@ -93,6 +93,9 @@ def test_a_multiplier_multiplies_what_is_below_it_and_a_value_replaces_it(wide, 
     found = resolved(*([entry("*", "a", **wide)] if wide else []), entry(QKV, "b", **narrow))
     assert found.settings == settings
     assert found.learning_rates(*of_run) == rates
+
+
+def test_a_smallest_rate_above_the_largest_is_refused():
     with pytest.raises(OverrideError, match=r"min_lr 0.9 is above lr 0.5 \(lr by b\): set both"):
         resolved(entry(QKV, "b", lr=0.5)).learning_rates(9.0, 0.9)
 

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_eopt
 from megatron_eopt import OptimizerConfig, TensorParallelMuon, build_optimizer, metrics, watch
@@ -118,6 +122,20 @@ def test_an_adam_beside_the_matrices_has_figures_of_its_own():
     assert line(seen[1]).startswith("stepped by a rate of 0.02 (muon), 0.003 (adam) | ")
     total = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
     assert math.hypot(*(figures["grad_norm"] for figures in seen[1].values())) == pytest.approx(total, rel=1e-5)
+
+
+def test_a_shard_counts_once_in_the_norm_and_what_all_ranks_have_by_its_share():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        found = []
+        for placement in (Shard(0), Replicate()):
+            weight = nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [placement]))
+            weight.grad = DTensor.from_local(torch.full((3, 4), 2.0), mesh, [placement])
+            found.append(metrics._squared_gradients(torch.optim.SGD([weight], lr=0.1)))
+    finally:
+        dist.destroy_process_group()
+    assert found == pytest.approx([48.0, 24.0])
 
 
 @pytest.mark.parametrize("name", ["soap", "lion", "spectron", "polargrad", "muon_hyperball"])

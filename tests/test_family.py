@@ -85,48 +85,35 @@ def test_a_run_without_its_flags_builds_it_with_their_defaults(row):
 
 
 @rows
-def test_a_flag_of_its_own_reaches_it(row):
+def test_its_flags_and_what_it_takes_of_muons_reach_it(row):
+    own = {flag.setting for flag in row.flags}
     for flag in row.flags:
         if row.takes(flag.setting) and flag.setting not in OF_MUON:
             given = not flag.default if isinstance(flag.default, bool) else f"another than {flag.default}"
             kwargs = row.config_to_kwargs(config(row, **{flag.dest: given}), MODEL, None)
             assert kwargs[flag.setting] == given
-
-
-@rows
-def test_what_it_takes_of_muons_flags_reaches_it(row):
-    others = {setting for setting in MUON if row.takes(setting)} - {flag.setting for flag in row.flags}
-    for setting in others:
+    for setting in {setting for setting in MUON if row.takes(setting)} - own:
         kwargs = row.config_to_kwargs(config(row, **{f"muon_{setting}": "given"}), MODEL, None)
         assert (kwargs.get(setting) == "given") is (setting in row.of_muon or row.name == "muon"), setting
 
 
 @rows
-def test_megatrons_field_of_weight_decay_is_adams_alone(row):
-    """As in Megatron, which tells no other optimizer of it."""
-    coupled = row.config_to_kwargs(config(row, decoupled_weight_decay=False), MODEL, None)
-    decoupled = row.config_to_kwargs(config(row, decoupled_weight_decay=True), MODEL, None)
-    functions = {"is_qkv_fn"}  # new ones in each
-    assert {k: v for k, v in coupled.items() if k not in functions} == {
-        k: v for k, v in decoupled.items() if k not in functions
-    }
-
-
-@rows
-@pytest.mark.parametrize("prefix", ["", "muon_", "own_"])
-def test_the_contracts_flag_of_weight_decay_is_honoured_or_refused(row, prefix):
-    field = prefix.replace("own", row.name) + "use_decoupled_weight_decay"
+def test_the_contracts_flag_of_weight_decay_is_honoured_or_refused(row):
+    """Megatron's own field is Adam's alone, as in Megatron, which tells no other optimizer of it."""
     to_kwargs = EMERGING_OPTIMIZERS[row.name].config_to_kwargs
-    if row.name in LIKE_MUON:
-        for said, of_megatron in ((False, True), (True, False)):
-            found = to_kwargs(config(row, **{field: said, "decoupled_weight_decay": of_megatron}), MODEL, None)
-            assert found["use_decoupled_weight_decay"] is said
-            assert row.cls(matrices(6, 4), **found).param_groups[0]["use_decoupled_weight_decay"] is said
-    elif prefix == "muon_":
-        assert "use_decoupled_weight_decay" not in to_kwargs(config(row, **{field: False}), MODEL, None)
-    else:
-        with pytest.raises(ValueError, match=f"{row.name} has decoupled weight decay only: leave {field} at True"):
-            to_kwargs(config(row, **{field: False}), MODEL, None)
+    for prefix in ("", "muon_", f"{row.name}_"):
+        field = f"{prefix}use_decoupled_weight_decay"
+        if row.name in LIKE_MUON:
+            for said, of_megatron in ((False, True), (True, False)):
+                found = to_kwargs(config(row, **{field: said, "decoupled_weight_decay": of_megatron}), MODEL, None)
+                assert found["use_decoupled_weight_decay"] is said
+                assert row.cls(matrices(6, 4), **found).param_groups[0]["use_decoupled_weight_decay"] is said
+        elif prefix == "muon_":
+            given = config(row, **{field: False, "decoupled_weight_decay": False})
+            assert "use_decoupled_weight_decay" not in to_kwargs(given, MODEL, None)
+        else:
+            with pytest.raises(ValueError, match=f"{row.name} has decoupled weight decay only: leave {field} at True"):
+                to_kwargs(config(row, **{field: False}), MODEL, None)
 
 
 @pytest.mark.parametrize("name", ["muon", "adaptive_muon"])
@@ -190,8 +177,12 @@ def test_megatron_has_the_flags_that_the_table_says_are_its_own():
         return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
     megatrons = parser()._option_string_actions
-    for flag in (flag for row in OPTIMIZERS.values() for flag in row.flags):
-        assert (flag.name in megatrons) is flag.megatrons, flag.name
+    known = amend(parser())._option_string_actions
     ours = vars(amend(parser()).parse_args([]))
-    for flag in (*FLAGS, *(flag for row in OPTIMIZERS.values() for flag in row.flags)):
+    flags = [flag for row in OPTIMIZERS.values() for flag in row.flags]
+    for flag in flags:
+        assert (flag.name in megatrons) is flag.megatrons, flag.name
+        assert flag.name in known
+        assert flag.name.startswith(f"--{flag.optimizer}-no-".replace("_", "-")) is (flag.default is True), flag.name
+    for flag in (*FLAGS, *flags):
         assert ours[flag.dest] == flag.default, flag.name

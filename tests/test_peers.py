@@ -70,42 +70,37 @@ def test_dion_is_asked_for_where_the_page_is_to_be_written(monkeypatch, capsys):
     assert "has a column of dion, and dion is not installed: pass --dion FOLDER" in capsys.readouterr().err
 
 
+def test_products_of_a_step_are_counted_with_their_operations():
+    x = torch.ones(3, 4)
+    with peers.Counted() as counted:
+        x @ torch.ones(4, 5)
+    assert (counted.products, counted.operations, counted.collectives) == (1, 2 * 3 * 4 * 5, 0)
+    assert counted.peak >= 4 * (4 * 5 + 3 * 5)
+
+
 @pytest.mark.wide
-class TestUpdatesOnTwoRanks:
-    """The figures of the page, but for dion's, which no test has."""
-
-    @pytest.fixture(scope="class")
-    def found(self):
-        return run_ranks(peers_exactness.beside_one, 2)[0]
-
-    @pytest.mark.parametrize("name", CASES)
-    def test_are_those_of_the_page(self, found, name):
-        shown = rows(peers.exactness_table({2: found}))[1]
-        labels = [name, *(f"the same, `{mode}`" for mode in MODES[1:] if name == WHOLE)]
-        for label in labels:
-            for column, cell, written in zip(COLUMNS, shown[label], of("exactness")[label], strict=True):
-                if column == "dion":
-                    continue
-                figure = written.split(" / ")[0]
+def test_updates_on_two_ranks_are_those_of_the_page():
+    """But for dion's, which no test has."""
+    found = run_ranks(peers_exactness.beside_one, 2)[0]
+    shown, written = rows(peers.exactness_table({2: found}))[1], of("exactness")
+    for label, cells in shown.items():
+        for column, cell, figure in zip(COLUMNS, cells, written[label], strict=True):
+            figure = figure.split(" / ")[0]
+            if column != "dion":
                 assert (cell == "-") == (figure == "-")
                 if cell != "-":  # of rounding, the size alone
                     near = {"rel": 0.1} if float(figure) > 0.01 else {"abs": 1e-5}
                     assert float(cell) == pytest.approx(float(figure), **near), (label, column)
-
-    def test_of_this_package_are_those_of_one_rank(self, found):
-        assert max(figures[COLUMNS[0]] for figures in found.values()) < 1e-5
-
-    def test_of_megatron_are_off_by_its_scales(self, found):
-        for rows_of_padding in (4, 16):
-            off = math.sqrt(1 + rows_of_padding / 48) - 1
-            assert found[f"48 rows padded by {rows_of_padding}"]["duplicated"] == pytest.approx(off, rel=1e-3)
-        # of a matrix that is cut along its long side
-        assert found["AdaMuon"]["duplicated"] == pytest.approx(1 - math.sqrt(1 / 2), rel=1e-3)
-        assert found["NorMuon"]["duplicated"] == pytest.approx(1 - math.sqrt(1 / 2), rel=1e-2)
-        assert found["fused QKV, one group"]["duplicated"] > 0.1
-        assert found[WHOLE]["blockwise"] > 0.1
-        assert found[WHOLE]["distributed"] < 1e-5
-        assert found[RESUMED]["duplicated"] == found[RESUMED]["torch"] == 0
+    assert max(figures[COLUMNS[0]] for figures in found.values()) < 1e-5
+    # Megatron's are off by its scales
+    for rows_of_padding in (4, 16):
+        off = math.sqrt(1 + rows_of_padding / 48) - 1
+        assert found[f"48 rows padded by {rows_of_padding}"]["duplicated"] == pytest.approx(off, rel=1e-3)
+    for adaptive in ("AdaMuon", "NorMuon"):  # of a matrix that is cut along its long side
+        assert found[adaptive]["duplicated"] == pytest.approx(1 - math.sqrt(1 / 2), rel=1e-2)
+    assert found[WHOLE]["blockwise"] > 0.1
+    assert found[WHOLE]["distributed"] < 1e-5
+    assert found[RESUMED]["duplicated"] == found[RESUMED]["torch"] == 0
 
 
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", *MUON]

@@ -32,46 +32,37 @@ def test_every_recipe_is_here():
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", RECIPES)
-def test_megatron_counts_the_samples_of_a_recipe(name):
-    """Which it does when it makes the data, long after it has parsed the flags."""
+def test_megatron_takes_a_recipe_counts_its_samples_and_every_gpu_has_room(name):
     flags = [*flags_of(name), "--tokenizer-type", "NullTokenizer"]
-    with described_run(flags, 0, RECIPES[name]) as run:
+    run = planned_run(flags, RECIPES[name])
+    assert run.problems == run.warnings == []
+    assert max(sum(memory) for _, memory in run.stages) < 48e9  # of 80 GB, the rest for activations
+    with described_run(flags, 0, RECIPES[name]) as described:
         from megatron.training.training import get_train_valid_test_num_samples
 
         training, *others = get_train_valid_test_num_samples()
-    assert training == run.args.train_iters * run.args.global_batch_size
-    assert min(others) >= 10 * run.args.global_batch_size
+    assert training == described.args.train_iters * described.args.global_batch_size
+    assert min(others) >= 10 * described.args.global_batch_size
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", RECIPES)
-def test_megatron_takes_a_recipe_and_every_gpu_has_room(name):
-    run = planned_run([*flags_of(name), "--tokenizer-type", "NullTokenizer"], RECIPES[name])
-    assert run.problems == []
-    assert run.warnings == []
-    assert max(sum(memory) for _, memory in run.stages) < 48e9  # of 80 GB, the rest for activations
-
-
-def shells():
-    """What the examples run: the batch file, and the script of a pod."""
+def test_shell_scripts_pass_shellcheck(tmp_path):
+    """The batch file, and the script of a pod."""
     (container,) = JOB["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
-    return {"train.sbatch": BATCH.read_text(), "pytorchjob.yaml": "#!/bin/bash\n" + container["args"][0]}
-
-
-@pytest.mark.parametrize("name", ["train.sbatch", "pytorchjob.yaml"])
-def test_shell_scripts_pass_shellcheck(tmp_path, name):
-    checker = Path(sys.executable).with_name("shellcheck")
-    (tmp_path / name).write_text(shells()[name])
-    done = subprocess.run([checker, tmp_path / name], capture_output=True, text=True)
+    script = tmp_path / "pytorchjob.sh"
+    script.write_text("#!/bin/bash\n" + container["args"][0])
+    command = [Path(sys.executable).with_name("shellcheck"), BATCH, script]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_a_pytorchjob_has_what_the_operator_asks_for():
+def test_a_pytorchjob_has_what_the_operator_and_kubernetes_ask_for():
+    """Pods as a dry run of kubectl would see them, and strictly: a field that nothing knows is an error."""
     assert (JOB["apiVersion"], JOB["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     replicas = JOB["spec"]["pytorchReplicaSpecs"]
     assert set(replicas) == {"Master", "Worker"}
     assert replicas["Master"]["replicas"] == 1
     for each in replicas.values():
+        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **each["template"]}, "1.30", strict=True)
         assert each["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
         (container,) = each["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"  # by which the operator finds it
@@ -80,16 +71,6 @@ def test_a_pytorchjob_has_what_the_operator_asks_for():
         files = re.findall(r"examples/\S+\.(?:py|flags)", str(container))
         assert files
         assert all((ROOT / file).exists() for file in files)
-
-
-@pytest.mark.parametrize("kind", ["Master", "Worker"])
-def test_a_pod_has_the_schema_of_kubernetes(kind):
-    """As a dry run of kubectl would see it, and strictly: a field that nothing knows is an error."""
-    pod = {"apiVersion": "v1", "kind": "Pod", **JOB["spec"]["pytorchReplicaSpecs"][kind]["template"]}
-    kubernetes_validate.validate(pod, "1.30", strict=True)
-    pod["spec"] = {**pod["spec"], "volume": []}
-    with pytest.raises(kubernetes_validate.ValidationError, match="'volume' was unexpected"):
-        kubernetes_validate.validate(pod, "1.30", strict=True)
 
 
 COMMANDS = {
@@ -179,39 +160,20 @@ def test_a_job_looks_plans_checks_trains_and_resumes(job):
     assert not requeued.exists()
 
 
-@pytest.mark.parametrize(
-    "starts",
-    [
-        pytest.param(
-            [
-                ("fails", 0, "back into the queue: status 1, last saved iteration: nothing"),
-                ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (nothing)"),
-            ],
-            id="without saving",
-            marks=pytest.mark.wide,
-        ),
-        pytest.param(
-            [
-                ("saves and fails", 0, "back into the queue: status 1, last saved iteration: 7"),
-                ("saves and fails", 0, "back into the queue: status 1, last saved iteration: 7"),
-                ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (7)"),
-            ],
-            id="after it saved",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_a_job_goes_back_into_the_queue_but_not_if_it_fails_again_and_again(job, tmp_path, starts):
+@pytest.mark.wide
+def test_a_job_goes_back_into_the_queue_but_not_if_it_fails_again_and_again(job, tmp_path):
     run, requeued = job
     saves = "import sys; open(sys.argv[sys.argv.index('--save') + 1] + '/latest_checkpointed_iteration.txt', 'w')"
     (tmp_path / "saved").mkdir()
-    for name, script in (
-        ("fails", "raise SystemExit(3)"),
-        ("saves and fails", f"{saves}.write('7'); raise SystemExit(3)"),
-    ):
-        (tmp_path / f"{name}.py").write_text(script)
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    (tmp_path / "saves.py").write_text(f"{saves}.write('7'); raise SystemExit(3)")
     own = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
-    for script, status, said in starts:
+    for script, status, said in (
+        ("fails", 0, "back into the queue: status 1, last saved iteration: nothing"),
+        ("saves", 0, "back into the queue: status 1, last saved iteration: 7"),
+        ("fails", 0, "back into the queue: status 1, last saved iteration: 7"),
+        ("fails", 1, "not back into the queue: status 1, and nothing new was saved in 2 starts (7)"),
+    ):
         requeued.unlink(missing_ok=True)
         done = run("--train-iters", 2, PRETRAIN=str(tmp_path / f"{script}.py"), RETRIES="1", **own)
         assert done.returncode == status

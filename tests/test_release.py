@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 import megatron_eopt
@@ -47,30 +46,23 @@ def wheel(sdist):
 
 
 @pytest.mark.wide
-class TestDistributions:
-    def test_a_wheel_has_the_package_and_nothing_else(self, wheel):
-        package = [path for path in (ROOT / "megatron_eopt").rglob("*") if path.suffix in (".py", ".typed")]
-        files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-        assert files == {str(path.relative_to(ROOT)) for path in package}
-
-    def test_a_wheel_has_the_version_the_licence_and_the_command(self, wheel):
-        read = zipfile.ZipFile(wheel).read
-        info = f"megatron_eopt-{megatron_eopt.__version__}.dist-info"
-        metadata = message_from_bytes(read(f"{info}/METADATA"))
-        assert metadata["Version"] == megatron_eopt.__version__
-        assert metadata["License-Expression"] == "Apache-2.0"
-        assert metadata["Requires-Python"] == ">=3.12"
-        assert read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        assert b"megatron-eopt = megatron_eopt.cli:main" in read(f"{info}/entry_points.txt")
-
-    def test_an_sdist_has_what_the_tests_and_the_site_need(self, sdist):
-        with tarfile.open(sdist) as archive:
-            names = {name.partition("/")[2] for name in archive.getnames()}
-        copy = sdist.parent / "copy"
-        folders = ("megatron_eopt", "tests", "docs", "examples", "scripts")
-        files = [path for folder in folders for path in (copy / folder).rglob("*")] + list(copy.iterdir())
-        assert {str(path.relative_to(copy)) for path in files if path.is_file()} <= names
-        assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^(build|dist|site|\.venv)/", name)]
+def test_a_wheel_has_the_package_alone_and_an_sdist_what_tests_and_site_need(wheel, sdist):
+    read = zipfile.ZipFile(wheel)
+    package = [path for path in (ROOT / "megatron_eopt").rglob("*") if path.suffix in (".py", ".typed")]
+    files = {name for name in read.namelist() if ".dist-info/" not in name}
+    assert files == {str(path.relative_to(ROOT)) for path in package}
+    info = f"megatron_eopt-{megatron_eopt.__version__}.dist-info"
+    metadata = message_from_bytes(read.read(f"{info}/METADATA"))
+    assert (metadata["Version"], metadata["Requires-Python"]) == (megatron_eopt.__version__, ">=3.12")
+    assert read.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert b"megatron-eopt = megatron_eopt.cli:main" in read.read(f"{info}/entry_points.txt")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    copy = sdist.parent / "copy"
+    folders = ("megatron_eopt", "tests", "docs", "examples", "scripts")
+    paths = [path for folder in folders for path in (copy / folder).rglob("*")] + list(copy.iterdir())
+    assert {str(path.relative_to(copy)) for path in paths if path.is_file()} <= names
+    assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^(build|dist|site|\.venv)/", name)]
 
 
 @pytest.mark.full
@@ -84,100 +76,61 @@ def test_an_installation_runs_the_quick_start_with_what_it_declares(kind, reques
     assert done.stdout.endswith("OK\n")
 
 
-def test_the_version_stands_in_one_place():
-    """And in CITATION.cff, which no tool writes."""
-    assert PROJECT["dynamic"] == ["version"]
+def test_the_version_stands_in_one_place_and_the_citation_says_what_the_metadata_say():
     version = megatron_eopt.__version__
-    assert str(Version(version)) == version
+    assert PROJECT["dynamic"] == ["version"]
     texts = [*ROOT.glob("*.toml"), *ROOT.glob("*.yml"), *ROOT.glob("megatron_eopt/**/*.py"), *ROOT.glob("scripts/*")]
     named = [path for path in texts if path.is_file() and version in path.read_text()]
     assert named == [ROOT / "megatron_eopt" / "__init__.py"]
-    assert CITATION["version"] == version
+    assert (CITATION["version"], CITATION["cff-version"]) == (version, "1.2.0")
+    for key in ("license", "authors", "keywords"):
+        assert CITATION[key] == PROJECT[key]
 
 
-def test_a_citation_says_what_the_metadata_say():
-    assert CITATION.keys() >= {"cff-version", "message", "title", "authors"}  # what CFF 1.2.0 asks for
-    assert (CITATION["cff-version"], CITATION["type"]) == ("1.2.0", "software")
-    assert CITATION["license"] == PROJECT["license"]
-    assert CITATION["authors"] == PROJECT["authors"]
-    assert CITATION["keywords"] == PROJECT["keywords"]
+def test_the_changelog_has_the_form_of_keep_a_changelog():
+    before, *releases = re.split(r"^## ", CHANGELOG, flags=re.MULTILINE)
+    assert before.startswith("# Changelog\n")
+    assert releases[0].startswith("[Unreleased]\n")
+    for release in releases:
+        assert re.match(r"\[(Unreleased|\d+\.\d+\.\d+)\]( - \d{4}-\d\d-\d\d)?\n", release)
+        kinds = re.findall(r"^### (.+)$", release, flags=re.MULTILINE)
+        assert len({*kinds}) == len(kinds)
+        assert {*kinds} <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    version = Version(megatron_eopt.__version__)
+    assert version.is_prerelease or f"\n## [{version}]" in CHANGELOG
+    entries = [*filter(None, CHANGELOG.partition("\n## ")[2].splitlines()[1:])]
+    for line in entries:  # each is one short line
+        assert re.match(r"- \S|#{2,4} \S|<!--.*-->$", line)
+        assert len(line) <= 120
+    assert len({*entries}) == len(entries)
 
 
-class TestChangelog:
-    """Of the form of Keep a Changelog 1.1.0."""
-
-    KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
-
-    def test_releases_have_the_sections_of_the_form(self):
-        before, *releases = re.split(r"^## ", CHANGELOG, flags=re.MULTILINE)
-        assert before.startswith("# Changelog\n")
-        assert releases[0].startswith("[Unreleased]\n")
-        for release in releases:
-            assert re.match(r"\[(Unreleased|\d+\.\d+\.\d+)\]( - \d{4}-\d\d-\d\d)?\n", release)
-            kinds = re.findall(r"^### (.+)$", release, flags=re.MULTILINE)
-            assert len({*kinds}) == len(kinds)
-            assert {*kinds} <= {*self.KINDS}
-
-    def test_a_released_version_has_its_section(self):
-        released = re.findall(r"^## \[(\d\S*)\]", CHANGELOG, flags=re.MULTILINE)
-        version = Version(megatron_eopt.__version__)
-        assert version.is_prerelease or released[:1] == [str(version)]
-
-    def test_an_entry_is_one_short_line(self):
-        entries = CHANGELOG.partition("\n## ")[2].splitlines()[1:]
-        assert not [line for line in entries if line and not re.match(r"- \S|#{2,4} \S|<!--.*-->$", line)]
-        assert not [line for line in entries if len(line) > 120]
-        assert len({*filter(None, entries)}) == sum(map(bool, entries))
+def test_links_lead_somewhere_and_named_files_exist():
+    for name in ("CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"):
+        assert not list(broken_links(ROOT / name))
+        assert not list(missing_files(ROOT / name))
 
 
-@pytest.mark.parametrize("name", ["CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"])
-def test_links_lead_somewhere_and_named_files_exist(name):
-    assert not list(broken_links(ROOT / name))
-    assert not list(missing_files(ROOT / name))
-
-
-def pinned():
-    """The releases of scripts/constraints.txt."""
-    lines = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
-    return {line for line in lines if not line.startswith("#")}
-
-
-def test_pre_commit_has_the_releases_of_make_lint():
-    hooks = [
-        hook
-        for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-        for hook in repo["hooks"]
-    ]
-    assert {hook["entry"].split()[0] for hook in hooks} == {"ruff", "mypy"}
-    for hook in hooks:
-        assert {*hook["additional_dependencies"]} <= pinned()
-        assert [Requirement(line).name for line in hook["additional_dependencies"]] == [hook["entry"].split()[0]]
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_has_bounds(path):
+def test_workflows_have_bounds():
     """Few permissions, a timeout for each job, actions by their hash, and one run at a time."""
-    workflow = yaml.safe_load(path.read_text())
-    assert workflow["permissions"] == {}
-    assert workflow["concurrency"]["group"]
-    for job in workflow["jobs"].values():
-        assert job["timeout-minutes"] <= 120
-        assert job["permissions"] in ({"contents": "read"}, {"id-token": "write"})
-        for step in job["steps"]:
-            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step.get("uses", f"a/b@{0:040}"))
+    for path in WORKFLOWS:
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {}
+        assert workflow["concurrency"]["group"]
+        for job in workflow["jobs"].values():
+            assert job["timeout-minutes"] <= 120
+            assert job["permissions"] in ({"contents": "read"}, {"id-token": "write"})
+            for step in job["steps"]:
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step.get("uses", f"a/b@{0:040}"))
 
 
-def test_the_public_ci_runs_what_the_own_one_runs():
-    """And builds the site and what would be released."""
+def test_the_public_ci_runs_what_the_own_one_runs_and_publishes_only_where_asked():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert jobs["test"]["strategy"]["matrix"]["target"] == ["test", "test-wide"]
     assert {'make "$TARGET"', "make lint", "python -m build", "python scripts/smoke.py dist/*"} <= {*runs}
     assert any("mkdocs build --strict" in run for run in runs)
-
-
-def test_a_release_is_published_only_where_it_is_asked_for():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
-    assert workflow[True] == {"workflow_dispatch": None}  # YAML 1.1 reads the key "on" as true
-    assert workflow["jobs"]["build"]["if"] == "vars.RELEASE_ENABLED == 'true'"
-    assert workflow["jobs"]["publish"]["needs"] == "build"
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    assert release[True] == {"workflow_dispatch": None}  # YAML 1.1 reads the key "on" as true
+    assert release["jobs"]["build"]["if"] == "vars.RELEASE_ENABLED == 'true'"
+    assert release["jobs"]["publish"]["needs"] == "build"

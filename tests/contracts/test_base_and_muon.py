@@ -29,74 +29,66 @@ def kind(request):
     return request.param
 
 
-def method(decoupled):
-    return "decoupled" if decoupled else "l2"
-
-
-@pytest.mark.parametrize(("nesterov", "decoupled"), BOTH)
-@pytest.mark.parametrize(("of_group", "of_group_decoupled"), BOTH)
 @pytest.mark.parametrize("how", ["constructor", "add_param_group", "load_state_dict", "between steps"])
-def test_the_groups_own_value_counts(kind, nesterov, decoupled, of_group, of_group_decoupled, how):
-    params, steps = parameters(), gradients()
-    before = 1 if how == "between steps" else 0
+def test_the_groups_own_value_counts(kind, how):
+    for (nesterov, decoupled), (of_group, of_group_decoupled) in zip(BOTH, reversed(BOTH), strict=True):
+        params, steps = parameters(), gradients()
+        before = 1 if how == "between steps" else 0
 
-    def settings_of(step, index):
-        own = index == 1 and step >= before
-        return (of_group, method(of_group_decoupled)) if own else (nesterov, method(decoupled))
+        def settings_of(step, index, both=((nesterov, decoupled), (of_group, of_group_decoupled)), before=before):
+            its_nesterov, its_decoupled = both[index == 1 and step >= before]
+            return its_nesterov, "decoupled" if its_decoupled else "l2"
 
-    expected = reference(params, steps, settings_of, kind.update)
-    own = {kind.nesterov: of_group, "use_decoupled_weight_decay": of_group_decoupled}
-    given = {kind.nesterov: nesterov, "use_decoupled_weight_decay": decoupled}
-    groups = [{"params": [params[0], params[2]]}, {"params": [params[1]]}]
-    if how == "constructor":
-        opt = kind.made([groups[0], {**groups[1], **own}], **given)
-    elif how == "add_param_group":
-        opt = kind.made([groups[0]], **given)
-        opt.add_param_group({**groups[1], **own})
-    elif how == "load_state_dict":
-        saved = kind.made([groups[0], {**groups[1], **own}], **given).state_dict()
-        opt = kind.made(groups, **{key: not value for key, value in given.items()})
-        opt.load_state_dict(saved)
-    else:
-        opt = kind.made(groups, **given)
-        run(opt, params, steps[:1])
-        opt.param_groups[1].update(own)
-    run(opt, params, steps[before:])
-    assert_near(params, expected)
-    if kind is KINDS["muon"]:
-        default = {key: value != (how == "load_state_dict") for key, value in given.items()}
-        different = [{key: each[key] for key in each if each[key] != default[key]} for each in (given, own)]
-        assert opt.settings().get("of_groups", {}) == {i: each for i, each in enumerate(different) if each}
+        expected = reference(params, steps, settings_of, kind.update)
+        own = {kind.nesterov: of_group, "use_decoupled_weight_decay": of_group_decoupled}
+        given = {kind.nesterov: nesterov, "use_decoupled_weight_decay": decoupled}
+        groups = [{"params": [params[0], params[2]]}, {"params": [params[1]]}]
+        if how == "constructor":
+            opt = kind.made([groups[0], {**groups[1], **own}], **given)
+        elif how == "add_param_group":
+            opt = kind.made([groups[0]], **given)
+            opt.add_param_group({**groups[1], **own})
+        elif how == "load_state_dict":
+            saved = kind.made([groups[0], {**groups[1], **own}], **given).state_dict()
+            opt = kind.made(groups, **{key: not value for key, value in given.items()})
+            opt.load_state_dict(saved)
+        else:
+            opt = kind.made(groups, **given)
+            run(opt, params, steps[:1])
+            opt.param_groups[1].update(own)
+        run(opt, params, steps[before:])
+        assert_near(params, expected)
 
 
 @pytest.mark.parametrize("decay", METHODS)
-@pytest.mark.parametrize("where", ["constructor", "group", "between steps"])
-def test_kinds_of_weight_decay(kind, decay, where):
-    params, steps = parameters(), gradients()
-    expected = reference(params, steps, lambda *_: (False, decay), kind.update)
+def test_kinds_of_weight_decay(kind, decay):
     both = {"weight_decay_method": decay, "use_decoupled_weight_decay": decay != "l2"}
-    if where == "constructor":
-        opt = kind.made(params, **both)
-    elif where == "group":
-        opt = kind.made([{"params": params, "weight_decay_method": decay}])
-        assert opt.param_groups[0]["use_decoupled_weight_decay"] is (decay != "l2")
-    else:
-        opt = kind.made(params)
-        opt.param_groups[0].update(both)
-    run(opt, params, steps)
-    assert_near(params, expected)
+    for where in ("constructor", "group", "between steps"):
+        params, steps = parameters(), gradients()
+        expected = reference(params, steps, lambda *_: (False, decay), kind.update)
+        if where == "constructor":
+            opt = kind.made(params, **both)
+        elif where == "group":
+            opt = kind.made([{"params": params, "weight_decay_method": decay}])
+            assert opt.param_groups[0]["use_decoupled_weight_decay"] is (decay != "l2")
+        else:
+            opt = kind.made(params)
+            opt.param_groups[0].update(both)
+        run(opt, params, steps)
+        assert_near(params, expected)
 
 
 @pytest.mark.parametrize("decay", METHODS)
 def test_a_kind_of_decay_that_contradicts_the_flag_is_refused(kind, decay):
-    p, q, _ = parameters()
+    (p,) = parameters(SHAPES[:1])
     flag = decay == "l2"
     message = rf"weight_decay_method '{decay}' contradicts use_decoupled_weight_decay {flag}"
     contradiction = {"weight_decay_method": decay, "use_decoupled_weight_decay": flag}
     with pytest.raises(ValueError, match=message):
         kind.made([{"params": [p], **contradiction}])
-    with pytest.raises(ValueError, match=f"{kind.cls.__name__}: unknown weight_decay_method 'cosine'"):
-        kind.made([p], weight_decay_method="cosine")
+    if not flag or kind is KINDS["base"]:  # True is the default of Muon's
+        with pytest.raises(ValueError, match=message):
+            kind.made([p], **contradiction)
     opt = kind.made([p])
     before = p.detach().clone()
     opt.param_groups[0].update(contradiction)
@@ -104,30 +96,22 @@ def test_a_kind_of_decay_that_contradicts_the_flag_is_refused(kind, decay):
         run(opt, [p], gradients(SHAPES[:1], 1))
     assert torch.equal(p, before)
     # a group that says one of the two does not contradict what the optimizer says of the other
-    given = {**contradiction, "use_decoupled_weight_decay": not flag}
-    opt = kind.made([{"params": [q], "use_decoupled_weight_decay": flag}], **given)
+    opt = kind.made(
+        [{"params": [p], "use_decoupled_weight_decay": flag}],
+        **{**contradiction, "use_decoupled_weight_decay": not flag},
+    )
     assert opt.param_groups[0]["weight_decay_method"] is None
 
 
-@pytest.mark.parametrize("decay", METHODS)
-def test_a_constructor_refuses_a_contradiction(kind, decay):
-    if decay == "l2" and kind is KINDS["muon"]:
-        return  # where the flag's default is no contradiction
-    with pytest.raises(ValueError, match=f"weight_decay_method '{decay}' contradicts use_decoupled_weight_decay"):
-        kind.made(parameters(), weight_decay_method=decay, use_decoupled_weight_decay=decay == "l2")
-
-
-@pytest.mark.parametrize("key", ["nesterov", "use_decoupled_weight_decay", "split_qkv", "cuda_graphs"])
-@pytest.mark.parametrize("value", [0.1, 1, None, "yes"])
+@pytest.mark.parametrize("key", ["nesterov", "use_decoupled_weight_decay", "split_qkv"])
+@pytest.mark.parametrize("value", [0.1, None])
 def test_a_flag_that_is_no_bool_is_a_type_error(kind, key, value):
     key = kind.nesterov if key == "nesterov" else key
-    if key == "cuda_graphs" and kind is KINDS["base"]:
-        return
     message = rf"{key} must be True or False, got {value!r}"
     (p,) = parameters(SHAPES[:1])
     with pytest.raises(TypeError, match=message):
         kind.made([p], **{key: value})
-    if key not in (kind.nesterov, "use_decoupled_weight_decay"):
+    if key == "split_qkv":
         return
     opt = kind.made([p])
     saved = opt.state_dict()
@@ -136,7 +120,6 @@ def test_a_flag_that_is_no_bool_is_a_type_error(kind, key, value):
         kind.made([{"params": [p], key: value}])
     with pytest.raises(TypeError, match=message):
         opt.load_state_dict(saved)
-    assert isinstance(opt.param_groups[0][key], bool)
     opt.param_groups[0][key] = value
     before = p.detach().clone()
     with pytest.raises(TypeError, match=message):
@@ -191,38 +174,32 @@ def test_the_other_name_of_a_setting_is_taken_over_or_refused(kind, one, two, va
     opt.load_state_dict(saved)
     assert [group[name] for group in opt.param_groups] == [value, value]
 
+    different = {name: value, other: not value if isinstance(value, bool) else 0.7}
     message = f"two names of one setting: leave '{other}' out"
-    different = not value if isinstance(value, bool) else 0.7
     with pytest.raises(ValueError, match=message):
-        kind.made([{"params": [p], name: value, other: different}])
-    saved["param_groups"][1] |= {name: value, other: different}
+        kind.made([{"params": [p], **different}])
+    saved["param_groups"][1] |= different
     with pytest.raises(ValueError, match=message):
         opt.load_state_dict(saved)
-    opt.param_groups[1][other] = different
-    before = p.detach().clone()
+    opt.param_groups[1] |= different
     with pytest.raises(ValueError, match=message):
         run(opt, [p, q], gradients(SHAPES[:2], 1))
-    assert torch.equal(p, before)
-    opt.param_groups[1][other] = value
-    run(opt, [p, q], gradients(SHAPES[:2], 1))
-    assert other not in opt.param_groups[1]
 
 
 @pytest.mark.parametrize("decay", METHODS)
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("overridden", [False, True])
-def test_gradients_are_never_written_to(kind, decay, nesterov, overridden):
+def test_gradients_are_never_written_to(kind, decay):
     class Doubled(kind.cls):
         def orthogonalize(self, p, grad):
             return 2 * super().orthogonalize(p, grad)
 
-    params = parameters()
-    both = {"weight_decay_method": decay, "use_decoupled_weight_decay": decay != "l2", kind.nesterov: nesterov}
-    opt = kind.made(params, Doubled if overridden else None, **both)
-    for p, g in zip(params, gradients(steps=1)[0], strict=True):
-        p.grad = g.clone()
-    kept = [p.grad for p in params]
-    before = [g.clone() for g in kept]
-    opt.step()
-    assert all(p.grad is g for p, g in zip(params, kept, strict=True))
-    assert_equal(kept, before)
+    both = {"weight_decay_method": decay, "use_decoupled_weight_decay": decay != "l2", kind.nesterov: True}
+    for cls in (None, Doubled):
+        params = parameters()
+        opt = kind.made(params, cls, **both)
+        for p, g in zip(params, gradients(steps=1)[0], strict=True):
+            p.grad = g.clone()
+        kept = [p.grad for p in params]
+        before = [g.clone() for g in kept]
+        opt.step()
+        assert all(p.grad is g for p, g in zip(params, kept, strict=True))
+        assert_equal(kept, before)

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from megatron_eopt import OptimizerConfig, build_optimizer
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.with_adamw import Muon
-from tests.optimizers.family import build, every
+from tests.optimizers.family import build
 from tests.plain.made import assert_same, parameters
 
 SCALE = 2.0**13
@@ -60,29 +60,28 @@ def all_of(trained, optimizer):
 
 
 @by_config
-@pytest.mark.parametrize("most", [None, 0.1], ids=["", "clipped"])
-def test_a_scaled_run_is_the_run(name, most):
-    plain, scaled = model(), model()
-    expected = train(plain, optimizer_of(plain, name), range(4), most=most)
-    found = train(scaled, optimizer_of(scaled, name), range(4), scaler_of(), most=most)
-    assert_same(all_of(scaled, found), all_of(plain, expected))
+def test_a_scaled_run_is_the_run(name):
+    for most in (None, 0.1):  # clipped by torch between unscaling and the step
+        plain, scaled = model(), model()
+        expected = train(plain, optimizer_of(plain, name), range(4), most=most)
+        found = train(scaled, optimizer_of(scaled, name), range(4), scaler_of(), most=most)
+        assert_same(all_of(scaled, found), all_of(plain, expected))
 
 
 @by_config
-@pytest.mark.parametrize(("bad", "most"), BAD.values(), ids=BAD)
-def test_an_inf_anywhere_leaves_everything_as_it_is_and_halves_the_scale(name, bad, most):
+def test_an_inf_anywhere_leaves_everything_as_it_is_and_halves_the_scale(name):
     trained, scaler = model(), scaler_of()
     optimizer = train(trained, optimizer_of(trained, name), range(2), scaler)
-    before = all_of(trained, optimizer)
-    train(trained, optimizer, [2], scaler, bad, most)
-    assert_same(all_of(trained, optimizer), before)
-    assert scaler.get_scale() == SCALE / 2
+    for number, (bad, most) in enumerate(BAD.values(), 1):
+        before = all_of(trained, optimizer)
+        train(trained, optimizer, [2], scaler, bad, most)
+        assert_same(all_of(trained, optimizer), before)
+        assert scaler.get_scale() == SCALE / 2**number
     train(trained, optimizer, [3], scaler)
-    assert scaler.get_scale() == SCALE / 2
     assert not torch.equal(trained[0].weight, before[0]["0.weight"])
 
 
-@every
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon", "soap"])
 def test_an_optimizer_by_itself_steps_scaled_and_leaves_an_inf_out(name):
     both = parameters((6, 4), (5, 7)), parameters((6, 4), (5, 7))
     plain, scaled = (build(name, params) for params in both)
@@ -105,21 +104,14 @@ def test_an_optimizer_by_itself_steps_scaled_and_leaves_an_inf_out(name):
 
 def test_a_copy_and_a_loaded_optimizer_are_unscaled_too():
     plain, scaled = model(), model()
-    expected = train(plain, optimizer_of(plain), range(4))
+    train(plain, optimizer_of(plain), range(4))
     first = train(scaled, optimizer_of(scaled), range(2), scaler_of())
-    trained, other = copy.deepcopy((scaled, first))
-    train(trained, other, [2, 3], scaler_of())
-    assert_same(trained.state_dict(), plain.state_dict())
+    copied, other = copy.deepcopy((scaled, first))
     resumed = optimizer_of(scaled)
     resumed.load_state_dict(first.state_dict())
-    assert_same(all_of(scaled, train(scaled, resumed, [2, 3], scaler_of())), all_of(plain, expected))
-
-
-def test_a_scaler_that_is_off_changes_nothing():
-    plain, scaled = model(), model()
-    expected = train(plain, optimizer_of(plain), range(3))
-    found = train(scaled, optimizer_of(scaled), range(3), scaler_of(enabled=False), most=1e9)
-    assert_same(all_of(scaled, found), all_of(plain, expected))
+    for trained, optimizer in ((copied, other), (scaled, resumed)):
+        train(trained, optimizer, [2, 3], scaler_of())
+        assert_same(trained.state_dict(), plain.state_dict())
 
 
 def test_unscaling_twice_is_refused_as_by_torch():
@@ -132,8 +124,8 @@ def test_unscaling_twice_is_refused_as_by_torch():
 
 
 def test_muon_built_by_hand_is_unscaled():
-    """With groups of its own inside, an AdamW without gradients, and one that is not there."""
-    for rest in ([{"params": [], "lr": 0.1}], [{"params": parameters((3,)), "lr": 0.1}], []):
+    """Also with an AdamW without gradients, and with none."""
+    for rest in ([{"params": parameters((3,)), "lr": 0.1}], []):
         [p], [q] = parameters((6, 4)), parameters((6, 4))
         p.grad = torch.ones(6, 4)
         Muon([p], copy.deepcopy(rest)).step()

@@ -1,6 +1,5 @@
 """Models as users of Hugging Face have them: adapters by peft's names, GPT-2's Conv1D, and patterns of names."""
 
-import copy
 import logging
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.matrices import concatenated, declare, experts, transposed, undeclare
+from megatron_eopt.matrices import concatenated, declare, transposed, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 
 
@@ -34,37 +33,29 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
-@pytest.mark.parametrize("name", ["muon", "polargrad"])
-def test_adapters_of_small_rank_get_one_line_of_advice(caplog, name):
-    build_optimizer(nn.Sequential(Adapted(8), Adapted(8)), config(name))
-    (message,) = warnings_of(caplog)
-    assert message.startswith("0.lora_A.default.weight, 0.lora_B.default.weight, 1.lora_A.default.weight, 1.lora_B.def")
-    assert "spectron_factor_pairs" in message
-    assert "is_embedding_or_output_parameter" in message
-
-
-@pytest.mark.parametrize(("name", "rank"), [("muon", 4), ("adamw", 8), ("muon", 32)])
-def test_nothing_is_said_of_adapters_that_are_adamws_or_of_high_rank(caplog, name, rank):
-    build_optimizer(Adapted(rank), config(name))
-    assert not warnings_of(caplog)
+@pytest.mark.parametrize(
+    ("name", "rank", "told"), [("muon", 8, 1), ("polargrad", 8, 1), ("muon", 4, 0), ("adamw", 8, 0), ("muon", 32, 0)]
+)
+def test_adapters_of_small_rank_get_one_line_of_advice(caplog, name, rank, told):
+    build_optimizer(nn.Sequential(Adapted(rank), Adapted(rank)), config(name))
+    messages = warnings_of(caplog)
+    assert len(messages) == told
+    for message in messages:
+        assert message.startswith(
+            "0.lora_A.default.weight, 0.lora_B.default.weight, 1.lora_A.default.weight, 1.lora_B."
+        )
+        assert "spectron_factor_pairs" in message
+        assert "is_embedding_or_output_parameter" in message
 
 
 def test_the_advice_on_adapters_works(caplog):
-    torch.manual_seed(0)
     marked, paired = (nn.Sequential(Adapted(8), nn.Linear(48, 48)) for _ in range(2))
     for factor in (marked[0].lora_A, marked[0].lora_B):
         factor["default"].weight.is_embedding_or_output_parameter = True
     pairs = [("*.lora_A.*.weight", "*.lora_B.*.weight")]
-    of_pairs = config("spectron", spectron_factor_pairs=pairs, options={"rank": 4})
-    for model, own in ((marked, config()), (paired, of_pairs)):
-        optimizer, x, losses = build_optimizer(model, own), torch.randn(64, 48), []
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = (model(x) - x.roll(1, 1)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0]
+    build_optimizer(marked, config())
+    optimizer = build_optimizer(paired, config("spectron", spectron_factor_pairs=pairs, options={"rank": 4}))
+    assert len(optimizer.param_groups[0]["params"]) == 2
     assert not [message for message in warnings_of(caplog) if "adapters" in message]
 
 
@@ -182,29 +173,11 @@ def test_what_is_declared_of_conv1d_comes_first():
     assert names[:2] == ["attn.c_attn.weight[qk]", "attn.c_attn.weight[v]"]
 
 
-def test_another_conv1d_is_as_it_is():
-    model = nn.Sequential(nn.Conv1d(4, 8, 1), type("Conv1D", (nn.Linear,), {})(8, 16))
-    optimizer = build_optimizer(model, config())
-    assert [each.shape for each in optimizer.matrices.proposed().plan.matrices] == [(8, 4), (16, 8)]
+def test_a_long_conv1d_is_adamws_and_another_class_of_that_name_is_as_it_is():
+    def shapes(*modules):
+        return [
+            each.shape for each in build_optimizer(nn.ModuleList(modules), config()).matrices.proposed().plan.matrices
+        ]
 
-
-def test_a_long_conv1d_is_adamws_as_a_long_linear_layer_is():
-    optimizer = build_optimizer(nn.ModuleList([Conv1D(8, 8), Conv1D(4, 44)]), config())
-    assert [each.name for each in optimizer.matrices.proposed().plan.matrices] == ["0.weight"]
-
-
-def test_a_stack_is_not_transposed():
-    with pytest.raises(ValueError, match="a stack of matrices cannot be declared as transposed"):
-        transposed(experts(2))
-
-
-def test_a_resume_of_conv1d_goes_on_bit_for_bit():
-    theirs, _ = alike()
-    optimizer = build_optimizer(theirs, config(options={"momentum_dtype": torch.bfloat16}))
-    trained(theirs, optimizer)
-    loaded = copy.deepcopy(theirs)
-    fresh = build_optimizer(loaded, config(options={"momentum_dtype": torch.bfloat16}))
-    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    expected = trained(theirs, optimizer)
-    for key, parameter in trained(loaded, fresh).items():
-        assert torch.equal(parameter, expected[key]), key
+    assert shapes(Conv1D(8, 8), Conv1D(4, 44)) == [(8, 8)]
+    assert shapes(nn.Conv1d(4, 8, 1), type("Conv1D", (nn.Linear,), {})(8, 16)) == [(8, 4), (16, 8)]

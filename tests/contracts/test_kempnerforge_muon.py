@@ -1,4 +1,7 @@
-"""Muon of plain torch, written against KempnerForge's: its arguments, numbers, rates, groups and state dicts."""
+"""Muon of plain torch, written against KempnerForge's: its arguments, numbers, rates, groups and state dicts.
+
+tests/plain/test_muon.py has further settings of it.
+"""
 
 import copy
 import io
@@ -42,20 +45,9 @@ def test_parameters_are_those_of_the_formula(ns_steps):
 
 def test_defaults_are_the_originals():
     matrix, vector = parameters((4, 4), (4,))
-    optimizer = Muon([matrix], [vector])
-    group, of_adamw = optimizer.param_groups
-    assert {key: group[key] for key in ("lr", "momentum", "weight_decay", "ns_steps")} == {
-        "lr": 0.02,
-        "momentum": 0.95,
-        "weight_decay": 0.0,
-        "ns_steps": 5,
-    }
-    assert {key: of_adamw[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
-        "lr": 0.02,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-    }
+    group, of_adamw = Muon([matrix], [vector]).param_groups
+    assert group.items() >= {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_steps": 5}.items()
+    assert of_adamw.items() >= {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}.items()
 
 
 @settings(deadline=None, max_examples=15)
@@ -76,25 +68,20 @@ def test_a_schedule_of_momentum_is_that_of_a_heavy_ball(betas, ns_steps):
 
 def test_ns_steps_are_a_setting_of_a_group_that_may_change():
     a, b = params = parameters((12, 8), (9, 12))
-    starts, steps = copy.deepcopy(params), gradients(params, 1)
+    starts, steps = values(params), gradients(params, 1)
     optimizer = Muon([{"params": [a], "ns_steps": 7}, {"params": [b]}], [], ns_steps=3)
-    assert [group["ns_steps"] for group in optimizer.param_groups] == [7, 3]
     optimizer.param_groups[1]["ns_steps"] = 6
-    run(optimizer, params, [steps[0]])
-    for i, ns_steps in enumerate((7, 6)):
-        expected = muon_reference(starts[i], [steps[0][i]], 0.02, 0.95, 0.0, SIMPLE[:1] * ns_steps)
-        torch.testing.assert_close(params[i], expected, rtol=0, atol=1e-6)
-    loaded = copy.deepcopy(params)
-    other = Muon([{"params": loaded[:1]}, {"params": loaded[1:]}], [])
+    run(optimizer, params, steps)
+    for p, start, g, ns_steps in zip(params, starts, steps[0], (7, 6), strict=True):
+        expected = muon_reference(start, [g], 0.02, 0.95, 0.0, SIMPLE[:1] * ns_steps)
+        torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-6)
+    other = Muon([{"params": [a]}, {"params": [b]}], [])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert [group["ns_steps"] for group in other.param_groups] == [7, 6]
-    for each, its in ((optimizer, params), (other, loaded)):
-        run(each, its, gradients(params, 1, seed=2))
-    assert all(torch.equal(p, q) for p, q in zip(params, loaded, strict=True))
     optimizer.param_groups[0]["ns_steps"] = 0
-    before = copy.deepcopy(params)
+    before = values(params)
     with pytest.raises(ValueError, match="Newton-Schulz steps must be a whole number of at least 1, got 0"):
-        run(optimizer, params, [steps[0]])
+        run(optimizer, params, steps)
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
     with pytest.raises(ValueError, match="steps of a group are 'ns_steps' here, not 'num_ns_steps'"):
         Muon([{"params": [a], "num_ns_steps": 4}], [])
@@ -116,36 +103,18 @@ def test_one_scheduler_drives_both_rates():
     torch.testing.assert_close(v, expected, rtol=0, atol=1e-7)
 
 
-def test_param_groups_and_state_are_those_of_all_parameters():
-    p, v = params = parameters((12, 8), (5,))
-    optimizer = Muon([p], [v])
+def test_groups_are_taken_as_they_are_given_and_both_are_in_param_groups_and_state():
+    long, embedding, vector = params = parameters((40, 2), (90, 3), (4,))
+    optimizer = Muon([long], [embedding, vector])
     run(optimizer, params, gradients(params, 1))
-    assert [group["params"] for group in optimizer.param_groups] == [[p], [v]]
+    assert [group["params"] for group in optimizer.param_groups] == [[long], [embedding, vector]]
     inner = [*optimizer.matrices.param_groups, *optimizer.adamw.param_groups]
     assert all(group is its for group, its in zip(optimizer.param_groups, inner, strict=True))
-    assert list(optimizer.state) == [p, v]
-    assert optimizer.state[v]["step"] == 1
-
-
-def test_gradients_of_both_are_cleared():
-    params = parameters((12, 8), (5,))
-    optimizer = Muon(params[:1], params[1:])
-    for to_none in (True, False):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.zero_grad(set_to_none=to_none)
-        assert [p.grad is None or not p.grad.any() for p in params] == [True, True]
-
-
-def test_groups_are_taken_as_they_are_given():
-    long, embedding, vector = parameters((40, 2), (90, 3), (4,))
-    optimizer = Muon([long], [embedding, vector])
-    assert optimizer.param_groups[0]["params"][0] is long
-    assert len(optimizer.adamw.param_groups[0]["params"]) == 2
+    assert list(optimizer.state) == params
     with pytest.raises(ValueError, match=r"has shape \(4,\): give it to another optimizer"):
         Muon([long, vector], [])
-    assert Muon([long], []).adamw is None
-    assert Muon([long], [{"params": [], "weight_decay": 0.0}]).adamw is None
+    for rest in ([], [{"params": [], "weight_decay": 0.0}]):
+        assert Muon([long], rest).adamw is None
 
 
 def original_state(optimizer, params, rates):
@@ -194,30 +163,21 @@ def test_a_state_without_that_of_adamw_is_refused():
     saved = original_state(optimizer, params, (0.02, 0.02))
     del saved["_adam_state"]
     kept = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"AdamW inside with groups of \[1\] parameters, but the state dict has \[\]"):
+    with pytest.raises(ValueError, match=r"groups of \[1\] parameters, but the state dict has \[\]"):
         optimizer.load_state_dict(saved)
     assert_same(optimizer.state_dict(), kept)
-    alone = Muon(params[:1], [])
-    with pytest.raises(ValueError, match=r"AdamW inside with groups of \[\] parameters, but the state dict has \[1\]"):
-        alone.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("before_first_step", [True, False])
-def test_one_file_of_torch_save_has_both_states(before_first_step):
+def test_one_file_of_torch_save_has_both_states():
     params = parameters((12, 8), (3, 2, 2), (5,), (6,))
     optimizer = Muon([{"params": params[:2]}], [{"params": params[2:3]}, {"params": params[3:], "lr": 0.5}])
-    if not before_first_step:
-        for of_step in gradients(params, 3):
-            run(optimizer, params, [of_step])
+    run(optimizer, params, gradients(params, 3))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    kept, loaded = copy.deepcopy(saved), copy.deepcopy(params)
+    loaded = copy.deepcopy(params)
     other = Muon([{"params": loaded[:2]}], [{"params": loaded[2:3]}, {"params": loaded[3:]}], lr=0.5, momentum=0.1)
-    other.load_state_dict(saved)
-    assert_same(saved, kept)
-    for of_step in gradients(params, 3, seed=2):
-        run(optimizer, params, [of_step])
-        run(other, loaded, [of_step])
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for each, its in ((optimizer, params), (other, loaded)):
+        run(each, its, gradients(its, 3, seed=2))
     assert all(torch.equal(p, q) for p, q in zip(params, loaded, strict=True))

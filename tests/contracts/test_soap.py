@@ -57,8 +57,7 @@ class Authors:
                     s["Q"][side] = torch.linalg.qr(s["F"][side] @ s["Q"][side][:, order]).Q
 
 
-@pytest.mark.parametrize("correct_bias", [True, False])
-@pytest.mark.parametrize("frequency", [1, 4, 10])
+@pytest.mark.parametrize(("frequency", "correct_bias"), [(1, True), (4, False), (10, True)])
 def test_it_takes_the_steps_of_the_authors_code(frequency, correct_bias):
     params, others = parameters(), parameters()
     settings = {"lr": 3e-3, "betas": (0.95, 0.95), "precondition_frequency": frequency, "correct_bias": correct_bias}

@@ -39,20 +39,12 @@ def of_torch(steps, **settings):
 
 
 @pytest.mark.parametrize("adjust_lr_fn", SCALES)
-@pytest.mark.parametrize("count", [1, 5])
-def test_the_steps_agree(adjust_lr_fn, count):
-    params = parameters(*SHAPES)
-    steps = gradients(params, count)
-    ours = TensorParallelMuon(params, coefficient_type="simple", **SETTINGS, **SCALES[adjust_lr_fn])
-    assert_near(changes(params, ours, steps), of_torch(steps, adjust_lr_fn=adjust_lr_fn))
-
-
-def test_a_wrong_scale_would_be_seen():
-    params = parameters(*SHAPES)
-    steps = gradients(params, 1)
-    ours = TensorParallelMuon(params, coefficient_type="simple", **SETTINGS, **SCALES["original"])
-    with pytest.raises(AssertionError):
-        assert_near(changes(params, ours, steps), of_torch(steps, adjust_lr_fn="match_rms_adamw"))
+def test_the_steps_agree(adjust_lr_fn):
+    for count in (1, 5):
+        params = parameters(*SHAPES)
+        steps = gradients(params, count)
+        ours = TensorParallelMuon(params, coefficient_type="simple", **SETTINGS, **SCALES[adjust_lr_fn])
+        assert_near(changes(params, ours, steps), of_torch(steps, adjust_lr_fn=adjust_lr_fn))
 
 
 def test_coefficients_are_a_list_of_triples():

@@ -3,11 +3,12 @@
 import logging
 from argparse import Namespace
 from collections import UserDict, namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronsConfig
 from torch import nn
 
 import megatron_eopt
@@ -103,23 +104,17 @@ class Nameless:
 
 
 @pytest.mark.parametrize(
-    ("config", "what"),
+    "config",
     [
-        (None, "NoneType"),
-        (object(), "object"),
-        (3, "int"),
-        (["muon"], "list"),
-        ({}, "dict"),
-        ({"lr": 0.5}, "dict"),
-        (Nameless(), "Nameless"),
-        (OptimizerConfig, "type"),
-        (OnTheClass, "type"),
+        *(None, object(), 3, ["muon"], {}, {"lr": 0.5}, Nameless(), OptimizerConfig, OnTheClass),
+        *(SimpleNamespace(optimizer="muon"), {"optimizer": "muon", "lr": 0.5}),
+        MegatronsConfig(optimizer="muon", lr=0.5),
     ],
-    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+    ids=lambda each: type(each).__name__,
 )
-def test_what_names_no_optimizer_is_refused(config, what):
-    message = rf"by its field 'name' what to build, got {what} without it\. Write OptimizerConfig\(name='muon'"
-    with pytest.raises(TypeError, match=message):
+def test_what_names_no_optimizer_is_refused(config):
+    what = type(config).__name__
+    with pytest.raises(TypeError, match=rf"by its field 'name' what to build, got {what} without it\. Write Opt"):
         build_optimizer(model(), config)
 
 
@@ -132,16 +127,6 @@ def test_a_builder_called_by_itself_has_its_name_and_refuses_what_is_no_config()
             get_optimizer("muon")(groups, config)
 
 
-def test_a_config_that_names_its_optimizer_otherwise_is_refused():
-    from megatron.core.optimizer import OptimizerConfig as MegatronsConfig
-
-    megatrons = MegatronsConfig(optimizer="muon", lr=0.5)
-    for config in (SimpleNamespace(optimizer="muon"), {"optimizer": "muon", "lr": 0.5}, megatrons):
-        message = r"by its field 'name' what to build, .* Megatron-Core is for megatron_eopt\.get_megatron_opt"
-        with pytest.raises(TypeError, match=message):
-            build_optimizer(model(), config)
-
-
 MISSPELT = {
     "muon_adam_lrr": "muon_adam_lr",
     "ns_steps": "muon_ns_steps",
@@ -151,23 +136,16 @@ MISSPELT = {
 }
 
 
-@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
 @pytest.mark.parametrize("wrong", MISSPELT)
-def test_an_unknown_field_is_refused_with_the_nearest(kind, wrong):
-    message = rf"unknown fields in {kind.__name__}: {wrong!r}, did you mean {MISSPELT[wrong]!r}\?"
-    with pytest.raises(TypeError, match=message):
-        build_optimizer(model(), kind(name="muon", lr=0.5, **{wrong: 1}))
-
-
-def test_every_unknown_field_is_named():
-    with pytest.raises(TypeError, match=r"in dict: 'leer', .* 'lr'\?; 'zzz'\. A config has name, lr, .* into options"):
-        build_optimizer(model(), {"name": "muon", "leer": 1, "zzz": 2})
+def test_an_unknown_field_is_refused_with_the_nearest(wrong):
+    for kind in (dict, SimpleNamespace):
+        message = rf"unknown fields in {kind.__name__}: {wrong!r}, did you mean {MISSPELT[wrong]!r}\?; 'zzz'"
+        with pytest.raises(TypeError, match=message):
+            build_optimizer(model(), kind(name="muon", lr=0.5, **{wrong: 1}, zzz=2))
     config = OptimizerConfig(name="muon")
-    config.muon_adam_lrr = 1.0
-    with pytest.raises(TypeError, match="'muon_adam_lrr'"):
+    setattr(config, wrong, 1.0)
+    with pytest.raises(TypeError, match=repr(wrong)):
         build_optimizer(model(), config)
-    with pytest.raises(TypeError, match="'nestrov'"):
-        replace(OptimizerConfig(), nestrov=True)
 
 
 def test_nothing_is_marked_for_a_config_that_is_refused():
@@ -188,14 +166,11 @@ def test_builders_of_ones_own_get_their_config_as_it_is(monkeypatch):
         return get_optimizer("muon")(groups, config)  # which may have fields of mine
 
     config = SimpleNamespace(**{**FIELDS, "name": "mine"}, clip=1.0)
-    assert built(config) == (0.5, 0.25, 0.125, 3)
     mapping = {**vars(config)}
-    assert built(mapping) == (0.5, 0.25, 0.125, 3)
+    assert built(config) == built(mapping) == (0.5, 0.25, 0.125, 3)
     assert built("mine") == (3e-4, 3e-4, 0.1, 5)
-    assert seen[:2] == [(config, [0.125, 0.0]), (mapping, [0.125, 0.0])]
-    assert seen[0][0] is config
-    assert seen[1][0] is mapping
-    assert seen[2] == (OptimizerConfig(name="mine"), [0.1, 0.0])
+    assert [found for found, _ in seen] == [config, mapping, OptimizerConfig(name="mine")]
+    assert [decays for _, decays in seen] == [[0.125, 0.0], [0.125, 0.0], [0.1, 0.0]]
 
 
 def test_our_config_is_none_for_megatron():

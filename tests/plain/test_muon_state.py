@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR
 
 from megatron_eopt.optimizers.earlier_layout import EarlierLayout
 from megatron_eopt.optimizers.with_adamw import Muon
@@ -29,11 +29,9 @@ def test_a_scheduler_with_warm_restarts_keeps_the_ratio_and_resumes():
         scheduler.step()
     assert all(adam == pytest.approx(muon / 4) for muon, adam in rates)
     assert rates[4] == rates[8] == [0.02, 0.005]
-    assert rates[3][0] < 0.004
-
-    copied = [nn.Parameter(p.detach().clone()) for p in params]
+    copied = [nn.Parameter(x) for x in values(params)]
     resumed = Muon(copied[:1], copied[1:], lr=0.02, adam_lr=0.005)
-    its_scheduler = CosineAnnealingWarmRestarts(resumed, T_0=4)
+    its_scheduler = CosineAnnealingWarmRestarts(resumed, T_0=4)  # made before the load, and still sets the rates
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     its_scheduler.load_state_dict(scheduler.state_dict())
     for of_step in gradients(params, 6, seed=2):
@@ -41,18 +39,6 @@ def test_a_scheduler_with_warm_restarts_keeps_the_ratio_and_resumes():
             run(each, its_params, [of_step])
             its.step()
     assert all(torch.equal(a, b) for a, b in zip(params, copied, strict=True))
-
-
-def test_a_scheduler_made_before_a_load_still_sets_the_rates():
-    params = parameters((4, 4), (4,))
-    optimizer = Muon(params[:1], params[1:], lr=0.02, adam_lr=0.01)
-    scheduler = LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
-    run(optimizer, params, gradients(params, 1))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    scheduler.step()
-    before = values(params)
-    run(optimizer, params, gradients(params, 1))
-    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
 @pytest.mark.parametrize("rates", [0.04, [0.04, 0.01]])
@@ -92,50 +78,37 @@ def test_torchs_checkpoints_make_no_step_of_a_fresh_optimizer():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_one_state_dict_has_both_states():
-    params = parameters((4, 4), (3, 2, 2), (4,))
-    optimizer = Muon(params[:2], params[2:])
-    run(optimizer, params, gradients(params, 2))
-    state = optimizer.state_dict()["state"]
-    assert {place: sorted(of_one) for place, of_one in state.items()} == {
-        0: ["momentum_buffer"],
-        1: ["momentum_buffer"],
-        2: ["exp_avg", "exp_avg_sq", "step"],
-    }
-    assert state[1]["momentum_buffer"].shape == (3, 2, 2)
+def without_step(state):
+    del state["state"][1]["step"]
 
 
-def test_a_state_that_does_not_fit_changes_nothing():
+# Shapes of the matrices and of AdamW's parameters of a state, what is taken out of it, and what is said.
+UNFIT = [
+    ([(4, 4)], [], None, r"AdamW inside with groups of \[1\] parameters, but the state dict has \[\]"),
+    ([(4, 4)], [(4,), (4,)], None, r"groups of \[1\] parameters, but the state dict has \[2\]"),
+    ([(5, 4)], [(4,)], None, r"'momentum_buffer' has shape \(5, 4\), expected \(4, 4\)"),
+    ([(4, 4)], [(5,)], None, r"'exp_avg' has shape \(5,\), expected \(4,\)"),
+    ([(4, 4)], [(4,)], without_step, r"AdamW in Muon needs 'step' for the parameter of shape \(4,\)"),
+]
+
+
+@pytest.mark.parametrize(("matrices", "rest", "damage", "message"), UNFIT)
+def test_a_state_that_does_not_fit_changes_nothing(matrices, rest, damage, message):
     params = parameters((4, 4), (4,))
     optimizer = Muon(params[:1], params[1:])
     run(optimizer, params, gradients(params, 2))
     kept = copy.deepcopy(optimizer.state_dict())
-    matrices_only = Muon(parameters((4, 4)), [])
-    with pytest.raises(ValueError, match=r"AdamW inside with groups of \[1\] parameters, but the state dict has \[\]"):
-        optimizer.load_state_dict(matrices_only.state_dict())
-    other = parameters((5, 4), (4,))
-    of_other = Muon(other[:1], other[1:])
-    run(of_other, other, gradients(other, 1))
-    with pytest.raises(ValueError, match=r"'momentum_buffer' has shape \(5, 4\), expected \(4, 4\)"):
-        optimizer.load_state_dict(of_other.state_dict())
-    of_other = Muon(parameters((4, 4)), parameters((5,)))
-    with pytest.raises(ValueError, match=r"'exp_avg' has shape \(5,\), expected \(4,\)"):
-        optimizer.load_state_dict(of_other.state_dict())
-    of_other = Muon(parameters((4, 4)), parameters((4,), (4,)))
-    with pytest.raises(ValueError, match=r"groups of \[1\] parameters, but the state dict has \[2\]"):
-        optimizer.load_state_dict(of_other.state_dict())
-    without = copy.deepcopy(kept)
-    del without["state"][1]["step"]
-    with pytest.raises(ValueError, match=r"AdamW in Muon needs 'step' for the parameter of shape \(4,\)"):
-        optimizer.load_state_dict(without)
-    found = optimizer.state_dict()
-    assert_same(found, kept)
-    before, others = values(params), [nn.Parameter(x) for x in values(params)]
+    state = copy.deepcopy(Muon(parameters(*matrices), parameters(*rest)).state_dict())
+    if damage is not None:
+        damage(state)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert_same(optimizer.state_dict(), kept)
+    others = [nn.Parameter(x) for x in values(params)]
     resumed = Muon(others[:1], others[1:])
     resumed.load_state_dict(copy.deepcopy(kept))
     run(optimizer, params, gradients(params, 1))
     run(resumed, others, gradients(params, 1))
-    assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
     assert all(torch.equal(p, other) for p, other in zip(params, others, strict=True))
 
 
@@ -196,34 +169,24 @@ def test_torchs_checkpoints_of_earlier_commits_load(flat):
     other.load_state_dict(model.state_dict())
     state = get_optimizer_state_dict(model, EarlierLayout(optimizer), options=options)
     keys = state.keys() if flat else state["state"]["0.weight"].keys()
-    start = "state.0.weight." if flat else ""
-    assert {f"{start}adamw.{name}.exp_avg" for name in "01"} <= keys
-    assert len(state["param_groups"] if not flat else [x for x in keys if x.endswith(".lr")]) == (2 if flat else 1)
+    assert f"{'state.0.weight.' if flat else ''}adamw.0.exp_avg" in keys
     set_optimizer_state_dict(other, EarlierLayout(its_optimizer), copy.deepcopy(state), options=options)
     assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-    for each, its in ((model, optimizer), (other, its_optimizer)):
-        step_of_ones(each, its)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_loops_over_the_state_meet_tensors_alone_and_what_they_replace_is_stepped_with():
+    """To the host and back, as frameworks of reinforcement learning do."""
     (optimizer, params), (other, copies), (scaled, others) = (named("a.weight", "b.weight") for _ in range(3))
     entries = sum(v.numel() for state in optimizer.state.values() for v in state.values())
     assert entries == 4 * 4 + 2 * (2 * 4 + 1)
-    for state in other.state.values():  # to the host and back, as frameworks of reinforcement learning do
-        for key, v in state.items():
-            if torch.is_tensor(v):
-                state[key] = v.clone()
-    for state in scaled.state.values():
-        for key, v in state.items():
-            if key.endswith("exp_avg"):
-                state[key] = 3 * v
-    assert_same(other.state_dict(), optimizer.state_dict())
+    for each, factor in ((other, 1), (scaled, 3)):
+        for state in each.state.values():
+            for key, v in state.items():
+                state[key] = v.clone() * (factor if key == "exp_avg" else 1)
     before = optimizer.adamw.state[params[1]]["exp_avg"].clone()
     for each, its in ((optimizer, params), (other, copies), (scaled, others)):
         run(each, its, gradients(its, 1, seed=3))
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
-    assert list(other.state) == list(copies)
     difference = scaled.adamw.state[others[1]]["exp_avg"] - optimizer.adamw.state[params[1]]["exp_avg"]
     torch.testing.assert_close(difference, 0.9 * 2 * before)
 
@@ -279,15 +242,6 @@ def test_without_names_of_their_own_parameters_go_by_their_order(names):
             assert_same(a, b)
 
 
-def test_a_parameter_whose_state_is_lost_is_refused():
-    optimizer, _ = named("a.weight", "b.weight")
-    saved = as_earlier(optimizer, ["a/weight", "b/weight"])
-    for key in ("step", "exp_avg", "exp_avg_sq"):
-        del saved["state"][0][f"adamw.b/weight.{key}"]
-    with pytest.raises(ValueError, match=r"AdamW in Muon needs 'step' for the parameter of shape \(4,\)"):
-        optimizer.load_state_dict(saved)
-
-
 def test_what_joins_adamw_later_steps_and_is_saved():
     params = parameters((4, 4), (4,), (3,))
     optimizer = Muon(params[:1], params[1:2], lr=0.02, adam_lr=0.01)
@@ -300,12 +254,11 @@ def test_what_joins_adamw_later_steps_and_is_saved():
     assert optimizer.state_dict()["state"].keys() == {0, 1, 2}
 
 
-def of_a_model(first=""):
+def of_a_model(frozen=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].weight.requires_grad_(first != "frozen")
-    biases = [layer.bias for layer in model]
-    return model, Muon([layer.weight for layer in model], biases, adam_lr=0.1)
+    model[0].weight.requires_grad_(not frozen)
+    return model, Muon([layer.weight for layer in model], [layer.bias for layer in model], adam_lr=0.1)
 
 
 def step_of_ones(model, optimizer):
@@ -315,10 +268,10 @@ def step_of_ones(model, optimizer):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("first", ["frozen", "unused"])
-def test_adamws_state_goes_by_names_of_the_model_whatever_the_first_matrix_does(first, flat):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_adamws_state_goes_by_names_of_the_model_whatever_the_first_matrix_does(frozen, flat):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    (model, optimizer), (other, its_optimizer) = of_a_model(first), of_a_model(first)
+    (model, optimizer), (other, its_optimizer) = of_a_model(frozen), of_a_model(frozen)
     step_of_ones(model, optimizer)
     other.load_state_dict(model.state_dict())
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))

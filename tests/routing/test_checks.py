@@ -24,19 +24,14 @@ def test_a_model_with_an_optimizer_for_each_parameter_is_right():
 
 def test_parameters_without_an_optimizer_are_named_with_their_number():
     (line,) = found(changed(model(), "linear_fc2", optimizer=None, reason="in no group"))
-    assert line.startswith("no optimizer has decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters) (in no group): ")
-    assert "expected one optimizer for every trainable parameter" in line
-    assert "optimizer: adam" in line
+    assert line.startswith(f"no optimizer has {FC2} (in no group): ")
     assert "exclude: true" in line
 
 
 def test_excluding_on_purpose_is_no_error_but_a_warning():
     rows = changed(model(), "linear_fc2", optimizer=None, excluded=True, reason="excluded by overrides.yaml:3")
     assert found(rows) == []
-    assert warned(rows) == [
-        "decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters) keeps the value it starts with (excluded by "
-        "overrides.yaml:3)"
-    ]
+    assert warned(rows) == [f"{FC2} keeps the value it starts with (excluded by overrides.yaml:3)"]
 
 
 def test_an_excluded_parameter_with_an_optimizer_is_an_error():
@@ -55,19 +50,10 @@ def test_two_optimizers_are_both_named():
     assert problems(merged([families(rows)] * 2), "muon", True) == [line]
 
 
-def test_two_groups_of_one_optimizer_are_two():
-    (line,) = found([*model(), *changed([each for each in model() if "linear_fc2" in each.name], "", lr=2.0)])
-    assert line.startswith("decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters) is listed 2 times, lr ")
-
-
 def test_ranks_that_say_different_things_are_two_with_what_differs():
     other = changed(model(), BIAS, lr=2.0)
     (line,) = problems(merged([families(model()), families(other)]), "muon", True)
     assert line.startswith(f"{BIAS} is listed 2 times, lr 2.0 and lr 0.001: expected one optimizer")
-
-
-def test_layers_of_one_name_with_different_optimizers_are_right():
-    assert found(changed(model(), "layers.1.mlp.linear_fc2", optimizer="adam", matrices=())) == []
 
 
 @pytest.mark.parametrize(
@@ -91,66 +77,33 @@ def test_a_tie_finds_its_partner_among_layers():
     assert found(changed(rows, "layers.2.mlp.linear_fc2", lr=2.0)) == []
 
 
-def test_a_tie_to_another_name_of_the_same_parameter_is_right():
-    assert found(changed(model(), EMBEDDING, tied_to="output_layer.weight")) == []
-
-
 def test_an_optimizer_for_matrices_that_has_none_is_an_error():
-    rows = [
-        *changed(model(layers=1, experts=0), "", optimizer="adam", matrices=()),
-        row("frozen", (2,), optimizer=None),
-    ]
-    lines = found(changed(rows, "frozen", excluded=True))
-    assert [line.split(":")[0] for line in lines] == ["--optimizer muon is for matrices, and it has none on any rank"]
-    assert found(rows[:-1], "adam", for_matrices=False) == []
-    assert len(problems([], "muon", True)) == 1
-
-
-def test_matrices_of_another_optimizer_do_not_count():
-    (line,) = found(changed(model(), "", optimizer="adam"))
-    assert line.startswith("--optimizer muon is for matrices, and it has none on any rank")
-
-
-def test_matrices_on_another_rank_are_enough():
+    adams = changed(model(), "", optimizer="adam")
+    (line,) = found(adams)
+    assert line.startswith("--optimizer muon is for matrices, and it has none on any rank: ")
+    assert found(adams, "adam", for_matrices=False) == []
+    # matrices on another rank are enough
     vectors = families(each for each in model() if not each.matrices)
     assert len(problems(vectors, "muon", True)) == 1
     assert problems(merged([vectors, families(model())]), "muon", True) == []
 
 
-@pytest.mark.parametrize("rms", [0.2, 0.8, 0.05, None])
-def test_updates_near_those_of_adam_are_not_warned_of(rms):
-    assert warned(changed(model(), "weight", update_rms=rms)) == []
-
-
 def test_updates_far_from_those_of_adam_are_one_line_for_each_class():
-    matrices = [each.name for each in model() if each.matrices]
-    rows = [row for name in matrices for row in changed(model(), name, update_rms=1.0) if row.name == name]
-    (line,) = warned(rows)
-    assert line.startswith(
-        "muon with scale mode spectral makes updates of RMS 1, 5 times Adam's 0.2, for 20 parameters "
-        "(decoder.layers.{0-3}.mlp.experts.local_experts.{0-2}.linear_fc1.weight and 2 more families): "
-        "a learning rate that is right for Adam is too large by that; "
-        "take --muon-preset match_adamw with muon or one like it, or set --muon-lr, or keep it if lr 0.001 is chosen"
-    )
-
-
-def test_updates_too_small_name_their_range_and_the_mode_of_the_parameters():
-    rows = changed(model(), "linear_qkv.weight", update_rms=0.04)
-    rows = changed(
-        rows, "linear_fc2", update_rms=0.01, optimizer="adaptive_muon", settings={"scale_mode": "unit_rms_norm"}
-    )
+    for rms in (0.2, 0.8, 0.05, None):
+        assert warned(changed(model(), "weight", update_rms=rms)) == []
+    assert warned(changed(model(), BIAS, update_rms=1.0)) == []  # Adam's own first one
+    rows = changed(model(), "linear_qkv.weight", update_rms=1.0)
+    small = {"optimizer": "adaptive_muon", "settings": {"scale_mode": "unit_rms_norm"}}
+    rows = changed(rows, "linear_fc2", update_rms=0.01, **small)
     rows = changed(rows, "layers.0.mlp.linear_fc2", update_rms=0.02)
-    adaptive, plain = warned(rows, "shape_scaling")
+    adaptive, plain = warned(rows)
     assert adaptive.startswith(
         "adaptive_muon with scale mode unit_rms_norm makes updates of RMS 0.01 to 0.02, 0.05 to 0.1 times Adam's 0.2, "
-        "for 4 parameters"
+        "for 4 parameters (decoder.layers."
     )
     assert "too small by that; take --muon-preset match_adamw" in adaptive
-    assert plain.startswith("muon with scale mode shape_scaling makes updates of RMS 0.04, 0.2 times")
-
-
-def test_the_first_update_of_adam_itself_is_not_warned_of():
-    assert warned(changed(model(), BIAS, update_rms=1.0)) == []
+    assert plain.startswith("muon with scale mode spectral makes updates of RMS 1, 5 times Adam's 0.2, ")
+    assert "too large by that" in plain
 
 
 def test_decay_of_vectors_is_one_line_for_each_decay():
@@ -166,10 +119,6 @@ def lines(old, new):
     return compare(families(old), families(new))
 
 
-def test_nothing_changed():
-    assert lines(model(), model()) == []
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -178,7 +127,8 @@ def test_nothing_changed():
         ({"matrices": (), "update_rms": None}, "matrices 64x256 -> none; update RMS 0.2 -> none"),
         ({"lr": 2.0, "min_lr": 1.0}, "lr 0.001 -> 2.0; min_lr 1e-05 -> 1.0"),
         ({"weight_decay": 0.0}, "weight decay 0.1 -> 0.0"),
-        ({"settings": {"num_ns_steps": 7}}, "num_ns_steps default -> 7"),
+        ({"settings": {"betas": (0.9, 0.95), "eps": 1}}, "betas default -> (0.9, 0.95); eps default -> 1"),
+        ({"matrices": [LogicalMatrix("", 64, 256, "blockwise", 1.0)]}, "orthogonalized exactly -> blockwise"),
         ({"shape": (64, 128)}, "shape (64, 256) -> (64, 128)"),
         ({"tied_to": "x"}, "tied to none -> x"),
     ],
@@ -187,28 +137,13 @@ def test_a_change_of_all_layers_is_one_line(change, said):
     assert lines(model(), changed(model(), "linear_fc2", **change)) == [f"{FC2}: {said}"]
 
 
-def test_matrices_that_are_cut_otherwise_are_named():
-    heads = [LogicalMatrix(f"q {head}", 16, 64, "local", 1.0) for head in range(4)]
-    heads += [LogicalMatrix("k", 32, 64, "local", 1.0), LogicalMatrix("v", 32, 64, "local", 1.0)]
-    assert lines(model(), changed(model(), QKV, matrices=heads)) == [
-        f"{QKV}: matrices q 64x64, k 32x64, v 32x64 -> 4 q 16x64, k 32x64, v 32x64"
-    ]
-
-
-def test_settings_are_compared_one_by_one():
-    old = changed(model(), EMBEDDING, settings={"betas": (0.9, 0.95), "eps": 1e-8})
-    new = changed(model(), EMBEDDING, settings={"betas": (0.9, 0.99), "eps": 1e-8})
-    assert lines(old, new) == [f"{EMBEDDING}: betas (0.9, 0.95) -> (0.9, 0.99)"]
-    assert lines(old, model()) == [f"{EMBEDDING}: betas (0.9, 0.95) -> default; eps 1e-08 -> default"]
-
-
 def test_added_and_removed_parameters():
+    assert lines(model(), model()) == []
     assert lines(model(layers=4), model(layers=6))[1] == (
         "decoder.layers.{4-5}.mlp.linear_fc2.weight (2 parameters): added, with the optimizer muon"
     )
     new = [each for each in model() if each.name != EMBEDDING]
     assert lines(model(), new) == [f"{EMBEDDING}: removed, had the optimizer adam"]
-    assert lines(new, model()) == [f"{EMBEDDING}: added, with the optimizer adam"]
 
 
 def test_layers_that_changed_alike_are_together_whatever_they_were_grouped_with():
@@ -230,9 +165,3 @@ def test_another_number_of_ranks_and_another_file_of_overrides_are_no_changes():
         overruled=("lr 2.0 by c",),
     )
     assert lines(model(), new) == []
-
-
-def test_an_approximation_is_a_change():
-    blockwise = changed(model(), "linear_fc2", matrices=[LogicalMatrix("", 64, 256, "blockwise", 1.0)])
-    assert lines(model(), blockwise) == [f"{FC2}: orthogonalized exactly -> blockwise"]
-    assert lines(blockwise, model()) == [f"{FC2}: orthogonalized blockwise -> exactly"]

@@ -192,8 +192,5 @@ def test_wrong_json_too(tmp_path, monkeypatch):
 def test_numbers_and_aliases_are_those_of_yaml_1_2(tmp_path):
     (first, again) = read(tmp_path, "- &a {select: x, num_ns_steps: 010, lr: 1e-3, scale_mode: no}\n- *a\n")
     assert first.settings == again.settings == {"num_ns_steps": 10, "lr": 1e-3, "scale_mode": "no"}
-
-
-def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(OverrideError, match=r"nowhere[.]yaml: cannot be read: .*No such file or directory"):
         read_overrides(tmp_path / "nowhere.yaml")

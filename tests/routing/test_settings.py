@@ -98,27 +98,16 @@ def test_a_group_with_its_own_value_is_an_optimizer_with_that_value(name, key):
         assert torch.equal(own, after(name, **given, **beside))
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("adaptive_muon", {"beta2", "eps", "momentum"}),
-        ("soap", {"shampoo_beta", "precondition_frequency", "betas"}),
-        ("spectron", {"momentum_beta", "rank"}),
-        ("scion", {"radius", "momentum"}),
-        ("schedule_free_adamw", {"warmup_steps", "variant"}),
-        ("lion", {"maximize", "betas"}),
-    ],
-)
-def test_settings_that_users_ask_for_are_there(name, keys):
-    assert keys <= settings_of(name).keys()
-
-
-def test_whether_factors_are_pairs_and_scales_of_other_rules_are_no_settings():
+def test_optimizers_have_the_settings_of_their_rules_and_no_others():
     assert "pairs" not in settings_of("spectron")
     for name, row in OPTIMIZERS.items():
-        assert ("extra_scale_factor" in settings_of(name)) == ("extra_scale_factor" in row.of_muon)
-        own = name in ("soap", "shampoo", "kl_shampoo")
-        assert ("scale_mode" in settings_of(name)) == (own or "scale_mode" in row.of_muon)
+        own = settings_of(name)
+        assert ("extra_scale_factor" in own) == ("extra_scale_factor" in row.of_muon)
+        assert ("scale_mode" in own) == (name in ("soap", "shampoo", "kl_shampoo") or "scale_mode" in row.of_muon)
+        assert ("num_ns_steps" in own) == row.takes("num_ns_steps")
+        assert ("split" in own) == (row.owns == "matrices")
+    for key in ("momentum_beta", "rank"):
+        assert optimizers_with(key) == ["spectron"]
 
 
 class Mine(torch.optim.Optimizer):
@@ -168,19 +157,11 @@ def test_a_value_has_the_type_of_its_setting(key, raw, value):
     assert hash(found) == hash(value)
 
 
-@pytest.mark.parametrize("key", [*RATES, "optimizer"])
 @pytest.mark.parametrize("raw", [None, True, "", {}, [], -1, math.nan, math.inf, [0.5, 1.0], ["a", "b"]], ids=repr)
-def test_no_setting_of_all_takes(key, raw):
-    with pytest.raises(ValueError, match=r"expected|unknown"):
-        check_setting(key, raw, None)
-
-
-def test_what_says_nothing_of_itself_has_no_settings_of_its_own(monkeypatch):
-    def made(params):
-        raise AssertionError("nobody asks it to make anything")
-
-    monkeypatch.setitem(EMERGING_OPTIMIZERS, "missing", EmergingOptimizerEntry(made))
-    assert settings_of("missing") == {}
+def test_no_setting_of_all_takes(raw):
+    for key in (*RATES, "optimizer"):
+        with pytest.raises(ValueError, match=r"expected|unknown"):
+            check_setting(key, raw, None)
 
 
 def resolved(optimizer, **settings):
@@ -264,11 +245,3 @@ def test_a_value_that_is_taken_has_the_type_of_the_default_and_can_be_sorted(nam
         assert math.isfinite(found)
     elif isinstance(found, tuple):
         assert len(found) == len(default)
-
-
-def test_optimizers_say_themselves_what_they_take():
-    for key in ("momentum_beta", "rank"):
-        assert optimizers_with(key) == ["spectron"]
-    assert optimizers_with("num_ns_steps") == sorted(x.name for x in OPTIMIZERS.values() if x.takes("num_ns_steps"))
-    assert optimizers_with("split") == sorted(row.name for row in OPTIMIZERS.values() if row.owns == "matrices")
-    assert {"adam", "sgd", "muon"} < {*optimizer_names()}

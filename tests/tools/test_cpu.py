@@ -45,6 +45,7 @@ def run_python(code):
 
 
 def test_undo_restores_every_attribute(cpu_run):
+    """Also where it is installed twice, or undone."""
     cpu_run.undo()
     import megatron.core.datasets.utils
     import megatron.core.tensor_parallel.random
@@ -56,19 +57,18 @@ def test_undo_restores_every_attribute(cpu_run):
     owners += [torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda.nvtx, dist]
     owners += [dist.distributed_c10d, dist.ProcessGroup, torch._dynamo.eval_frame, megatron.core.datasets.utils]
     owners += [megatron.core.tensor_parallel.random, megatron.training.initialize, megatron.training.training]
-    before = [dict(vars(owner)) for owner in owners] + [dict(os.environ)]
-    cpu_run.install()
-    changed = [vars(owner).get("is_available") for owner in (torch.cuda, torch.accelerator)]
-    cpu_run.undo()
-    after = [dict(vars(owner)) for owner in owners] + [dict(os.environ)]
-
-    assert changed[0] is not torch.cuda.is_available
-    assert changed[1] is not torch.accelerator.is_available
-    for owner, old, new in zip([*owners, "os.environ"], before, after, strict=True):
-        differing = [name for name in old.keys() | new.keys() if old.get(name) is not new.get(name)]
-        if owner == "os.environ":
-            differing = [name for name in differing if old.get(name) != new.get(name)]
-        assert not differing, f"{owner}: {differing}"
+    before, environment = [dict(vars(owner)) for owner in owners], dict(os.environ)
+    for _ in range(2):
+        cpu_run.install()
+    assert cpu_run.installed()
+    assert torch.cuda.is_available()
+    for _ in range(2):
+        cpu_run.undo()
+    assert not cpu_run.installed()
+    assert dict(os.environ) == environment
+    for owner, old in zip(owners, before, strict=True):
+        new = vars(owner)
+        assert not [name for name in old.keys() | new.keys() if old.get(name) is not new.get(name)], owner
 
 
 @pytest.mark.wide
@@ -99,26 +99,13 @@ assert not torch.cuda.is_available()
     assert result.returncode == 0, result.stderr
 
 
-def test_install_and_undo_are_idempotent(cpu_run):
-    cpu_run.install()
-    assert cpu_run.installed()
-    cpu_run.undo()
-    cpu_run.undo()
-    assert not cpu_run.installed()
-    assert not torch.cuda.is_available()
-
-
 def test_torch_works_normally_after_undo(cpu_run):
     cpu_run.undo()
     layer = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)  # a large step from a good start may go too far
-    loss = layer(torch.ones(2, 4)).square().sum()
-    loss.backward()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    layer(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
-    assert layer(torch.ones(2, 4)).square().sum() < loss
     assert torch.ones(2).type() == "torch.FloatTensor"
-    with torch.device("meta"):
-        assert torch.empty(2).is_meta
     assert torch.jit.script(_doubled)(torch.ones(1)).item() == 3
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")
@@ -128,23 +115,19 @@ def _doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x + torch.ones(1)
 
 
-def test_refuses_where_a_gpu_is(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.parametrize(
+    ("gpu", "message"), [(True, r"3 GPU.*CUDA_VISIBLE_DEVICES=.*without --cpu"), (False, "'nccl'")]
+)
+def test_refuses_where_a_gpu_or_another_backend_is(monkeypatch, gpu, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
     zeros = torch.zeros
-    with pytest.raises(RuntimeError, match=r"3 GPU.*CUDA_VISIBLE_DEVICES=.*without --cpu"):
+    with pytest.raises(RuntimeError, match=message):
         megatron_eopt.tools.cpu.install()
     assert not megatron_eopt.tools.cpu.installed()
     assert torch.zeros is zeros
-
-
-def test_refuses_where_torch_distributed_runs_on_another_backend(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
-    with pytest.raises(RuntimeError, match=r"'nccl'.*before torch.distributed.init_process_group"):
-        megatron_eopt.tools.cpu.install()
-    assert not megatron_eopt.tools.cpu.installed()
 
 
 def test_describe_names_each_redirection_with_its_reason():
@@ -177,50 +160,42 @@ def test_megatron_does_not_warn_of_the_one_generator(cpu_run, caplog):
 
 def test_cuda_means_the_cpu(cpu_run):
     cuda = torch.device("cuda", 0)
-    with torch.device("cuda"):
-        in_context = torch.empty(2)
-    made = [
-        torch.zeros(2, device="cuda"),
-        torch.tensor([1.0], device=cuda),
-        torch.empty(2, device=torch.cuda.current_device(), pin_memory=False),
-        torch.empty(2, pin_memory=True),
-        torch.rand(2, device="cuda:0"),
-        torch.zeros_like(torch.ones(2), device="cuda"),
-        torch.ones(2).new_zeros(3, device=cuda),
-        torch.ones(2).cuda(),
-        torch.ones(2).to("cuda"),
-        torch.ones(2).to(torch.cuda.current_device(), non_blocking=True),
-        torch.ones(2).to(device=cuda, dtype=torch.bfloat16),
-        torch.ones(2).pin_memory(),
-        torch.nn.Linear(2, 2, device="cuda").cuda().to(cuda).weight,
-        torch.cuda.FloatTensor([1.0, 2.0]),
-        in_context,
-    ]
-    assert {tensor.device.type for tensor in made} == {"cpu"}
-    assert made[10].dtype == torch.bfloat16
-    with torch.device("meta"):  # what is not a GPU stays what it is
-        assert torch.empty(2).is_meta
 
-
-def test_cuda_means_the_cpu_on_other_threads_and_in_backward(cpu_run):
-    devices = []
-
-    def work():
+    def made():
         x = torch.ones(2, requires_grad=True)
-        x.register_hook(lambda grad: devices.append(torch.zeros(1, device="cuda").device.type))
+        x.register_hook(lambda grad: found.append(torch.zeros(1, device="cuda")))
         x.sum().backward()
-        devices.append(torch.ones(1).to("cuda").device.type)
+        with torch.device("cuda"):
+            found.append(torch.empty(2))
+        found.extend(
+            [
+                torch.tensor([1.0], device=cuda),
+                torch.empty(2, device=torch.cuda.current_device(), pin_memory=False),
+                torch.empty(2, pin_memory=True),
+                torch.rand(2, device="cuda:0"),
+                torch.zeros_like(torch.ones(2), device="cuda"),
+                torch.ones(2).new_zeros(3, device=cuda),
+                torch.ones(2).cuda(),
+                torch.ones(2).to(torch.cuda.current_device(), non_blocking=True),
+                torch.ones(2).to(device=cuda, dtype=torch.bfloat16),
+                torch.ones(2).pin_memory(),
+                torch.nn.Linear(2, 2, device="cuda").cuda().to(cuda).weight,
+                torch.cuda.FloatTensor([1.0, 2.0]),
+            ]
+        )
 
-    thread = threading.Thread(target=work)
+    found = []
+    made()
+    thread = threading.Thread(target=made)  # in all threads
     thread.start()
     thread.join()
-    assert devices == ["cpu", "cpu"]
-
-
-def test_tensors_are_called_what_megatron_expects(cpu_run):
-    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert len(found) == 2 * 14
+    assert {tensor.device.type for tensor in found} == {"cpu"}
+    assert found[10].dtype == torch.bfloat16
+    assert found[2].type() == "torch.cuda.FloatTensor"
     assert torch.ones(1).type("torch.cuda.HalfTensor").dtype == torch.float16
-    assert torch.ones(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+    with torch.device("meta"):  # what is not a GPU stays what it is
+        assert torch.empty(2).is_meta
 
 
 def test_the_state_of_random_numbers_is_kept_as_on_a_gpu(cpu_run):

@@ -157,16 +157,6 @@ def test_flags_that_need_a_gpu_or_files_change_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_interleaved_stages_are_chunks():
-    flags = [*SMALL, "--num-layers", "8", "--pipeline-model-parallel-size", "4"]
-    with described_run([*flags, "--num-layers-per-virtual-pipeline-stage", "1"], rank=3) as run:
-        first, second = (dict(chunk.named_parameters()) for chunk in run.model_chunks)
-    assert [name for name in second.keys() - first.keys() if "layers" not in name] == [
-        "module.output_layer.weight"
-    ] or (second.keys() - first.keys() == {"module.output_layer.weight", "module.decoder.final_layernorm.weight"})
-    assert not [name for name in (*first, *second) if "embedding" in name]
-
-
 LATENT = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8
     --v-head-dim 16 --tensor-model-parallel-size 2""".split()
 
@@ -244,11 +234,6 @@ def test_the_process_is_as_it_was_also_after_an_error():
 def test_what_cannot_be_described_is_refused(flags, message):
     with pytest.raises(ValueError, match=message), described_run(flags):
         pass
-
-
-def test_a_world_that_its_parallel_sizes_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match=r"world size \(3\) is not divisible by total_model_size"):
-        described_run([*SMALL, "--tensor-model-parallel-size", "2"], world_size=3).__enter__()
 
 
 def test_a_process_that_takes_part_in_a_run_is_left_alone():

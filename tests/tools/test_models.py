@@ -7,14 +7,12 @@ import pytest
 
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, plan_cost
-from megatron_eopt.parallel.plan import Matrix, make_plan
-from megatron_eopt.parallel.rectangles import cut
+from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.tools.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 QUINTIC = get_coefficients("quintic", 5)
 WORK = Work(schedule=QUINTIC, restarts=(3,))
 HALF = replace(WORK, itemsize=2)
-DENSE = Work(schedule=QUINTIC, restarts=None, share=1.0)
 SMALL = Model(num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, num_query_groups=2, swiglu=True)
 
 
@@ -44,13 +42,13 @@ def test_a_dense_model():
 
 
 def test_more_ranks_than_query_groups_cut_inside_a_group():
-    matrices = {m.name: m for m in dealt_matrices(SMALL, Parallel(tensor=4), WORK).matrices}
-    name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    # a group is 32 rows of q, 8 of k and 8 of v; a rank has 24 of these 48
-    assert [rectangle.shape[0] for rectangle in matrices[f"{name}[q]"].rectangles] == [24, 8, 24, 8]
-    assert [rectangle.shape[0] for rectangle in matrices[f"{name}[k]"].rectangles] == [0, 8, 0, 8]
-    assert [rectangle.shape[0] for rectangle in matrices[f"{name}[v]"].rectangles] == [0, 8, 0, 8]
-    make_plan(matrices.values(), "auto", WORK)
+    """A group is 32 rows of q, 8 of k and 8 of v; a rank has 24 of these 48."""
+    rows = {
+        matrix.name[-3:]: [rectangle.shape[0] for rectangle in matrix.rectangles]
+        for matrix in dealt_matrices(SMALL, Parallel(tensor=4), WORK).matrices
+        if "layers.0.self_attention.linear_qkv" in matrix.name
+    }
+    assert rows == {"[q]": [24, 8, 24, 8], "[k]": [0, 8, 0, 8], "[v]": [0, 8, 0, 8]}
 
 
 def test_experts():
@@ -112,22 +110,15 @@ def test_latent_attention_and_shared_experts(dense_layers, of_layer):
 def test_of_unequal_stages_it_is_the_busiest():
     """Two dense layers take longer than two of experts over 64 ranks; over two ranks these do."""
     model = replace(MODELS["deepseek-v3"], num_layers=8, first_dense_layers=2, num_experts=64)
-    dense = dealt_matrices(model, Parallel(pipeline=4, expert=64, data=64), WORK).matrices
-    assert {name.split(".")[2] for name in (m.name for m in dense)} <= {"0", "1"}
-    experts = dealt_matrices(model, Parallel(pipeline=4, expert=2, data=2), WORK).matrices
-    assert any("local_experts" in m.name for m in experts)
-
-
-def test_of_unequal_stages_an_even_share_is_that_of_the_one_with_the_most_work():
-    """Two dense layers are a few large matrices, and experts more work, of which each rank has some."""
-    model = replace(MODELS["deepseek-v3"], num_layers=8, first_dense_layers=2, num_experts=64)
     parallel = Parallel(pipeline=4, expert=64, data=64)
     both = dealt_matrices(model, parallel, WORK)
-    (dense, experts) = (dealt_matrices(replace(model, first_dense_layers=n), parallel, WORK) for n in (8, 0))
-    assert (both.seconds, both.mean) == (dense.seconds, experts.mean)
-    assert dense.seconds > experts.seconds
-    assert dense.mean < experts.mean
-    assert both.held == max(dense.held, experts.held)
+    assert {matrix.name.split(".")[2] for matrix in both.matrices} <= {"0", "1"}
+    experts = dealt_matrices(model, Parallel(pipeline=4, expert=2, data=2), WORK).matrices
+    assert any("local_experts" in matrix.name for matrix in experts)
+    # an even share is that of the stage with the most work, and memory that of the fullest
+    dense, of_experts = (dealt_matrices(replace(model, first_dense_layers=n), parallel, WORK) for n in (8, 0))
+    assert (both.seconds, both.mean) == (dense.seconds, of_experts.mean)
+    assert both.held == max(dense.held, of_experts.held)
 
 
 def test_the_matrices_are_those_of_the_busiest_rank():
@@ -141,9 +132,7 @@ def test_the_matrices_are_those_of_the_busiest_rank():
     assert dealt_matrices(model, Parallel(), WORK).deals == []  # nothing to deal
 
 
-@pytest.mark.parametrize(
-    ("data", "by_size", "by_time"), [(4, 118, 118), (8, 68.8, 67.6), (16, 46.5, 42.8), (32, 38.2, 30), (64, 33.6, 23.6)]
-)
+@pytest.mark.parametrize(("data", "by_size", "by_time"), [(4, 118, 118), (64, 33.6, 23.6)])
 def test_the_busiest_rank_before_and_after(data, by_size, by_time):
     """The figures of docs/measured.md, for a stage of llama3-70b without embeddings."""
     parallel = Parallel(tensor=8, pipeline=4, data=data)
@@ -164,81 +153,24 @@ def test_what_cannot_be_divided_is_refused(parallel, model, message):
         dealt_matrices(model, parallel, WORK)
 
 
-def predicted(model, pipeline, data, **settings):
-    """Predicted milliseconds of each mode at TP8 in fp32, and the plan of ``auto``."""
-    parallel = Parallel(tensor=8, pipeline=pipeline, data=data)
-    matrices = dealt_matrices(MODELS[model], parallel, WORK, **settings).matrices
+@pytest.mark.parametrize(("model", "pipeline"), [("llama3-8b", 1), ("llama3-70b", 4)])
+@pytest.mark.parametrize("data", [4, 64])
+def test_large_matrices_are_whole_on_a_rank_where_they_abound_and_split_where_they_are_few(model, pipeline, data):
+    """At TP8: with four data-parallel ranks most are whole on a rank, with 64 the Gram form of the largest is split."""
+    matrices = dealt_matrices(MODELS[model], Parallel(tensor=8, pipeline=pipeline, data=data), WORK).matrices
     modes = ("auto", "owner", "gram", "duplicated", "distributed")
     plans = {mode: make_plan(matrices, mode, WORK) for mode in modes}
-    return {mode: plan_cost(plan, WORK).seconds * 1e3 for mode, plan in plans.items()}, plans["auto"]
-
-
-LLAMAS = [("llama3-8b", 1), ("llama3-70b", 4)]
-
-
-@pytest.mark.parametrize(("model", "pipeline"), LLAMAS)
-@pytest.mark.parametrize("data", [4, 16, 64])
-def test_large_matrices_are_never_duplicated(model, pipeline, data):
-    ms, plan = predicted(model, pipeline, data)
-    assert {bucket.scheme for bucket in plan.buckets} <= {"owner", "gram_split"}
+    ms = {mode: plan_cost(plan, WORK).seconds * 1e3 for mode, plan in plans.items()}
+    buckets = plans["auto"].buckets
+    assert {bucket.scheme for bucket in buckets} <= {"owner", "gram_split"}
     assert ms["auto"] <= min(ms.values()) * (1 + 1e-9)
     assert ms["duplicated"] > 1.9 * ms["auto"]
-
-
-@pytest.mark.parametrize(("model", "pipeline"), LLAMAS)
-def test_owner_where_matrices_abound(model, pipeline):
-    ms, plan = predicted(model, pipeline, 4)
-    owned = sum(len(bucket.matrices) for bucket in plan.buckets if bucket.scheme == "owner")
-    assert owned > 0.75 * len(plan.matrices)
-    assert ms["owner"] < ms["gram"] < ms["distributed"] < ms["duplicated"]
-
-
-def split_shapes(plan):
-    """Shapes of the matrices whose Gram form is split over the ranks."""
-    return {plan.matrices[bucket.matrices[0]].shape for bucket in plan.buckets if bucket.scheme == "gram_split"}
-
-
-@pytest.mark.parametrize(("model", "pipeline"), LLAMAS)
-def test_gram_split_where_they_are_few(model, pipeline):
-    """One fused gate and up, and at 8B an output projection, which the ranks that have no cube can do whole."""
-    ms, plan = predicted(model, pipeline, 64)
-    hidden = MODELS[model].hidden_size
-    assert split_shapes(plan) == {(7 * hidden, hidden)}
-    assert ms["auto"] <= ms["gram"] < 0.85 * ms["distributed"]
-    assert ms["gram"] < 0.5 * min(ms["owner"], ms["duplicated"])
-
-
-@pytest.mark.parametrize(("model", "pipeline"), LLAMAS)
-def test_gram_split_and_owner_in_between(model, pipeline):
-    """Two fused gates and ups: whole they would keep two ranks busy, their cubes are split over two of eight."""
-    ms, plan = predicted(model, pipeline, 16)
-    hidden = MODELS[model].hidden_size
-    assert (7 * hidden, hidden) in split_shapes(plan)
-    assert {bucket.scheme for bucket in plan.buckets} == {"gram_split", "owner"}
-    assert ms["auto"] < 0.95 * ms["owner"] < ms["distributed"] < ms["duplicated"]
-
-
-def test_an_mlp_and_an_attention_matrix_of_70b():
-    """What the busiest of 64 data-parallel ranks has of a quarter of the layers if every matrix is dealt by itself."""
-    matrices = [
-        Matrix("down", (8192, 28672), cut((8192, 28672), 1, 8)),
-        Matrix("proj", (8192, 8192), cut((8192, 8192), 1, 8)),
-    ]
-
-    def ms(plan, work):
-        return plan_cost(plan, work).seconds * 1e3
-
-    plans = {mode: make_plan(matrices, mode, WORK) for mode in ("owner", "gram", "duplicated", "distributed", "auto")}
-    assert [(bucket.scheme, bucket.compute_ranks) for bucket in plans["gram"].buckets] == [
-        ("gram_split", (0,)), ("gram_split", (1,)),
-    ]  # fmt: skip
-    assert plans["auto"] == plans["gram"]
-    # Published are 39, 22 and 125 ms. Operations alone take 38.5 and 19.1 of the first two, and here everything crosses
-    # in fp32; products of the last are dense, as upstream has them.
-    assert ms(plans["owner"], WORK) == pytest.approx(41.4, rel=0.005)
-    assert ms(plans["gram"], WORK) == pytest.approx(24.6, rel=0.005)
-    assert ms(plans["duplicated"], DENSE) == pytest.approx(124.5, rel=0.005)
-    # With half as many bytes a number it comes close to what is published.
-    halves = [replace(matrix, itemsize=2) for matrix in matrices]
-    assert ms(make_plan(halves, "owner", WORK), WORK) == pytest.approx(40.0, rel=0.005)
-    assert ms(plans["gram"], WORK) < ms(plans["distributed"], WORK) < ms(plans["owner"], WORK)
+    owned = sum(len(bucket.matrices) for bucket in buckets if bucket.scheme == "owner")
+    assert (owned > 0.75 * len(matrices)) is (data == 4)
+    if data == 4:
+        assert ms["owner"] < ms["gram"] < ms["distributed"] < ms["duplicated"]
+    else:
+        hidden = MODELS[model].hidden_size
+        split = {plans["auto"].matrices[x.matrices[0]].shape for x in buckets if x.scheme == "gram_split"}
+        assert split == {(7 * hidden, hidden)}
+        assert ms["gram"] < 0.5 * min(ms["owner"], ms["duplicated"])

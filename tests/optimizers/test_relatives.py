@@ -227,6 +227,8 @@ def test_steps_with_a_rate_of_zero_leave_no_trace_before_the_first_and_change_mo
         p.grad = torch.zeros_like(p)
         optimizer.step()
     assert torch.equal(p, matrix())
+    if cls is MarsMuon:
+        assert not any(x.any() for x in optimizer.state[p].values())  # a gradient of theirs is no previous one
     if cls is MuonHyperball:  # whose norms begin in the first step, whatever its rate
         optimizer.state.clear()
         optimizer.load_state_dict(cls([matrix()], lr=rate).state_dict())

@@ -2,7 +2,6 @@
 
 import torch
 
-from megatron_eopt.matrices import concatenated, experts
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.orthogonalize.spectral import start_vector
 from tests.optimizers import several
@@ -17,26 +16,6 @@ def parameters(shapes=SHAPES, dtype=torch.float32):
 
 def spectron(params, **settings):
     return Spectron(params, **{"rank": 4, "fp32_matmul_prec": "highest", **settings})
-
-
-def fused(kind):
-    """A parameter of several matrices, these as parameters of their own, and the settings for it."""
-    parts = parameters([(16, 12), (8, 12), (8, 12)]) if kind != "experts" else parameters([(8, 12)] * 3)
-    if kind == "experts":
-        whole = torch.nn.Parameter(torch.stack([p.detach() for p in parts]))
-        whole.logical_matrices = experts(3)
-        return whole, parts, torch.stack, {}
-    if kind == "declared":
-        whole = torch.nn.Parameter(torch.cat([p.detach() for p in parts]))
-        whole.logical_matrices = concatenated(gate=16, up=8, further=8)
-        return whole, parts, torch.cat, {}
-
-    def interleaved(each):
-        return torch.cat([part for group in range(2) for part in (x.chunk(2)[group] for x in each)])
-
-    whole = torch.nn.Parameter(interleaved([p.detach() for p in parts]))
-    settings = {"split_qkv": True, "is_qkv_fn": lambda p: p is whole, "qkv_split_shapes": [8, 4, 4]}
-    return whole, parts, interleaved, settings
 
 
 def largest(W, u, steps):

@@ -8,12 +8,21 @@ import pytest
 import torch
 
 from megatron_eopt import Muon, TensorParallelMuon
-from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.matrices import concatenated
-from tests.optimizers.family import build, every, every_class, having, matrices, take
+from tests.matrices.models import kinds
+from tests.optimizers.family import (
+    ELEMENTWISE,
+    FURTHER,
+    VARIANTS,
+    build,
+    every,
+    every_class,
+    every_variant,
+    having,
+    matrices,
+    take,
+)
 from tests.optimizers.field import drawn
-
-HOLD = {"weight_norm": "hold", "weight_decay": 0.0}
+from tests.optimizers.on_gpu import captured, masking
 
 
 def parameters(optimizer):
@@ -22,6 +31,10 @@ def parameters(optimizer):
 
 def of_matrices(optimizer):
     return getattr(optimizer, "matrices", optimizer).param_groups
+
+
+def as_dtype(params, dtype):
+    return [torch.nn.Parameter(p.detach().to(dtype)) for p in params]
 
 
 def assert_equal(one, other):
@@ -52,87 +65,211 @@ def test_a_closure_is_called_once_with_gradients_enabled(name):
     torch.testing.assert_close(own[0], other[0])
 
 
-@every
-def test_groups_have_settings_of_their_own(name):
-    together, apart = matrices(2), matrices(2)
-    both = build(name, [{"params": together[:1], "lr": 0.02}, {"params": together[1:]}])
-    alone = [build(name, apart[:1], lr=0.02), build(name, apart[1:])]
-    for step in range(3):
-        for ours, theirs in zip(together, apart, strict=True):
-            ours.grad = drawn((6, 4), step)
-            theirs.grad = ours.grad.clone()
-        both.step()
-        for each in alone:
+# What a second group says, so that its steps are other ones.
+OF_GROUPS = {
+    "muon": {"momentum": 0.5, "nesterov": False, "num_ns_steps": 10, "scale_mode": "unit_rms_norm"},
+    "adaptive_muon": {"beta2": 0.5, "eps": 1e-2, "weight_decay": 0.3},
+    "namo": {"beta2": 0.5, "coefficient_type": [(2.0, -1.5, 0.5)]},
+    "spectron": {"rank": 2, "momentum_beta": 0.5, "weight_decay": 0.3},
+    "soap": {"basis_of": "current", "basis_method": "eigh", "use_kl_shampoo": True, "eps": 1e-2, "betas": (0.5, 0.6)},
+    "shampoo": {"root_method": "cans", "damping": 1e-3, "shampoo_beta": 0.5, "scale_mode": "none"},
+    "kl_shampoo": {"momentum": 0.5, "damping": 1e-3, "weight_norm": "hold"},
+    "psgd_kron": {"momentum": 0.5, "precond_lr": 0.5, "max_dim": 5, "max_update_rms": 0.5},
+    "lion": {"betas": (0.5, 0.6), "weight_decay": 0.3},
+    "signum": {"momentum": 0.5, "weight_decay": 0.3},
+    "schedule_free_adamw": {"betas": (0.3, 0.6), "eps": 1e-2, "warmup_steps": 0, "variant": "schedulefree"},
+    "ademamix": {"alpha": 1.0, "beta3": 0.5, "alpha_warmup": 0},
+    "scion": {"radius": 2.0},
+    "polargrad": {"momentum": 0.5, "weight_decay": 0.3},
+    "muon_hyperball": {"momentum": 0.5, "num_ns_steps": 10},
+    "mars_muon": {"gamma": 0.3, "momentum": 0.8},
+    "dion": {"rank_fraction": 1.0, "momentum": 0.5},
+    "dion2": {"fraction": 1.0, "momentum": 0.5},
+    "muown": {"beta1": 0.5, "eps": 0.1, "weight_decay": 0.3},
+    "with_adamw": {"momentum": 0.5, "ns_steps": 8},
+    "distributed_muon": {"momentum": 0.5, "ns_steps": 8},
+    "users_own": {"momentum_beta": 0.5, "weight_decay_method": "palm"},
+}
+
+
+@pytest.mark.parametrize(("name", "own"), OF_GROUPS.items(), ids=OF_GROUPS)
+def test_groups_have_settings_of_their_own_and_may_be_added(name, own):
+    together, apart, plain = (as_dtype(matrices(3), torch.float64) for _ in range(3))
+    own = {"lr": 0.05, **own}
+    both = build(name, [{"params": together[:1]}, {"params": together[1:2], **own}])
+    alone = [build(name, apart[:1]), build(name, [{"params": apart[1:2], **own}]), build(name, plain[1:2])]
+    for step in range(6):
+        if step == 2:
+            both.add_param_group({"params": together[2:], **own})
+            alone.append(build(name, [{"params": apart[2:], **own}]))
+            if name == "schedule_free_adamw":
+                alone[-1].param_groups[0]["k"] = 2  # the steps of an optimizer count for all its groups
+        for several in (together, apart, plain):
+            for number, p in enumerate(several):
+                p.grad = drawn((6, 4), 10 * step + number, torch.float64)
+        for each in (both, *alone):
             each.step()
     for ours, theirs in zip(together, apart, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # a stack rounds otherwise than one matrix
-
-
-@every
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
-def test_rows_that_are_scaled_between_steps_stay_scaled(name, dtype, tolerance):
-    """Whatever an optimizer keeps of its weights: a step that is next to nothing leaves them where they are."""
-    params = [torch.nn.Parameter(p.detach().to(dtype)) for p in matrices()]
-    optimizer = build(name, params)
-    take(optimizer, 3)
-    factors = torch.tensor([1.0, 0.5, 1.0, 0.25, 0.0, 1.0])
-    expected = [params[0].detach() * factors.to(dtype)[:, None], params[1].detach().clone()]
-    optimizer.scale_rows(params[:1], [factors])
-    assert all(map(torch.equal, params, expected))
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-9
-    take(optimizer, 1)
-    for found, wanted in zip(params, expected, strict=True):
-        torch.testing.assert_close(found.detach(), wanted, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        *((name, {}) for name in OPTIMIZERS),
-        *((name, HOLD) for name in ("muon", "adaptive_muon", "soap", "shampoo", "kl_shampoo")),
-    ],
-)
-def test_rows_may_be_scaled_before_the_first_step_and_leave_no_graph_in_the_state(name, settings):
-    params = matrices()
-    optimizer = build(name, params, **settings)
-    for steps in (0, 2):
-        take(optimizer, steps)
-        expected = params[0].detach() * 0.5
-        optimizer.scale_rows(params[:1], [torch.full((6,), 0.5)])
-        assert torch.equal(params[0], expected)
-    kept = copy.deepcopy(optimizer.state_dict())["state"]
-    assert not any(x.requires_grad for state in kept.values() for x in state.values() if isinstance(x, torch.Tensor))
-
-
-@every
-def test_a_group_that_is_added_is_stepped(name):
-    first, second = matrices(2)
-    optimizer = build(name, [first])
-    take(optimizer, 2)
-    optimizer.add_param_group({"params": [second], "lr": 0.5 if name != "spectron" else 0.05})
-    before = second.detach().clone()
-    take(optimizer, 3, start=2)
-    assert not torch.equal(second, before)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # second moments of some are in fp32
+    assert not torch.allclose(together[1], plain[1], rtol=1e-3)
     with pytest.raises(ValueError, match="lr must"):
-        optimizer.add_param_group({"params": matrices(1, seed=5), "lr": -1.0})
-    assert len(of_matrices(optimizer)) == 2
+        both.add_param_group({"params": matrices(1, seed=5), "lr": -1.0})
+    assert len(of_matrices(both)) == 3
+
+
+@every_variant
+def test_a_stopped_run_goes_on_bit_for_bit(name):
+    """From its state dict in a file, wherever it stopped and whatever the other optimizer was built with."""
+    for dtype in (torch.float32, torch.bfloat16):
+        straight = as_dtype(matrices(), dtype)
+        whole = build(name, straight)
+        take(whole, 6)
+        for stop in (0, 1, 4):
+            stopped = as_dtype(matrices(), dtype)
+            first = build(name, stopped)
+            first.init_state()
+            take(first, stop)
+            file = io.BytesIO()
+            torch.save({"optimizer": first.state_dict(), "parameters": parameters(first)}, file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            resumed = [torch.nn.Parameter(p) for p in saved["parameters"]]
+            second = build(name, resumed, lr=0.3)
+            second.init_state()
+            second.load_state_dict(saved["optimizer"])
+            assert second.param_groups[0]["lr"] == 0.01
+            take(second, 6 - stop, start=stop)
+            for p, q in zip(resumed, straight, strict=True):
+                assert torch.equal(p, q), (dtype, stop)
+                for key, x in whole.state[q].items():
+                    assert x.dtype == second.state[p][key].dtype, (key, dtype, stop)
+                    assert torch.equal(x, second.state[p][key]), (key, dtype, stop)
+
+
+# Kinds of parameters that are several matrices, of all that there are: rows by turns, one behind another, and stacks.
+FUSED = [kinds()[name] for name in ("linear_qkv", "one query group", "mla kv_down", "linear_fc1", "experts fc1")]
+
+
+@pytest.mark.parametrize("name", [name for name, (row, _) in VARIANTS.items() if row not in ELEMENTWISE])
+def test_the_matrices_of_a_parameter_step_as_parameters_of_their_own(name):
+    """But for momenta in bf16, whose random bits go by the name of a parameter."""
+    settings = {"momentum_dtype": None} if name.endswith("in bf16") else {}
+    for kind in FUSED:
+        first, *steps = (kind.whole(12, seed) for seed in range(4))
+        apart = as_dtype(first, torch.float64)
+        whole = torch.nn.Parameter(kind.store([p.detach() for p in apart], 1)[0])
+        whole.logical_matrices = kind.split
+        fused, separate = build(name, [whole], **settings), build(name, apart, **settings)
+        for step, gradients in enumerate(steps):
+            if step == 2:  # torch copies a parameter without the attributes that it was given
+                fused = copy.deepcopy(fused)
+                [whole] = fused.param_groups[0]["params"]
+            for p, g in zip(apart, gradients, strict=True):
+                p.grad = g.double() * (0.01 + 0.3 * step)
+            whole.grad = kind.store([p.grad for p in apart], 1)[0]
+            fused.step()
+            separate.step()
+        expected = kind.store([p.detach() for p in apart], 1)[0]
+        torch.testing.assert_close(whole.detach(), expected, rtol=1e-6, atol=1e-6)
+        for number, p in enumerate(apart):  # state of a matrix has its number
+            for key, x in separate.state[p].items():
+                if f"{key}_{number}" in fused.state[whole]:
+                    torch.testing.assert_close(fused.state[whole][f"{key}_{number}"], x, rtol=1e-4, atol=1e-6)
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_masked_step_is_the_step_of_what_is_accepted(name, dtype):
+    """A GPU is not asked which gradients are finite: the step of every parameter is made, and masked."""
+    if name in ("with_adamw", "users_own"):
+        return
+    both = [as_dtype(matrices(3), dtype) for _ in range(2)]
+    masked, plain = build(name, both[0]), build(name, both[1])
+    fixed = hasattr(masked, "cuda_graphs") and not (masked.momentum_dtype or masked.momentum_warmup)
+    masked = captured(masked) if fixed and dtype == torch.float32 else masking(masked)  # by a graph or by itself
+    for each in (masked, plain):
+        each.init_state()
+    for step, bad in enumerate([None, torch.nan, None, torch.inf, None]):
+        for params, optimizer in zip(both, (masked, plain), strict=True):
+            for i, p in enumerate(params):
+                p.grad = drawn(p.shape, 10 * step + i).to(dtype)
+            if bad is not None:
+                params[0].grad[2, 1] = bad
+            kept = [x.clone() for x in (params[0], *optimizer.state[params[0]].values())]
+            optimizer.step()
+            if bad is not None:
+                assert all(map(torch.equal, kept, (params[0], *optimizer.state[params[0]].values())))
+    for p, q in zip(*both, strict=True):
+        torch.testing.assert_close(p, q, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        for key, x in masked.state[p].items():
+            torch.testing.assert_close(
+                x, plain.state[q][key], rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4
+            )
+
+
+@every_variant
+def test_rows_that_are_scaled_stay_scaled(name):
+    """Whatever an optimizer keeps of its weights: a step that is next to nothing leaves them where they are."""
+    if name in FURTHER or name == "schedulefree":  # which averages as at the largest rate so far
+        return
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+        params = as_dtype(matrices(), dtype)
+        optimizer = build(name, params)
+        factors = torch.tensor([1.0, 0.5, 1.0, 0.25, 0.0, 1.0])
+        for steps in (0, 3):  # before the first step, too
+            take(optimizer, steps)
+            expected = [params[0].detach() * factors.to(dtype)[:, None], params[1].detach().clone()]
+            optimizer.scale_rows(params[:1], [factors])
+            assert all(map(torch.equal, params, expected))
+        for group in optimizer.param_groups:
+            group.update({"lr": 1e-9} | ({"weight_decay": 0.0} if "independent" in group.values() else {}))
+        take(optimizer, 1)
+        for found, wanted in zip(params, expected, strict=True):
+            torch.testing.assert_close(found.detach(), wanted, rtol=tolerance, atol=tolerance)
+        state = copy.deepcopy(optimizer.state_dict())["state"]  # which a graph would not let
+        assert not any(x.requires_grad for kept in state.values() for x in kept.values() if torch.is_tensor(x))
 
 
 @every_class
-def test_a_state_dict_goes_on_bit_for_bit(name):
-    optimizer = build(name, matrices())
-    take(optimizer, 3)
-    file = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "parameters": parameters(optimizer)}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = build(name, [torch.nn.Parameter(p) for p in saved["parameters"]], lr=0.3)
-    other.load_state_dict(saved["optimizer"])
-    assert other.param_groups[0]["lr"] == 0.01
-    for each in (optimizer, other):
-        take(each, 3, start=3)
-    assert_equal(optimizer, other)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_is_another_optimizer_that_does_the_same(name, way):
+    """Also one with a scheduler, which sets the step of the object that it was made for."""
+    if name in ("users_own", "with_adamw"):
+        return
+    for steps in (0, 3):
+        optimizer = build(name, matrices())
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        take(optimizer, steps)
+        other = way(optimizer)
+        kept = parameters(other)
+        take(optimizer, 3, start=steps)
+        assert all(map(torch.equal, kept, parameters(other)))
+        take(other, 3, start=steps)
+        assert_equal(optimizer, other)
+
+
+@every_class
+@pytest.mark.parametrize("how", ["constructor", "set later", "changed in place", "loaded"])
+def test_a_rate_may_be_a_tensor_of_one_entry(name, how):
+    for shape in ((), (1,)):
+        number, rate = build(name, matrices()), torch.full(shape, 0.01)
+        own = build(name, matrices(), lr=rate)
+        if how == "set later":
+            own = build(name, matrices())
+            own.param_groups[0]["lr"] = rate
+        if how == "changed in place":
+            rate.mul_(2)
+            own = build(name, matrices(), lr=rate)
+            rate.mul_(0.5)
+        if how == "loaded":
+            saved = own.state_dict()
+            saved["param_groups"][0]["lr"] = rate
+            own = build(name, matrices(), lr=0.5)
+            own.load_state_dict(saved)
+        for each in (number, own):
+            take(each, 3)
+        for a, b in zip(parameters(number), parameters(own), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @every_class
@@ -146,48 +283,6 @@ def test_a_parameter_without_gradient_is_left_as_it_is(name):
     assert torch.equal(q, before)
     makes_all_at_once = name in ("muon_hyperball", "with_adamw", "distributed_muon")
     assert (q in optimizer.state) is makes_all_at_once
-
-
-@every
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_is_another_optimizer_that_does_the_same(name, steps, way):
-    optimizer = build(name, matrices())
-    take(optimizer, steps)
-    other = way(optimizer)
-    kept = parameters(other)
-    take(optimizer, 3, start=steps)
-    for one, before in zip(parameters(other), kept, strict=True):
-        assert torch.equal(one, before)
-    take(other, 3, start=steps)
-    assert_equal(optimizer, other)
-
-
-@every
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_with_a_scheduler_steps_its_own_parameters(name, way):
-    optimizer = build(name, matrices())
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    other = way(optimizer)
-    kept = parameters(optimizer)
-    take(other, 2)
-    assert all(map(torch.equal, kept, parameters(optimizer)))
-    take(optimizer, 2)
-    assert_equal(optimizer, other)
-
-
-@pytest.mark.parametrize("name", having("split_qkv"))
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_knows_the_matrices_that_are_declared(name, way):
-    """torch copies a parameter without the attributes that it was given."""
-    p = torch.nn.Parameter(drawn((6, 4), 9))
-    p.logical_matrices = concatenated(a=3, b=3)
-    optimizer = build(name, [p])
-    take(optimizer, 1)
-    other = way(optimizer)
-    for each in (optimizer, other):
-        take(each, 3, start=1)
-    assert_equal(optimizer, other)
 
 
 @pytest.mark.parametrize("name", having("maximize"))
@@ -216,38 +311,9 @@ def test_schedulers_of_torch_set_the_rate_of_the_next_step(name):
     assert_equal(scheduled, by_hand)
 
 
-def one_entry(value, shape):
-    return torch.full(shape, value)
-
-
-@every_class
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("how", ["constructor", "set later", "changed in place", "loaded"])
-def test_a_rate_may_be_a_tensor_of_one_entry(name, shape, how):
-    number, own = build(name, matrices()), build(name, matrices(), lr=one_entry(0.01, shape))
-    rate = one_entry(0.01, shape)
-    if how == "set later":
-        own = build(name, matrices())
-        own.param_groups[0]["lr"] = rate
-    if how == "changed in place":
-        rate = one_entry(0.02, shape)
-        own = build(name, matrices(), lr=rate)
-        rate.mul_(0.5)
-        number.param_groups[0]["lr"] = 0.01
-    if how == "loaded":
-        saved = own.state_dict()
-        saved["param_groups"][0]["lr"] = rate
-        own = build(name, matrices(), lr=0.5)
-        own.load_state_dict(saved)
-    for each in (number, own):
-        take(each, 3)
-    for a, b in zip(parameters(number), parameters(own), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_the_rate_of_adamw_follows_a_tensor_that_is_changed_in_place(shape):
-    rate, vectors = one_entry(0.02, shape), [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
+    rate, vectors = torch.full(shape, 0.02), [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
     own, number = (Muon(matrices(), [v], lr=lr) for v, lr in zip(vectors, (rate, 0.02), strict=True))
     for step in range(3):
         for each, v in zip((own, number), vectors, strict=True):
@@ -378,3 +444,32 @@ def test_a_copy_has_the_private_attributes_of_a_subclass(copied):
 
 class Own(TensorParallelMuon):
     """A user's."""
+
+
+@every_variant
+def test_weights_that_are_loaded_after_a_state_of_no_steps_are_where_it_begins(name):
+    """As torch.distributed.checkpoint loads: into a state made before, also of an optimizer that has stepped."""
+    expected = matrices()
+    take(build(name, expected), 3)
+    for steps in (0, 2):
+        others = [torch.nn.Parameter(torch.full_like(p, 9.0).add(drawn((6, 4), 5))) for p in matrices()]
+        optimizer = build(name, others)
+        optimizer.init_state()
+        at_start = copy.deepcopy(optimizer.state_dict())
+        take(optimizer, steps, start=7)
+        optimizer.load_state_dict(at_start)
+        for p, q in zip(others, matrices(), strict=True):
+            p.data.copy_(q)
+        take(optimizer, 3)
+        assert all(map(torch.equal, others, expected)), steps
+
+
+@every_class
+def test_a_step_leaves_what_torch_has_for_the_whole_process(name):
+    before = torch.get_float32_matmul_precision(), torch.is_grad_enabled()
+    torch.manual_seed(3)
+    random = torch.random.get_rng_state()
+    optimizer = build(name, matrices())
+    take(optimizer, 2)
+    assert (torch.get_float32_matmul_precision(), torch.is_grad_enabled()) == before
+    assert torch.equal(torch.random.get_rng_state(), random)

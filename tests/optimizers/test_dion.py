@@ -1,14 +1,15 @@
 """Dion on one rank: its steps against the formulas, and what it refuses."""
 
 import copy
+from math import ceil
 
 import pytest
 import torch
 
-from megatron_eopt.matrices import concatenated
 from megatron_eopt.optimizers.dion import Dion
+from megatron_eopt.optimizers.dion2 import Dion2
 from tests.optimizers.dions import SHAPES, reference
-from tests.optimizers.field import assert_close, drawn, gradient, matrix
+from tests.optimizers.field import assert_close, drawn, factor, gradient, matrix
 from tests.optimizers.field import run as run_alone
 from tests.optimizers.several import gradients_of, parameters, run
 
@@ -93,18 +94,6 @@ def test_directions_that_a_gradient_lacks_get_no_step_and_are_found_later(dtype)
     assert torch.linalg.svdvals((moved - p.detach()).double())[3] > 0.1
 
 
-def test_a_zero_gradient_moves_nothing_and_keeps_the_basis():
-    p = matrix(6, 4)
-    optimizer = Dion([p], lr=0.1, weight_decay=0.0)
-    optimizer.init_state()
-    before, basis = p.detach().clone(), optimizer.state[p]["Q"].clone()
-    p.grad = torch.zeros(6, 4)
-    optimizer.step()
-    assert torch.equal(p, before)
-    assert torch.equal(optimizer.state[p]["Q"], basis)
-    assert not optimizer.state[p]["momentum_buffer"].any()
-
-
 def test_the_size_of_gradients_does_not_matter():
     one, other = matrix(12, 8), matrix(12, 8)
     for p, size in ((one, 1.0), (other, 2.0**-60)):
@@ -113,25 +102,6 @@ def test_the_size_of_gradients_does_not_matter():
             p.grad = size * gradient(p, seed)
             optimizer.step()
     assert torch.equal(one, other)
-
-
-def test_matrices_of_a_fused_parameter_step_as_parameters_of_their_own():
-    parts = parameters([(16, 12), (8, 12)])
-    whole = torch.nn.Parameter(torch.cat([p.detach() for p in parts]))
-    whole.logical_matrices = concatenated(gate=16, up=8)
-    together, apart = Dion([whole], lr=0.05), Dion(parts, lr=0.05)
-    for step in range(3):
-        whole.grad = drawn((24, 12), step)
-        for p, g in zip(parts, whole.grad.split([16, 8]), strict=True):
-            p.grad = g
-        together.step()
-        apart.step()
-    assert_close(whole.detach(), torch.cat([p.detach() for p in parts]).double(), 1e-6)
-    assert [matrix.name for matrix in together.described_matrices()[whole]] == ["gate", "up"]
-    assert {key: x.shape for key, x in together.state[whole].items()} == {
-        "momentum_buffer": (24, 12), "Q_0": (12, 3), "Q_1": (12, 2),
-    }  # fmt: skip
-    assert (together.matrices_updated, apart.matrices_updated) == (6, 6)
 
 
 def test_the_predicted_size_is_that_of_the_first_update():
@@ -144,41 +114,6 @@ def test_the_predicted_size_is_that_of_the_first_update():
         assert (described.scheme, described.scale) == ("local", (p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def test_what_a_gpu_would_mask_stays_as_it_is():
-    """On a GPU nothing waits for a flag: what is not accepted goes through the step."""
-    p, q = parameters([(6, 4), (6, 4)])
-    optimizer = Dion([p, q], lr=0.1)
-    run(optimizer, [p, q], range(2))
-    kept = [p.detach().clone(), *(x.clone() for x in optimizer.state[p].values())]
-    p.grad, q.grad = torch.full((6, 4), torch.nan), torch.ones(6, 4)
-    optimizer.step()
-    assert all(map(torch.equal, kept, [p, *optimizer.state[p].values()]))
-    assert optimizer.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 1}
-
-
-@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
-def test_a_fraction_out_of_its_range_is_refused(fraction):
-    with pytest.raises(ValueError, match=r"Dion: rank_fraction must lie in \(0, 1\], got"):
-        Dion(parameters(SHAPES), rank_fraction=fraction)
-    optimizer = Dion(parameters(SHAPES))
-    optimizer.param_groups[0]["rank_fraction"] = fraction
-    with pytest.raises(ValueError, match=r"Dion: rank_fraction must lie in \(0, 1\], got"):
-        run(optimizer, optimizer.param_groups[0]["params"], [0])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
-        ({"split_qkv": True}, "split_qkv needs is_qkv_fn"),
-        ({"lr": -1.0}, "lr must be a finite number of at least 0"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Dion(parameters(SHAPES), **settings)
-
-
 def test_another_rank_than_that_of_the_state_is_refused():
     params = parameters(SHAPES)
     optimizer = Dion(params)
@@ -189,3 +124,29 @@ def test_another_rank_than_that_of_the_state_is_refused():
     for _ in range(2):  # it is not forgotten
         with pytest.raises(ValueError, match=r"a basis of rank 4 for .* has rank_fraction 0.5: set it back"):
             run(optimizer, params, [1])
+
+
+def reference_of_rows(p, gradients, lr, fraction, momentum=0.95, decay=0.01):
+    """Dion2 (arXiv 2512.16928) with the size ``sqrt(rows / cols)``, in fp64."""
+    w = p.detach().double().clone()
+    m = torch.zeros_like(w)
+    short = 0 if w.shape[0] <= w.shape[1] else 1
+    for g in gradients:
+        m = m + g.double()
+        selected = m.abs().sum(1 - short).topk(ceil(fraction * m.shape[short])).indices
+        part = m.index_select(short, selected)
+        w = (1 - lr * decay) * w
+        w.index_add_(short, selected, factor(part), alpha=-lr * (w.shape[0] / w.shape[1]) ** 0.5)
+        m.index_copy_(short, selected, momentum * part)
+    return w, m
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.6, 1.0])
+@pytest.mark.parametrize("shape", [(12, 7), (7, 12), (8, 8)], ids=str)
+def test_twenty_steps_of_dion2_are_its_formula(shape, fraction):
+    p = matrix(*shape, dtype=torch.float64)
+    expected, momentum = reference_of_rows(p, [gradient(p, step) for step in range(20)], 0.01, fraction)
+    opt = Dion2([p], lr=0.01, fraction=fraction)
+    run_alone(opt, p, range(20))
+    assert_close(p.detach(), expected, 1e-11)
+    assert_close(opt.state[p]["momentum_sum"], momentum, 1e-11)

@@ -6,23 +6,11 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.cuda_graph import capture_cuda
-from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
-from tests.optimizers.family import build, decays
 from tests.optimizers.field import gradient, matrix
 from tests.optimizers.on_gpu import captured
 
 CUDA = torch.cuda.is_available()
-MUONS = [name for name, row in OPTIMIZERS.items() if issubclass(row.cls, TensorParallelMuon)]
-
-
-def build_muon(name, params):
-    if name == "heavy_ball":  # that of plain torch, beside AdamW
-        return HeavyBallMuon(params, lr=0.01, nesterov=True, weight_decay=0.3)
-    if name in ("adamuon", "namo"):
-        return build("adaptive_muon", params, moment2_method=name)
-    return build(name, params, **({"weight_decay": 0.3} if decays(name) else {}))
 
 
 def pair(device):
@@ -50,37 +38,6 @@ def test_a_captured_step_is_the_step_while_rates_change():
             opt.step()
         for p, q in zip(plain_p, captured_p, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-
-
-def kept(opt, p):
-    """Copies of a matrix and its state, but for a radius, which the first step finds whatever it leaves out."""
-    return [p.detach().clone(), *(x.clone() for key, x in opt.state[p].items() if key != "radius")]
-
-
-@pytest.mark.parametrize("name", [*MUONS, "adamuon", "namo", "heavy_ball"])
-def test_a_step_on_a_gpu_leaves_out_what_a_step_on_a_cpu_leaves_out(name):
-    """A GPU is not asked which gradients are not finite: the step of every matrix is made, and masked."""
-    device = "cuda" if CUDA else "cpu"
-    both = [[torch.nn.Parameter(m.detach().to(device)) for m in (matrix(), matrix(5, 7, 1))] for _ in range(2)]
-    masked, plain = (build_muon(name, p) for p in both)
-    if not CUDA:
-        captured(masked)
-    for opt in (masked, plain):
-        opt.init_state()
-    for step, bad in enumerate([torch.nan, None, torch.nan, None, torch.inf, None]):
-        for parameters, opt in zip(both, (masked, plain), strict=True):
-            set_gradients(parameters, step)
-            opt.param_groups[0]["lr"] = 0.01 / (step + 1)
-            if bad is not None:
-                parameters[0].grad[2, 1] = bad
-            before = kept(opt, parameters[0])
-            opt.step()
-            if bad is not None:
-                assert all(map(torch.equal, before, kept(opt, parameters[0])))
-        for p, q in zip(*both, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-            for key, x in masked.state[p].items():
-                torch.testing.assert_close(x, plain.state[q][key], rtol=1e-5, atol=1e-6)
 
 
 class Cuda:

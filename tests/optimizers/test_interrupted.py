@@ -94,17 +94,6 @@ def test_an_interrupted_step_is_made_again_or_refused(name, steps):
 
 
 @every_class
-def test_without_the_mark_it_would_go_on_from_half_a_step(name):
-    undisturbed, different = stepped(name, 1), 0
-    undisturbed.step()
-    for opt in interrupted(name, 1):
-        opt_of_matrices(opt)._session.changing = False
-        opt.step()
-        different += not are_equal(values(opt), values(undisturbed))
-    assert different
-
-
-@every_class
 def test_weights_and_state_of_a_checkpoint_are_gone_on_from(name):
     opt = stepped(name, 1)
     saved, weights = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in all_parameters(opt)]

@@ -1,13 +1,21 @@
 """How many operations one step takes: as many as there are kinds of matrices, however many matrices there are."""
 
+from collections import Counter
+
 import pytest
 import torch
-from counting import HOST_READ, Operations
+from counting import HOST_READ, Operations, launches
 
 from megatron_eopt.family import OPTIMIZERS
-from tests.optimizers.family import FOR_VECTORS, build
-from tests.optimizers.field import drawn
+from megatron_eopt.matrices import GATE_UP, experts
+from megatron_eopt.optimizers import foreach, whole_matrices
+from megatron_eopt.optimizers.nonfinite import NonFinite
+from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.optimizers.spectron import factor_pairs
 from tests.optimizers.on_gpu import masking
+from tests.optimizers.several import run as run_all
+from tests.optimizers.several import set_gradients
+from tests.optimizers.spectrons import parameters, spectron
 
 SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
 OF_EACH = 64
@@ -51,29 +59,6 @@ def built(name, masked=False, of_each=OF_EACH):
     return masking(optimizer) if masked else optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FOR_VECTORS)
-def test_a_masked_step_is_the_step_of_what_is_accepted(name, dtype):
-    shapes = [(8, 4), (8, 4), (4,), ()]
-    values = [drawn(shape).to(dtype) for shape in shapes]
-    both = [[torch.nn.Parameter(x.clone()) for x in values] for _ in range(2)]
-    masked, plain = masking(build(name, both[0], weight_decay=0.1)), build(name, both[1], weight_decay=0.1)
-    for step, bad in enumerate([None, torch.nan, torch.inf, None]):
-        for params, optimizer in zip(both, (masked, plain), strict=True):
-            for i, p in enumerate(params):
-                p.grad = drawn(p.shape, 10 * step + i).to(dtype)
-            if bad is not None:
-                params[0].grad[2, 1] = bad
-            before = [x.clone() for x in [params[0], *optimizer.state[params[0]].values()]]
-            optimizer.step()
-            if bad is not None:
-                assert all(map(torch.equal, before, [params[0], *optimizer.state[params[0]].values()]))
-    for p, q in zip(*both, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-        for key, x in masked.state[p].items():
-            torch.testing.assert_close(x, plain.state[q][key], rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     "masked", [pytest.param(False, id="on a CPU", marks=pytest.mark.wide), pytest.param(True, id="masked")]
 )
@@ -94,3 +79,157 @@ def test_the_first_step_reads_back_the_norms_of_all_matrices_at_once():
     with Operations() as counted:
         optimizer.step()
     assert counted.counts[HOST_READ] <= 2  # of gradients that are not finite
+
+
+class Sizes(Operations):
+    """Has also the most bytes that each operation makes, or changes, and those of the largest tensor that one makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.tensor = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        changed = made if made is not None else args[0]
+        tensors = changed if isinstance(changed, list | tuple) else [changed]
+        nbytes = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+        name = func.overloadpacket.__name__
+        self.largest[name] = max(self.largest[name], nbytes)
+        if made is not None and launches(func):
+            self.tensor = max([self.tensor, *(each.nbytes for each in tensors if isinstance(each, torch.Tensor))])
+        return made
+
+
+# Spectron's.
+
+
+def operations(optimizer, params, accepted=None):
+    """Of one step, without the check of the gradients, which reads its result on a CPU alone."""
+    with Sizes() as found, torch.no_grad():
+        optimizer._take(torch.ones(len(params), dtype=torch.bool) if accepted is None else accepted)
+    return found
+
+
+def test_a_step_of_many_pairs_takes_few_operations():
+    params = parameters([(64, 16), (16, 96)] * 160)
+    optimizer = spectron([factor_pairs(list(zip(params[::2], params[1::2], strict=True)))], lr=0.05)
+    run_all(optimizer, params, [0])
+    assert operations(optimizer, params).counts.total() <= 1500
+
+
+def mixed():
+    """Equal parameters, and others between them: weights, weights of several matrices, and pairs of factors."""
+    weights = parameters([(24, 16), (16, 24), (24, 16), (3, 24, 16), (48, 16), (24, 16), (48, 16), (16, 24)])
+    A, B, C, D, E, F = parameters([(24, 4), (4, 16), (24, 4), (16, 4), (24, 4), (4, 16)])
+    weights[3].logical_matrices = experts(3)
+    weights[4].logical_matrices = weights[6].logical_matrices = GATE_UP
+    return weights, [(A, B), (C, D), (E, F)]
+
+
+def spectrons(weights, pairs, **settings):
+    groups = [{"params": weights}] * bool(weights) + [factor_pairs(pairs, weight_decay=0.3)] * bool(pairs)
+    return spectron(groups, lr=0.05, **settings)
+
+
+def state_of(optimizer, p):
+    return {"p": p.detach().clone(), **{key: value.clone() for key, value in optimizer.state[p].items()}}
+
+
+@pytest.mark.parametrize("most", [2**28, 2**12, 1])
+def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
+    (weights, pairs), (alone, pairs_alone) = mixed(), mixed()
+    params, each = [*weights, *sum(pairs, ())], [*alone, *sum(pairs_alone, ())]
+    apart = [spectrons([p], []) for p in alone] + [spectrons([], [pair]) for pair in pairs_alone]
+    monkeypatch.setattr(foreach, "MOST_BYTES", most)
+    together = spectrons(weights, pairs)
+    for step in range(3):
+        set_gradients(params, step)
+        set_gradients(each, step)
+        for optimizer in (together, *apart):
+            optimizer.step()
+    kept = {p: optimizer.state[p] for optimizer in apart for p in optimizer.state}
+    for p, q in zip(params, each, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        for key, value in together.state[p].items():
+            torch.testing.assert_close(value, kept[q][key], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_accepted_stays_bit_for_bit_among_equal_matrices():
+    (weights, pairs), (others, other_pairs) = mixed(), mixed()
+    params, all_step = [*weights, *sum(pairs, ())], [*others, *sum(other_pairs, ())]
+    one, other = spectrons(weights, pairs), spectrons(others, other_pairs)
+    for optimizer, of_it in ((one, params), (other, all_step)):
+        run_all(optimizer, of_it, range(2))
+        set_gradients(of_it, 2)
+    left_out = {2, 4, 9}  # of the first pair one factor, with which the other stays
+    for index in left_out:
+        params[index].grad[..., 0, 0] = torch.nan
+    before = [state_of(one, p) for p in params]
+    one.step()
+    other.step()
+    for index, (p, q) in enumerate(zip(params, all_step, strict=True)):
+        expected = before[index] if index in left_out | {8} else state_of(other, q)
+        for key, value in state_of(one, p).items():
+            assert torch.equal(value, expected[key]), (index, key)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_stacks_of_spectron_are_of_bounded_size(stacked, monkeypatch):
+    one = 4 * 96 * 64
+    params = parameters([(8, 96, 64)] if stacked else [(96, 64)] * 8)
+    if stacked:
+        params[0].logical_matrices = experts(8)
+    optimizer = spectron(params, lr=0.05)
+    run_all(optimizer, params, [0])
+    set_gradients(params, 1)
+    assert operations(optimizer, params).largest["bmm"] == 8 * one
+    monkeypatch.setattr(foreach, "MOST_BYTES", 3 * one)
+    found = operations(optimizer, params)
+    assert found.largest["bmm"] == 3 * one
+    assert found.largest["stack"] <= 3 * one
+    # nor are more of them there at a time, but for the matrices of one parameter
+    assert found.largest["_foreach_copy_"] == (8 if stacked else 3) * one
+
+
+# SOAP's.
+
+
+def many(count, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    return params
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_kl_shampoo": True, "basis_of": "current", "nesterov": True}], ids=str)
+def test_a_device_of_soap_is_asked_once_in_the_first_step_and_not_again(monkeypatch, settings):
+    monkeypatch.setattr(NonFinite, "_report", lambda self: None)  # which on a GPU reads what is there already
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.shape) or tolist(x))
+    params = many(2, [(6, 4), (4, 6), (5,)])
+    optimizer = SOAP(params, precondition_frequency=1, **settings)
+    late = torch.nn.Parameter(params[0].detach().clone())
+    optimizer.add_param_group({"params": [late]})
+    for step, expected in enumerate((1, 1, 2, 2, 2)):
+        late.grad = None if step < 2 else torch.ones_like(late)  # its first step is the third
+        with Sizes() as watched:
+            optimizer.step()
+        assert len(reads) == expected
+        assert not watched.counts.keys() & {HOST_READ, "nonzero", "is_nonzero", "masked_select"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_dim": 80}], ids=str)
+def test_stacks_of_soap_are_bounded_and_their_size_changes_nothing(monkeypatch, settings):
+    whole, params = many(12), many(12)
+    most = 3 * 4 * 128 * 64 * 4  # of four of the largest matrices
+    a, b = (SOAP(each, precondition_frequency=2, **settings) for each in (whole, params))
+    for _ in range(4):
+        a.step()
+    monkeypatch.setattr(whole_matrices, "MOST_BYTES", most)
+    with Sizes() as watched:
+        for _ in range(4):
+            b.step()
+    assert 128 * 128 * 4 < watched.tensor <= most
+    for p, q in zip(params, whole, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)

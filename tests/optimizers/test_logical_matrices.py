@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt import OrthogonalizedOptimizer, TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import GATE_UP, WHOLE, concatenated, experts, interleaved, query_key_value
 from tests.matrices.models import kinds
 from tests.parallel.test_layout import Group
@@ -57,47 +57,6 @@ def test_a_split_update_is_the_updates_of_its_matrices(name, precision):
     parameter_name = "parameter 0 of group 0, of shape " + str(tuple(p.shape))
     assert names == [f"{parameter_name}[{n}]" if n else parameter_name for n in KINDS[name].matrices]
     assert optimizer.state[p]["momentum_buffer"].shape == p.shape
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("method", ["adamuon", "normuon", "namo"])
-def test_second_moments_are_those_of_the_matrices(name, method):
-    def make(parameters):
-        return TensorParallelAdaptiveMuon(parameters, lr=0.1, moment2_method=method, fp32_matmul_prec="highest")
-
-    actual, optimizer, expected = both_ways(KINDS[name], make)
-    assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max()
-    (p,) = optimizer.param_groups[0]["params"]
-    keys = [key for key in optimizer.state[p] if key.startswith("moment2")]
-    many = method != "adamuon" and not KINDS[name].split.is_whole
-    assert keys == ([f"moment2_buffer_{i}" for i in range(len(KINDS[name].matrices))] if many else ["moment2_buffer"])
-    restored = make([parameter(actual, KINDS[name].split)])
-    restored.load_state_dict(optimizer.state_dict())
-    (q,) = restored.param_groups[0]["params"]
-    assert all(torch.equal(restored.state[q][key], optimizer.state[p][key]) for key in optimizer.state[p])
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_base_class_splits_too(name):
-    def make(parameters):
-        return OrthogonalizedOptimizer(
-            parameters,
-            0.1,
-            0.9,
-            True,
-            0.1,
-            True,
-            False,
-            None,
-            None,
-            "highest",
-            orthogonalize_fn=lambda x: x / x.norm(),
-            scale_factor_fn=lambda rows, cols: rows / cols,
-        )
-
-    actual, _, expected = both_ways(KINDS[name], make)
-    # the norm of single rows brought together by strides is summed in another order
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_what_a_parameter_declares_wins():

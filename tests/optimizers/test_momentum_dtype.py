@@ -9,12 +9,8 @@ from torch import nn
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import experts, per_shard
-from megatron_eopt.optimizers.rounding import numbered, rounded_at_random
 from megatron_eopt.optimizers.with_adamw import Muon
-from megatron_eopt.parallel.layout import on_one_rank
-from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.optimizers.family import ELEMENTWISE, build, having
-from tests.optimizers.on_gpu import masking
 from tests.optimizers.several import parameters as of_shapes
 
 RELATIVES = having("momentum_dtype")
@@ -106,34 +102,6 @@ def test_the_error_of_a_momentum_is_bounded(beta):
     assert sum(errors) / len(errors) < 2**-8 / (1 - beta**2) ** 0.5
 
 
-def test_where_rounding_to_the_nearest_stands_still_the_mean_moves():
-    """``(1 - beta) |g - m|`` is a tenth of the spacing of bf16, so the nearest number is always the one before."""
-    beta, shape = 0.99, (100, 100)
-    m, g = torch.ones(shape), torch.full(shape, 1 + 0.1 * 2**-7 / (1 - beta))
-    (part,) = numbered(["w"], [on_one_rank(shape)], [per_shard(a=None)], torch.device("cpu"))
-    nearest = m.to(BF16)
-    for step in range(100):
-        nearest = nearest.float().lerp(g, 1 - beta).to(BF16)
-        m = rounded_at_random([m.lerp(g, 1 - beta)], part.places, step)[0].float()
-    assert (nearest == 1).all()
-    expected = 1 + (1 - beta**100) * (g[0, 0] - 1)
-    assert abs(m.mean() - expected) < 5 * 2**-8 / (1 - beta**2) ** 0.5 / 100
-
-
-@relatives
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_a_restored_optimizer_goes_on_bit_for_bit(name, dtype):
-    straight, stopped = (build(name, parameters(dtype), momentum_dtype=BF16) for _ in range(2))
-    take(straight, range(6))
-    take(stopped, range(3))
-    params = [nn.Parameter(p.detach().clone()) for p in stopped.state]
-    resumed = build(name, params, momentum_dtype=BF16)
-    resumed.load_state_dict(copy.deepcopy(stopped.state_dict()))
-    take(resumed, range(3, 6))
-    assert_equal(resumed, straight)
-    assert resumed.param_groups[0]["momentum_steps"] == 6
-
-
 @pytest.mark.parametrize(("was", "now"), [(None, BF16), (BF16, None)])
 def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplog):
     first = build("muon", parameters(), momentum_dtype=was)
@@ -148,24 +116,6 @@ def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplo
         assert torch.equal(m, other.to(dtypes[1]))
     take(second, range(3, 5))
     assert second.param_groups[0].get("momentum_steps") == {None: 3, BF16: 2}[now]
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["on a CPU", "masked"])
-@relatives
-def test_a_momentum_keeps_its_bits_where_the_gradient_is_not_finite(name, masked):
-    optimizer = build(name, parameters(), momentum_dtype=BF16)
-    if masked:  # as on a GPU, which is not asked
-        masking(optimizer)
-    take(optimizer, range(3))
-    bad, *others = optimizer.state
-    before = [x.clone() for x in (bad, *optimizer.state[bad].values())]
-    of_others = [momentum(optimizer.state[p]).clone() for p in others]
-    for p, g in zip(optimizer.state, gradients(3), strict=True):
-        p.grad = g
-    bad.grad[0, 0] = torch.nan
-    optimizer.step()
-    assert all(map(torch.equal, before, (bad, *optimizer.state[bad].values())))
-    assert not any(torch.equal(momentum(optimizer.state[p]), m) for p, m in zip(others, of_others, strict=True))
 
 
 def test_the_bits_are_those_of_the_name_or_of_the_index():
@@ -208,31 +158,6 @@ def test_stacks_and_what_is_read_as_a_matrix():
     assert (momenta(optimizer)[0] - exact).norm() < 0.03 * exact.norm()
 
 
-def test_the_builders_of_plain_torch_take_it_and_go_on_bit_for_bit():
-    def made():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
-        config = OptimizerConfig(name="muon", lr=0.1, options={"momentum_dtype": BF16})
-        return model, build_optimizer(model, config)
-
-    def train(model, optimizer, steps):
-        for step in steps:
-            torch.manual_seed(step)
-            model(torch.randn(3, 6)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    (straight, first), (stopped, second), (resumed, third) = made(), made(), made()
-    train(straight, first, range(6))
-    train(stopped, second, range(3))
-    resumed.load_state_dict(stopped.state_dict())
-    third.load_state_dict(copy.deepcopy(second.state_dict()))
-    train(resumed, third, range(3, 6))
-    for p, q in zip(straight.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert {state[MOMENTUM].dtype for state in third.matrices.state.values()} == {BF16}
-
-
 class Own(TensorParallelMuon):
     """An orthogonalize of the user's own, before which nothing is changed."""
 
@@ -269,16 +194,8 @@ def test_l2_decay_and_gradients_in_bf16():
 
 
 def test_refusals():
-    for dtype in (torch.float16, torch.float32, torch.int8, "bf16"):
-        with pytest.raises(ValueError, match=r"momentum_dtype is None, for that of each parameter, or torch\.b"):
-            build("muon", parameters(), momentum_dtype=dtype)
     with pytest.raises(ValueError, match=r"averaged in fp32, got a parameter in fp64 of shape \(12, 8\)"):
         build("muon", parameters(torch.float64), momentum_dtype=BF16)
     for name in (*ELEMENTWISE, "soap", "spectron"):
         with pytest.raises(TypeError, match="momentum_dtype"):
             build(name, parameters(), momentum_dtype=BF16)
-
-
-def test_a_captured_step_is_refused():
-    with pytest.raises(ValueError, match="cuda_graphs cannot work with offload_fraction, momentum_dtype"):
-        build("muon", parameters(), momentum_dtype=BF16, cuda_graphs=True)

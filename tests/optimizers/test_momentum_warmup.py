@@ -51,19 +51,6 @@ def test_a_step_is_that_with_the_momentum_of_its_time(cls):
         torch.testing.assert_close(warming[0], by_hand[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("stopped", [2, WARMUP, 6])
-def test_a_stopped_warmup_goes_on(stopped):
-    straight = made(momentum_warmup=WARMUP)
-    stepped(*straight, range(STEPS))
-    first = made(momentum_warmup=WARMUP)
-    stepped(*first, range(stopped))
-    again = made(momentum_warmup=WARMUP)
-    again[0].data.copy_(first[0])
-    again[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-    stepped(*again, range(stopped, STEPS))
-    assert torch.equal(again[0], straight[0])
-
-
 def test_a_state_that_was_saved_without_goes_on_without():
     straight, again = made(), made(momentum_warmup=WARMUP)
     stepped(*straight, range(2))
@@ -79,14 +66,3 @@ def test_a_momentum_that_is_smaller_stays():
     for run in (low, without):
         stepped(*run, range(STEPS))
     assert torch.equal(low[0], without[0])
-
-
-@pytest.mark.parametrize("wrong", [-1, 2.5, True])
-def test_what_is_no_number_of_steps_is_refused(wrong):
-    with pytest.raises(ValueError, match=f"momentum_warmup must be a whole number of at least 0, got {wrong}"):
-        made(momentum_warmup=wrong)
-
-
-def test_a_graph_cannot_replay_it():
-    with pytest.raises(ValueError, match=r"cuda_graphs cannot work with .* momentum_warmup"):
-        made(momentum_warmup=WARMUP, cuda_graphs=True)

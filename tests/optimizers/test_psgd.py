@@ -1,6 +1,5 @@
 """PSGD-Kron takes the steps of its formulas, with random numbers that depend on no layout."""
 
-import copy
 import inspect
 import math
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from megatron_eopt import PSGDKron
-from megatron_eopt.matrices import GATE_UP
 from megatron_eopt.optimizers.psgd_math import normals
 from tests.optimizers.field import assert_close, gradient, matrix, run
 from tests.optimizers.psgd_reference import steps_of
@@ -114,33 +112,6 @@ def test_random_numbers_are_normal_and_of_their_own_for_each_step():
         assert (several * several.roll(shift, 1)).mean(1).abs().max() < 0.04
 
 
-def test_fused_matrices_are_whitened_apart():
-    whole, parts = matrix(12, 5, dtype=torch.float64), [matrix(12, 5, dtype=torch.float64) for _ in range(2)]
-    whole.logical_matrices = GATE_UP
-    optimizer = PSGDKron([whole], lr=0.05)
-    run(optimizer, whole, range(6))
-    gradients = [gradient(whole, seed) for seed in range(6)]
-    for number, rows in enumerate((slice(0, 6), slice(6, 12))):
-        expected, (_, factors, _) = steps_of(
-            parts[number].detach()[rows], [g[rows] for g in gradients], drawn(6, 5), DEFAULTS | {"lr": 0.05}
-        )
-        assert_close(whole.detach()[rows], expected, 1e-10)
-        assert_close(optimizer.state[whole][f"Q_L_{number}"], factors[0], 1e-9)
-
-
-def test_a_stopped_run_goes_on_between_two_fits():
-    straight, stopped = matrix(), matrix()
-    settings = {"precondition_frequency": 3, "precond_decay_steps": 2}
-    whole, first = PSGDKron([straight], **settings), PSGDKron([stopped], **settings)
-    run(whole, straight, range(10))
-    run(first, stopped, range(5))
-    second = PSGDKron([stopped])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    run(second, stopped, range(5, 10))
-    assert torch.equal(straight, stopped)
-    assert all(torch.equal(whole.state[straight][key], x) for key, x in second.state[stopped].items())
-
-
 @pytest.mark.parametrize("size", [1e-30, 1e12])
 def test_factors_stay_finite(size):
     """Products of the small ones with themselves are 0 in fp32; larger ones are skipped."""
@@ -153,25 +124,3 @@ def test_factors_stay_finite(size):
     optimizer.step()
     assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()))
     assert (p - matrix()).abs().max() < 0.01 * 31 * 5  # entries of matrices whose RMS is at most 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"momentum": 1.0}, r"PSGDKron: momentum must lie in \[0, 1\), got 1.0"),
-        ({"beta_lip": -0.1}, r"PSGDKron: beta_lip must lie in \[0, 1\), got -0.1"),
-        ({"precond_lr": 0.0}, r"PSGDKron: precond_lr must lie in \(0, 1\], got 0.0"),
-        ({"precond_lr": 0.001}, "PSGDKron: min_precond_lr must be at most precond_lr, got 0.01 and 0.001"),
-        ({"min_precond_lr": -1.0}, "PSGDKron: min_precond_lr must be a finite number of at least 0, got -1.0"),
-        ({"damping_noise_scale": math.inf}, "PSGDKron: damping_noise_scale must be a finite number of at least 0"),
-        ({"precond_init_scale": 0.0}, "PSGDKron: precond_init_scale must be a finite number above 0, got 0.0"),
-        ({"max_update_rms": -1.0}, "PSGDKron: max_update_rms must be a finite number of at least 0, got -1.0"),
-        ({"precond_decay_steps": 0}, "PSGDKron: precond_decay_steps must be a whole number of at least 1, got 0"),
-        ({"precondition_frequency": 0}, "PSGDKron: precondition_frequency must be a whole number of at least 1"),
-        ({"max_dim": -1}, "PSGDKron: max_dim must be a whole number of at least 0, got -1"),
-        ({"fp32_matmul_prec": "best"}, "unknown fp32_matmul_prec 'best'"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PSGDKron([matrix()], **settings)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.matrices import WHOLE, interleaved, per_shard
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.rounding import between, mixed, numbered, rounded_at_random, store
+from megatron_eopt.optimizers.rounding import between, numbered, rounded_at_random, store
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.rectangles import Rectangle
 
@@ -47,12 +47,6 @@ def expected(x, name, matrix, row, column, step):
 
 def whole(shape, name="w", split=WHOLE):
     return numbered([name], [on_one_rank(shape)], [split], CPU)
-
-
-def test_the_hash_is_the_published_one():
-    words = torch.randint(-(2**31), 2**31, (500,)).to(torch.int32)
-    found = mixed(words.clone())
-    assert [x % WORD for x in found.tolist()] == [fmix32(x % WORD) for x in words.tolist()]
 
 
 @pytest.mark.parametrize("step", [0, 3, 2**31 + 5])
@@ -104,17 +98,6 @@ def test_the_frequency_of_a_neighbour_is_its_nearness_over_entries_and_over_step
         assert z.abs().max() < math.sqrt(2 * math.log(2 * z.numel())) + 3
         if z.numel() > 30:
             assert abs(z.square().mean() - 1) < 6 * math.sqrt(2 / z.numel())
-
-
-def test_noise_of_neighbours_and_of_following_steps_is_not_correlated():
-    x = torch.full((256, 256), 1 + 2**-8)
-    parts = numbered(["a", "b"], [on_one_rank((256, 256))] * 2, [WHOLE] * 2, CPU)
-    now, later = ((rounded_at_random([x], parts[0].places, step)[0] > 1).double() for step in (5, 6))
-    other = (rounded_at_random([x], parts[1].places, 5)[0] > 1).double()
-    pairs = [(now, later), (now, other), (now[1:], now[:-1]), (now[:, 1:], now[:, :-1]), (now, now.T)]
-    for a, b in pairs:
-        correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
-        assert abs(correlation) < 5 / 256
 
 
 def test_pieces_and_company_make_no_difference(monkeypatch):

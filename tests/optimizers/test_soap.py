@@ -2,12 +2,13 @@
 
 import copy
 
+import emerging_optimizers.soap as oracle
 import pytest
 import torch
 
 from megatron_eopt.optimizers.soap import SOAP
 from tests.optimizers.several import gradients_of, parameters, run, set_gradients
-from tests.optimizers.soap_reference import SETTINGS, SHAPES, reference_steps
+from tests.optimizers.soap_reference import SETTINGS, SHAPES, polar, reference_steps
 
 
 def follows(steps=20, dtype=torch.float32, shapes=SHAPES, tolerance=1e-6, **settings):
@@ -80,66 +81,6 @@ def test_twenty_steps_of_bf16_parameters_follow_it_but_for_the_rounding_of_each(
         assert way > 30 * bound
 
 
-def test_the_first_gradient_makes_bases_alone_and_plain_adam_moves_at_once():
-    p, q = parameters([(4, 4), (4,)])
-    before, adam = copy.deepcopy([p, q]), copy.deepcopy(q)
-    optimizer = SOAP([p, q], **SETTINGS)
-    run(optimizer, [p, q], [0])
-    assert torch.equal(p, before[0])
-    assert not torch.equal(q, before[1])
-    run(optimizer, [p, q], range(1, 10))
-    assert not torch.equal(p, before[0])
-    reference = torch.optim.AdamW([adam], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
-    for step in range(10):
-        set_gradients([p, adam], step)
-        reference.step()
-    torch.testing.assert_close(q, adam, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("max_dim", "sides"), [(6, "LR"), (5, "R"), (4, "R"), (3, ""), (0, "")])
-def test_sides_that_are_too_long_have_no_factor(max_dim, sides):
-    (p,) = parameters([(6, 4)], torch.bfloat16)
-    optimizer = SOAP([p], max_dim=max_dim)
-    optimizer.init_state()
-    state = optimizer.state[p]
-    assert {key for key in state if state[key].ndim == 2} == {"exp_avg", "exp_avg_sq"} | {
-        name for side in sides for name in (side, f"Q_{side}")
-    }
-    for side in sides:
-        n = {"L": 6, "R": 4}[side]
-        assert state[side].shape == state[f"Q_{side}"].shape == (n, n)
-    assert all(tensor.dtype == torch.float32 for key, tensor in state.items() if key != "steps")
-
-
-@pytest.mark.parametrize("basis_of", ["previous", "current"])
-@pytest.mark.parametrize(("frequency", "expected"), [(4, [5, 9, 13]), (3, [4, 7, 10, 13]), (1, list(range(2, 15)))])
-def test_bases_are_refreshed_in_the_steps_of_the_authors_code_and_stay_orthogonal(frequency, expected, basis_of):
-    (p,) = parameters([(6, 4)])
-    optimizer = SOAP([p], precondition_frequency=frequency, basis_of=basis_of)
-    seen = []
-    for step in range(14):
-        run(optimizer, [p], [step])
-        basis = optimizer.state[p]["Q_L"].clone()
-        torch.testing.assert_close(basis.T @ basis, torch.eye(6), rtol=0, atol=1e-5)
-        seen.append(basis)
-    # the first step makes them, and their code counts from there
-    assert [step + 1 for step in range(1, 14) if not torch.equal(seen[step], seen[step - 1])] == expected
-
-
-@pytest.mark.parametrize(("sort_bases", "expected"), [("before", [4.5, 0.5]), ("after", [0.5, 4.5])])
-def test_squares_are_permuted_with_the_columns_of_the_basis_that_are_sorted_before(sort_bases, expected):
-    # a diagonal gradient has unit vectors as its basis: the second is the larger from the second step on
-    p = torch.nn.Parameter(torch.zeros(2, 2))
-    settings = {"lr": 1.0, "betas": (0.0, 0.5), "shampoo_beta": 0.0, "weight_decay": 0.0, "precondition_frequency": 1}
-    optimizer = SOAP([p], sort_bases=sort_bases, **settings)
-    for sizes in ([2.0, 1.0], [1.0, 3.0]):
-        p.grad = torch.tensor(sizes).diag()
-        optimizer.step()
-    squares = optimizer.state[p]["exp_avg_sq"]
-    torch.testing.assert_close(squares, torch.tensor(expected).diag())
-    torch.testing.assert_close(optimizer.state[p]["Q_L"].abs(), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-
-
 def test_adam_in_the_eigenbasis_is_the_same_for_a_rotated_problem():
     # what tells SOAP from Adam: rotations of rows and of columns commute with its steps
     turns = [torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(n)).double())[0] for n in (5, 4)]
@@ -188,21 +129,6 @@ def test_kl_factors_minimize_the_divergence_from_the_gradients():
             assert divergence(*((other, R) if side == 0 else (L, other)), gradients)[0] > least
 
 
-def test_groups_have_settings_of_their_own():
-    settings = [
-        {**SETTINGS, "eps": 1e-6, "basis_of": "current", "basis_method": "eigh", "use_kl_shampoo": False},
-        {**SETTINGS, "eps": 1e-3, "basis_of": "previous", "basis_method": "qr", "precondition_frequency": 2},
-    ]
-    shapes = [(5, 5), (4, 4), (3,)]
-    params, before = parameters(shapes, torch.float64), parameters(shapes, torch.float64)
-    optimizer = SOAP([{"params": params[:1], **settings[0]}, {"params": params[1:2]}], **settings[1])
-    optimizer.add_param_group({"params": params[2:], **settings[0]})
-    gradients = gradients_of(optimizer, params, range(6))
-    for index, which in enumerate((0, 1, 0)):
-        expected = reference_steps(before[index], gradients[index], **settings[which])
-        torch.testing.assert_close(params[index].detach(), expected, rtol=1e-7, atol=1e-7)
-
-
 def test_a_parameter_without_gradient_is_left_as_it_is_and_its_steps_do_not_count():
     p, q = parameters([(6, 4), (5, 5)])
     late = copy.deepcopy(q)
@@ -231,26 +157,118 @@ def test_zero_gradients_make_no_basis_and_the_next_one_is_the_first(settings):
     assert torch.equal(p, q)
 
 
-def test_zero_gradients_after_the_first_move_nothing_that_is_not_finite():
-    (p,) = parameters([(6, 4)])
-    optimizer = SOAP([p], use_kl_shampoo=True, shampoo_beta=0.0, precondition_frequency=1)
-    run(optimizer, [p], range(2))
-    for _ in range(3):
-        p.grad = torch.zeros_like(p)
+# SOAP-Muon, as modded-nanogpt's third track runs it.
+
+SOAP_MUON = {"lr": 0.0375, "betas": (0.95, 0.9), "shampoo_beta": 0.9, "weight_decay": 0.0, "precondition_frequency": 1}
+SOAP_MUON |= {"correct_bias": False, "nesterov": True, "orthogonalize": True}
+
+
+class Authors:
+    """The matrices of pull request 321, for one: without its gates and floors, and from the second gradient on."""
+
+    def __init__(self, p, lr, mu, beta):
+        self.p, self.lr, self.mu, self.beta, self.started = p.detach().clone(), lr, mu, beta, False
+
+    def step(self, g):
+        if not self.started:
+            self.F = [(1 - self.beta) * g @ g.T, (1 - self.beta) * g.T @ g]
+            self.Q = [torch.linalg.eigh(factor).eigenvectors.flip(1) for factor in self.F]
+            self.M, self.V, self.started = torch.zeros_like(g), torch.zeros_like(g), True
+            return
+        self.M = self.mu * self.M + (1 - self.mu) * g
+        ahead = (1 - self.mu) * g + self.mu * self.M
+        projected = self.Q[0].T @ ahead @ self.Q[1]
+        self.V = self.beta * self.V + (1 - self.beta) * projected**2
+        self.p -= self.lr * polar(self.Q[0] @ (projected / (self.V.sqrt() + 1e-8)) @ self.Q[1].T)
+        for side, new in enumerate([g @ g.T, g.T @ g]):
+            self.F[side] = self.beta * self.F[side] + (1 - self.beta) * new
+            order = (self.Q[side].T @ self.F[side] @ self.Q[side]).diag().argsort(descending=True)
+            self.V = self.V[order] if side == 0 else self.V[:, order]
+            self.Q[side] = torch.linalg.qr(self.F[side] @ self.Q[side][:, order]).Q
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (6, 6)])
+def test_it_takes_the_steps_of_the_record_but_for_gates_and_floors(shape):
+    (p,) = parameters([shape], torch.float64)
+    theirs, optimizer = Authors(p, 0.0375, 0.95, 0.9), SOAP([p], **SOAP_MUON)
+    for step in range(25):
+        set_gradients([p], step)
+        theirs.step(p.grad)
         optimizer.step()
-    run(optimizer, [p], range(3))
-    assert p.isfinite().all()
+    torch.testing.assert_close(p.detach(), theirs.p, rtol=1e-6, atol=1e-6)
 
 
-def test_a_step_leaves_the_precision_of_products_as_it_was():
-    (p,) = parameters([(6, 4)])
-    before = torch.get_float32_matmul_precision()
-    run(SOAP([p], fp32_matmul_prec="medium"), [p], range(2))
-    assert torch.get_float32_matmul_precision() == before
+@pytest.mark.parametrize(
+    ("mode", "size"), [("shape_scaling", 2.0**0.5), ("spectral", 8.0**0.5), ("unit_rms_norm", 2**0.5)]
+)
+def test_all_singular_values_of_an_update_are_its_scale(mode, size):
+    (p,) = parameters([(8, 4)])
+    optimizer = SOAP([p], lr=1.0, weight_decay=0.0, precondition_frequency=1, orthogonalize=True, scale_mode=mode)
+    for step in range(6):
+        before = p.detach().clone()
+        set_gradients([p], step)
+        optimizer.step()
+    values = torch.linalg.svdvals(before - p.detach())
+    torch.testing.assert_close(values, torch.full((4,), size), rtol=0.01, atol=0)
 
 
-def test_megatrons_mark_on_one_rank_is_no_shard():
-    (p,) = parameters([(6, 4)])
-    p.partition_dim, p.tensor_model_parallel = 0, True
-    run(SOAP([p]), [p], range(2))
-    assert p.isfinite().all()
+def steps_of_both(ours, theirs, params, copies, steps):
+    for step in steps:
+        set_gradients(params, step)
+        set_gradients(copies, step)
+        ours.step()
+        with torch.compiler.set_stance("force_eager"):  # theirs is compiled, which takes longer than the steps
+            theirs.step()
+
+
+# The steps of emerging-optimizers 0.3.0.
+
+ORACLE = {"fp32_matmul_prec": "highest", "qr_fp32_matmul_prec": "highest"}
+LIKE_THE_ORACLE = {"basis_of": "current", "precondition_frequency": 1}
+COMMON = {"lr": 0.01, "betas": (0.9, 0.95), "shampoo_beta": 0.8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("correct_bias", [True, False], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
+@pytest.mark.parametrize("method", ["qr", "eigh"])
+def test_equals_emerging_optimizers_from_the_first_step(method, nesterov, correct_bias):
+    # an eps that hides the rounding beside the diagonal, which differs
+    common = {**COMMON, "eps": 1.0, "nesterov": nesterov, "correct_bias": correct_bias}
+    common["weight_decay_method"] = "independent" if nesterov else "palm"
+    params, copies = parameters([(5, 5), (6, 6)]), parameters([(5, 5), (6, 6)])
+    ours = SOAP(params, basis_method=method, **LIKE_THE_ORACLE, **common)
+    theirs = oracle.SOAP(copies, use_eigh=method == "eigh", **ORACLE, **common)
+    steps_of_both(ours, theirs, params, copies, range(20))
+    for p, q in zip(params, copies, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+        for key in ("L", "R", "exp_avg_sq"):
+            torch.testing.assert_close(ours.state[p][key], theirs.state[q][key], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("use_kl", [False, True], ids=["plain", "KL"])
+@pytest.mark.parametrize("method", ["qr", "eigh"])
+def test_equals_emerging_optimizers_once_the_gradients_span_both_sides(method, use_kl):
+    settings, begin = {**COMMON, "use_kl_shampoo": use_kl}, 100 if use_kl else 10  # KL's first gradient weighs 1 / eps
+    shapes = [(6, 4), (4, 6), (5, 5)]
+    params = parameters(shapes)
+    ours = SOAP(params, basis_method=method, **LIKE_THE_ORACLE, **settings)
+    run(ours, params, range(begin))
+    copies = copy.deepcopy(params)
+    theirs = oracle.SOAP(copies, use_eigh=method == "eigh", **ORACLE, **settings)
+    for p, q in zip(params, copies, strict=True):
+        state = {key: value.clone() for key, value in ours.state[p].items()}
+        state["step"] = int(state.pop("steps"))
+        state["exp_avg"] = state["Q_L"].T @ state["exp_avg"] @ state["Q_R"]  # theirs lies in the eigenbasis
+        theirs.state[q] = state
+    steps_of_both(ours, theirs, params, copies, range(begin, begin + 20))
+    for p, q in zip(params, copies, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("use_kl", [False, True], ids=["plain", "KL"])
+def test_the_first_step_of_current_bases_is_no_larger_than_adams(use_kl):
+    (p,) = parameters([(128, 128)])
+    before = p.detach().clone()
+    optimizer = SOAP([p], lr=1.0, weight_decay=0, use_kl_shampoo=use_kl, basis_of="current")
+    run(optimizer, [p], [0])
+    assert (p.detach() - before).square().mean().sqrt() < 1.01

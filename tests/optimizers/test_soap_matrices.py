@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_eopt.matrices import GATE_UP, concatenated, experts, heads, query_key_value
+from megatron_eopt.matrices import GATE_UP, experts, query_key_value
 from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.soap import SOAP
 from tests.optimizers.several import parameters, run, set_gradients
@@ -19,17 +19,6 @@ def by_group(shapes):
     return parts
 
 
-CASES = {
-    "gate and up": ((12, 5), GATE_UP, lambda x: x.chunk(2)),
-    "query groups": ((16, 6), query_key_value([4, 2, 2]), by_group([4, 2, 2])),
-    "heads": ((9, 4), heads("q", 3), lambda x: x.chunk(3)),
-    "one longer than max_dim": ((14, 9), concatenated(long=9, short=5), lambda x: x.split([9, 5])),
-    "stack": ((3, 5, 4), experts(3), lambda x: x.unbind()),
-    "stack of one": ((1, 5, 4), experts(1), lambda x: x.unbind()),
-    "stack of gate and up": ((2, 6, 4), experts(2, GATE_UP), lambda x: [half for one in x for half in one.chunk(2)]),
-}
-
-
 def assert_steps_as(p, parts, optimizer, **settings):
     alone = [torch.nn.Parameter(part.clone()) for part in parts(p.detach())]
     separate = SOAP(alone, max_dim=8, **SETTINGS)
@@ -41,14 +30,6 @@ def assert_steps_as(p, parts, optimizer, **settings):
         separate.step()
     for each, part in zip(alone, parts(p.detach()), strict=True):
         assert torch.equal(each, part)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_declared_matrices_step_as_parameters_of_their_own(name):
-    shape, split, parts = CASES[name]
-    (p,) = parameters([shape])
-    p.logical_matrices = split
-    assert_steps_as(p, parts, SOAP([p], max_dim=8, **SETTINGS))
 
 
 @pytest.mark.parametrize("shapes", [[4, 2, 2], [4, 4, 2, 2]])

@@ -1,11 +1,9 @@
-"""Spectron's steps, against its formulas."""
+"""Spectron's steps against its formulas, pairs of factors, what it reads on the host, and what it refuses."""
 
 import copy
 
 import pytest
 import torch
-from counting import HOST_READ, Operations
-from torch.overrides import TorchFunctionMode
 
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from tests.optimizers.field import assert_close, assert_close_in_bf16, drawn
@@ -69,19 +67,6 @@ def test_no_step_changes_a_weight_by_more_than_lr():
             assert 0.01 < torch.linalg.matrix_norm(p.detach() - old, ord=2) <= 1.05 * 0.1
 
 
-def test_rows_and_columns_in_another_order_take_the_same_steps():
-    """Gate and up in one matrix have their rows in an order that follows the tensor-parallel ranks."""
-    (p,) = parameters(SHAPES[:1])
-    rows, columns = (torch.randperm(n, generator=torch.Generator().manual_seed(n)) for n in p.shape)
-    other = torch.nn.Parameter(p.detach()[rows][:, columns])
-    both = spectron([p, other], lr=0.1)
-    for step in range(3):
-        set_gradients([p], step)
-        other.grad = p.grad[rows][:, columns]
-        both.step()
-    assert_close(other, p.detach().double()[rows][:, columns], 1e-6)
-
-
 def test_the_projection_is_reported_and_is_the_closest(caplog):
     params = parameters()
     expected = []
@@ -99,21 +84,6 @@ def test_the_projection_is_reported_and_is_the_closest(caplog):
     assert "Spectron projects 3 weights to their rank, which changes them by" in caplog.text
     run(optimizer, params, [1])
     assert caplog.text.count("projects") == 1
-
-
-def test_steps_with_a_rate_of_zero_before_the_first_change_nothing():
-    params, straight = parameters(), parameters()
-    before = [p.detach().clone() for p in params]
-    optimizer = spectron(params, lr=0.0, weight_decay=0.5)
-    run(optimizer, params, range(3))
-    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
-    assert not optimizer.projection_errors
-    # what torch's checkpoints load into: they ask for it by a step with a rate of zero
-    assert all(optimizer.state[p].keys() == {x.key for x in optimizer.state_tensors(p)} for p in params)
-    optimizer.param_groups[0]["lr"] = 0.05
-    run(optimizer, params, range(3, 6))
-    run(spectron(straight, lr=0.05, weight_decay=0.5), straight, range(3, 6))
-    assert all(torch.equal(p, q) for p, q in zip(params, straight, strict=True))
 
 
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
@@ -160,51 +130,85 @@ def test_pairs_in_bf16_follow_the_formulas_as_far_as_they_can():
         assert {x.dtype for x in optimizer.state[p].values()} == {torch.float32}
 
 
-def test_settings_of_torch_are_left_as_they_are():
+def test_a_group_has_an_iteration_of_its_own_and_may_change_it():
+    cubic = [(1.5, -0.5, 0.0)]
+    params, alone = parameters(), parameters()
+    optimizer = spectron(
+        [{"params": params[:1], "coefficient_type": cubic, "num_ns_steps": 1}, {"params": params[1:]}], lr=0.05
+    )
+    run(optimizer, params, range(2))
+    optimizer.param_groups[1] |= {"coefficient_type": cubic, "num_ns_steps": 1}
+    run(optimizer, params, range(2, 4))
+    first = spectron(alone[:1], lr=0.05, coefficient_type=cubic, num_ns_steps=1)
+    rest = spectron(alone[1:], lr=0.05)
+    for step in range(4):
+        if step == 2:
+            rest.newton_schulz = first.newton_schulz
+            rest.param_groups[0] |= {"coefficient_type": cubic, "num_ns_steps": 1}
+        set_gradients(alone, step)
+        first.step()
+        rest.step()
+    for p, q in zip(params, alone, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_a_pair_steps_together_or_not_at_all():
+    A, B, C, D = parameters([(24, 4), (16, 4), (6, 3), (3, 5)])
+    optimizer = Spectron([factor_pairs([(("a", A), ("b", B)), (("c", C), ("d", D))])])
+    before = [x.detach().clone() for x in (A, B, C, D)]
+    set_gradients([A, C, D], 0)
+    optimizer.step()
+    changed = [not torch.equal(x, old) for x, old in zip((A, B, C, D), before, strict=True)]
+    assert changed == [False, False, True, True]
+
+
+def test_matrices_are_counted():
+    whole = torch.nn.Parameter(torch.randn(32, 12))
+    settings = {"split_qkv": True, "is_qkv_fn": lambda p: p is whole, "qkv_split_shapes": [8, 4, 4]}
+    p, A, B = parameters([(10, 12), (24, 4), (16, 4)])
+    optimizer = spectron([{"params": [whole, p]}, factor_pairs([(A, B)])], **settings)
+    assert optimizer.matrices_per_step == 6
+    run(optimizer, [whole, p, A, B], range(2))
+    assert optimizer.newton_schulz_calls == 12
+    p.grad = None
+    optimizer.step()
+    assert optimizer.newton_schulz_calls == 17
+
+
+def test_a_parameter_without_gradient_is_left_as_it_is():
+    p, q = parameters(SHAPES[:2])
+    optimizer = spectron([p, q])
+    before = q.detach().clone()
+    run(optimizer, [p], range(2))
+    assert torch.equal(q, before)
+    run(optimizer, [p, q], range(2))  # projected in its own first step
+    assert torch.linalg.matrix_rank(q) == 4
+
+
+def test_a_pair_has_two_factors():
+    with pytest.raises(ValueError, match="a pair has two factors, got 3 in pair 0"):
+        factor_pairs([parameters()])
+
+
+def test_a_state_of_another_rank_is_refused():
     params = parameters()
-    torch.manual_seed(3)
-    seen = torch.random.get_rng_state(), torch.get_float32_matmul_precision(), torch.is_grad_enabled()
-    run(spectron(params, fp32_matmul_prec="medium"), params, [0])
-    assert torch.equal(torch.random.get_rng_state(), seen[0])
-    assert (torch.get_float32_matmul_precision(), torch.is_grad_enabled()) == seen[1:]
+    optimizer = spectron(params, lr=0.05)
+    run(optimizer, params, [0])
+    with pytest.raises(ValueError, match="group 0 has rank=3, but the state was saved with 4"):
+        spectron(params, rank=3).load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["rank"] = 3
+    for _ in range(2):  # it is not forgotten
+        with pytest.raises(ValueError, match=r"keeps factors of rank 4 .* whose group now has rank 3"):
+            run(optimizer, params, [1])
 
 
-class Lists(TorchFunctionMode):
-    """Counts lists that are read on the host, where no operation tells of it."""
-
-    count = 0
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.Tensor.tolist
-        return function(*args, **(kwargs or {}))
-
-
-def host_reads(optimizer, accepted):
-    """How many values a step reads on the host, beside the check of gradients, which reads on a CPU alone."""
-    optimizer.prepare()
-    with Lists() as lists, Operations() as operations, torch.no_grad():
-        optimizer._take(torch.ones(accepted, dtype=torch.bool))
-    return lists.count + operations.counts[HOST_READ]
-
-
-def test_only_the_steps_that_project_read_values_on_the_host():
-    params = parameters()
-    A, B = parameters([(24, 4), (16, 4)])
-    optimizer = spectron([{"params": params}, factor_pairs([(A, B)])], lr=0.05)
-    counts = []
-    for step in range(3):
-        set_gradients([*params, A, B], step)
-        counts.append(host_reads(optimizer, 5))
-    assert counts[0] > 0
-    assert counts[1:] == [0, 0]
-
-
-def test_the_step_that_projects_reads_as_often_for_many_matrices_as_for_one():
-    counts = []
-    for count in (1, 5):
-        params = parameters([(24, 16), (10, 40)] * count)
-        optimizer = spectron(params, lr=0.05)
-        set_gradients(params, 0)
-        counts.append(host_reads(optimizer, 2 * count))
-        assert len(optimizer.projection_errors) == 2 * count
-    assert counts == [2, 2]
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_a_weight_that_has_no_factors_is_refused_before_anything_changes(value):
+    p, q = parameters(SHAPES[:2])
+    with torch.no_grad():
+        q.fill_(value)
+    before = p.detach().clone()
+    optimizer = spectron([("first", p), ("second", q)])
+    with pytest.raises(ValueError, match="cannot take factors from second: a matrix of it is zero"):
+        run(optimizer, [p, q], [0])
+    assert torch.equal(p, before)

@@ -371,11 +371,6 @@ def test_a_cpu_takes_torch_and_says_so_where_kernels_are_asked_for():
     assert torch.equal(p, before)
 
 
-def test_an_unknown_form_is_refused():
-    with pytest.raises(ValueError, match="step_kernels"):
-        TensorParallelMuon([nn.Parameter(torch.ones(3, 2))], step_kernels="cuda")
-
-
 def test_ranks_that_make_no_optimizer_are_not_asked_where_a_kernel_is_named(monkeypatch):
     asked = []
 

@@ -1,53 +1,115 @@
-"""Gradients that are not finite, too large, or not there on every rank."""
+"""Gradients that no step can take: sparse, placed otherwise, not finite, too large, or not there on every rank."""
 
 import logging
-from functools import partial
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import LARGEST_NORM, MAX_IN_A_ROW, NonFinite
 from megatron_eopt.optimizers.with_adamw import Muon
-from tests.optimizers.family import OPTIMIZERS, build, every
+from tests.distributed.ranks import run_ranks
+from tests.optimizers.family import FOR_VECTORS, OPTIMIZERS, build, every, every_class, every_variant, matrices
 from tests.optimizers.field import gradient, matrix
-from tests.optimizers.test_orthogonalized import optimizer
-
-MAKE = {
-    "base": lambda params: optimizer(params, weight_decay=0.5, use_nesterov=True),
-    "muon": lambda params: TensorParallelMuon(params, lr=0.1, weight_decay=0.5),
-    **{name: partial(build, name) for name in OPTIMIZERS if name != "muon"},
-    **{name: partial(build, "adaptive_muon", moment2_method=name) for name in ("adamuon", "namo")},
-}
 
 
-@pytest.mark.parametrize("make", MAKE)
-# in fp32 the squares of 1e20 are infinite, and those of 1e16 can be, over a small gradient before
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e16, 1e20, -1e30])
+@every_class
+def test_a_sparse_gradient_is_refused_before_anything_changes(name):
+    first, second = matrices()
+    optimizer = build(name, [first, second])
+    before = first.detach().clone()
+    first.grad, second.grad = torch.ones(6, 4), torch.ones(6, 4).to_sparse()
+    message = r"takes dense gradients, but that of parameter 1 .* is sparse \(torch\.sparse_coo\)"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert not getattr(optimizer, "matrices", optimizer).state
+
+
+def test_a_gradient_that_torchs_adamw_cannot_take_leaves_the_matrices_too():
+    (matrix,) = matrices(1)
+    embedding = torch.nn.Parameter(torch.ones(5, 3))
+    optimizer = Muon([("layer.weight", matrix)], [("embedding.weight", embedding)])
+    before = matrix.detach().clone()
+    matrix.grad, embedding.grad = torch.ones(6, 4), torch.ones(5, 3).to_sparse()
+    with pytest.raises(
+        ValueError, match=r"AdamW in Muon takes dense gradients, but that of embedding\.weight is sparse"
+    ):
+        optimizer.step()
+    assert torch.equal(matrix, before)
+    assert not getattr(optimizer, "matrices", optimizer).state
+
+
+def _gradients_that_lie_otherwise(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel())
+    x = distribute_tensor(torch.arange(24.0).view(1, 6, 4) % 5, mesh, [Shard(1)])
+    norm(x).redistribute(placements=[Replicate()]).to_local().square().sum().backward()
+    found = {}
+    for name in OPTIMIZERS:
+        vector = norm.weight if name in FOR_VECTORS else None
+        whole = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Replicate()]))
+        whole.grad = DTensor.from_local(torch.ones(6, 4), mesh, [Partial()])
+        cut = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+        cut.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(1)])
+        for parameter in (each for each in (vector, whole, cut) if each is not None):
+            before = parameter.to_local().detach().clone()
+            optimizer = build(name, [("weight", parameter)])
+            with pytest.raises(ValueError, match="lie as their parameters") as caught:
+                optimizer.step()
+            assert torch.equal(parameter.to_local(), before)
+            assert not getattr(optimizer, "matrices", optimizer).state
+            found.setdefault(name, []).append(str(caught.value))
+    optimizer = build("lion", norm.parameters(), weight_decay=0.0)
+    for p in norm.parameters():
+        p.grad = p.grad.redistribute(placements=p.placements)
+    optimizer.step()
+    return found, norm.weight.to_local().detach()
+
+
+def test_gradients_that_lie_otherwise_than_their_parameters_are_refused_on_all_ranks():
+    (found, weight), (others, same) = run_ranks(_gradients_that_lie_otherwise, 2)
+    assert found == others
+    assert torch.equal(weight, same)
+    for name, messages in found.items():
+        assert len(messages) == (3 if name in FOR_VECTORS else 2)
+        for message in messages[:-1]:
+            assert "that of weight has placements (Partial(sum),), and the parameter (" in message
+            assert "parameter.grad.redistribute(placements=parameter.placements)" in message
+
+
+@every_variant
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_gradient_that_is_not_finite_or_too_large_is_as_if_it_were_not_there(make, bad, at):
-    def run(wrong=None):
+def test_a_gradient_that_is_not_finite_or_too_large_is_as_if_it_were_not_there(name, at):
+    """In fp32 the squares of 1e20 are infinite, and those of 1e16 can be, over a small gradient before."""
+
+    def run(bad=0.0, missing=False):
         p, q = matrix(), matrix(5, 7, seed=1)
-        opt = MAKE[make]([p, q])
+        opt = build(name, [p, q])
         for step in range(3):
             p.grad, q.grad = gradient(p, step), gradient(q, step)
-            if step == at and wrong == "missing":
+            if step == at and missing:
                 p.grad = None
-            if step == at and wrong == "bad":
+            if step == at and bad:
                 p.grad[2, 1] = bad
             opt.step()
-        return [p, *opt.state[p].values()], [q, *opt.state[q].values()], opt.skipped_steps()
+        return [p, *opt.state[p].values()], [q, *opt.state[q].values()], getattr(opt, "matrices", opt).skipped_steps()
 
-    (own, other, skipped), (expected, *_), (_, undisturbed, none) = run("bad"), run("missing"), run()
-    assert all(map(torch.equal, own, expected))
-    assert all(map(torch.equal, other, undisturbed))
-    assert (skipped, none) == ({"parameter 0 of group 0, of shape (6, 4)": 1}, {})
+    (expected, *_), (_, undisturbed, none) = run(missing=True), run()
+    for bad in (torch.nan, torch.inf, 1e16, -1e30) if name in OPTIMIZERS else (torch.nan, 1e20):
+        own, other, skipped = run(bad)
+        assert all(map(torch.equal, own, expected)), bad
+        assert all(map(torch.equal, other, undisturbed)), bad
+        assert (skipped, none) == ({"parameter 0 of group 0, of shape (6, 4)": 1}, {})
 
 
-@pytest.mark.parametrize("make", ["base", "muon", "lion"])
+@pytest.mark.parametrize("make", ["users_own", "muon", "lion"])
 def test_several_in_a_row_are_an_error_before_anything_changes(make, caplog):
     p, q = matrix(), matrix(5, 7, seed=1)
-    opt = MAKE[make]([("layer.weight", p), ("other.weight", q)])
+    opt = build(make, [("layer.weight", p), ("other.weight", q)])
     with caplog.at_level(logging.WARNING):
         for step in range(MAX_IN_A_ROW - 1):
             p.grad, q.grad = torch.full_like(p, torch.nan), gradient(q, step)
@@ -67,7 +129,7 @@ def test_several_in_a_row_are_an_error_before_anything_changes(make, caplog):
 
 def test_a_good_gradient_starts_the_count_anew():
     p = matrix()
-    opt = optimizer([p])
+    opt = build("users_own", [p])
     for step in range(4 * MAX_IN_A_ROW):
         p.grad = torch.full_like(p, torch.nan) if step % MAX_IN_A_ROW else gradient(p, step)
         opt.step()

@@ -1,4 +1,4 @@
-"""A training loop of a user's own, on Megatron-Core without megatron.training: run by test_layouts.py on one rank."""
+"""A training loop of a user's own, on Megatron-Core without megatron.training: run by test_users.py on one rank."""
 
 import copy
 
@@ -28,8 +28,7 @@ def main():
     losses = []
     for _ in range(5):
         optimizer.zero_grad()
-        loss = model(TOKENS, TOKENS, MASK, labels=TOKENS).mean()
-        loss = loss + 0 * model.aside.sum()
+        loss = model(TOKENS, TOKENS, MASK, labels=TOKENS).mean() + 0 * model.aside.sum()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

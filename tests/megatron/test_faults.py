@@ -297,9 +297,12 @@ def test_what_the_user_trusts_is_loaded(tmp_path, checkpoint):
     assert (checkpoint / "mark").exists()
 
 
-def test_a_save_writes_nothing_elsewhere(tmp_path):
+@pytest.mark.parametrize(
+    "optimizer",
+    [full(MUON, id="muon"), full(NORMUON, id="normuon"), pytest.param([*NORMUON, "--bf16", *SHARED], id="distributed")],
+)
+def test_a_save_writes_nothing_elsewhere(tmp_path, optimizer):
     folder = tmp_path / "checkpoint"
-    optimizer = [*NORMUON, "--bf16", *SHARED]
     completed(tmp_path / "run", *optimizer, *EVERY_TWO, folder, "--exit-interval", 2)
     written = sorted(files(folder))
     assert written == [f"iter_0000002/{name}" for name in (".metadata", "__0_0.distcp", "metadata.json")] + [TRACKER]

@@ -15,7 +15,14 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.loading import other_padding
-from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
+from megatron_eopt.megatron.checkpoints.matching import (
+    compressed,
+    has,
+    merged,
+    restore_schedules,
+    schedules,
+    settings_after_load,
+)
 from megatron_eopt.megatron.checkpoints.refusals import (
     FORMAT,
     has_adams_alone,
@@ -169,6 +176,18 @@ def test_the_schedule_of_the_checkpoint_and_counts_that_differ():
     assert settings_after_load(NOW | {"max_lr": 5e-3}, [THEN], {"rung"}, from_checkpoint=True) == (LOADED, {})
     with pytest.raises(ValueError, match=r"different 'step': \[7, 8\]; keep the groups of the run that saved"):
         settings_after_load(NOW, [THEN | {"step": step} for step in (7, 8)], frozenset())
+
+
+def test_rates_that_megatron_overwrote_in_a_load_are_again_those_of_the_run(capsys):
+    """As 0.20 does for --override-opt-param-scheduler, after which nothing else would tell."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    (group,) = optimizer.param_groups
+    group.update(max_lr=4e-2, min_lr=4e-3, wd_mult=0.0)
+    kept = schedules(optimizer)
+    group.update(max_lr=1e-2, min_lr=1e-3)
+    restore_schedules(optimizer, kept)
+    assert (group["max_lr"], group["min_lr"], group["wd_mult"], group["lr"]) == (4e-2, 4e-3, 0.0, 0.1)
+    assert "Megatron gave 1 parameter groups other rates in the load" in capsys.readouterr().out
 
 
 def test_only_a_run_that_keeps_layers_apart_minds_that_they_are_stacked():

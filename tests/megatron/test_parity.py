@@ -12,6 +12,7 @@ LAYOUTS = {
     "duplicated": (2, [*TP2, "--muon-tp-mode", "duplicated"]),
     "distributed": (2, [*TP2, "--muon-tp-mode", "distributed"]),
 }
+PROGRAMS = {"ours": LAUNCHER, "theirs": UPSTREAM}
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +21,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parity")
 
     @functools.cache
-    def run(name, program):
+    def run(name, whose):
         ranks, flags = LAYOUTS[name]
-        return train(folder / program[-2] / name, ranks, *RUN, *flags, program=[*program])[0]
+        return train(folder / whose / name, ranks, *RUN, *flags, program=PROGRAMS[whose])[0]
 
     return run
 
@@ -30,9 +31,9 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("name", [wide("one rank"), "duplicated", wide("distributed")])
 @pytest.mark.shows("--optimizer muon")
 def test_equals_megatrons_own_muon_and_one_rank(runs, name):
-    ours, theirs = (runs(name, tuple(program)) for program in (LAUNCHER, UPSTREAM))
+    ours, theirs = runs(name, "ours"), runs(name, "theirs")
     losses = ours[0]["losses"]
     assert (len(losses), len(ours[0]["grad_norms"])) == (40, 20)  # two micro-batches a step
     assert_trains_as(ours, theirs, rel=1e-4)
-    assert_trains_as(ours, runs("one rank", tuple(LAUNCHER)), rel=1e-4)
+    assert_trains_as(ours, runs("one rank", "ours"), rel=1e-4)
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])

@@ -25,7 +25,7 @@ def saved(folder, *blocks):
 
 def of_group(optimizer, settings, mode=None):
     """The block of an optimizer with one group."""
-    found = block(optimizer, [f"of.{id(settings)}"], settings={} if mode is None else {"tp_mode": mode})
+    found = block(optimizer, [f"of.{id(settings)}"], settings={"tp_mode": mode})
     found["groups"][0]["settings"] |= settings
     return found
 

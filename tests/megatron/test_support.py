@@ -409,7 +409,9 @@ def test_experts_in_one_parameter_are_refused(single):
 
 
 def test_the_matrix_says_what_the_rules_say():
-    rows = {release: {row.feature: row for row in support_matrix(release)} for release in (*RELEASES, "0.20.0")}
+    rows = {
+        release: {row.feature: row for row in support_matrix(release)} for release in ("0.18.2", "0.19.2", "0.20.0")
+    }
     assert all([*of_release] == [feature.name for feature in FEATURES] for of_release in rows.values())
     assert rows["0.19.2"]["--fp16"] == ("--fp16", "no", "take --bf16, or fp32")
     assert rows["0.19.2"]["--muon-scalar-optimizer lion"].works == "yes"

@@ -1,6 +1,7 @@
 """Real runs leave figures of their optimizers: in TensorBoard's files, in the log, and as a picture."""
 
 import re
+import shutil
 from unittest import mock
 
 import pytest
@@ -20,17 +21,18 @@ OF_MATRICES = ("update_rms", "predicted_update_rms", "residual", "effective_rank
 
 def written(folder, ranks, *flags):
     """The curves that a run has left, and its output."""
-    _, output = train(folder / "run", ranks, *RUN, "--tensorboard-dir", folder / "tensorboard", *flags)
-    return curves(folder / "tensorboard"), output
+    _, output = train(folder / "run", ranks, *RUN, "--tensorboard-dir", folder / "figures", *flags)
+    return curves(folder / "figures"), output
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("alone"), 1, "--log-interval", 2)
+    folder = tmp_path_factory.mktemp("alone")
+    return *written(folder, 1, "--log-interval", 2), folder / "figures"
 
 
 def test_the_curves_are_those_of_the_run(alone):
-    found, output = alone
+    found, output, _ = alone
     own = {tag: points for tag, points in found.items() if tag.startswith(("muon/", "adam/"))}
     assert {tag.partition("/")[2] for tag in own if tag.startswith("muon/")} == DOCUMENTED
     assert {tag: [step for step, _ in points] for tag, points in own.items()} == {tag: [2, 4, 6] for tag in own}
@@ -61,7 +63,7 @@ def test_the_curves_are_those_of_the_run(alone):
     ],
 )
 def test_figures_are_those_of_one_rank(alone, tmp_path, ranks, flags):
-    expected, _ = alone
+    expected, *_ = alone
     found, _ = written(tmp_path, ranks, "--log-interval", 2, "--micro-batch-size", 1, *flags)
     for key in (*OF_MATRICES, *(["grad_norm"] if "--use-megatron-fsdp" not in flags else [])):
         here, there = (dict(curves[f"muon/{key}"]) for curves in (found, expected))
@@ -92,14 +94,12 @@ def test_what_weights_and_biases_gets(monkeypatch):
     wandb.log.assert_called_once_with({f"muon/{key}": value for key, value in figures.items()}, 7)
 
 
-@pytest.mark.wide
-def test_one_picture_of_several_runs(tmp_path, capsys):
-    folders, out = [tmp_path / "one", tmp_path / "other"], tmp_path / "plot.png"
-    for folder, rate in zip(folders, (1e-2, 2e-2), strict=True):
-        train(tmp_path / f"run {rate}", 1, *RUN, "--tensorboard-dir", folder, "--muon-lr", rate)
-        assert len(curves(folder)[LOSS]) == 6
+def test_one_picture_of_several_runs(alone, tmp_path, capsys):
+    folders, out = [alone[-1], shutil.copytree(alone[-1], tmp_path / "other")], tmp_path / "plot.png"
+    assert len(curves(folders[1])[LOSS]) == 3
     assert main(["plot", *map(str, folders), "--out", str(out)]) == 0
-    assert re.search(r"plot\.png: one \(\d+ curves\), other \(\d+ curves\)$", capsys.readouterr().out.strip())
+    said = capsys.readouterr().out.strip()
+    assert re.search(r"plot\.png: figures \(\d+ curves\), other \(\d+ curves\)$", said), said
     picture = imread(out)
     assert picture.shape[0] > 500
     assert picture.std() > 0.05  # there is something on it

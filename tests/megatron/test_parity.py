@@ -29,7 +29,6 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [wide("one rank"), "duplicated", wide("distributed")])
-@pytest.mark.shows("--optimizer muon")
 def test_equals_megatrons_own_muon_and_one_rank(runs, name):
     ours, theirs = runs(name, "ours"), runs(name, "theirs")
     losses = ours[0]["losses"]

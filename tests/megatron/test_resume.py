@@ -102,7 +102,7 @@ def steered(optimizer):
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "precision"), COMBINATIONS)
-@pytest.mark.shows("fp32", "--bf16", "--ckpt-format torch_dist")
+@pytest.mark.shows("--optimizer muon", "fp32", "--bf16", "--ckpt-format torch_dist")
 def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precision):
     _, kept = (CASES | RELATIVES)[optimizer]
     layers = 1 if layout == "PP2-embedding" else 2

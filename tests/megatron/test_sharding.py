@@ -7,19 +7,15 @@ import itertools
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-import megatron_eopt.tools.cpu
 from megatron_eopt.matrices import query_key_value
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, named_apart, undecided
 from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rectangles import cut, whole
-from tests.distributed.ranks import run_ranks
-from tests.megatron.runs import full, wide
 from tests.parallel.test_layout import Group
 
 LAYERS, LAYER = 3, 1
@@ -114,39 +110,6 @@ def test_a_tensor_of_one_rank_is_saved_whole_by_it_and_by_no_other(computes, swi
         found = [(each.global_shape, is_main_replica(each.replica_id)) for each in saved]
         assert found == ([((LAYERS, 5, 5), True)] if rank == computes else [])
         assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
-
-
-def kept(rank, ranks):
-    """For every case and layer a tensor, this rank's shard, and what else it is sharded by; keys differ by case."""
-    for number, (dims, dim, swiglu, matrix) in enumerate(CASES):
-        tensor = StateTensor(f"moment{number}", dims, matrix or 0)
-        layouts = layouts_of(dim, ranks, rank, matrix is not None)
-        local = local_shard(tensor, global_state(tensor, layouts), layouts, swiglu, ranks, rank)
-        for layer in range(LAYERS):
-            name = f"{number} of layer {layer}"
-            yield name, tensor, local + 1000 * layer, parameter(dim, ranks, rank, swiglu, layer), layouts
-
-
-def save(rank, ranks, folder):
-    megatron_eopt.tools.cpu.install()
-    dist_checkpointing.save({name: sharded_state(*rest) for name, *rest in kept(rank, ranks)}, folder)
-
-
-def load(rank, ranks, folder):
-    megatron_eopt.tools.cpu.install()
-    asked = {
-        name: sharded_state(tensor, torch.zeros_like(local), *rest) for name, tensor, local, *rest in kept(rank, ranks)
-    }
-    loaded = dist_checkpointing.load(asked, folder)
-    for name, tensor, local, *_ in kept(rank, ranks):
-        assert torch.equal(joined(tensor, loaded.get(name, []), tuple(local.shape)), local), name
-    return len(asked)
-
-
-@pytest.mark.parametrize("ranks", [wide(1), full(4)])
-def test_files_of_two_ranks_load_on_others(tmp_path, ranks):
-    run_ranks(save, 2, tmp_path)
-    assert run_ranks(load, ranks, tmp_path) == [LAYERS * len(CASES)] * ranks
 
 
 def test_rows_beside_the_first_dimension_are_refused_where_their_order_depends_on_the_ranks():

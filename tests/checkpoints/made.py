@@ -109,14 +109,24 @@ def change_common(folder, change):
     """Change the common state of a checkpoint."""
     common = read_common(folder)
     change(common)
+    put_object(folder, "common_state", [common])
+
+
+def put_object(folder, key, value):
+    """Put a value in the place of an object whose key begins so."""
     archive = io.BytesIO()
-    torch.save([common], archive)
+    torch.save(value, archive)
+    put_archive(folder, key, archive.getvalue())
+
+
+def put_archive(folder, key, archive):
+    """Put the bytes of an archive in the place of an object whose key begins so."""
 
     def replace(metadata):
-        (stored,) = (each for index, each in metadata.storage_data.items() if index.fqn.startswith("common_state"))
+        (stored,) = (each for index, each in metadata.storage_data.items() if index.fqn.startswith(key))
         with (folder / stored.relative_path).open("ab") as file:
-            stored.offset, stored.length = file.tell(), len(archive.getvalue())
-            file.write(archive.getvalue())
+            stored.offset, stored.length = file.tell(), len(archive)
+            file.write(archive)
 
     change_layout(folder, replace)
 

@@ -30,6 +30,11 @@ class Call:
         return self.function, self.arguments, *self.rest
 
 
+def called_by_pickle(function, *arguments):
+    """A pickle that calls a function."""
+    return pickle.dumps(Call(function, arguments))
+
+
 def archive(value, **how):
     file = io.BytesIO()
     torch.save(value, file, **how)
@@ -111,9 +116,9 @@ def dtype_of(state, name="O8"):
     return Call(numpy.dtype, (name, False, True), (state,))
 
 
-def array_of(dtype, data, count=2):
+def array_of(dtype, data=b"A" * 16, count=2):
     array = (numpy.ndarray, (0,), b"b")
-    return Call(numpy._core.multiarray._reconstruct, array, ((1, (count,), dtype, False, data),))
+    return pickle.dumps(Call(numpy._core.multiarray._reconstruct, array, ((1, (count,), dtype, False, data),)))
 
 
 def tensor_of(size, stride, entries=1, offset=0):
@@ -164,16 +169,16 @@ def payloads(mark):
         # in every place
         "in containers": pickle.dumps(nested(code)),
         "in the key of a dict": pickle.dumps({Call(tuple, ([code],)): 1}),
-        "in a set": pickle.dumps(Call(set, ([Call(tuple, ([code],))],))),
+        "in a set": called_by_pickle(set, [Call(tuple, ([code],))]),
         "an item of what is no list": pickle.dumps(listed),
         "an item that is set": pickle.dumps(Call(types.SimpleNamespace, (), (None, None, iter([("a", code)])))),
         "an array of objects": pickle.dumps(numpy.array([code], dtype=object)),
         "an npz": pickle.dumps(io.BytesIO(npz.getvalue())),
         "in a partial": pickle.dumps(functools.partial(*make[:1], *make[1])),
         "an attribute by name": pickle.dumps(operator.attrgetter("system")),
-        "a dict that makes values": pickle.dumps(Call(collections.defaultdict, (os.getcwd,))),
-        "hooks of a parameter": pickle.dumps(
-            Call(torch._utils._rebuild_parameter, (torch.ones(1), True, collections.OrderedDict(a=os.getcwd)))
+        "a dict that makes values": called_by_pickle(collections.defaultdict, os.getcwd),
+        "hooks of a parameter": called_by_pickle(
+            torch._utils._rebuild_parameter, torch.ones(1), True, collections.OrderedDict(a=os.getcwd)
         ),
         # by what torch, numpy and Python have
         "copyreg._reconstructor": raw(copyreg_name, mkdir, named("builtins", "object"), b"N\x87R"),
@@ -182,25 +187,23 @@ def payloads(mark):
         "a dotted name": raw(text("torch"), text("Tensor.__class__"), b"\x93"),
         "a dotted name of an enum's module": raw(text("megatron.core.enums"), text("ModelType.mro"), b"\x93"),
         "a module in a module of enums": raw(text("megatron.core.enums"), text("enum.sys"), b"\x93"),
-        "torch.load": pickle.dumps(Call(torch.load, ("/tmp/x",))),
+        "torch.load": called_by_pickle(torch.load, "/tmp/x"),
         "torch.jit.load": raw(text("torch.jit"), text("load"), b"\x93", text("x"), b"\x85R"),
         "torch.hub.load": raw(text("torch"), text("hub.load"), b"\x93", text("x"), b"\x85R"),
-        "a subclass of tensors": pickle.dumps(Call(torch._tensor._rebuild_from_type_v2, (*make[:1], int, make[1], {}))),
-        "a wrapper of tensors": pickle.dumps(
-            Call(torch._utils._rebuild_wrapper_subclass, (os.mkdir, 1, 2, 3, 4, 5, 6))
+        "a subclass of tensors": called_by_pickle(torch._tensor._rebuild_from_type_v2, os.mkdir, int, make[1], {}),
+        "a wrapper of tensors": called_by_pickle(torch._utils._rebuild_wrapper_subclass, os.mkdir, 1, 2, 3, 4, 5, 6),
+        "a tensor of numpy": called_by_pickle(
+            torch._utils._rebuild_device_tensor_from_numpy, numpy.ones(1), torch.float32, "cpu", False
         ),
-        "a tensor of numpy": pickle.dumps(
-            Call(torch._utils._rebuild_device_tensor_from_numpy, (numpy.ones(1), torch.float32, "cpu", False))
-        ),
-        "an encoding": pickle.dumps(Call(codecs.encode, ("x", "rot13"))),
-        "text of anything": pickle.dumps(Call(str, ("rng_state",))),
+        "an encoding": called_by_pickle(codecs.encode, "x", "rot13"),
+        "text of anything": called_by_pickle(str, "rng_state"),
         # in bytes that are loaded again
         "_load_from_bytes": raw(bytes_of, b"\x85R"),
         "_load_from_bytes by INST": raw(b"(", binary(plain), b"itorch.storage\n_load_from_bytes\n"),
         "_load_from_bytes by OBJ": raw(b"(", bytes_of, b"o"),
         "_load_from_bytes by NEWOBJ": raw(bytes_of, b"\x85\x81"),
-        "_load_from_bytes of an archive": pickle.dumps(Call(torch.storage._load_from_bytes, (archive(code),))),
-        "_load_from_bytes of before archives": pickle.dumps(Call(torch.storage._load_from_bytes, (legacy(code),))),
+        "_load_from_bytes of an archive": called_by_pickle(torch.storage._load_from_bytes, archive(code)),
+        "_load_from_bytes of before archives": called_by_pickle(torch.storage._load_from_bytes, legacy(code)),
         "_load_from_bytes for missing values": raw(
             called("collections", "defaultdict", named("torch.storage", "_load_from_bytes"))
         ),
@@ -212,11 +215,9 @@ def payloads(mark):
         "slots": raw(named("argparse", "Namespace"), b")\x81N}", text("a"), mkdir, b"s\x86b"),
         "__setstate__": raw(named("argparse", "Namespace"), b")\x81}", text("__setstate__"), mkdir, b"sb"),
         "__reduce_ex__": raw(named("argparse", "Namespace"), b")\x81}", text("__reduce_ex__"), b"Nsb"),
-        "a method of a tensor": pickle.dumps(
-            Call(
-                torch._tensor._rebuild_from_type_v2,
-                (torch._utils._rebuild_parameter, torch.Tensor, (torch.ones(1), True, {}), {"detach": 1}),
-            )
+        "a method of a tensor": called_by_pickle(
+            torch._tensor._rebuild_from_type_v2,
+            *(torch._utils._rebuild_parameter, torch.Tensor, (torch.ones(1), True, {}), {"detach": 1}),
         ),
         # what is not in the file
         "a persistent identity": raw(text("../../../etc/passwd"), b"Q"),
@@ -245,16 +246,6 @@ def payloads(mark):
         "a tensor that begins elsewhere": tensor_of([1], [1], offset=2**50),
         "a tensor of many dimensions": tensor_of([1] * 65, [1] * 65),
         "more entries than there are": tensor_of([1], [1], entries=2**40),
-        "a set again and again": again(b"]q\0(" + b"K\1" * 100_000 + b"e", named("builtins", "set"), 100_000),
-        "a bytearray again and again": again(binary(b"a" * 10**6) + b"q\0", named("builtins", "bytearray"), 300_000),
-        "a text again and again": again(
-            b"X" + struct.pack("<I", 10**6) + b"a" * 10**6 + text("latin1") + b"\x86q\0",
-            named("_codecs", "encode"),
-            300_000,
-            packed=True,
-        ),
-        "a generator again and again": again(b")q\0", named("torch", "Generator"), 300_000, packed=True),
-        "a state again and again": state_again(1000, 300_000),
         # the end of the process, or of time
         "a deep tuple for a key": raw(b"}", deep, b"K\1s"),
         "a deep tuple in a set": raw(b"\x8f(", deep, b"\x90"),
@@ -263,25 +254,20 @@ def payloads(mark):
         "a deep list": raw(b"]" * 300_000, b"a" * 299_999),
         "a large number for a key": raw(b"}(", (b"\x8b" + struct.pack("<i", 10**6) + b"\1" * 10**6 + b"q\0"), b"Nu"),
         # objects of numpy in memory that holds other things
-        "a dtype of objects": pickle.dumps(array_of(dtype_of((3, "|", None, None, None, -1, -1, 0)), b"A" * 16)),
-        "a field of objects": pickle.dumps(
-            array_of(
-                dtype_of((3, "|", None, ("f",), {"f": (numpy.dtype("O"), 0)}, 8, 1, 0), "V8"),
-                b"A" * 16,
-            )
+        "a dtype of objects": array_of(dtype_of((3, "|", None, None, None, -1, -1, 0))),
+        "a field of objects": array_of(
+            dtype_of((3, "|", None, ("f",), {"f": (numpy.dtype("O"), 0)}, 8, 1, 0), "V8"),
         ),
-        "a field beyond the end": pickle.dumps(
-            array_of(dtype_of((3, "|", None, ("f",), {"f": (numpy.dtype("<u8"), 2**20)}, 8, 1, 16), "V8"), b"A" * 16)
+        "a field beyond the end": array_of(
+            dtype_of((3, "|", None, ("f",), {"f": (numpy.dtype("<u8"), 2**20)}, 8, 1, 16), "V8")
         ),
-        "numbers of a megabyte": pickle.dumps(
-            array_of(dtype_of((3, "|", None, None, None, 2**20, 1, 0), "V8"), b"A" * 16)
+        "numbers of a megabyte": array_of(dtype_of((3, "|", None, None, None, 2**20, 1, 0), "V8")),
+        "numbers made of numbers": array_of(
+            dtype_of((3, "|", (numpy.dtype("u1"), (2**20,)), None, None, 8, 1, 0), "V8")
         ),
-        "numbers made of numbers": pickle.dumps(
-            array_of(dtype_of((3, "|", (numpy.dtype("u1"), (2**20,)), None, None, 8, 1, 0), "V8"), b"A" * 16)
-        ),
-        "flags of objects": pickle.dumps(array_of(dtype_of((3, "<", None, None, None, -1, -1, 63), "i8"), b"A" * 16)),
-        "a dtype of objects alone": pickle.dumps(array_of(Call(numpy.dtype, ("O8", False, True)), b"A" * 16)),
-        "more numbers than bytes": pickle.dumps(array_of(numpy.dtype("i8"), b"A" * 16, 2**40)),
+        "flags of objects": array_of(dtype_of((3, "<", None, None, None, -1, -1, 63), "i8")),
+        "a dtype of objects alone": array_of(Call(numpy.dtype, ("O8", False, True))),
+        "more numbers than bytes": array_of(numpy.dtype("i8"), count=2**40),
         # archives that readers read in different ways
         "an archive": archive(code),
         "before archives": legacy(code),
@@ -290,19 +276,6 @@ def payloads(mark):
         "a pickle behind an archive": plain + archive({"a": 1}),
         "TorchScript": script(),
     }
-
-
-def again(argument, function, times, packed=False):
-    """A pickle that calls a function a number of times, with what is in the memo."""
-    call = b"h\1h\0" + (b"R" if packed else b"\x85R")
-    return raw(argument, function, b"q\1", b"](", call * times, b"e")
-
-
-def state_again(names, times):
-    """A pickle that gives many objects the same attributes."""
-    state = b"}q\0(" + b"".join(text(f"a{index}") + b"N" for index in range(names)) + b"u"
-    made = b"h\1)\x81h\0b"
-    return raw(state, named("argparse", "Namespace"), b"q\1](", made * times, b"e")
 
 
 def script():

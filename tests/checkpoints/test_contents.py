@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import pickle
-from dataclasses import dataclass
 from enum import Enum
 
 import pytest
@@ -58,30 +57,6 @@ def test_classes_that_are_not_there_cost_only_themselves(tmp_path, monkeypatch):
     args = read_contents(folder).args
     assert repr(args["backend"]) == "tests.checkpoints.test_contents.Backend(1)"
     assert args["optimizer"] == "muon"
-
-
-@dataclass
-class Called:
-    """Pickles itself as a call of any function."""
-
-    function: object
-    argument: object
-
-    def __reduce__(self):
-        return self.function, (self.argument,)
-
-
-def test_no_code_of_the_file_runs(tmp_path):
-    mark = tmp_path / "mark"
-    folder = save(tmp_path / "checkpoint")
-    torch.save([{"args": Called(exec, f"open({str(mark)!r}, 'w')"), "iteration": 3}], folder / "common.pt")
-    contents = read_contents(folder)
-    assert isinstance(contents.common["args"], Unknown)
-    assert contents.foreign["common.pt"] == {"builtins.exec"}
-    (folder / ".metadata").write_bytes(pickle.dumps(Called(os.mkdir, str(mark))))
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read .*truncated, damaged or of another kind"):
-        read_contents(folder)
-    assert not mark.exists()
 
 
 def test_reading_changes_no_setting(tmp_path):

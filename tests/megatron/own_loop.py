@@ -1,4 +1,4 @@
-"""A training loop of a user's own, on Megatron-Core without megatron.training: run by test_layouts.py on one rank."""
+"""A training loop of a user's own, on Megatron-Core without megatron.training: run by test_users.py on one rank."""
 
 import copy
 
@@ -17,10 +17,6 @@ def main():
     torch.distributed.init_process_group("nccl")
     small_gpt.begin()
     model, other = (small_gpt.gpt(layers=2) for _ in range(2))
-    model.imaginary = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=r"got imaginary \(torch.complex64\)"):
-        megatron_eopt.get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=1e-2), [model])
-    del model.imaginary
     model.aside = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = megatron_eopt.get_megatron_optimizer(
         OptimizerConfig(optimizer="muon", lr=1e-2, muon_extra_scale_factor=0.2), [model]
@@ -28,14 +24,11 @@ def main():
     losses = []
     for _ in range(5):
         optimizer.zero_grad()
-        loss = model(TOKENS, TOKENS, MASK, labels=TOKENS).mean()
-        loss = loss + 0 * model.aside.sum()
+        loss = model(TOKENS, TOKENS, MASK, labels=TOKENS).mean() + 0 * model.aside.sum()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0], losses
-    with pytest.raises(ValueError, match=r"unknown optimizer 'mun' \(did you mean 'muon' or 'muown'\?\)"):
-        megatron_eopt.get_megatron_optimizer(OptimizerConfig(optimizer="mun", lr=1e-2), [model])
     overrides_from_python(other)
     rates_where_the_config_has_no_smallest_one(other)
     torch.distributed.destroy_process_group()

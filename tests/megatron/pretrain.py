@@ -2,8 +2,9 @@
 
 Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatron the way that the installed release
 wants: 0.19 builds the model from the configuration, 0.18 from a provider. Where RECORD names a
-folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, its bytes of state, and parameters, optimizer state
-and the settings of the optimizers' groups as they were before the first step and after the last.
+folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, its bytes of state, parameters and optimizer state
+as they were before the first step and after the last, settings of the optimizers' groups before each step and after the
+last, and how many matrices were orthogonalized by the end of each step.
 ON_ONE_RANK has a rank, and flags that only this rank gets. Where FROM_PROVIDER is set, 0.19 builds the model from a
 provider, too: only then it lays gradient buffers out for whole matrices, as later releases do in either way.
 """
@@ -63,15 +64,17 @@ class Record:
 
     def __init__(self):
         self.losses, self.grad_norms, self.before, self.after = [], [], None, None
-        self.models, self.optimizer, self.groups_before, self.groups = {}, None, [], []
+        self.models, self.optimizer, self.groups_of_steps, self.groups, self.calls = {}, None, [], [], []
         step = ChainedOptimizer.step
 
         def recorded_step(optimizer, *args, **kwargs):
             if self.optimizer is None:
                 self.optimizer = optimizer
-                self.before, self.groups_before = self.snapshot(), self.settings()
+                self.before = self.snapshot()
+            self.groups_of_steps.append(self.settings())
             result = step(optimizer, *args, **kwargs)
             self.grad_norms.append(float(result[1]))
+            self.calls.append(sum(getattr(each, "newton_schulz_calls", 0) for each in self.optimizers()))
             return result
 
         ChainedOptimizer.step = recorded_step
@@ -123,7 +126,7 @@ class Record:
         states = [state for each in self.optimizers() for state in each.state.values()] if self.optimizer else []
         held = [getattr(value, "_local_tensor", value) for state in states for value in state.values()]
         kept = {"state_bytes": sum(value.nbytes for value in held if torch.is_tensor(value) and value.ndim)}
-        of_run = ("losses", "grad_norms", "before", "after", "groups_before", "groups")
+        of_run = ("losses", "grad_norms", "before", "after", "groups_of_steps", "groups", "calls")
         kept |= {key: getattr(self, key) for key in of_run}
         torch.save(kept, Path(folder) / f"{os.environ['RANK']}.pt")
 

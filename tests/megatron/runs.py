@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from examples import loopback
+from megatron_eopt.routing import from_json, rows
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -34,8 +35,14 @@ WITHOUT_GQA[(_first := WITHOUT_GQA.index("--group-query-attention")) : _first + 
 TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
 MLA = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8
     --v-head-dim 16 --rotary-scaling-factor 1""".split()
-TP2 = ["--tensor-model-parallel-size", 2]
-EXPERTS = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
+TP2, PP2, EP2, ETP2 = (
+    [f"--{name}-parallel-size", 2] for name in ("tensor-model", "pipeline-model", "expert-model", "expert-tensor")
+)
+EXPERTS = ["--num-experts", 4, *EP2, "--moe-token-dispatcher-type", "alltoall"]
+SHARED = ["--use-distributed-optimizer"]
+OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
+EXACT = ["--muon-fp32-matmul-prec", "highest"]
+FILES = ["--ckpt-format", "torch_dist"]
 MUON = ["--optimizer", "muon", "--muon-nesterov", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 # What a user may have on beside, and resumes with. Most logits of a model that is not trained are above the threshold.
@@ -45,7 +52,43 @@ LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
 FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
 CASES = [*LAUNCHER[:-1], str(HERE / "user_cases.py")]
 UPSTREAM = [str(HERE / "upstream.py"), str(HERE / "pretrain.py")]
+LAID_OUT = {"environment": {"FROM_PROVIDER": "1"}}  # gradient buffers are, for whole matrices
 since_0_20 = pytest.mark.since(0, 20)
+
+
+def wide(*values, id=None):
+    """A case of the wide subset."""
+    return pytest.param(*values, id=id, marks=pytest.mark.wide)
+
+
+def full(*values, id=None):
+    """A case of the long matrices."""
+    return pytest.param(*values, id=id, marks=pytest.mark.full)
+
+
+def doing(what):
+    """How to start a run to which something is done: see user_cases.py."""
+    return {"program": CASES, "environment": {"DO": what}}
+
+
+def saving(folder, step):
+    """Flags of a run that saves after a step, and ends."""
+    return ["--save", folder, "--save-interval", step, "--exit-interval", step]
+
+
+def overriding(folder, *entries):
+    """Flags of a run with overrides, which are written to a file."""
+    file = folder / "overrides.json"
+    file.write_text(json.dumps(entries))
+    return ["--optimizer-overrides", file]
+
+
+def manifest_of(file):
+    """Name of each parameter -> its row."""
+    found = rows(from_json(json.loads(file.read_text())))
+    by_name = {row.name: row for row in found}
+    assert len(by_name) == len(found), "a parameter has two optimizers"
+    return by_name
 
 
 def write_torchrun(folder):
@@ -204,26 +247,24 @@ RATES = ("max_lr", "min_lr", "lr", "start_wd", "end_wd", "weight_decay")
 
 
 def assert_flags_win(folder, *run, before, after, ranks=1, **how):
-    """A resume with ``--override-opt-param-scheduler`` has, at once and later, the rates of a run with the same flags.
+    """A resume with ``--override-opt-param-scheduler`` has the rates of a run with the same flags, in every step.
 
     ``before`` and ``after`` are the flags of the run that saves and of the one that goes on. Returns what that one's
-    ranks recorded, and its output.
+    ranks recorded.
     """
 
     def rates(groups):
         return [[{key: group.get(key) for key in RATES} for group in of_one] for of_one in groups]
 
     run = [*run, "--lr-decay-style", "cosine", "--lr-decay-iters", 8, "--train-iters", 4]
-    two = ["--save", folder / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
-    train(folder / "saved", ranks, *run, *before, *two, **how)
+    train(folder / "saved", ranks, *run, *before, *saving(folder / "checkpoint", 2), **how)
     load = ["--load", folder / "checkpoint", "--override-opt-param-scheduler"]
-    loaded, output = train(folder / "loaded", ranks, *run, *after, *load, **how)
+    loaded, _ = train(folder / "loaded", ranks, *run, *after, *load, **how)
     fresh, _ = train(folder / "fresh", ranks, *run, *after, **how)
-    half, _ = train(folder / "half", ranks, *run, *after, "--exit-interval", 2, **how)
-    for rank in range(ranks):
-        assert rates(loaded[rank]["groups_before"]) == rates(half[rank]["groups"])
-        assert rates(loaded[rank]["groups"]) == rates(fresh[rank]["groups"])
-    return loaded, output
+    for one, other in zip(loaded, fresh, strict=True):
+        assert [*map(rates, one["groups_of_steps"])] == [*map(rates, other["groups_of_steps"][2:])]
+        assert rates(one["groups"]) == rates(other["groups"])
+    return loaded
 
 
 def summary(output):
@@ -246,6 +287,23 @@ def assert_same_ranks(found, expected):
     """Each rank of two runs ends with the same parameters and state, bit for bit."""
     for one, other in zip(found, expected, strict=True):
         assert_same(one["after"], other["after"])
+
+
+def unchanged(ranks):
+    """Names of the parameters of which no rank's part was changed by training."""
+    of_ranks = {}
+    for rank in ranks:
+        for name, after in rank["after"].items():
+            same = torch.equal(rank["before"][name]["parameter"], after["parameter"])
+            of_ranks[name] = of_ranks.get(name, True) and same
+    return {name for name, same in of_ranks.items() if same}
+
+
+def assert_trains_as(found, expected, rel=1e-5):
+    """Two runs have the same losses and the same norms of gradients, but for rounding."""
+    assert losses(found) == pytest.approx(losses(expected), rel=rel)
+    for rank in found:
+        assert rank["grad_norms"] == pytest.approx(expected[0]["grad_norms"], rel=rel)
 
 
 def whole(snapshots):

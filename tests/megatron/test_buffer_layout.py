@@ -5,19 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support_matrix import support_matrix
 
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.support.layout import clear_where_refused
-from tests.megatron.runs import ADAPTIVE, EXPERTS, MUON, SMALL_GPT, refused, resumed, train
+from tests.megatron.runs import (
+    ADAPTIVE,
+    EXPERTS,
+    FILES,
+    LAID_OUT,
+    MUON,
+    OVERLAP,
+    SHARED,
+    SMALL_GPT,
+    overriding,
+    refused,
+    resumed,
+    saving,
+    train,
+)
 from tests.megatron.test_command_line import activated as activated  # fixtures
 from tests.megatron.test_command_line import parse as parse
 from tests.megatron.test_resume import SCHEDULE
 
-LAID_OUT = {"environment": {"FROM_PROVIDER": "1"}}
-MODEL = ["--num-layers", 2, *SCHEDULE, "--ckpt-format", "torch_dist"]
-SHARED = ["--use-distributed-optimizer"]
-RUN = [*MODEL, *SHARED, *MUON]
+RUN = ["--num-layers", 2, *SCHEDULE, *FILES, *SHARED, *MUON]
 BF16 = ["--bf16"]
 
 
@@ -31,17 +41,12 @@ def is_laid_out(ranks):
 @pytest.mark.parametrize(
     "flags",
     [
-        BF16,
-        [],
-        [*BF16, "--overlap-grad-reduce", "--overlap-param-gather"],
-        ["--overlap-grad-reduce", "--overlap-param-gather"],
+        [*BF16, *OVERLAP],
+        OVERLAP,
         [*BF16, "--dist-ckpt-optim-fully-reshardable"],
-        ["--dist-ckpt-optim-fully-reshardable"],
-        [*BF16, "--optimizer", "dist_muon"],
         [*BF16, *ADAPTIVE, "normuon"],
         [*BF16, "--optimizer", "soap"],
-        [*BF16, *map(str, EXPERTS)],
-        [*BF16, "--optimizer-momentum-dtype", "bf16"],
+        [*BF16, *map(str, EXPERTS), "--optimizer-momentum-dtype", "bf16"],
     ],
     ids=" ".join,
 )
@@ -101,50 +106,30 @@ def test_the_layout_is_no_matter_without_the_layer_wise_optimizer(parse):
     assert args.use_layer_wise_param_layout
 
 
-def test_what_the_layout_alone_forbids_works_in_each_release_that_lays_out():
-    rows = {release: {row.feature: row.works for row in support_matrix(release)} for release in ("0.18.2", "0.20.0")}
-    for works in rows.values():
-        for what in ("with --bf16", "in fp32", "with lion", "with biases in experts"):
-            assert works[f"--use-distributed-optimizer {what}"] == "yes"
-        assert works["--optimizer-weight-average with --use-distributed-optimizer"] == "yes"
-        assert works["--save-weight-average with --use-distributed-optimizer"] == "no"
-        assert works["--use-distributed-optimizer with schedule_free_adamw"] == "no"
-        assert works["--muon-share-over-dp with --use-distributed-optimizer"] == "no"
-    assert rows["0.20.0"]["--use-megatron-fsdp"] == "yes"
-
-
 @pytest.mark.wide
 def test_overrides_that_name_an_optimizer_run_without_the_layout_and_resume(tmp_path):
-    file = tmp_path / "overrides.yaml"
-    file.write_text(
-        "- {select: layers.0.self_attention.linear_proj.weight, optimizer: adam}\n"
-        "- {select: layers.1.self_attention.linear_proj.weight, exclude: true}\n"
-    )
-    run = [*RUN, *BF16, "--train-iters", 4, "--optimizer-overrides", file]
+    proj = "decoder.layers.{}.self_attention.linear_proj.weight"
+    overrides = [{"select": proj.format(0), "optimizer": "adam"}, {"select": proj.format(1), "exclude": True}]
+    run = [*RUN, *BF16, "--train-iters", 4, *overriding(tmp_path, *overrides)]
     (straight, output), _ = resumed(tmp_path, 2, *run, **LAID_OUT)
     assert "gradient buffers are not laid out for whole matrices" in output
     assert not is_laid_out(straight)
-    states = [
-        {key for rank in straight for key in rank["after"][f"decoder.layers.{i}.self_attention.linear_proj.weight"]}
-        for i in (0, 1)
-    ]
-    assert "exp_avg" in states[0]
-    assert states[1] == {"parameter", "cut"}
+    of_adam, excluded = ({key for rank in straight for key in rank["after"][proj.format(i)]} for i in (0, 1))
+    assert "exp_avg" in of_adam
+    assert excluded == {"parameter", "cut"}
 
 
 @pytest.mark.wide
 def test_a_checkpoint_without_the_layout_goes_on_without_it_alone_and_the_other_way_round(tmp_path):
-    run, saved = [*RUN, *BF16, "--train-iters", 2], {True: tmp_path / "laid out", False: tmp_path / "plain"}
-    without = "--no-use-layer-wise-param-layout"
-    train(tmp_path / "1", 2, *run, "--save", saved[True], "--save-interval", 2, **LAID_OUT)
-    train(tmp_path / "2", 2, *run, without, "--save", saved[False], "--save-interval", 2, **LAID_OUT)
-    run[-1] = 3
-    said = refused(*run, "--load", saved[False], ranks=2, **LAID_OUT)
-    assert re.search("holds all state by parameter, and this run .* pass --no-use-layer-wise-param-layout", said)
-    said = refused(*run, without, "--load", saved[True], ranks=2, **LAID_OUT)
-    assert re.search(
-        "AdamW needs .* in flat buffers of the distributed optimizer. Resume with --use-distributed-", said
-    )
+    run, without = [*RUN, *BF16, "--train-iters", 3], ["--no-use-layer-wise-param-layout"]
+    for flags, others, message in (
+        ([], without, "AdamW needs .* in flat buffers of the distributed optimizer. Resume with --use-distributed-"),
+        (without, [], "holds all state by parameter, and this run .* pass --no-use-layer-wise-param-layout"),
+    ):
+        folder = tmp_path / str(len(flags))
+        train(folder / "run", 2, *run, *flags, *saving(folder / "checkpoint", 2), **LAID_OUT)
+        said = refused(*run, *others, "--load", folder / "checkpoint", ranks=2, **LAID_OUT)
+        assert re.search(message, said), said[-3000:]
 
 
 class Buffers:
@@ -197,13 +182,10 @@ def test_a_loaded_count_of_steps_is_each_parameters_own():
     assert "step" not in buffers.optimizer.param_groups[0]
 
 
-def test_a_rank_without_any_range_has_a_count_to_save():
+def test_a_rank_without_any_range_has_a_count_to_save_and_others_that_count_in_groups_are_left_alone():
     adam = torch.optim.AdamW([{"params": []}])
     AdamOfBuffers(Buffers(adam))
     assert [state["step"].item() for state in adam.state_dict()["state"].values()] == [0]
-
-
-def test_optimizers_that_count_in_their_groups_are_left_alone():
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
     AdamOfBuffers(buffers := Buffers(other))
     assert not other.state

@@ -6,23 +6,29 @@ import pytest
 import torch
 
 from tests.megatron.runs import (
+    EXACT,
     EXPERTS,
+    FILES,
     MUON,
+    OVERLAP,
     SMALL_GPT,
+    TP2,
     assert_same,
     assert_same_ranks,
+    assert_trains_as,
     losses,
     resumed,
+    saving,
     summary,
     train,
     whole,
+    wide,
 )
 
-FP32 = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest"]
+FP32 = ["--num-layers", 3, *MUON, *EXACT]
 RUN = [*FP32, "--bf16"]
 DEALT = ["--use-distributed-optimizer", "--no-use-layer-wise-param-layout"]  # in whose layout nobody deals by time
 SHARED = [*RUN, *DEALT]
-BY_SIZE = "--no-balanced-deal"
 
 
 def hands(ranks):
@@ -44,10 +50,10 @@ def deal(output):
 
 @pytest.mark.wide
 def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
-    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
-    by_size, output = train(tmp_path / "by_size", 2, *SHARED, BY_SIZE, *saved, "--train-iters", 4)
+    run, checkpoint = [*SHARED, "--train-iters", 4], tmp_path / "checkpoint"
+    by_size, output = train(tmp_path / "by_size", 2, *run, "--no-balanced-deal", *saving(checkpoint, 2))
     assert not deal(output)
-    by_time, output = train(tmp_path / "by_time", 2, *SHARED, "--load", tmp_path / "checkpoint", "--train-iters", 4)
+    by_time, output = train(tmp_path / "by_time", 2, *run, "--load", checkpoint)
     ((parameters, ranks, ms, ms_by_size),) = deal(output)
     assert (parameters, ranks) == (21, 2)
     assert ms < 0.9 * ms_by_size
@@ -55,56 +61,42 @@ def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
     assert set.union(*hands(by_time)) == set.union(*hands(by_size))
     assert not set.intersection(*hands(by_time))
     assert_same(whole([rank["before"] for rank in by_time]), whole([rank["after"] for rank in by_size]))
-    assert len(losses(by_time)) == 4
     assert losses(by_time)[-1] < losses(by_size)[-1]
 
 
-@pytest.mark.parametrize(
-    "overlap", [[], pytest.param(["--overlap-grad-reduce", "--overlap-param-gather"], marks=pytest.mark.wide)]
-)
+@pytest.mark.parametrize("overlap", [[], wide(OVERLAP)], ids=" ".join)
 @pytest.mark.shows("--use-distributed-optimizer in fp32")
 def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path, overlap):
-    run = [*FP32, "--train-iters", 5, "--clip-grad", 0.5, "--ckpt-format", "torch_dist"]
+    run = [*FP32, "--train-iters", 5, "--clip-grad", 0.5, *FILES]
     alone, _ = train(tmp_path / "one", 1, *run)
-    run += [*DEALT, *overlap]
-    (two, output), _ = resumed(tmp_path, 2, *run)
+    (two, output), _ = resumed(tmp_path, 2, *run, *DEALT, *overlap)
     assert len(deal(output)) == 1
     assert not set.intersection(*hands(two))
     expected, found = (whole([rank["after"] for rank in ranks]) for ranks in (alone, two))
     for name, state in expected.items():
         torch.testing.assert_close(found[name]["parameter"], state["parameter"], rtol=0, atol=1e-5)
-    assert two[0]["grad_norms"] == pytest.approx(alone[0]["grad_norms"], rel=1e-5)
+    assert_trains_as(two, alone)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", 2]], ids=["DP4", "TP2-DP2"])
-@pytest.mark.parametrize("overlap", [[], ["--overlap-grad-reduce", "--overlap-param-gather"]], ids=["", "overlap"])
+@pytest.mark.parametrize(("layout", "ranks"), [(OVERLAP, 4), (TP2, 2)], ids=["DP4-overlap", "TP2-DP2"])
 @pytest.mark.shows("--use-distributed-optimizer with --bf16", "--overlap-param-gather")
-def test_four_ranks_train_as_one_and_resume(tmp_path, layout, overlap):
-    run = ["--train-iters", 4, "--global-batch-size", 8, "--ckpt-format", "torch_dist"]
-    (alone,), _ = train(tmp_path / "one", 1, *RUN, *run)
-    (straight, output), _ = resumed(tmp_path, 4, *SHARED, *run, *layout, *overlap)
-    assert [ranks for _, ranks, *_ in deal(output)] == [2 if layout else 4]
-    assert losses(straight) == pytest.approx(losses([alone]), rel=1e-2)  # of bf16
-    assert straight[0]["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-2)
-
-
-@pytest.mark.wide
-def test_experts_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
-    run = [*EXPERTS, "--train-iters", 3, "--global-batch-size", 8]
-    plain, _ = train(tmp_path / "plain", 4, *RUN, *run)
-    shared, output = train(tmp_path / "shared", 4, *SHARED, *run)
-    assert [found[:2] for found in deal(output)] == [(18, 4), (12, 2)]
-    assert losses(shared) == pytest.approx(losses(plain), rel=1e-3)
+def test_four_ranks_train_as_one_and_resume(tmp_path, layout, ranks):
+    run = ["--train-iters", 4, "--global-batch-size", 8, *FILES]
+    alone, _ = train(tmp_path / "one", 1, *RUN, *run)
+    (straight, output), _ = resumed(tmp_path, 4, *SHARED, *run, *layout)
+    assert [found[1] for found in deal(output)] == [ranks]
+    assert_trains_as(straight, alone, rel=1e-2)  # of bf16
 
 
 @pytest.mark.wide
 @pytest.mark.shows("--use-distributed-optimizer with biases in experts")
-def test_biases_of_experts_are_dealt_beside_their_matrices(tmp_path):
+def test_experts_and_their_biases_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
     model = [flag for flag in SMALL_GPT if flag != "--disable-bias-linear"]
-    run = [*EXPERTS, "--train-iters", 4, "--global-batch-size", 8, "--ckpt-format", "torch_dist"]
+    run = [*EXPERTS, "--train-iters", 4, "--global-batch-size", 8, *FILES]
     plain, _ = train(tmp_path / "plain", 4, *RUN, *run, model=model)
-    (shared, _), _ = resumed(tmp_path, 4, *SHARED, *run, model=model)
+    (shared, output), _ = resumed(tmp_path, 4, *SHARED, *run, model=model)
+    assert [found[1] for found in deal(output)] == [4, 2]
     assert any("experts" in name and "bias" in name for name in shared[0]["after"])
     assert losses(shared) == pytest.approx(losses(plain), rel=1e-3)
 
@@ -113,13 +105,9 @@ def test_biases_of_experts_are_dealt_beside_their_matrices(tmp_path):
 @pytest.mark.shows(
     "--optimizer dist_muon with --bf16", "--overlap-param-gather with dist_muon and one data-parallel rank"
 )
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [(2, []), (1, ["--overlap-grad-reduce", "--overlap-param-gather"])],
-    ids=["two ranks", "one rank, overlapped"],
-)
+@pytest.mark.parametrize(("ranks", "flags"), [(2, []), (1, OVERLAP)], ids=["two ranks", "one rank, overlapped"])
 def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags):
-    run = [*flags, "--train-iters", 4, "--ckpt-format", "torch_dist"]
+    run = [*flags, "--train-iters", 4, *FILES]
     expected, _ = train(tmp_path / "muon", ranks, *SHARED, *run)
     (found, _), _ = resumed(tmp_path, ranks, *RUN, DEALT[1], "--optimizer", "dist_muon", *run)
     assert_same_ranks(found, expected)
@@ -139,8 +127,7 @@ def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path, pr
 
 @pytest.mark.wide
 def test_data_parallel_ranks_share_shards_where_nothing_is_dealt(tmp_path):
-    run = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest", "--tensor-model-parallel-size", 2]
-    run += ["--global-batch-size", 8, "--train-iters", 4, "--muon-tp-mode", "owner", "--ckpt-format", "torch_dist"]
+    run = [*FP32, *TP2, "--global-batch-size", 8, "--train-iters", 4, "--muon-tp-mode", "owner", *FILES]
     plain, output = train(tmp_path / "plain", 4, *run)
     assert "18 owner over 2 ranks" in summary(output)
     (shared, output), _ = resumed(tmp_path, 4, *run, "--muon-share-over-dp")

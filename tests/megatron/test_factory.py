@@ -66,22 +66,17 @@ def test_a_matrix_without_a_gradient_is_an_error(one_rank):
         optimizer.step()
 
 
-def test_a_step_at_rest_proves_nothing():
-    optimizer = FP32Optimizer(muon(lr=0.0))
-    check_steps(optimizer, 3)
-    assert optimizer.step()[0]
-    assert optimizer.step()[0]
-
-
-def test_a_gradient_that_is_not_finite_proves_nothing():
+def test_a_step_at_rest_or_with_a_gradient_that_is_not_finite_proves_nothing():
+    at_rest = FP32Optimizer(muon(lr=0.0))
+    check_steps(at_rest, 3)
+    assert all(at_rest.step()[0] for _ in range(2))
     optimizer = FP32Optimizer(muon())
     check_steps(optimizer, 2)
     checked, gradient = optimizer.step, optimizer.optimizer.param_groups[0]["params"][0].grad
-    gradient[0, 0] = torch.nan
-    assert optimizer.step()[0]
-    assert optimizer.step is checked
-    gradient[0, 0] = 1.0
-    assert optimizer.step()[0]
+    for value in (torch.nan, 1.0):
+        gradient[0, 0] = value
+        assert optimizer.step is checked
+        assert optimizer.step()[0]
     assert optimizer.step is not checked
 
 
@@ -110,28 +105,21 @@ def test_a_rank_without_any_gradient_is_not_told_of_it_as_in_plain_torch(one_ran
 
 
 def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_rank, monkeypatch, capsys):
-    names = [
-        "embedding.weight",
-        "unused.weight",
-        "without.weight",
-        "decoder.mlp.experts.local_experts.0.linear_fc1.weight",
-        "decoder.mlp.experts.local_experts.1.linear_fc1.weight",
-        "decoder.mlp.experts.linear_fc2.weight10",
-        "decoder.mlp.experts.linear_fc2.weight11",
-        "elsewhere.weight",
-        "at_rest.weight",
-        "excluded.weight",
-    ]
-    used = {"embedding.weight", names[3], names[6]}
+    expert, grouped = (
+        "decoder.mlp.experts.local_experts.{}.linear_fc1.weight",
+        "decoder.mlp.experts.linear_fc2.weight{}",
+    )
+    used = ["embedding.weight", expert.format(0), grouped.format(11)]
+    unused = ["unused.weight", "without.weight"]
+    others = [expert.format(1), grouped.format(10), "elsewhere.weight", "at_rest.weight", "excluded.weight"]
     reads = []
 
     def assigned(name):
         parameter = nn.Parameter(torch.ones(2, 2))
         if name != "without.weight":
-            parameter.main_grad = torch.zeros(2, 2)
-            parameter.main_grad[1, 1] = float(name in used)
+            parameter.main_grad = torch.eye(2) * (name in used)
+        settings = {"lr": 0.0} if name == "at_rest.weight" else {}
         optimizer = None if name == "excluded.weight" else "muon"
-        settings = {"at_rest.weight": {"lr": 0.0}}.get(name, {})
         return Assignment(SimpleNamespace(tensor=parameter, name=name), optimizer, Resolved(settings, {}))
 
     def of_all_ranks(here):
@@ -139,7 +127,7 @@ def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_
         return [here, {"elsewhere.weight": True, "unused.weight": False}]
 
     monkeypatch.setattr("megatron_eopt.megatron.first_step.distinct", of_all_ranks)
-    optimizer, parameters = FP32Optimizer(muon()), [assigned(name) for name in names]
+    optimizer, parameters = FP32Optimizer(muon()), [*map(assigned, used + unused + others)]
     check_steps(optimizer, 2, lambda: None, lambda: warn_of_unused(parameters))
     assert all(optimizer.step()[0] for _ in range(3))
     said = capsys.readouterr().out
@@ -158,6 +146,15 @@ def test_parameters_that_are_not_real_are_refused_before_anything_is_changed():
     refuse_other_dtypes([replace(each, optimizer=None) for each in assigned])
 
 
+def prepare(monkeypatch, *optimizers, decided=None):
+    """As a run prepares its optimizers."""
+    monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
+    run = OptimizerOfRun.__new__(OptimizerOfRun)
+    run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in optimizers])
+    run.tp_mode_source, run.seconds, run.began, run.decided = "default", {}, 0.0, decided or Decided()
+    run.prepare()
+
+
 def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
     """Those without one share none with other ranks, and have nothing to agree on."""
     prepared = []
@@ -166,27 +163,15 @@ def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
         def prepare(self):
             prepared.append(self)
 
-    parameter = nn.Parameter(torch.ones(2))
-    with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([parameter], []))
-    plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
-    run = OptimizerOfRun.__new__(OptimizerOfRun)
-    run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in (with_one, without, plain)])
-    run.tp_mode_source, run.seconds, run.began = "default", {}, 0.0
-    run.prepare()
+    with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([nn.Parameter(torch.ones(2))], []))
+    prepare(monkeypatch, with_one, without, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     assert prepared == [with_one]
 
 
-@pytest.mark.parametrize(("kernel", "expected"), [(None, "blocked"), ("torch", "torch")])
-def test_the_kernel_of_the_checkpoint_is_that_of_the_plan(monkeypatch, kernel, expected):
-    monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
+@pytest.mark.parametrize(("settings", "expected"), [({}, "blocked"), ({"symmetric_products": "torch"}, "torch")])
+def test_the_kernel_of_the_checkpoint_is_that_of_the_plan(monkeypatch, settings, expected):
     optimizer = TensorParallelMuon([nn.Parameter(torch.randn(512, 512))], fp32_matmul_prec="highest")
-    run = OptimizerOfRun.__new__(OptimizerOfRun)
-    run.optimizer, run.tp_mode_source, run.decided = FP32Optimizer(optimizer), "default", Decided()
-    if kernel is not None:
-        run.decided = Decided(settings={"TensorParallelMuon": {"symmetric_products": kernel}})
-    run.seconds, run.began = {}, 0.0
-    run.prepare()
+    prepare(monkeypatch, optimizer, decided=Decided(settings={"TensorParallelMuon": settings}))
     assert optimizer.param_groups[0]["symmetric_products"] == expected
 
 

@@ -1,38 +1,55 @@
 """Every optimizer of the family in real Megatron: on two tensor-parallel ranks as on one, and resumed bit for bit."""
 
+import functools
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.cli import main
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.registry import takes_matrices
 from megatron_eopt.tools.verify.optimizers import check_states
-from tests.megatron.runs import MUON, TP2, refused, resumed, summary, train, whole
+from tests.megatron.runs import (
+    EXACT,
+    FILES,
+    MUON,
+    PP2,
+    SHARED,
+    TP2,
+    full,
+    overriding,
+    refused,
+    resumed,
+    saving,
+    summary,
+    train,
+    whole,
+    wide,
+)
 from tests.tools.test_described import planned
 
-EXACT = ["--muon-fp32-matmul-prec", "highest"]
-OWN = {  # flags, and what the line at start says of it
-    "spectron": (["--spectron-rank", 16, "--lr", "1e-2"], "each the product of two factors of rank 16"),
-    "soap": (["--lr", "3e-3", "--min-lr", "3e-3"], "SOAP owns 8 parameters"),
-    "psgd_kron": (["--lr", "4e-3", "--min-lr", "4e-3"], "PSGDKron owns 8 parameters"),
-    "shampoo": (["--lr", "1e-2", "--min-lr", "1e-2"], "Shampoo owns 8 parameters"),
-    "kl_shampoo": (["--lr", "1e-2", "--min-lr", "1e-2"], "KLShampoo owns 8 parameters"),
-    "muon_hyperball": (["--lr", "2e-2", "--min-lr", "2e-2"], "update RMS not known before the steps"),
-    "scion": (["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"], "Scion owns 8 parameters"),
-    "polargrad": (["--lr", "1e-1", "--min-lr", "1e-1"], "update RMS not known before the steps"),
-    "dion": (["--lr", "2e-2", "--min-lr", "2e-2"], "Dion owns 8 parameters"),
-    "dion2": (["--lr", "2e-2", "--min-lr", "2e-2"], "Dion2 owns 8 parameters"),
-    "muown": ([], "update RMS not known before the steps"),
-    "signum": (["--lr", "1e-3", "--min-lr", "1e-3"], "Signum owns 15 parameters"),
-    "lion": (["--lr", "1e-3", "--min-lr", "1e-3"], "Lion owns 15 parameters with 78,144 elements on this rank"),
+FLAGS = {
+    "spectron": "--spectron-rank 16 --lr 1e-2",
+    "soap": "--lr 3e-3 --min-lr 3e-3",
+    "psgd_kron": "--lr 4e-3 --min-lr 4e-3",
+    "shampoo": "--lr 1e-2 --min-lr 1e-2",
+    "kl_shampoo": "--lr 1e-2 --min-lr 1e-2",
+    "muon_hyperball": "--lr 2e-2 --min-lr 2e-2",
+    "scion": "--muon-lr 4e-4 --muon-min-lr 4e-4",
+    "polargrad": "--lr 1e-1 --min-lr 1e-1",
+    "dion": "--lr 2e-2 --min-lr 2e-2",
+    "dion2": "--lr 2e-2 --min-lr 2e-2",
+    "signum": "--lr 1e-3 --min-lr 1e-3",
+    "lion": "--lr 1e-3 --min-lr 1e-3",
 }
-ELSEWHERE = ("muon", "adaptive_muon", "schedule_free_adamw")  # in files of their own
-FAMILY = {
-    name: OWN.get(name, ([], f"{row.cls.__name__} owns")) for name, row in OPTIMIZERS.items() if name not in ELSEWHERE
+SAID = {  # by the line at start; of the others, how many parameters they own
+    "spectron": "each the product of two factors of rank 16",
+    "lion": "Lion owns 15 parameters with 78,144 elements on this rank",
+    **dict.fromkeys(("muon_hyperball", "polargrad", "muown"), "update RMS not known before the steps"),
 }
+FAMILY = [name for name in OPTIMIZERS if name not in ("muon", "adaptive_muon", "schedule_free_adamw")]  # elsewhere
 # Gradients of a few tokens do not span the sides of a matrix, so that their rounding chooses a part of SOAP's bases, by
 # which weights move from the second step on: with noise in the last bits of its gradients, one rank is as far from one
 # without as another layout is. Where the gradients are the same, so are the steps: test_same_gradients.py.
@@ -41,12 +58,10 @@ SOONER = {"soap", "lion", "ademamix", "psgd_kron", "dion"}  # than the wide subs
 
 
 def run(name):
-    return ["--num-layers", 2, "--optimizer", name, *FAMILY[name][0], *EXACT, "--ckpt-format", "torch_dist"]
+    return ["--num-layers", 2, "--optimizer", name, *FLAGS.get(name, "").split(), *EXACT, *FILES]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SOONER else [pytest.mark.wide]) for name in FAMILY]
-)
+@pytest.mark.parametrize("name", [name if name in SOONER else wide(name) for name in FAMILY])
 @pytest.mark.shows(
     "--optimizer spectron",
     "--optimizer soap",
@@ -67,47 +82,27 @@ def run(name):
 def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     flags = [*run(name), "--train-iters", 6]
     (alone,), output = train(tmp_path / "alone", 1, *flags, "--optimizer-manifest-file", tmp_path / "manifest.json")
-    assert FAMILY[name][1] in summary(output)
+    owned = f"{OPTIMIZERS[name].cls.__name__} owns {8 if takes_matrices(name) else 15} parameters"
+    assert SAID.get(name, owned) in summary(output)
     assert alone["losses"][-1] < 0.9 * alone["losses"][0]
-    owned = json.loads((tmp_path / "manifest.json").read_text())
-    assert name in json.dumps(owned)
+    assert f'"{name}"' in (tmp_path / "manifest.json").read_text()
 
     (straight, _), _ = resumed(tmp_path, 2, *flags, *TP2, at=3)
     kept = {key.rstrip("_0123456789") for state in straight[0]["after"].values() for key in state}
     assert {tensor.key.rstrip("_0123456789") for tensor in OPTIMIZERS[name].state_tensors()} <= kept
-    for rank in straight:
-        compared = slice(LOSSES_TO_COMPARE.get(name))
-        assert rank["losses"][compared] == pytest.approx(alone["losses"][compared], rel=1e-4)
-        assert rank["losses"][-1] < 0.9 * rank["losses"][0]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("flags", [["--optimizer", "adam"], [*run("soap"), "--soap-max-dim", 0]], ids=["adam", "soap"])
-def test_gated_attention_trains_on_two_ranks_as_on_one(tmp_path, flags):
-    """Megatron's gradients are the same, and without bases no step of SOAP turns their rounding into more."""
-    flags = ["--num-layers", 2, *flags, "--attention-output-gate", "--train-iters", 6]
-    alone, _ = train(tmp_path / "alone", 1, *flags)
-    ranks, _ = train(tmp_path / "ranks", 2, *flags, *TP2)
-    assert ranks[0]["grad_norms"] == pytest.approx(alone[0]["grad_norms"], rel=1e-5)
-    before, expected = (whole([rank[when] for rank in alone]) for when in ("before", "after"))
-    for name, state in whole([rank["after"] for rank in ranks]).items():
-        travelled = expected[name]["parameter"] - before[name]["parameter"]
-        distance = state["parameter"] - expected[name]["parameter"]
-        assert distance.norm() <= 2e-5 * travelled.norm(), name
+    compared = slice(LOSSES_TO_COMPARE.get(name))
+    assert straight[0]["losses"][compared] == pytest.approx(alone["losses"][compared], rel=1e-4)
+    assert straight[0]["losses"][-1] < 0.9 * straight[0]["losses"][0]
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        ("spectron", TP2),
-        ("soap", TP2),
-        ("soap", []),
-        ("muon_hyperball", ["--use-torch-fsdp2", "--bf16"]),
-    ],
-    ids=["spectron-TP", "soap-TP", "soap-DP", "muon_hyperball-FSDP"],
+    [("soap", []), ("muon_hyperball", ["--use-torch-fsdp2", "--bf16"])],
+    ids=["soap-DP", "muon_hyperball-FSDP"],
 )
 def test_the_plan_of_a_command_line_is_that_of_its_run(tmp_path, name, layout):
+    """Of several tensor-parallel ranks: the test of what overrides give beside Muon."""
     flags = [*run(name), *layout, "--train-iters", 1]
     train(tmp_path / "run", 2, *flags, "--optimizer-manifest-file", tmp_path / "of_run.json")
     found, _ = planned(tmp_path, *flags, ranks=2)
@@ -119,7 +114,7 @@ SHARING = [
     ([], "share", True),
     (["--soap-no-share-over-dp"], "local", False),
     (["--ckpt-format", "torch"], "local", False),
-    (["--use-distributed-optimizer", "--bf16"], "local", None),  # each rank has other parameters
+    ([*SHARED, "--bf16"], "local", None),  # each rank has other parameters
 ]
 
 
@@ -148,21 +143,12 @@ BESIDE_MUON = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(TP2, marks=pytest.mark.wide),
-        pytest.param([*TP2, "--bf16"], marks=pytest.mark.full),
-        pytest.param(["--pipeline-model-parallel-size", 2], marks=pytest.mark.full),
-    ],
-    ids=["TP", "TP-bf16", "PP"],
-)
+@pytest.mark.parametrize("layout", [wide(TP2), full([*TP2, "--bf16"]), full(PP2)], ids=["TP", "TP-bf16", "PP"])
 def test_each_owns_what_an_override_gives_it_beside_muon(tmp_path, capsys, layout):
     """Planned, trained, evaluated, saved, verified and resumed bit for bit."""
     overrides = [{"select": f"layers.{layer}.{name}.weight"} | own for layer, name, own, _ in BESIDE_MUON]
-    (tmp_path / "overrides.json").write_text(json.dumps(overrides))
-    flags = ["--num-layers", 2, *MUON, *layout, "--optimizer-overrides", tmp_path / "overrides.json"]
-    flags += ["--ckpt-format", "torch_dist", "--train-iters", 4, "--eval-iters", 1, "--eval-interval", 2]
+    flags = ["--num-layers", 2, *MUON, *layout, *overriding(tmp_path, *overrides), *FILES]
+    flags += ["--train-iters", 4, "--eval-iters", 1, "--eval-interval", 2]
     (straight, _), _ = resumed(tmp_path, 2, *flags, "--optimizer-manifest-file", tmp_path / "of_run.json")
     after = whole([rank["after"] for rank in straight])
     for layer, name, own, states in BESIDE_MUON:
@@ -175,42 +161,36 @@ def test_each_owns_what_an_override_gives_it_beside_muon(tmp_path, capsys, layou
     assert planned(tmp_path, *flags, ranks=2)[0] == json.loads((tmp_path / "of_run.json").read_text())
 
 
+def run_of(name, *flags):
+    own = FLAGS.get(name, "").split()
+    return ["--num-layers", 1, *FILES, "--train-iters", 1, "--optimizer", name, *own, *flags]
+
+
 @pytest.fixture(scope="module")
 def saved_by(tmp_path_factory):
     """Checkpoints of one step, by the flags that made them."""
-    made = {}
 
+    @functools.cache
     def make(*flags):
-        if flags not in made:
-            folder = made[flags] = tmp_path_factory.mktemp("saved")
-            train(folder / "run", 1, *run_of(*flags), "--save", folder / "checkpoint", "--save-interval", 1)
-        return made[flags] / "checkpoint"
+        folder = tmp_path_factory.mktemp("saved")
+        train(folder / "run", 1, *run_of(*flags), *saving(folder / "checkpoint", 1))
+        return folder / "checkpoint"
 
     return make
-
-
-def run_of(name, *flags):
-    return [*SMALL, "--optimizer", name, *FAMILY.get(name, [[]])[0], *flags]
-
-
-SMALL = ["--num-layers", 1, "--ckpt-format", "torch_dist", "--train-iters", 1]
 
 
 @pytest.mark.parametrize(
     ("saved", "flags", "message"),
     [
-        (("scion",), ("polargrad",), "Scion wrote the state of decoder.layers"),  # a momentum and no more, both
-        pytest.param(("signum",), ("lion",), "Signum wrote the state of", marks=pytest.mark.full),
-        pytest.param(("soap",), ("muon", "--muon-momentum-from-adam"), "it holds L, ", marks=pytest.mark.full),
-        (("soap",), ("adam",), "SOAP wrote the state of decoder.layers"),
-        (("soap",), ("soap", "--soap-max-dim", 64), "SOAP needs Q_R_0, Q_R_1, R_0, R_1, exp_avg"),
-        pytest.param(("spectron",), ("spectron", "--spectron-rank", 8), "run needs (1, 64, 8)", marks=pytest.mark.full),
-        pytest.param(
-            ("muon_hyperball",), ("muon_hyperball", "--muon-split", "all"), "needs momentum_buffer, radius_0",
-            marks=pytest.mark.full,
-        ),
+        (["scion"], ["polargrad"], "Scion wrote the state of decoder.layers"),  # a momentum and no more, both
+        full(["signum"], ["lion"], "Signum wrote the state of"),
+        full(["soap"], ["muon", "--muon-momentum-from-adam"], "it holds L, "),
+        (["soap"], ["adam"], "SOAP wrote the state of decoder.layers"),
+        (["soap"], ["soap", "--soap-max-dim", 64], "SOAP needs Q_R_0, Q_R_1, R_0, R_1, exp_avg"),
+        full(["spectron"], ["spectron", "--spectron-rank", 8], "run needs (1, 64, 8)"),
+        full(["muon_hyperball"], ["muon_hyperball", "--muon-split", "all"], "needs momentum_buffer, radius_0"),
     ],
-)  # fmt: skip
+)
 def test_state_of_another_optimizer_or_other_settings_is_refused(saved_by, saved, flags, message):
     said = refused(*run_of(*flags), "--load", saved_by(*saved))
     assert message in said
@@ -222,15 +202,10 @@ def test_a_side_without_a_factor_is_no_damage_and_a_missing_factor_is(saved_by, 
     checkpoint = saved_by("soap", "--soap-max-dim", 64)
     assert main(["verify-checkpoint", str(checkpoint)]) == 0
     assert "error" not in capsys.readouterr().out
-    (problem,) = problems_without(checkpoint, "optimizer.state.L.decoder.layers.mlp.linear_fc2.weight")
-    assert "L is missing for decoder.layers.mlp.linear_fc2.weight" in problem
-
-
-def problems_without(checkpoint, key):
-    """What is wrong with a checkpoint that lacks a tensor."""
     contents = read_contents(newest(checkpoint))
-    tensors = {name: tensor for name, tensor in contents.tensors.items() if name != key}
-    return [each.what for each in check_states(replace(contents, tensors=tensors))]
+    del contents.tensors["optimizer.state.L.decoder.layers.mlp.linear_fc2.weight"]
+    (problem,) = check_states(contents)
+    assert "L is missing for decoder.layers.mlp.linear_fc2.weight" in problem.what
 
 
 @pytest.mark.parametrize(

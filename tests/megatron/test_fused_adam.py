@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from tests.megatron.runs import HERE, MUON, resumed, train, whole
+from tests.megatron.runs import FILES, HERE, MUON, TP2, resumed, train, whole
 
 RATE = 1e-4  # so that other rounding in one step hardly changes the next gradients, and decay shows
-RUN = ["--num-layers", 2, *MUON, "--train-iters", 4, "--tensor-model-parallel-size", 2]
+RUN = ["--num-layers", 2, *MUON, "--train-iters", 4, *TP2]
 RUN += ["--lr", RATE, "--min-lr", RATE, "--weight-decay", 1]
 
 
@@ -27,8 +27,7 @@ def steps_of_groups(ranks):
 @pytest.mark.wide
 def test_a_fused_adam_beside_muon(tmp_path, apex):
     """It takes the steps of torch's, and a run that is resumed with it goes on bit for bit."""
-    run = ["--ckpt-format", "torch_dist"]
-    (straight, output), (again, _) = resumed(tmp_path / "fused", 2, *RUN, *run, megatron=apex)
+    (straight, output), (again, _) = resumed(tmp_path / "fused", 2, *RUN, *FILES, megatron=apex)
     torchs, _ = train(tmp_path / "torch", 2, *RUN)
     assert steps_of_groups(straight) == steps_of_groups(again) == {4}
     assert steps_of_groups(torchs) == set()  # so it was another Adam

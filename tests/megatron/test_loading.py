@@ -1,43 +1,45 @@
 """Checkpoints of other optimizers and other settings: imported or refused with the reason, never loaded in part."""
 
+import functools
 import re
 import shutil
 
 import pytest
 import torch
 
+from tests.megatron import runs
 from tests.megatron.runs import (
     ADAPTIVE,
+    EXACT,
+    FILES,
     LAUNCHER,
     MUON,
-    SMALL_GPT,
+    SHARED,
     TP2,
     UPSTREAM,
     assert_same,
     assert_same_ranks,
     losses,
-    start,
+    saving,
     train,
     whole,
+    wide,
 )
 
-RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 4]
+RUN = ["--num-layers", 2, *FILES, "--train-iters", 4]
 ADAM = ["--optimizer", "adam"]
-SAVE = ["--save-interval", 2, "--exit-interval", 2, "--save"]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folder of a checkpoint after two steps, and what its run recorded, by the flags that made it."""
-    made = {}
 
-    def make(*flags, program=LAUNCHER):
-        key = (*map(str, flags), *program)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("saved")
-            (rank,), _ = train(folder / "run", 1, *RUN, *flags, *SAVE, folder / "checkpoint", program=program)
-            made[key] = folder / "checkpoint", rank
-        return made[key]
+    @functools.cache
+    def make(*flags, program=tuple(LAUNCHER)):
+        folder = tmp_path_factory.mktemp("saved")
+        how = {"program": [*program]}
+        (rank,), _ = train(folder / "run", 1, *RUN, *flags, *saving(folder / "checkpoint", 2), **how)
+        return folder / "checkpoint", rank
 
     return make
 
@@ -47,14 +49,9 @@ def load(tmp_path, checkpoint, *flags):
 
 
 def refused(checkpoint, *flags):
-    """The message with which a load is refused; nothing was trained and nothing changed."""
-    before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
-    done = start(1, *SMALL_GPT, *RUN, *flags, "--load", checkpoint)
-    assert done.returncode != 0
-    assert {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")} == before
-    assert "iteration        3/" not in done.stdout
-    said = [line.partition("CheckpointError: ")[2] for line in done.stdout.splitlines()]
-    (message,) = filter(None, said)
+    """The message with which a load is refused; nothing was trained."""
+    said = runs.refused(*RUN, *flags, "--load", checkpoint)
+    (message,) = filter(None, (line.partition("CheckpointError: ")[2] for line in said.splitlines()))
     return message
 
 
@@ -81,10 +78,9 @@ def test_adams_checkpoint_is_refused_and_on_request_its_first_moment_is_the_mome
 @pytest.mark.wide
 @pytest.mark.parametrize("saved_by_parameter", [True, False])
 def test_adams_checkpoint_of_the_distributed_optimizer(tmp_path, saved_by_parameter):
-    run = [*RUN, "--bf16", "--use-distributed-optimizer"]
+    run, checkpoint = [*RUN, "--bf16", *SHARED], tmp_path / "checkpoint"
     by_parameter = ["--dist-ckpt-optim-fully-reshardable"] if saved_by_parameter else []
-    checkpoint = tmp_path / "checkpoint"
-    adam, _ = train(tmp_path / "adam", 2, *run, *ADAM, *by_parameter, *SAVE, checkpoint)
+    adam, _ = train(tmp_path / "adam", 2, *run, *ADAM, *by_parameter, *saving(checkpoint, 2))
     if not saved_by_parameter:
         message = refused(checkpoint, "--bf16", *MUON, "--muon-momentum-from-adam")
         assert "flat buffers of the distributed optimizer" in message
@@ -103,23 +99,20 @@ def test_adams_checkpoint_of_the_distributed_optimizer(tmp_path, saved_by_parame
     assert max(losses(muon)) < max(losses(adam))
 
 
-def test_megatrons_own_muon_goes_on_here(tmp_path, saved):
-    flags = [*MUON, "--muon-fp32-matmul-prec", "high"]
-    checkpoint, theirs = saved(*flags, "--muon-tp-mode", "duplicated", program=UPSTREAM)
-    (ours,), _ = load(tmp_path, checkpoint, *flags)
-    assert_same(ours["before"], theirs["after"])
-    (straight,), _ = train(tmp_path / "straight", 1, *RUN, *flags)
-    assert ours["losses"] == pytest.approx(straight["losses"][4:], rel=1e-5)
+HIGH = [*MUON, "--muon-fp32-matmul-prec", "high"]
 
 
-@pytest.mark.wide
-def test_our_muon_goes_on_in_megatrons_own(tmp_path, saved):
-    flags = [*MUON, "--muon-fp32-matmul-prec", "high"]
-    checkpoint, ours = saved(*flags)
-    (theirs,), _ = train(tmp_path / "theirs", 1, *RUN, *flags, "--load", checkpoint, program=UPSTREAM)
-    assert_same(theirs["before"], ours["after"])
-    (straight,), _ = train(tmp_path / "straight", 1, *RUN, *flags)
-    assert theirs["losses"] == pytest.approx(straight["losses"][4:], rel=1e-5)
+@pytest.mark.parametrize(
+    ("here", "there", "flags"),
+    [(LAUNCHER, UPSTREAM, ["--muon-tp-mode", "duplicated"]), wide(UPSTREAM, LAUNCHER, [])],
+    ids=["theirs here", "ours there"],
+)
+def test_megatrons_own_muon_and_ours_go_on_from_one_another(tmp_path, saved, here, there, flags):
+    checkpoint, before = saved(*HIGH, *flags, program=tuple(there))
+    (found,), _ = train(tmp_path / "resumed", 1, *RUN, *HIGH, "--load", checkpoint, program=here)
+    assert_same(found["before"], before["after"])
+    (straight,), _ = train(tmp_path / "straight", 1, *RUN, *HIGH)
+    assert found["losses"] == pytest.approx(straight["losses"][4:], rel=1e-5)
 
 
 @pytest.mark.full
@@ -133,20 +126,16 @@ def test_weights_alone_load_where_the_user_says_so(tmp_path, saved):
 
 def test_a_changed_learning_rate_is_what_the_user_asked_for(tmp_path, saved):
     checkpoint, _ = saved(*MUON)
-    changed = ["--lr", 5e-3, "--min-lr", 5e-3, "--muon-momentum", 0.9]
-    done = start(1, *SMALL_GPT, *RUN, *MUON, *changed, "--load", checkpoint)
-    assert "do not match" in done.stdout  # Megatron's scheduler wants to be told which of the two counts
-    assert done.returncode != 0
-    (rank,), output = load(tmp_path, checkpoint, *MUON, *changed, "--override-opt-param-scheduler")
+    rates = [*MUON, "--lr", 5e-3, "--min-lr", 5e-3]
+    # Megatron's scheduler wants to be told which of the two counts
+    assert "do not match" in runs.refused(*RUN, *rates, "--load", checkpoint)
+    (rank,), output = load(tmp_path, checkpoint, *rates, "--muon-momentum", 0.9, "--override-opt_param-scheduler")
     said = [line for line in output.splitlines() if "goes on with other settings" in line]
     assert "group 0 of TensorParallelMuon" in said[0]
-    assert "does not say which optimizer wrote it" not in output
     assert "max_lr 0.01 -> 0.005, min_lr 0.01 -> 0.005, momentum 0.95 -> 0.9" in said[0]
     assert {group["lr"] for groups in rank["groups"] for group in groups} == {5e-3}
     assert rank["groups"][0][0]["momentum"] == 0.9
-    (rank,), _ = train(
-        tmp_path / "kept", 1, *RUN, *MUON, *changed[:4], "--load", checkpoint, "--use-checkpoint-opt_param-scheduler"
-    )
+    (rank,), _ = load(tmp_path / "kept", checkpoint, *rates, "--use-checkpoint-opt_param-scheduler")
     assert {group["lr"] for groups in rank["groups"] for group in groups} == {1e-2}
 
 
@@ -166,7 +155,7 @@ def modes(output):
 
 @pytest.mark.wide
 def test_a_resume_keeps_the_tp_mode_of_its_checkpoint_unless_another_is_named(tmp_path):
-    run = [*RUN, *MUON, *TP2, "--muon-fp32-matmul-prec", "highest"]
+    run = [*RUN, *MUON, *TP2, *EXACT]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
     straight, output = train(tmp_path / "straight", 2, *run, *saved, "--muon-tp-mode", "distributed")
     assert modes(output) == (["distributed (--muon-tp-mode)"], [])
@@ -184,8 +173,7 @@ def test_a_resume_keeps_the_tp_mode_of_its_checkpoint_unless_another_is_named(tm
     shutil.rmtree(tmp_path / "checkpoint" / "iter_0000004")
     late, output = train(tmp_path / "late", 2, *resume[:-2])
     assert modes(output) == (["auto (default)", "distributed (checkpoint)"], kept)
-    for one, other in zip(late, straight, strict=True):
-        assert_same(one["after"], other["after"])
+    assert_same_ranks(late, straight)
 
     named, output = train(tmp_path / "named", 2, *resume, "--muon-tp-mode", "auto")
     assert modes(output) == (["auto (--muon-tp-mode)"], ["distributed: not auto, by --muon-tp-mode"])
@@ -199,9 +187,9 @@ def test_a_resume_keeps_the_tp_mode_of_its_checkpoint_unless_another_is_named(tm
 
 @pytest.mark.wide
 def test_a_resume_keeps_blockwise_and_says_that_it_is_an_approximation(tmp_path):
-    saved = [*SAVE, tmp_path / "checkpoint"]
-    train(tmp_path / "first", 2, *RUN, *MUON, *TP2, *saved, "--muon-tp-mode", "blockwise")
-    _, output = train(tmp_path / "second", 2, *RUN, *MUON, *TP2, "--load", tmp_path / "checkpoint")
+    run = [*RUN, *MUON, *TP2]
+    train(tmp_path / "first", 2, *run, "--muon-tp-mode", "blockwise", *saving(tmp_path / "checkpoint", 2))
+    _, output = train(tmp_path / "second", 2, *run, "--load", tmp_path / "checkpoint")
     assert modes(output)[0] == ["blockwise (checkpoint)"]
     assert "12 blockwise over 2 ranks (an approximation)" in output
     assert "changed since the checkpoint" not in output  # where matrices would be orthogonalized exactly

@@ -1,5 +1,7 @@
 """Why a checkpoint is refused, and which settings a group goes on with: the rules alone, without a run."""
 
+import json
+import re
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -9,9 +11,27 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eopt.checkpoints.contents import CheckpointError
+from megatron_eopt.checkpoints.states import BLOCK
+from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.loading import other_padding
-from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
-from megatron_eopt.megatron.checkpoints.refusals import has_adams_alone, mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.matching import (
+    compressed,
+    has,
+    merged,
+    restore_schedules,
+    schedules,
+    settings_after_load,
+)
+from megatron_eopt.megatron.checkpoints.refusals import (
+    FORMAT,
+    has_adams_alone,
+    mismatch,
+    of_another,
+    problem_of,
+    stacks_layers,
+)
+from megatron_eopt.megatron.checkpoints.stored import Stored
 from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed, named_disk
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
@@ -45,6 +65,7 @@ DISTRIBUTED = ADAM | states("decoder.weight", "param")  # as the distributed opt
         (MUON | FP32_COPY, MUON, "it is of a run in fp32, and this one is in bf16; resume in fp32, or pass --no-load-"),
         (MUON, MUON | FP32_COPY, "it is of a run in bf16, and this one is in fp32; resume in bf16, or pass --no-load-"),
         (states("output.weight", "momentum_buffer"), MUON, "holds no state for output.weight, and Muon needs"),
+        ({"optimizer.state.momentum_buffer.encoder.weight": (2, 8, 4)}, MUON, "encoder.weight is not in it"),
     ],
 )
 def test_reasons(wanted, stored, message):
@@ -133,51 +154,49 @@ def test_another_padding_of_the_vocabulary(was):
     assert said is None if was == 160 else f"output.weight is (160, 4), and was ({was}, 4)" in said
 
 
-def test_nothing_changed():
-    settings, changed = settings_after_load(NOW, [THEN], {"rung"})
-    assert changed == {}
-    assert settings == THEN | {"betas": (0.9, 0.95)}
+OWN = {"nesterov": False, "use_decoupled_weight_decay": True, "weight_decay_method": "palm"}
+LOADED = THEN | {"betas": (0.9, 0.95)}
 
 
-def test_what_the_user_changed_counts_and_is_named():
-    settings, changed = settings_after_load(NOW | {"betas": (0.9, 0.99)}, [THEN], {"rung"})
-    assert changed == {"betas": ([0.9, 0.95], (0.9, 0.99))}
-    assert (settings["betas"], settings["lr"], settings["rung"]) == ((0.9, 0.99), 3e-3, "a")
+@pytest.mark.parametrize(
+    ("now", "then", "expected", "changed"),
+    [
+        ({}, [{}], LOADED, {}),
+        # what the user changed counts and is named
+        ({"betas": (0.9, 0.99)}, [{}], LOADED | {"betas": (0.9, 0.99)}, {"betas": ([0.9, 0.95], (0.9, 0.99))}),
+        # a changed schedule does not go on where the old one stood
+        ({"max_lr": 5e-3}, [{}], LOADED | {"max_lr": 5e-3, "lr": 0.0, "weight_decay": 0.1}, {"max_lr": (1e-2, 5e-3)}),
+        # a count of steps is no setting that the user has changed
+        ({}, [{"step": 7}, {"step": 7}], LOADED | {"step": 7}, {}),
+        ({"step": 1}, [{"step": 7}], LOADED | {"step": 7}, {}),
+        # an empty group stays as it was built
+        ({}, [], {key: value for key, value in NOW.items() if key != "params"}, {}),
+        # a checkpoint from before a setting was one of groups leaves it as the run has it
+        (OWN, [{}], LOADED | OWN, {}),
+        (OWN, [OWN | {"nesterov": True}], LOADED | OWN, {"nesterov": (True, False)}),
+    ],
+)
+def test_the_settings_with_which_a_group_goes_on(now, then, expected, changed):
+    found = settings_after_load(NOW | now, [THEN | group for group in then], {"rung"})
+    assert found == (expected, changed)
 
 
-def test_a_changed_schedule_does_not_go_on_where_the_old_one_stood():
-    settings, changed = settings_after_load(NOW | {"max_lr": 5e-3}, [THEN], {"rung"})
-    assert changed == {"max_lr": (1e-2, 5e-3)}
-    assert (settings["max_lr"], settings["lr"]) == (5e-3, 0.0)
-    settings, changed = settings_after_load(NOW | {"max_lr": 5e-3}, [THEN], {"rung"}, from_checkpoint=True)
-    assert changed == {}
-    assert (settings["max_lr"], settings["lr"]) == (1e-2, 3e-3)
-
-
-def test_a_step_count_is_carried_over_and_has_to_be_one():
-    settings, _ = settings_after_load(NOW, [THEN | {"step": 7}, THEN | {"step": 7}], frozenset())
-    assert settings["step"] == 7
-    # also where a step of this run's has been counted before: it is no setting that the user has changed
-    settings, changed = settings_after_load(NOW | {"step": 1}, [THEN | {"step": 7}], {"rung"})
-    assert (settings["step"], changed) == (7, {})
+def test_the_schedule_of_the_checkpoint_and_counts_that_differ():
+    assert settings_after_load(NOW | {"max_lr": 5e-3}, [THEN], {"rung"}, from_checkpoint=True) == (LOADED, {})
     with pytest.raises(ValueError, match=r"different 'step': \[7, 8\]; keep the groups of the run that saved"):
-        settings_after_load(NOW, [THEN | {"step": 7}, THEN | {"step": 8}], frozenset())
+        settings_after_load(NOW, [THEN | {"step": step} for step in (7, 8)], frozenset())
 
 
-def test_an_empty_group_stays_as_it_was_built():
-    settings, changed = settings_after_load(NOW, [], {"rung"})
-    assert changed == {}
-    assert settings == {key: value for key, value in NOW.items() if key != "params"}
-
-
-def test_a_checkpoint_from_before_a_setting_was_one_of_groups_leaves_it_as_the_run_has_it():
-    own = {"nesterov": False, "use_decoupled_weight_decay": True, "weight_decay_method": "palm"}
-    settings, changed = settings_after_load(NOW | own, [THEN], {"rung"})
-    assert {key: settings[key] for key in own} == own
-    assert not changed.keys() & own.keys()
-    settings, changed = settings_after_load(NOW | own, [THEN | own | {"nesterov": True}], {"rung"})
-    assert settings["nesterov"] is False
-    assert changed["nesterov"] == (True, False)
+def test_rates_that_megatron_overwrote_in_a_load_are_again_those_of_the_run(capsys):
+    """As 0.20 does for --override-opt-param-scheduler, after which nothing else would tell."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    (group,) = optimizer.param_groups
+    group.update(max_lr=4e-2, min_lr=4e-3, wd_mult=0.0)
+    kept = schedules(optimizer)
+    group.update(max_lr=1e-2, min_lr=1e-3)
+    restore_schedules(optimizer, kept)
+    assert (group["max_lr"], group["min_lr"], group["wd_mult"], group["lr"]) == (4e-2, 4e-3, 0.0, 0.1)
+    assert "Megatron gave 1 parameter groups other rates in the load" in capsys.readouterr().out
 
 
 def test_only_a_run_that_keeps_layers_apart_minds_that_they_are_stacked():
@@ -216,3 +235,31 @@ def test_code_in_other_formats_is_found(tmp_path, ckpt_format):
     problem = damage_of_resumed(tmp_path, 4, ckpt_format, set())
     assert "settings in __0_0.distcp names builtins.exec, which a load would call" in problem
     assert damage_of_resumed(tmp_path, 4, ckpt_format, {"builtins.exec"}) is None
+
+
+LATER = (
+    f"it was written by a later release of megatron_eopt (format {FORMAT + 1}; this one reads up to {FORMAT}): "
+    "update the package"
+)
+
+
+def test_a_format_that_a_later_release_wrote_is_refused_before_anything_is_loaded():
+    def found(*formats):
+        blocks = {number: {BLOCK: {"format": each}} for number, each in enumerate(formats)}
+        return problem_of([], Stored(None, {}, {}, blocks, {}))
+
+    assert found(FORMAT, FORMAT + 1) == LATER
+    assert "later release" not in found(FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (json.dumps({"format": FORMAT + 1, "anything": "else"}), f"the checkpoint cannot serve this run: {LATER}"),
+        # as Megatron loads one of another program with --strict-fsdp-dtensor-load off: nothing is filled in
+        ("", "holds no settings of optimizers: another program wrote it"),
+    ],
+)
+def test_what_megatron_fsdp_could_not_go_on_from_is_refused(run, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        SavedShards.load_state_dict(None, {"state": {}, "settings": {}, BLOCK: {"run": run}})

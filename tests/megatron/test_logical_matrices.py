@@ -1,45 +1,49 @@
 """The logical matrices of real models: each is orthogonalized by itself, at every tensor-parallel size."""
 
-import json
-
 import pytest
 import torch
 
 from megatron_eopt.orthogonalize import newton_schulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from tests.megatron.runs import CASES, HERE, MLA, MUON, TP2, WITHOUT_GQA, refused, since_0_20, train, whole
+from tests.megatron.runs import (
+    ADAPTIVE,
+    EXACT,
+    FILES,
+    HERE,
+    MLA,
+    MUON,
+    TP2,
+    WITHOUT_GQA,
+    doing,
+    full,
+    manifest_of,
+    overriding,
+    refused,
+    since_0_20,
+    train,
+    whole,
+)
 
 pytestmark = pytest.mark.wide
 
 LR, DECAY, FACTOR = 1e-2, 0.1, 0.2
-PRECISE = [*MUON, "--muon-fp32-matmul-prec", "highest", "--weight-decay", DECAY]
+PRECISE = [*MUON, *EXACT, "--weight-decay", DECAY]
 RUN = ["--num-layers", 1, "--train-iters", 1, *PRECISE]
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
-def update(recorded):
-    """What the first step subtracted, beside the decay."""
-    before, after = recorded["before"], recorded["after"]
-    return {name: (1 - LR * DECAY) * before[name]["parameter"] - after[name]["parameter"] for name in after}
-
-
-def expected(momentum, rows):
-    """The update of matrices that are made of such rows of a parameter, each by itself."""
-    result = torch.full_like(momentum, torch.nan)
-    for of_matrix in rows:
-        part = momentum[of_matrix]
-        result[of_matrix] = (
-            LR * FACTOR * muon_scale_factor(*part.shape) * newton_schulz(part, fp32_matmul_prec="highest")
-        )
-    return result
-
-
 def assert_updated(found, name, rows):
-    """Matrices of such rows of a parameter were each orthogonalized by itself."""
-    wanted = expected(found["after"][name]["momentum_buffer"], rows)
-    rounding = 2**-23 * found["after"][name]["parameter"].abs().max().item()  # of the parameter that it is taken from
-    torch.testing.assert_close(update(found)[name], wanted, rtol=0, atol=5e-5 * wanted.abs().max().item() + rounding)
+    """The first step orthogonalized each matrix of such rows of a parameter by itself."""
+    before, after = (found[when][name] for when in ("before", "after"))
+    wanted = torch.full_like(after["parameter"], torch.nan)
+    for of_matrix in rows:
+        part = after["momentum_buffer"][of_matrix]
+        factor = LR * FACTOR * muon_scale_factor(*part.shape)
+        wanted[of_matrix] = factor * newton_schulz(part, fp32_matmul_prec="highest")
+    update = (1 - LR * DECAY) * before["parameter"] - after["parameter"]
+    rounding = 2**-23 * after["parameter"].abs().max().item()  # of the parameter that it is taken from
+    torch.testing.assert_close(update, wanted, rtol=0, atol=5e-5 * wanted.abs().max().item() + rounding)
 
 
 def interleaved(rows, *sizes):
@@ -48,156 +52,111 @@ def interleaved(rows, *sizes):
     return [part.flatten() for part in index.split(sizes, dim=1)]
 
 
-def blocks(rows, *sizes):
+def blocks(*sizes):
     """Rows of parts that follow one another."""
-    return list(torch.arange(rows).split(list(sizes)))
+    return torch.arange(sum(sizes)).split(sizes)
 
 
-def matrices(folder, name):
-    """Names and sizes of the matrices of a parameter, by the manifest."""
-    manifest = json.loads(folder.read_text())
-    (family,) = [each for each in manifest["families"] if each["pattern"] == name.replace(".0.", ".*.")]
-    return {matrix["name"]: (matrix["rows"], matrix["cols"]) for matrix in family["matrices"]}
+def trained(folder, ranks, *flags, **how):
+    """One step on tensor-parallel ranks: the whole model before and after; names and sizes of matrices; the output."""
+    file = folder / "manifest.json"
+    run = [*RUN, *flags, "--optimizer-manifest-file", file, "--tensor-model-parallel-size", ranks]
+    recorded, output = train(folder / "run", ranks, *run, **how)
+    matrices = {
+        name: {matrix.name: (matrix.rows, matrix.cols) for matrix in row.matrices}
+        for name, row in manifest_of(file).items()
+    }
+    return {when: whole([rank[when] for rank in recorded]) for when in ("before", "after")}, matrices, output
 
 
-def recorded(ranks):
-    return {when: whole([rank[when] for rank in ranks]) for when in ("before", "after")}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [1, 2, full(4)])
 def test_a_gpt(tmp_path, ranks):
     """Two query groups: at four ranks a shard ends inside of one."""
-    manifest = tmp_path / "manifest.json"
-    flags = ["--muon-split", "all", "--optimizer-manifest-file", manifest, "--tensor-model-parallel-size", ranks]
-    found = recorded(train(tmp_path / "run", ranks, *RUN, *flags)[0])
+    found, matrices, _ = trained(tmp_path, ranks, "--muon-split", "all")
     assert_updated(found, QKV, interleaved(128, 32, 16, 16))
-    assert_updated(found, FC1, blocks(192, 96, 96))
-    assert matrices(manifest, QKV) == {"q": (64, 64), "k": (32, 64), "v": (32, 64)}
-    assert matrices(manifest, FC1) == {"gate": (96, 64), "up": (96, 64)}
+    assert_updated(found, FC1, blocks(96, 96))
+    assert matrices[QKV] == {"q": (64, 64), "k": (32, 64), "v": (32, 64)}
+    assert matrices[FC1] == {"gate": (96, 64), "up": (96, 64)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_gated_attention_by_heads(tmp_path, ranks):
+def test_gated_attention_by_heads(tmp_path):
     """Four heads of queries and of gates, two of keys and of values, in two groups."""
-    manifest = tmp_path / "manifest.json"
-    flags = ["--attention-output-gate", "--muon-split", "per_head", "--optimizer-manifest-file", manifest]
-    run = [*RUN, *flags, "--tensor-model-parallel-size", ranks]
-    found = recorded(train(tmp_path / "run", ranks, *run)[0])
+    found, matrices, _ = trained(tmp_path, 2, "--attention-output-gate", "--muon-split", "per_head")
     assert_updated(found, QKV, torch.arange(192).split(16))
-    assert list(matrices(manifest, QKV)) == [
-        f"{part} {i}" for part, n in (("q", 4), ("gate", 4), ("k", 2), ("v", 2)) for i in range(n)
-    ]
+    heads = {"q": 4, "gate": 4, "k": 2, "v": 2}
+    assert list(matrices[QKV]) == [f"{part} {i}" for part in heads for i in range(heads[part])]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_latent_attention(tmp_path, ranks):
-    manifest = tmp_path / "manifest.json"
-    run = [*RUN, *MLA, "--muon-split", "all", "--optimizer-manifest-file", manifest]
-    ranks_found, output = train(tmp_path / "run", ranks, *run, "--tensor-model-parallel-size", ranks, model=WITHOUT_GQA)
-    warning = "warning: the gradient of decoder.layers.0.self_attention.linear_kv_down_proj.weight is incomplete"
-    assert output.count(warning) == ranks - 1
-    found = recorded(ranks_found)
-    attention = "decoder.layers.0.self_attention"
-    assert_updated(found, f"{attention}.linear_kv_down_proj.weight", blocks(28, 20, 8))
-    assert_updated(found, f"{attention}.linear_kv_up_proj.weight", interleaved(4 * 28, 12, 16))
-    assert_updated(found, f"{attention}.linear_q_up_proj.weight", blocks(80, 80))
-    assert matrices(manifest, f"{attention}.linear_kv_up_proj.weight") == {"k": (48, 20), "v": (64, 20)}
+def test_latent_attention(tmp_path):
+    found, matrices, output = trained(tmp_path, 2, *MLA, "--muon-split", "all", model=WITHOUT_GQA)
+    down, up, queries = (
+        f"decoder.layers.0.self_attention.linear_{name}_proj.weight" for name in ("kv_down", "kv_up", "q_up")
+    )
+    assert output.count(f"warning: the gradient of {down} is incomplete") == 1
+    assert_updated(found, down, blocks(20, 8))
+    assert_updated(found, up, interleaved(4 * 28, 12, 16))
+    assert_updated(found, queries, blocks(80))
+    assert matrices[up] == {"k": (48, 20), "v": (64, 20)}
 
 
-MIXER = {"program": CASES, "environment": {"DO": "mamba"}}
-IN_PROJ = {"z": 128, "x": 128, "B": 16, "C": 16, "dt": 8}
+MIXERS = [
+    ("mamba", "z, x, B, C and dt of a state-space layer", {"z": 128, "x": 128, "B": 16, "C": 16, "dt": 8}),
+    pytest.param(
+        "delta_product",
+        "z, V, K, Q, b and a of a gated delta product",
+        {"z": 128, "V0": 128, "V1": 128, "K0": 16, "K1": 16, "Q": 16, "b0": 8, "b1": 8, "a": 8},
+        marks=since_0_20,
+    ),
+]
+IN_PROJ = "decoder.mixer.in_proj.weight"
 
 
-def to_muon(folder):
-    """Flags that give the mixer to Muon, which Megatron gives to Adam from 0.20 on."""
-    file = folder / "overrides.json"
-    file.write_text('[{"select": "mixer.in_proj.weight", "optimizer": "muon"}]')
-    return ["--optimizer-overrides", file]
-
-
-@pytest.mark.parametrize(
-    ("mixer", "what"),
-    [
-        ("mamba", "z, x, B, C and dt of a state-space layer"),
-        pytest.param("delta_product", "z, V, K, Q, b and a of a gated delta product", marks=since_0_20),
-    ],
-)
-def test_a_mixer_has_to_be_declared(tmp_path, mixer, what):
-    said = refused(*RUN, *to_muon(tmp_path), program=CASES, environment={"DO": mixer})
-    assert f"decoder.mixer.in_proj.weight is fused of {what}" in said
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("mixer", "expected"),
-    [
-        ("mamba", IN_PROJ),
-        pytest.param(
-            "delta_product",
-            {"z": 128, "V0": 128, "V1": 128, "K0": 16, "K1": 16, "Q": 16, "b0": 8, "b1": 8, "a": 8},
-            marks=since_0_20,
-        ),
-    ],
-)
-def test_a_mixer(tmp_path, mixer, expected, ranks):
-    """Each shard has its part of every matrix."""
-    manifest, name = tmp_path / "manifest.json", "decoder.mixer.in_proj.weight"
-    flags = ["--muon-split", "all", "--optimizer-manifest-file", manifest, "--tensor-model-parallel-size", ranks]
-    how = {"program": CASES, "environment": {"DO": mixer}}
-    found = recorded(train(tmp_path / "run", ranks, *RUN, *flags, *to_muon(tmp_path), **how)[0])
-    shards = torch.arange(sum(expected.values())).view(ranks, -1)
-    parts = shards.split([size // ranks for size in expected.values()], dim=1)
-    assert_updated(found, name, [part.flatten() for part in parts])
-    assert matrices(manifest, name) == {part: (size, 64) for part, size in expected.items()}
+@pytest.mark.parametrize(("mixer", "what", "expected"), MIXERS)
+def test_a_mixer_has_to_be_declared_and_each_shard_has_its_part_of_every_matrix(tmp_path, mixer, what, expected):
+    """Megatron gives it to Adam from 0.20 on."""
+    to_muon = overriding(tmp_path, {"select": "mixer.in_proj.weight", "optimizer": "muon"})
+    assert f"{IN_PROJ} is fused of {what}" in refused(*RUN, *to_muon, **doing(mixer))
+    found, matrices, _ = trained(tmp_path, 2, "--muon-split", "all", *to_muon, **doing(mixer))
+    parts = torch.arange(sum(expected.values())).view(2, -1).split([size // 2 for size in expected.values()], dim=1)
+    assert_updated(found, IN_PROJ, [part.flatten() for part in parts])
+    assert matrices[IN_PROJ] == {part: (size, 64) for part, size in expected.items()}
 
 
 @since_0_20
 @pytest.mark.parametrize("mixer", ["mamba", "delta_product"])
-@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
-def test_what_megatron_keeps_from_muon_is_adams(tmp_path, mixer, precision):
-    how = {"program": CASES, "environment": {"DO": mixer}}
-    (rank,), _ = train(tmp_path / "run", 1, *RUN, *precision, **how)
-    assert rank["after"]["decoder.mixer.in_proj.weight"].keys() >= {"exp_avg", "exp_avg_sq"}
+def test_what_megatron_keeps_from_muon_is_adams(tmp_path, mixer):
+    (rank,), _ = train(tmp_path / "run", 1, *RUN, "--bf16", **doing(mixer))
+    assert rank["after"][IN_PROJ].keys() >= {"exp_avg", "exp_avg_sq"}
 
 
 @since_0_20
-@pytest.mark.parametrize("split", ["default", "all"])
-def test_mappings_of_hyper_connections(tmp_path, split):
+@pytest.mark.parametrize(
+    ("split", "sizes"), [("default", {"": (24, 256)}), ("all", {"pre": (4, 256), "post": (4, 256), "res": (16, 256)})]
+)
+def test_mappings_of_hyper_connections(tmp_path, split, sizes):
     """Four residual streams: as many rows of pre and post, and sixteen of the residual mapping."""
-    manifest, name = tmp_path / "manifest.json", "decoder.mixer.mapping_proj.weight"
-    flags = ["--muon-split", split, "--optimizer-manifest-file", manifest]
-    how = {"program": CASES, "environment": {"DO": "hyper_connection"}}
-    found = recorded(train(tmp_path / "run", 1, *RUN, *flags, **how)[0])
-    sizes = {"pre": 4, "post": 4, "res": 16} if split == "all" else {"": 24}
-    assert_updated(found, name, blocks(24, *sizes.values()))
-    if split == "all":
-        assert matrices(manifest, name) == {part: (size, 256) for part, size in sizes.items()}
+    name = "decoder.mixer.mapping_proj.weight"
+    found, matrices, _ = trained(tmp_path, 1, "--muon-split", split, **doing("hyper_connection"))
+    assert_updated(found, name, blocks(*(rows for rows, _ in sizes.values())))
+    assert matrices[name] == sizes
 
 
-def test_statistics_of_a_state_space_layer_move_to_another_size(tmp_path):
-    adaptive = ["--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon", *PRECISE[2:]]
-    run = ["--num-layers", 1, "--train-iters", 4, "--ckpt-format", "torch_dist", *adaptive, "--muon-split", "all"]
-    straight, _ = train(tmp_path / "straight", 2, *run, *TP2, **MIXER)
-    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
-    train(tmp_path / "two", 2, *run, *TP2, *save, **MIXER)
-    (resumed,), _ = train(tmp_path / "one", 1, *run, "--load", tmp_path / "checkpoint", **MIXER)
-    assert resumed["losses"] == pytest.approx(straight[0]["losses"][-len(resumed["losses"]) :], rel=1e-5)
-
-
-@pytest.mark.parametrize("split", ["default", "all"])
-def test_statistics_of_logical_matrices_come_back_at_another_size(tmp_path, split):
+@pytest.mark.parametrize(
+    ("split", "how"),
+    [("default", {}), ("all", {}), ("all", doing("mamba"))],
+    ids=["default", "all", "a state-space layer"],
+)
+def test_statistics_of_logical_matrices_come_back_at_another_size(tmp_path, split, how):
     """Gate and up of SwiGLU have rows of their own, whose order in the parameter depends on the number of ranks."""
-    adaptive = ["--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon", *PRECISE[2:]]
-    run = ["--num-layers", 1, "--train-iters", 4, "--ckpt-format", "torch_dist", *adaptive, "--muon-split", split]
-    (straight,), _ = train(tmp_path / "straight", 1, *run)
-    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
-    train(tmp_path / "two", 2, *run, *save, *TP2)
-    (resumed,), _ = train(tmp_path / "one", 1, *run, "--load", tmp_path / "checkpoint")
-    assert resumed["losses"] == pytest.approx(straight["losses"][-len(resumed["losses"]) :], rel=1e-5)
-    for name, state in straight["after"].items():
-        for key, value in state.items():
-            if key != "cut":
-                torch.testing.assert_close(resumed["after"][name][key], value, rtol=1e-3, atol=1e-4)
+    run = ["--num-layers", 1, "--train-iters", 4, *FILES, *ADAPTIVE, "normuon", *PRECISE[2:], "--muon-split", split]
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    two, _ = train(tmp_path / "two", 2, *run, *TP2, *saved, **how)
+    (one,), _ = train(tmp_path / "one", 1, *run, "--load", tmp_path / "checkpoint", "--ckpt-step", 2, **how)
+    assert one["losses"] == pytest.approx(two[0]["losses"][4:], rel=1e-5)
+    expected = whole([rank["after"] for rank in two]) if not how else {}  # which does not know how a mixer is cut
+    for name, state in expected.items():
+        for key in state.keys() - {"cut"}:
+            torch.testing.assert_close(one["after"][name][key], state[key], rtol=1e-3, atol=1e-4)
 
 
 def test_a_declaration_of_the_users_own(tmp_path):
@@ -212,11 +171,10 @@ def test_a_declaration_of_the_users_own(tmp_path):
     )
     program = ["-m", "megatron_eopt.run", "--cpu", str(script)]
     (rank,), output = train(tmp_path / "run", 1, *RUN, program=program)
-    assert_updated(rank, "decoder.layers.0.mlp.linear_fc2.weight", blocks(64, 16, 48))
+    assert_updated(rank, "decoder.layers.0.mlp.linear_fc2.weight", blocks(16, 48))
     assert "'linear_fc1.weight' is declared, but matches no trainable parameter" in output
     assert "'*.linear_fc2.weight' is declared" not in output
-    overrides = tmp_path / "overrides.json"
-    overrides.write_text('[{"select": "linear_fc2.weight", "split": "none"}]')
-    said = refused(*RUN, "--optimizer-overrides", overrides, program=program)
+    overrides = overriding(tmp_path, {"select": "linear_fc2.weight", "split": "none"})
+    said = refused(*RUN, *overrides, program=program)
     assert "linear_fc2.weight: split none by" in said
     assert "would have no effect, since its matrices are declared" in said

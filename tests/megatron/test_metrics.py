@@ -1,6 +1,8 @@
 """Real runs leave figures of their optimizers: in TensorBoard's files, in the log, and as a picture."""
 
 import re
+import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -9,27 +11,28 @@ from matplotlib.image import imread
 from megatron_eopt.cli import main
 from megatron_eopt.megatron import metrics, releases
 from megatron_eopt.tools.plot import LOSS, curves
-from tests.megatron.runs import MUON, TP2, assert_same, refused, train
+from tests.megatron.runs import EXACT, FILES, MUON, TP2, assert_same_ranks, full, refused, train, wide
+from tests.megatron.test_megatron_fsdp import fsdp
 from tests.test_metrics import DOCUMENTED
 
-EXACT = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
-RUN = ["--num-layers", 2, *MUON, *EXACT, "--train-iters", 6]
+RUN = ["--num-layers", 2, *MUON, *EXACT, *FILES, "--train-iters", 6]
 OF_MATRICES = ("update_rms", "predicted_update_rms", "residual", "effective_rank", "smallest_effective_rank_share")
 
 
 def written(folder, ranks, *flags):
     """The curves that a run has left, and its output."""
-    _, output = train(folder / "run", ranks, *RUN, "--tensorboard-dir", folder / "tensorboard", *flags)
-    return curves(folder / "tensorboard"), output
+    _, output = train(folder / "run", ranks, *RUN, "--tensorboard-dir", folder / "figures", *flags)
+    return curves(folder / "figures"), output
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("alone"), 1, "--log-interval", 2)
+    folder = tmp_path_factory.mktemp("alone")
+    return *written(folder, 1, "--log-interval", 2), folder / "figures"
 
 
 def test_the_curves_are_those_of_the_run(alone):
-    found, output = alone
+    found, output, _ = alone
     own = {tag: points for tag, points in found.items() if tag.startswith(("muon/", "adam/"))}
     assert {tag.partition("/")[2] for tag in own if tag.startswith("muon/")} == DOCUMENTED
     assert {tag: [step for step, _ in points] for tag, points in own.items()} == {tag: [2, 4, 6] for tag in own}
@@ -53,27 +56,18 @@ def test_the_curves_are_those_of_the_run(alone):
     ("ranks", "flags"),
     [
         (2, TP2),
-        pytest.param(2, [*TP2, "--muon-tp-mode", "gram"], marks=pytest.mark.wide),
-        pytest.param(2, ["--use-torch-fsdp2"], marks=pytest.mark.wide),
-        pytest.param(2, [], marks=pytest.mark.wide),
-        pytest.param(
-            2,
-            [
-                *("--use-megatron-fsdp", "--use-distributed-optimizer", "--no-gradient-reduce-div-fusion"),
-                *("--data-parallel-sharding-strategy", "optim_grads", "--ckpt-format", "fsdp_dtensor"),
-            ],
-            marks=pytest.mark.wide,
-        ),
-        pytest.param(4, [*TP2, "--use-torch-fsdp2"], marks=pytest.mark.full),
+        wide(2, [*TP2, "--muon-tp-mode", "gram"]),
+        wide(2, ["--use-torch-fsdp2"]),
+        wide(2, fsdp("optim_grads")),
+        full(4, [*TP2, "--use-torch-fsdp2"]),
     ],
 )
 def test_figures_are_those_of_one_rank(alone, tmp_path, ranks, flags):
-    expected, _ = alone
+    expected, *_ = alone
     found, _ = written(tmp_path, ranks, "--log-interval", 2, "--micro-batch-size", 1, *flags)
     for key in (*OF_MATRICES, *(["grad_norm"] if "--use-megatron-fsdp" not in flags else [])):
-        for (step, value), (of_step, of_one) in zip(found[f"muon/{key}"], expected[f"muon/{key}"], strict=True):
-            assert step == of_step
-            assert value == pytest.approx(of_one, rel=2e-3), (key, step)
+        here, there = (dict(curves[f"muon/{key}"]) for curves in (found, expected))
+        assert here == pytest.approx(there, rel=2e-3), key
 
 
 def test_an_interval_of_ones_own_and_none(tmp_path):
@@ -81,42 +75,31 @@ def test_an_interval_of_ones_own_and_none(tmp_path):
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
     plain, output = train(tmp_path / "plain", 1, *RUN, "--optimizer-metrics-interval", 0, *saved)
     assert "megatron_eopt: iteration" not in output
-    assert_same(measured[0]["after"], plain[0]["after"])
+    assert_same_ranks(measured, plain)
     resumed, output = train(tmp_path / "resumed", 1, *RUN, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
     assert re.findall(r"^megatron_eopt: iteration +(\d+)", output, re.MULTILINE) == ["3", "4", "5", "6"]
-    assert_same(resumed[0]["after"], plain[0]["after"])
-
-
-def test_a_negative_interval_is_refused_at_start():
+    assert_same_ranks(resumed, plain)
     said = refused(*RUN, "--optimizer-metrics-interval", -1)
     assert "--optimizer-metrics-interval: the value must be a whole number of at least 0, got -1" in said
 
 
 def test_what_weights_and_biases_gets(monkeypatch):
-    class Writer:
-        logged = ()
-
-        def log(self, values, step):
-            self.logged += ((values, step),)
-
+    wandb = mock.Mock()
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    writer = Writer()
-    monkeypatch.setattr(releases, "training_writers", lambda: (None, writer))
+    monkeypatch.setattr(releases, "training_writers", lambda: (None, wandb))
     figures = {"learning_rate": 0.1, "skipped": 0, "sent_mb": 0.0}
     figures |= dict.fromkeys(("exchange_ms", "orthogonalize_ms", "update_ms"), 1.0)
     metrics.report({"muon": figures}, 7)
-    assert writer.logged == (({f"muon/{key}": value for key, value in figures.items()}, 7),)
+    wandb.log.assert_called_once_with({f"muon/{key}": value for key, value in figures.items()}, 7)
 
 
-@pytest.mark.wide
-def test_one_picture_of_several_runs(tmp_path, capsys):
-    folders, out = [tmp_path / "one", tmp_path / "other"], tmp_path / "plot.png"
-    for folder, rate in zip(folders, (1e-2, 2e-2), strict=True):
-        train(tmp_path / f"run {rate}", 1, *RUN, "--tensorboard-dir", folder, "--muon-lr", rate)
-        assert len(curves(folder)[LOSS]) == 6
+def test_one_picture_of_several_runs(alone, tmp_path, capsys):
+    folders, out = [alone[-1], shutil.copytree(alone[-1], tmp_path / "other")], tmp_path / "plot.png"
+    assert len(curves(folders[1])[LOSS]) == 3
     assert main(["plot", *map(str, folders), "--out", str(out)]) == 0
-    assert re.search(r"plot\.png: one \(\d+ curves\), other \(\d+ curves\)$", capsys.readouterr().out.strip())
+    said = capsys.readouterr().out.strip()
+    assert re.search(r"plot\.png: figures \(\d+ curves\), other \(\d+ curves\)$", said), said
     picture = imread(out)
     assert picture.shape[0] > 500
     assert picture.std() > 0.05  # there is something on it

@@ -1,42 +1,42 @@
 """Modifiers of Muon's step in real Megatron: by flags, by overrides, saved, and loaded into runs without them."""
 
-import json
-
 import pytest
 
-from tests.megatron.runs import MUON, TP2, refused, resumed, train
+from tests.megatron.runs import (
+    EXACT,
+    FILES,
+    MUON,
+    TP2,
+    assert_trains_as,
+    overriding,
+    refused,
+    resumed,
+    saving,
+    train,
+)
 
-RUN = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "highest", "--weight-decay", 0.1, "--ckpt-format"]
-RUN += ["torch_dist"]
+RUN = ["--num-layers", 2, *MUON, *EXACT, "--weight-decay", 0.1, *FILES]
 TWO = ["--muon-cautious-weight-decay", "--muon-relative-update", "bound", "--muon-update-ratio", 0.5]
 UNSCALED = ["--muon-weight-norm", "hold", "--muon-extra-scale-factor", 1]
 HOLD = [*UNSCALED, "--muon-weight-decay", 0]
 HELD = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
-@pytest.fixture
-def held(tmp_path):
-    """Overrides that hold the norm of one matrix, whose layer has other state than the first one then."""
-    file = tmp_path / "overrides.json"
-    settings = {"select": HELD, "weight_norm": "hold", "relative_update": "none", "cautious_weight_decay": False}
-    file.write_text(json.dumps([settings | {"weight_decay": 0.0, "lr": 0.05, "min_lr": 0.05}]))
-    return ["--optimizer-overrides", file]
-
-
 def grown(rank):
     """By how much the norm of each weight has grown in a run."""
-    norms = ({name: kept["parameter"].norm().item() for name, kept in rank[at].items()} for at in ("before", "after"))
-    before, after = norms
-    return {name: after[name] / before[name] for name in before}
+    before, after = rank["before"], rank["after"]
+    return {name: (after[name]["parameter"].norm() / before[name]["parameter"].norm()).item() for name in before}
 
 
 @pytest.mark.wide
-def test_two_by_flags_and_one_by_an_override_train_as_on_one_rank_and_resume_bit_for_bit(tmp_path, held):
-    flags = [*RUN, *TWO, *held, "--train-iters", 6]
+def test_two_by_flags_and_one_by_an_override_train_as_on_one_rank_and_resume_bit_for_bit(tmp_path):
+    """The override holds the norm of one matrix, whose layer has other state than the first one then."""
+    held = {"weight_norm": "hold", "relative_update": "none", "cautious_weight_decay": False, "weight_decay": 0.0}
+    overrides = overriding(tmp_path, {"select": HELD, **held, "lr": 0.05, "min_lr": 0.05})
+    flags = [*RUN, *TWO, *overrides, "--train-iters", 6]
     (alone,), _ = train(tmp_path / "alone", 1, *flags, "--optimizer-manifest-file", tmp_path / "manifest.json")
     (straight, _), _ = resumed(tmp_path, 2, *flags, *TP2, at=3)
-    for rank in straight:
-        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert_trains_as(straight, [alone], rel=1e-4)
     of_norms = grown(alone)
     assert of_norms.pop(HELD) == pytest.approx(1, abs=1e-6)
     assert min(abs(ratio - 1) for name, ratio in of_norms.items() if name.endswith("linear_fc2.weight")) > 1e-4
@@ -48,12 +48,11 @@ def test_two_by_flags_and_one_by_an_override_train_as_on_one_rank_and_resume_bit
 
 def test_a_checkpoint_without_norms_loads_into_a_run_that_holds_them_and_the_reverse(tmp_path):
     run = [*RUN, "--train-iters", 4]
-    stop = ["--save-interval", 2, "--exit-interval", 2, "--save"]
-    train(tmp_path / "plain", 1, *run, *stop, tmp_path / "a")
+    train(tmp_path / "plain", 1, *run, *saving(tmp_path / "a", 2))
     (then,), said = train(tmp_path / "held", 1, *run, *HOLD, "--load", tmp_path / "a")
     assert "the checkpoint lacks radius of some parameters, which modifiers of this run keep: it begins anew" in said
     assert grown(then)[HELD] == pytest.approx(1, abs=1e-6)
-    train(tmp_path / "holding", 1, *run, *HOLD, *stop, tmp_path / "b")
+    train(tmp_path / "holding", 1, *run, *HOLD, *saving(tmp_path / "b", 2))
     (then,), said = train(tmp_path / "no longer", 1, *run, "--load", tmp_path / "b")
     assert "the checkpoint holds radius of some parameters, which no modifier of this run keeps: it is left out" in said
     assert "radius" not in then["after"][HELD]

@@ -1,15 +1,26 @@
 """Real runs with momenta in bf16: resumed bit for bit, moved to other sizes, converted, and refused."""
 
-import json
 import re
 
 import pytest
 import torch
 
-from megatron_eopt.routing import from_json
-from tests.megatron.runs import CLIP, MUON, TP2, WARMUP, refused, resumed, train, whole
+from tests.megatron.runs import (
+    CLIP,
+    FILES,
+    MUON,
+    SHARED,
+    TP2,
+    WARMUP,
+    manifest_of,
+    refused,
+    resumed,
+    saving,
+    train,
+    whole,
+)
 
-RUN = ["--num-layers", 2, *MUON, "--train-iters", 4, "--ckpt-format", "torch_dist"]
+RUN = ["--num-layers", 2, *MUON, "--train-iters", 4, *FILES]
 BF16 = ["--optimizer-momentum-dtype", "bf16"]
 
 
@@ -23,8 +34,7 @@ def converted(output):
 
 def state_bytes(manifest):
     """Of all matrices together."""
-    families = from_json(json.loads(manifest.read_text()))
-    return sum(each.count * each.like.state_bytes for each in families if each.like.optimizer == "muon")
+    return sum(row.state_bytes for row in manifest_of(manifest).values() if row.optimizer == "muon")
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +70,9 @@ def test_momenta_move_to_another_size_and_to_fp32(two_ranks, tmp_path, dtype):
 
 @pytest.mark.wide
 def test_momenta_in_fp32_are_rounded_once_by_a_load(tmp_path):
-    saved, manifest = ["--save", tmp_path / "checkpoint", "--save-interval", 2], "--optimizer-manifest-file"
-    first, _ = train(tmp_path / "first", 1, *RUN, *saved, manifest, tmp_path / "32", "--exit-interval", 2)
-    load = ["--load", tmp_path / "checkpoint", manifest, tmp_path / "16"]
+    manifest, checkpoint = "--optimizer-manifest-file", tmp_path / "checkpoint"
+    first, _ = train(tmp_path / "first", 1, *RUN, manifest, tmp_path / "32", *saving(checkpoint, 2))
+    load = ["--load", checkpoint, manifest, tmp_path / "16"]
     (rank,), output = train(tmp_path / "second", 1, *RUN, *BF16, *load)
     assert converted(output) == ["momentum_buffer from torch.float32 to torch.bfloat16"]
     expected = momenta([first[0]["after"]])
@@ -73,11 +83,7 @@ def test_momenta_in_fp32_are_rounded_once_by_a_load(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "layout",
-    [[], ["--use-distributed-optimizer"], ["--ckpt-format", "torch"]],
-    ids=["replicas", "distributed", "torch"],
-)
+@pytest.mark.parametrize("layout", [[], SHARED, ["--ckpt-format", "torch"]], ids=["replicas", "distributed", "torch"])
 def test_data_parallel_ranks_resume_bit_for_bit(tmp_path, layout):
     resumed(tmp_path, 2, *RUN, *BF16, *layout, "--bf16")
 

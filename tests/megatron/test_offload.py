@@ -5,22 +5,24 @@ import re
 import pytest
 
 from megatron_eopt.tools.plan.described import planned_run
-from tests.megatron.runs import ADAPTIVE, CLIP, EXPERTS, MUON, SMALL_GPT, TP2, WARMUP, assert_same_ranks, refused, train
+from tests.megatron.runs import (
+    ADAPTIVE,
+    CLIP,
+    EXPERTS,
+    FILES,
+    MUON,
+    SHARED,
+    SMALL_GPT,
+    TP2,
+    WARMUP,
+    assert_same_ranks,
+    refused,
+    train,
+)
 
 OFFLOAD = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]
 RUN = ["--num-layers", 2, "--bf16", "--train-iters", 4]
-LAYOUTS = {
-    "TP2": TP2,
-    "DP2-distributed": ["--use-distributed-optimizer"],
-    "EP2": EXPERTS,
-}
 HALF = [*OFFLOAD, "--optimizer-offload-fraction", 0.5]
-CASES = [  # and how the run is resumed
-    pytest.param(MUON, "TP2", HALF, id="muon-TP2-half", marks=pytest.mark.wide),
-    pytest.param([*ADAPTIVE, "adamuon"], "TP2", [], id="adamuon-TP2-without", marks=pytest.mark.wide),
-    pytest.param(MUON, "DP2-distributed", HALF, id="muon-DP2-distributed-half", marks=pytest.mark.wide),
-    pytest.param(["--optimizer", "mars_muon"], "EP2", [], id="mars-EP2-without", marks=pytest.mark.wide),
-]
 
 
 def in_host_memory(output):
@@ -28,14 +30,25 @@ def in_host_memory(output):
     return 0.0 if found is None else float(found[1])
 
 
-@pytest.mark.parametrize(("optimizer", "layout", "then"), CASES)
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("flags", "then"),
+    [
+        ([*MUON, *SHARED], HALF),
+        ([*ADAPTIVE, "adamuon", *TP2], []),
+        (["--optimizer", "mars_muon", *EXPERTS], []),
+    ],
+    ids=["muon-DP2-distributed-half", "adamuon-TP2-without", "mars-EP2-without"],
+)
 @pytest.mark.shows("--optimizer-cpu-offload")
-def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, optimizer, layout, then):
-    def run(name, *flags):
-        ranks, output = train(tmp_path / name, 2, *RUN, *LAYOUTS[layout], *optimizer, *CLIP, *WARMUP, *flags)
+def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, flags, then):
+    """Also where it is resumed with a half of it there, or without."""
+
+    def run(name, *more):
+        ranks, output = train(tmp_path / name, 2, *RUN, *flags, *CLIP, *WARMUP, *more)
         return ranks, in_host_memory(output)
 
-    saved = ["--save", tmp_path / "saved", "--save-interval", 2, "--ckpt-format", "torch_dist"]
+    saved = ["--save", tmp_path / "saved", "--save-interval", 2, *FILES]
     straight, none = run("straight")
     offloaded, all_of_it = run("offloaded", *OFFLOAD, *saved)
     resumed, some_of_it = run("resumed", *then, "--load", tmp_path / "saved", "--ckpt-step", 2)
@@ -47,7 +60,7 @@ def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, optimizer,
 
 
 def test_the_plan_of_described_flags_says_what_the_step_copies():
-    flags = list(map(str, [*SMALL_GPT, *RUN, *TP2, *MUON, *OFFLOAD, "--optimizer-offload-fraction", 0.5]))
+    flags = list(map(str, [*SMALL_GPT, *RUN, *TP2, *MUON, *HALF]))
     without_offload = [flag for flag in flags if flag != "--optimizer-cpu-offload"]
     (plan,), (without, *_) = (planned_run(x, None).explained for x in (flags, without_offload))
     entries = 2 * (64 * 128 + 64 * 64 + 192 * 64 + 96 * 64) // 2  # of this rank

@@ -10,16 +10,29 @@ from torch import nn
 
 from megatron_eopt.megatron import qk_clip
 from megatron_eopt.megatron.qk_clip import factors_of_rows
-from megatron_eopt.megatron.wrappers import remember
-from tests.megatron.runs import CASES, EXPERTS, MLA, MUON, SMALL_GPT, TP2, WITHOUT_GQA, refused, resumed, train, whole
-from tests.optimizers.family import build
+from tests.megatron.runs import (
+    EXACT,
+    EXPERTS,
+    FILES,
+    MLA,
+    MUON,
+    PP2,
+    SHARED,
+    SMALL_GPT,
+    TP2,
+    WITHOUT_GQA,
+    doing,
+    refused,
+    resumed,
+    train,
+    whole,
+)
 
 pytestmark = pytest.mark.wide
 
 ALPHA, THRESHOLD = 0.3, 5e-3  # below most of the logits of a model that has not been trained
 CLIP = ["--qk-clip", "--qk-clip-alpha", ALPHA, "--qk-clip-threshold", THRESHOLD]
-RUN = ["--num-layers", 2, "--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
-SHOWN = {"program": CASES, "environment": {"DO": "show_logits"}}
+RUN = ["--num-layers", 2, *EXACT, *FILES]
 # optimizers that keep something of their weights
 KEEPING = {"muon_hyperball": [], "spectron": ["--spectron-rank", 16], "schedule_free_adamw": []}
 
@@ -59,23 +72,26 @@ LATENT = {
 }
 
 
-@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+QKV = {"linear_qkv": of_groups(gate=False)}
+
+
 @pytest.mark.parametrize(
     ("ranks", "model", "flags", "expected"),
     [
-        (1, SMALL_GPT, [], {"linear_qkv": of_groups(gate=False)}),
+        (1, SMALL_GPT, ["--bf16"], QKV),
         (1, SMALL_GPT, ["--attention-output-gate"], {"linear_qkv": of_groups(gate=True)}),
-        (1, SMALL_GPT, ["--add-qkv-bias"], {"linear_qkv": of_groups(gate=False)}),
+        (1, SMALL_GPT, ["--add-qkv-bias", "--bf16"], QKV),
         (1, WITHOUT_GQA, MLA, LATENT),
-        (2, SMALL_GPT, ["--pipeline-model-parallel-size", 2], {"linear_qkv": of_groups(gate=False)}),
-        (2, SMALL_GPT, EXPERTS, {"linear_qkv": of_groups(gate=False)}),
-        (1, SMALL_GPT, ["--mtp-num-layers", 1], {"linear_qkv": of_groups(gate=False)}),
+        (1, WITHOUT_GQA, [*MLA, "--bf16"], LATENT),
+        (2, SMALL_GPT, [*PP2, "--bf16"], QKV),
+        (2, SMALL_GPT, EXPERTS, QKV),
+        (1, SMALL_GPT, ["--mtp-num-layers", 1], QKV),
     ],
-    ids=["GQA", "gated", "biases", "MLA", "PP2", "EP2", "MTP"],
+    ids=["GQA", "gated", "biases", "MLA", "MLA-bf16", "PP2", "EP2", "MTP"],
 )
-def test_a_step_is_followed_by_the_clip_of_its_logits(tmp_path, ranks, model, flags, expected, precision):
-    run = [*RUN, *MUON, *flags, *precision, "--train-iters", 1]
-    of_ranks, output = train(tmp_path / "clipped", ranks, *run, *CLIP, model=model, **SHOWN)
+def test_a_step_is_followed_by_the_clip_of_its_logits(tmp_path, ranks, model, flags, expected):
+    run = [*RUN, *MUON, *flags, "--train-iters", 1]
+    of_ranks, output = train(tmp_path / "clipped", ranks, *run, *CLIP, model=model, **doing("show_logits"))
     clipped, clips, found = whole([rank["after"] for rank in of_ranks]), largest(output), set()
     of_ranks, _ = train(tmp_path / "plain", ranks, *run, *CLIP, "--qk-clip-threshold", 1e6, model=model)
     for name, state in whole([rank["after"] for rank in of_ranks]).items():
@@ -96,85 +112,39 @@ def test_a_step_is_followed_by_the_clip_of_its_logits(tmp_path, ranks, model, fl
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "flags"),
     [
-        (MUON, 2, TP2),
-        (MUON, 2, []),
         (MUON, 4, TP2),
         *((["--optimizer", name, *own], 2, TP2) for name, own in KEEPING.items()),
-        (["--optimizer", "muon_hyperball"], 2, ["--use-distributed-optimizer"]),
+        (["--optimizer", "muon_hyperball"], 2, SHARED),
     ],
-    ids=["TP2", "DP2", "TP2-DP2", *KEEPING, "muon_hyperball, distributed"],
+    ids=["TP2-DP2", *KEEPING, "muon_hyperball, distributed"],
 )
 def test_ranks_clip_as_one(tmp_path, optimizer, ranks, flags):
     run = [*RUN, *optimizer, *CLIP, "--train-iters", 3, "--micro-batch-size", 1]
-    alone, _ = train(tmp_path / "alone", 1, *run)
-    found, _ = train(tmp_path / "found", ranks, *run, *flags)
-    expected, parameters = whole([alone[0]["after"]]), whole([rank["after"] for rank in found])
-    for name, state in expected.items():
-        torch.testing.assert_close(parameters[name]["parameter"], state["parameter"], rtol=0, atol=1e-4)
+    (alone,), _ = train(tmp_path / "alone", 1, *run)
+    found = whole([rank["after"] for rank in train(tmp_path / "found", ranks, *run, *flags)[0]])
+    for name, state in alone["after"].items():
+        torch.testing.assert_close(found[name]["parameter"], state["parameter"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [(2, TP2), (2, ["--bf16", "--use-distributed-optimizer"]), (2, ["--bf16", *TP2])],
-    ids=["TP2", "bf16, distributed", "bf16, TP2"],
-)
-@pytest.mark.parametrize("optimizer", [MUON, ["--optimizer", "muon_hyperball"]], ids=["muon", "hyperball"])
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, ranks, flags, optimizer):
-    """With figures of every step and a warm-up of the momentum, too."""
-    warmup = ["--muon-momentum-warmup", 4] if optimizer is MUON else []
-    run = [*RUN, *optimizer, *CLIP, *warmup, *flags, "--train-iters", 4, "--optimizer-metrics-interval", 1]
-    (_, output), _ = resumed(tmp_path, ranks, *run)
-    assert output.count("megatron_eopt: iteration") == 4
+@pytest.mark.parametrize("flags", [TP2, SHARED], ids=["TP2", "distributed"])
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, flags):
+    """Of an optimizer that keeps something of its weights; of Muon: test_resume.py."""
+    resumed(tmp_path, 2, *RUN, "--optimizer", "muon_hyperball", *CLIP, *flags, "--bf16", "--train-iters", 4)
 
 
-def attention(heads, groups, channels):
-    rows = (heads + 2 * groups) * channels
-    config = SimpleNamespace(num_attention_heads=heads, num_query_groups=groups, kv_channels=channels)
-    weight = nn.Parameter(torch.ones(rows, 3))
-    return SimpleNamespace(
-        config=config, num_query_groups_per_partition=groups, linear_qkv=SimpleNamespace(weight=weight, bias=None)
-    )
+def test_another_optimizer_keeps_megatrons_own():
+    assert qk_clip.clip(lambda model, log_max_only: -1.0)([nn.Linear(3, 3)]) == -1.0
 
 
 @pytest.mark.parametrize("logits", [[-5.0, -1.0], [0.0, -2.0]])
 def test_negative_logits_are_small_enough(logits):
     """Also beside a head that is clipped."""
-    module = attention(3, 3, 1)
+    config = SimpleNamespace(num_attention_heads=3, num_query_groups=3, kv_channels=1)
+    linear = SimpleNamespace(weight=nn.Parameter(torch.ones(9, 3)), bias=None)
+    module = SimpleNamespace(config=config, num_query_groups_per_partition=3, linear_qkv=linear)
     (factors,) = factors_of_rows(module, torch.tensor([*logits, 200.0]), 100.0, 0.5).values()
-    rows = factors.view(3, 3)
     half = 0.5**0.5
-    assert torch.equal(rows[:2], torch.ones(2, 3))
-    torch.testing.assert_close(rows[2], torch.tensor([half, half, 1.0]))
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_attention_is_found_wherever_it_is_and_another_optimizer_keeps_megatrons_own(monkeypatch, ours):
-    """As in multi-token prediction, behind a layer without attention; also where no ``megatron.training`` is."""
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.core_attention, self.linear_qkv = nn.Module(), nn.Linear(3, 3, bias=False)
-            self.core_attention.current_max_attn_logits = torch.tensor([200.0])
-            self.config = SimpleNamespace(num_attention_heads=1, num_query_groups=1, kv_channels=1)
-            self.config.qk_clip_threshold, self.config.qk_clip_alpha = 100.0, 0.5
-            self.num_query_groups_per_partition = 1
-
-    monkeypatch.setattr(qk_clip.dist, "all_reduce", lambda *args, **named: None)
-    for group in ("data", "tensor_model"):
-        monkeypatch.setattr(qk_clip.parallel_state, f"get_{group}_parallel_group", lambda *args: None)
-    found = Attention()
-    before = found.linear_qkv.weight.detach().clone()
-    model = nn.ModuleDict({"decoder": nn.Linear(3, 3), "mtp": nn.ModuleList([found])})
-    lion = build("lion", [found.linear_qkv.weight])
-    of_run = SimpleNamespace(facts=SimpleNamespace(layer_wise=False))
-    optimizer = type("Megatrons", (), {"optimizer": lion, "megatron_eopt": of_run})()
-    if ours:
-        remember(optimizer, [model])
-    largest = qk_clip.clip(lambda model, log_max_only: -1.0)([model])
-    factor = torch.tensor([0.5**0.5, 0.5**0.5, 1.0])[:, None] if ours else 1.0
-    assert largest == (200.0 if ours else -1.0)
-    torch.testing.assert_close(found.linear_qkv.weight, nn.Parameter(before * factor))
+    torch.testing.assert_close(factors.view(3, 3), torch.tensor([[1.0] * 3, [1.0] * 3, [half, half, 1.0]]))
 
 
 @pytest.mark.parametrize(

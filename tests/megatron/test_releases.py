@@ -7,18 +7,28 @@ import sys
 import pytest
 
 from megatron_eopt.family import OPTIMIZERS
-from tests.megatron.runs import MUON, ROOT, UPSTREAM, assert_flags_win, assert_same, refused, resumed, train
+from tests.megatron.runs import (
+    FILES,
+    MUON,
+    PP2,
+    ROOT,
+    SHARED,
+    TP2,
+    UPSTREAM,
+    assert_flags_win,
+    assert_same,
+    assert_trains_as,
+    overriding,
+    refused,
+    resumed,
+    summary,
+    train,
+    unchanged,
+)
+from tests.megatron.test_family import FLAGS
 
+RUN = ["--num-layers", 2, *TP2, *FILES, "--train-iters", 4]
 full = pytest.mark.full
-OWN = {
-    "spectron": ["--spectron-rank", 16],
-    "soap": ["--lr", "3e-3", "--min-lr", "3e-3"],
-    "lion": ["--lr", "1e-3", "--min-lr", "1e-3"],
-    "signum": ["--lr", "1e-3", "--min-lr", "1e-3"],
-    "scion": ["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"],
-}
-FAMILY = {name: OWN.get(name, []) for name in OPTIMIZERS if name not in ("muon", "adaptive_muon")}
-TP2 = ["--num-layers", 2, "--tensor-model-parallel-size", 2]
 
 
 @pytest.fixture(scope="module", params=["0.18.2"])
@@ -32,35 +42,30 @@ def release(request, tmp_path_factory):
 @full
 @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed"])
 def test_equals_megatrons_own_muon(release, tmp_path, tp_mode):
-    run = [*TP2, *MUON, "--train-iters", 10, "--muon-tp-mode", tp_mode, "--muon-fp32-matmul-prec", "high"]
+    run = [*RUN, *MUON, "--train-iters", 10, "--muon-tp-mode", tp_mode, "--muon-fp32-matmul-prec", "high"]
     ours, output = train(tmp_path / "ours", 2, *run, megatron=release)
     theirs, _ = train(tmp_path / "theirs", 2, *run, program=UPSTREAM, megatron=release)
-    owned = "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank"
-    assert f"{owned}, tp_mode {tp_mode} (--muon-tp-mode), 12 matrices" in output
-    assert ours[0]["losses"] == pytest.approx(theirs[0]["losses"], rel=1e-4)
-    assert ours[0]["grad_norms"] == pytest.approx(theirs[0]["grad_norms"], rel=1e-4)
+    assert f", tp_mode {tp_mode} (--muon-tp-mode), 12 matrices" in summary(output)
+    assert_trains_as(ours, theirs, rel=1e-4)
 
 
 @pytest.mark.wide  # in CI: what is read of Megatron may be another name there
 @pytest.mark.parametrize("precision", [[], pytest.param(["--bf16"], marks=full)], ids=["fp32", "bf16"])
 def test_a_resumed_run_is_the_straight_one(release, tmp_path, precision):
-    run = [*TP2, *MUON, *precision, "--ckpt-format", "torch_dist", "--train-iters", 6]
-    resumed(tmp_path, 2, *run, at=3, megatron=release)
+    resumed(tmp_path, 2, *RUN, *MUON, *precision, megatron=release)
 
 
 @full
 def test_more_ranks_than_query_groups(release, tmp_path):
     run = ["--num-layers", 2, *MUON, "--num-query-groups", 1, "--train-iters", 4]
-    (alone,), _ = train(tmp_path / "one", 1, *run, megatron=release)
-    two, _ = train(tmp_path / "two", 2, *run, "--tensor-model-parallel-size", 2, megatron=release)
-    assert two[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    alone, _ = train(tmp_path / "one", 1, *run, megatron=release)
+    assert_trains_as(train(tmp_path / "two", 2, *run, *TP2, megatron=release)[0], alone, rel=1e-4)
 
 
 @full
-@pytest.mark.parametrize("name", FAMILY)
-def test_the_others_train_and_resume(release, tmp_path, name):
-    run = [*TP2, "--optimizer", name, *FAMILY[name], "--ckpt-format", "torch_dist", "--train-iters", 4]
-    (straight, _), _ = resumed(tmp_path, 2, *run, megatron=release)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_and_resumes(release, tmp_path, name):
+    (straight, _), _ = resumed(tmp_path, 2, *RUN, "--optimizer", name, *FLAGS.get(name, "").split(), megatron=release)
     assert straight[0]["losses"][-1] < straight[0]["losses"][0]
 
 
@@ -70,7 +75,7 @@ def test_a_stage_with_an_embedding_alone_has_a_place_in_the_layer_wise_layout(re
 
     Without Apex and Transformer Engine it cannot save such a run: a rank may have no state of its Adam.
     """
-    stages = ["--pipeline-model-parallel-size", 2, "--account-for-embedding-in-pipeline-split", "--num-layers", 1]
+    stages = [*PP2, "--account-for-embedding-in-pipeline-split", "--num-layers", 1]
     run = [*stages, *MUON, "--bf16", "--train-iters", 4]
     alone, _ = train(tmp_path / "alone", 2, *run, megatron=release)
     dealt, _ = train(tmp_path / "dealt", 4, *run, "--optimizer", "dist_muon", megatron=release)
@@ -117,51 +122,37 @@ def test_adam_is_left_as_it_is(release, tmp_path):
 
 
 @full
-def test_overrides_change_what_they_name_and_resume(release, tmp_path):
+def test_overrides_change_what_they_name_and_resume_also_with_new_rates(release, tmp_path):
     """Groups that differ in their rate alone, which these releases would not tell apart when they load."""
-    file = tmp_path / "overrides.yaml"
-    file.write_text(
-        "- {select: layers.1.mlp.linear_fc1.weight, lr: 0, min_lr: 0}\n- {select: linear_proj.weight, lr_mult: 0.5}\n"
-        "- {select: linear_fc2.weight, optimizer: adaptive_muon}\n"
-    )
-    run = [*TP2, *MUON, "--ckpt-format", "torch_dist", "--train-iters", 4, "--optimizer-overrides", file]
-    (straight, output), _ = resumed(tmp_path, 2, *run, megatron=release)
+    overrides = [
+        {"select": "layers.1.mlp.linear_fc1.weight", "lr": 0, "min_lr": 0},
+        {"select": "linear_proj.weight", "lr_mult": 0.5},
+        {"select": "linear_fc2.weight", "optimizer": "adaptive_muon"},
+    ]
+    run = [*RUN, *MUON, *overriding(tmp_path, *overrides)]
+    (straight, output), _ = resumed(tmp_path / "resumed", 2, *run, megatron=release)
     assert "the optimizer of every trainable parameter" in output
-    before, after = straight[0]["before"], straight[0]["after"]
-    held = {name for name in after if (before[name]["parameter"] == after[name]["parameter"]).all()}
-    assert held == {"decoder.layers.1.mlp.linear_fc1.weight"}
-    assert "moment2_buffer" in after["decoder.layers.0.mlp.linear_fc2.weight"]
-
-
-@pytest.mark.full
-def test_new_rates_count_at_a_resume_that_is_to_override_the_schedule(release, tmp_path):
-    file = tmp_path / "overrides.yaml"
-    file.write_text("- {select: linear_fc1.weight, lr: 0, min_lr: 0}\n- {select: linear_proj.weight, lr_mult: 0.5}\n")
+    assert unchanged(straight) == {"decoder.layers.1.mlp.linear_fc1.weight"}
+    assert "moment2_buffer" in straight[0]["after"]["decoder.layers.0.mlp.linear_fc2.weight"]
     before = ["--lr", "1e-2", "--min-lr", "1e-3", "--muon-lr", "4e-2", "--muon-min-lr", "4e-3"]
     after = ["--lr", "5e-3", "--min-lr", "5e-4", "--muon-lr", "3e-2", "--muon-min-lr", "3e-3"]
-    run = [*TP2, *MUON, "--ckpt-format", "torch_dist", "--optimizer-overrides", file]
-    ranks, _ = assert_flags_win(tmp_path, *run, before=before, after=after, ranks=2, megatron=release)
-    for rank in ranks:
-        names = [name for name in rank["after"] if name.endswith("linear_fc1.weight")]
-        assert len(names) == 2
-        assert all((rank["before"][name]["parameter"] == rank["after"][name]["parameter"]).all() for name in names)
+    ranks = assert_flags_win(tmp_path, *run, before=before, after=after, ranks=2, megatron=release)
+    assert unchanged(ranks) == unchanged(straight)
 
 
 @full
 @pytest.mark.parametrize("flags", [[], ["--bf16"], ["--optimizer", "lion"]], ids=["fp32", "bf16", "lion"])
 def test_resumes_where_0_18_lays_buffers_out_for_whole_matrices(release, tmp_path, flags):
-    run = ["--num-layers", 2, *MUON, *flags, "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
-    (_, output), _ = resumed(tmp_path, 2, *run, "--train-iters", 4, megatron=release)
+    run = ["--num-layers", 2, *MUON, *flags, *SHARED, *FILES, "--train-iters", 4]
+    (_, output), _ = resumed(tmp_path, 2, *run, megatron=release)
     assert ("gradient buffers are not laid out for whole matrices" in output) == ("lion" in flags)
 
 
 @full
 def test_an_override_of_the_optimizer_leaves_the_layout_away(release, tmp_path):
     """0.18 lays the buffers of matrices out before it builds an optimizer."""
-    file = tmp_path / "overrides.yaml"
-    file.write_text("- {select: linear_proj.weight, optimizer: adam}\n")
-    run = ["--num-layers", 2, *MUON, "--bf16", "--use-distributed-optimizer", "--train-iters", 1]
-    moved, output = train(tmp_path / "run", 2, *run, "--optimizer-overrides", file, megatron=release)
+    overrides = overriding(tmp_path, {"select": "linear_proj.weight", "optimizer": "adam"})
+    run = ["--num-layers", 2, *MUON, "--bf16", *SHARED, "--train-iters", 1]
+    _, output = train(tmp_path / "run", 2, *run, *overrides, megatron=release)
     assert "gradient buffers are not laid out for whole matrices" in output
     assert "matrix: " in output
-    assert len(moved[0]["losses"]) == 1

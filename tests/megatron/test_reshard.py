@@ -1,11 +1,29 @@
 """State moves between layouts unchanged, and training goes on as if the run had never moved."""
 
+import functools
 import itertools
 
 import pytest
 
 from megatron_eopt.family import OPTIMIZERS
-from tests.megatron.runs import ADAPTIVE, MUON, WARMUP, assert_same, losses, train, whole
+from tests.megatron.runs import (
+    ADAPTIVE,
+    EP2,
+    EXACT,
+    FILES,
+    MUON,
+    PP2,
+    SHARED,
+    TP2,
+    WARMUP,
+    assert_same,
+    full,
+    losses,
+    saving,
+    train,
+    whole,
+    wide,
+)
 from tests.megatron.test_same_gradients import GPT, PLAIN, PROGRAM
 from tests.megatron.test_same_gradients import OPTIMIZERS as OF_SAME_GRADIENTS
 
@@ -34,9 +52,8 @@ RELATIVES = {
     for name in OPTIMIZERS
     if name not in ("muon", "adaptive_muon", "lion")
 }
-TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
+(TP, _), (PP, _), (EP, _) = TP2, PP2, EP2
 TP_CHAIN = [(2, [TP, 2]), (1, []), (2, [TP, 2]), (4, [TP, 4])]
-SHARED = ["--use-distributed-optimizer"]
 BF16 = ["--bf16"]
 FSDP = ["--use-torch-fsdp2"]
 EXPERTS = ["--num-experts", 8, "--moe-token-dispatcher-type", "alltoall"]
@@ -56,6 +73,12 @@ CHAINS = {
     "FSDP-bf16": (FSDP_CHAIN, [*BF16, *ONE_EACH]),
     "FSDP-alone": ([FSDP_CHAIN[0], *FSDP_CHAIN[2:]], [*BF16, *ONE_EACH]),
     "EP": ([(1, []), (2, [EP, 2]), (1, [])], EXPERTS),
+    # Two of each kind. Where experts meet tensor parallelism, Megatron asks for kernels of sequence parallelism.
+    "TP2-PP2-DP2": ([(1, []), (8, [TP, 2, PP, 2, *SHARED]), (8, [TP, 4]), (1, [])], []),
+    "PP2-EP2-ETP2": (
+        [(1, []), (8, [PP, 2, EP, 2, "--expert-tensor-parallel-size", 2]), (4, [EP, 4]), (1, [])],
+        [*EXPERTS, *ONE_EACH],
+    ),
     # Keys of the second number its optimizers; in the third, which has no flag, experts have an optimizer of their own.
     "EP-distributed": (
         [(1, []), (2, [EP, 2, *SHARED]), (2, [EP, 2]), (4, [EP, 2, *SHARED])],
@@ -64,35 +87,32 @@ CHAINS = {
 }
 STEPS = 2  # in each layout
 # The others are run by `make test-full`.
-SOONER = {("muon", "TP"): [], ("muon", "PP"): [], ("muon", "EP-distributed"): [pytest.mark.wide]}
+SOONER = {("muon", "TP"): pytest.param, ("muon", "PP"): pytest.param, ("muon", "EP-distributed"): wide}
+OF_MUON = ("TP2-PP2-DP2", "PP2-EP2-ETP2", "DP-distributed-fp32", "FSDP")
 OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "FSDP-alone", "EP"}
 ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along both sides
 MOVES = [
-    pytest.param(*one, id="-".join(one), marks=SOONER.get(one, pytest.mark.full))
-    for one in itertools.product(CASES, CHAINS)
-    if one[1] not in ("TP-DP", "DP-distributed-fp32", "FSDP", "FSDP-alone" if one[0] not in ONE_SIDE else "FSDP-bf16")
+    *((name, chain) for name, chain in itertools.product(CASES, CHAINS) if chain not in (*OF_MUON, "TP-DP")),
+    *((name, chain) for name, chain in itertools.product(RELATIVES, CHAINS) if chain in OF_RELATIVES),
 ]
-MOVES += [
-    pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
-    for one in itertools.product(RELATIVES, CHAINS)
-    if one[1] in OF_RELATIVES - {"FSDP-bf16" if one[0] in ONE_SIDE else "FSDP-alone"}
-    and not (one[1] == "DP-distributed" and OPTIMIZERS[one[0]].cls.live_key)  # which it is refused for
+MOVES = [
+    SOONER.get(move, full)(*move, id="-".join(move))
+    for move in MOVES
+    if move[1] != ("FSDP-bf16" if move[0] in ONE_SIDE else "FSDP-alone")
+    and not (move[1] == "DP-distributed" and OPTIMIZERS.get(move[0]) and OPTIMIZERS[move[0]].cls.live_key)  # refused
 ]
-MOVES += [pytest.param("soap", "TP-DP", id="soap-TP-DP", marks=pytest.mark.wide)]  # shared over data parallelism
-MOVES += [pytest.param("muon", "DP-distributed-fp32", id="muon-DP-distributed-fp32", marks=pytest.mark.wide)]
-MOVES += [pytest.param("muon", "FSDP", id="muon-FSDP", marks=pytest.mark.wide)]
+MOVES += [wide("muon", chain, id=f"muon-{chain}") for chain in OF_MUON]
+MOVES += [wide("soap", "TP-DP", id="soap-TP-DP")]  # shared over data parallelism
 
 
 @pytest.fixture(scope="module")
 def unmoved(tmp_path_factory):
     """(optimizer, flags of the model) -> losses of a run on one rank; each is made once."""
-    done = {}
 
-    def of(optimizer, model):
-        if (key := (optimizer, *model)) not in done:
-            flags, how = run(optimizer, model), same_gradients(optimizer, model)
-            done[key] = losses(train(tmp_path_factory.mktemp("unmoved") / "run", 1, *flags, **how)[0])
-        return done[key]
+    @functools.cache
+    def of(optimizer, *model):
+        flags, how = run(optimizer, model), same_gradients(optimizer, model)
+        return losses(train(tmp_path_factory.mktemp("unmoved") / "run", 1, *flags, **how)[0])
 
     return of
 
@@ -100,9 +120,8 @@ def unmoved(tmp_path_factory):
 def run(optimizer, model):
     flags = (CASES | RELATIVES)[optimizer]
     if same_gradients(optimizer, model):
-        flags = [*PLAIN, *OF_SAME_GRADIENTS[optimizer][0]]
-    exact = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
-    return ["--num-layers", 2, *model, *flags, *exact, "--train-iters", len(TP_CHAIN) * STEPS]
+        flags = [*PLAIN, *OF_SAME_GRADIENTS[optimizer]]
+    return ["--num-layers", 2, *model, *flags, *EXACT, *FILES, "--train-iters", len(TP_CHAIN) * STEPS]
 
 
 def same_gradients(optimizer, model):
@@ -113,40 +132,16 @@ def same_gradients(optimizer, model):
 @pytest.mark.parametrize(("optimizer", "chain"), MOVES)
 def test_a_run_moves(tmp_path, unmoved, optimizer, chain):
     layouts, model = CHAINS[chain]
-    checkpoint = ["--save", tmp_path / "checkpoint", "--save-interval", STEPS, "--exit-interval", STEPS]
+    checkpoint = saving(tmp_path / "checkpoint", STEPS)
     state, seen = None, []
     for number, (ranks, layout) in enumerate(layouts):
         load = ["--load", tmp_path / "checkpoint"] if number else []
-        flags, how = [*run(optimizer, model), *layout, *checkpoint, *load], same_gradients(optimizer, model)
+        how = same_gradients(optimizer, model)
+        flags = [*run(optimizer, model), *layout, *checkpoint, *load]
         recorded, _ = train(tmp_path / str(number), ranks, *flags, **how)
         if state is not None:
             assert_same(whole([rank["before"] for rank in recorded]), state)
         state = whole([rank["after"] for rank in recorded])
         seen += losses(recorded)
     rel = 1e-2 if "--bf16" in model else 1e-5 if how else 1e-4
-    assert seen == pytest.approx(unmoved(optimizer, model)[: len(seen)], rel=rel)
-
-
-# Two of each kind. Where experts meet tensor parallelism, Megatron asks for kernels of sequence parallelism.
-EIGHT = {
-    "TP2-PP2-DP2": ([(8, [TP, 2, PP, 2, *SHARED]), (8, [TP, 4])], []),
-    "PP2-EP2-ETP2": ([(8, [PP, 2, EP, 2, "--expert-tensor-parallel-size", 2]), (4, [EP, 4])], [*EXPERTS, *ONE_EACH]),
-}
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("layout", EIGHT)
-def test_eight_ranks_take_ten_steps_and_others_go_on(tmp_path, layout):
-    (eight, other), model = EIGHT[layout]
-    model = [*model, *MUON, *WARMUP, "--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
-    flags = ["--num-layers", 2, *model, "--train-iters", 16]
-    straight = losses(train(tmp_path / "straight", 1, *flags)[0])
-    state, seen, load = None, [], []
-    for last, (ranks, where) in {2: (1, []), 12: eight, 14: other, 16: (1, [])}.items():
-        save = ["--save", tmp_path / "checkpoint", "--save-interval", last, "--exit-interval", last]
-        recorded, _ = train(tmp_path / str(last), ranks, *flags, *where, *save, *load)
-        if state is not None:
-            assert_same(whole([rank["before"] for rank in recorded]), state)
-        state, load = whole([rank["after"] for rank in recorded]), ["--load", tmp_path / "checkpoint"]
-        seen += losses(recorded)
-    assert seen == pytest.approx(straight, rel=1e-4)
+    assert seen == pytest.approx(unmoved(optimizer, *model)[: len(seen)], rel=rel)

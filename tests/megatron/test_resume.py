@@ -5,7 +5,21 @@ import itertools
 import pytest
 
 from megatron_eopt.family import OPTIMIZERS
-from tests.megatron.runs import ADAPTIVE, CLIP, MUON, SMALL_GPT, TIED, WARMUP, resumed, whole
+from tests.megatron.runs import (
+    ADAPTIVE,
+    CLIP,
+    EXPERTS,
+    FILES,
+    MUON,
+    PP2,
+    SHARED,
+    SMALL_GPT,
+    TIED,
+    TP2,
+    WARMUP,
+    resumed,
+    whole,
+)
 
 # Learning rates that warm up and decay, another one for embeddings, growing weight decay, and clipping in every step:
 # a group that is matched wrongly, or a scheduler that starts anew, shows in the parameters.
@@ -37,14 +51,14 @@ for name, row in OPTIMIZERS.items():
         flags, states = OWN.get(name, ([], {tensor.key for tensor in row.state_tensors()}))
         RELATIVES[name] = (["--optimizer", name, *flags], states)
 LAYOUTS = {
-    "TP2": ["--tensor-model-parallel-size", 2],
-    "PP2": ["--pipeline-model-parallel-size", 2],
+    "TP2": TP2,
+    "PP2": PP2,
     # the first stage has the embedding alone: no matrix, and not all of the groups
-    "PP2-embedding": ["--pipeline-model-parallel-size", 2, "--account-for-embedding-in-pipeline-split"],
+    "PP2-embedding": [*PP2, "--account-for-embedding-in-pipeline-split"],
     "DP2": [],
-    "DP2-distributed": ["--use-distributed-optimizer"],
-    "EP2": ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"],
-    "PP2-tied": ["--pipeline-model-parallel-size", 2],  # the embedding is on both stages
+    "DP2-distributed": SHARED,
+    "EP2": EXPERTS,
+    "PP2-tied": PP2,  # the embedding is on both stages
 }
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
 # Each optimizer, each layout and both precisions once; the others are run by `make test-full`.
@@ -88,14 +102,13 @@ def steered(optimizer):
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "precision"), COMBINATIONS)
-@pytest.mark.shows("fp32", "--bf16", "--ckpt-format torch_dist")
+@pytest.mark.shows("--optimizer muon", "fp32", "--bf16", "--ckpt-format torch_dist")
 def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precision):
     _, kept = (CASES | RELATIVES)[optimizer]
-    model = TIED if layout == "PP2-tied" else SMALL_GPT
     layers = 1 if layout == "PP2-embedding" else 2
     run = ["--num-layers", layers, *SCHEDULE, *steered(optimizer), *LAYOUTS[layout], *PRECISIONS[precision]]
-    run += ["--train-iters", 6, "--ckpt-format", "torch_dist"]
-    (straight, output), _ = resumed(tmp_path, 2, *run, at=3, model=model)
+    model = TIED if layout == "PP2-tied" else SMALL_GPT
+    (straight, output), _ = resumed(tmp_path, 2, *run, "--train-iters", 6, *FILES, at=3, model=model)
     assert output.count("megatron_eopt: iteration") == 6
 
     states = whole([rank["after"] for rank in straight]).values()
@@ -104,11 +117,9 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precisio
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", CASES)
+@pytest.mark.parametrize(("optimizer", "precision"), zip(CASES, itertools.cycle(PRECISIONS)))
 @pytest.mark.shows("--ckpt-format torch")
 def test_files_of_the_torch_format_are_read_again(tmp_path, optimizer, precision):
     """Megatron's, which it reads as plain values: with logical matrices declared, which are marks on parameters."""
-    run = ["--num-layers", 2, *SCHEDULE, *steered(optimizer), "--muon-split", "all", *LAYOUTS["TP2"]]
-    files = [*PRECISIONS[precision], "--ckpt-format", "torch", "--train-iters", 4]
-    resumed(tmp_path, 2, *run, *files)
+    run = ["--num-layers", 2, *SCHEDULE, *steered(optimizer), "--muon-split", "all", *TP2]
+    resumed(tmp_path, 2, *run, *PRECISIONS[precision], "--ckpt-format", "torch", "--train-iters", 4)

@@ -48,10 +48,11 @@ def marked(folder):
     return tuple((folder / FILE).read_text().split()[:4])
 
 
-def test_the_first_run_of_a_folder_says_nothing(tmp_path, capsys):
+def test_the_first_run_of_a_folder_says_nothing_and_writes_its_mark_again(tmp_path, capsys):
     folder = tmp_path / "new" / "checkpoint"
     run = begin(folder)
     for _ in range(2):
+        (folder / FILE).unlink()
         run.write()
         assert marked(folder) == process(os.getpid())
     begin(folder)  # of the same process
@@ -75,21 +76,16 @@ def test_of_two_that_begin_at_once_the_second_is_refused_before_it_saves(tmp_pat
     assert marked(tmp_path) == process(other.pid)
 
 
-@pytest.mark.parametrize("waited", [False, True], ids=["zombie", "gone"])
-def test_a_killed_process_stops_nobody(tmp_path, other, capsys, waited):
-    mark(tmp_path, process(other.pid))
-    other.kill()
-    while Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.001)
-    if waited:
+@pytest.mark.parametrize("how", ["zombie", "gone", "another with the same number"])
+def test_a_process_that_ended_stops_nobody(tmp_path, other, capsys, how):
+    name = process(other.pid)
+    mark(tmp_path, (*name[:3], "1") if "same number" in how else name)  # which started with the machine
+    if "same number" not in how:
+        other.kill()
+        while Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.001)
+    if how == "gone":
         other.wait()
-    begin(tmp_path)
-    assert capsys.readouterr().out == ""
-    assert marked(tmp_path) == process(os.getpid())
-
-
-def test_another_process_with_the_same_number_stops_nobody(tmp_path, other, capsys):
-    mark(tmp_path, (*process(other.pid)[:3], "1"))  # which started with the machine
     begin(tmp_path)
     assert capsys.readouterr().out == ""
     assert marked(tmp_path) == process(os.getpid())
@@ -102,45 +98,29 @@ def test_of_a_process_elsewhere_a_run_is_warned_and_goes_on(tmp_path, other, cap
     mark(tmp_path, name)
     run = begin(tmp_path)
     said = capsys.readouterr().out
-    assert f"warning: {REFUSED.replace('saves', 'saved')} {tmp_path}: process {other.pid} on node7, at noon." in said
+    assert f"warning: another run saved to {tmp_path}: process {other.pid} on node7, at noon." in said
     run.write()
     assert capsys.readouterr().out == ""
     assert marked(tmp_path) == process(os.getpid())
 
 
-def test_of_two_machines_the_later_run_is_refused_when_the_earlier_one_saves_again(tmp_path):
+def test_of_two_machines_the_run_that_saves_again_refuses_the_other(tmp_path, capsys):
     mark(tmp_path, ELSEWHERE)
     later = begin(tmp_path)
+    for _ in range(2):  # an old mark that is put back, as by a copy of the folder, refuses nobody
+        mark(tmp_path, ELSEWHERE)
+        later.write()
+        assert marked(tmp_path) == process(os.getpid())
     mark(tmp_path, ELSEWHERE, at="at one")
     with pytest.raises(ValueError, match=rf"{REFUSED} {tmp_path}: process 7 on node7, at one\."):
         later.write()
     assert marked(tmp_path) == ELSEWHERE
-
-
-def test_of_two_machines_the_earlier_run_is_warned_and_goes_on(tmp_path, capsys):
-    earlier = begin(tmp_path)
-    mark(tmp_path, ELSEWHERE)
+    earlier = begin(tmp_path / "other")
+    mark(tmp_path / "other", ELSEWHERE)
+    capsys.readouterr()
     earlier.write()
     assert "warning: another run saved to" in capsys.readouterr().out
-    assert marked(tmp_path) == process(os.getpid())
-
-
-def test_an_old_mark_that_is_put_back_refuses_nobody(tmp_path):
-    """As by a copy of the folder."""
-    mark(tmp_path, ELSEWHERE)
-    run = begin(tmp_path)
-    for _ in range(2):
-        mark(tmp_path, ELSEWHERE)
-        run.write()
-        assert marked(tmp_path) == process(os.getpid())
-
-
-def test_a_mark_that_was_removed_is_written_again(tmp_path, capsys):
-    run = begin(tmp_path)
-    (tmp_path / FILE).unlink()
-    run.write()
-    assert marked(tmp_path) == process(os.getpid())
-    assert capsys.readouterr().out == ""
+    assert marked(tmp_path / "other") == process(os.getpid())
 
 
 def test_a_mark_that_was_cut_off_refuses_nobody(tmp_path, other):

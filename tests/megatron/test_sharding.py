@@ -4,30 +4,23 @@ And under which names: of layers that are stacked, or of each layer.
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-import megatron_eopt.tools.cpu
 from megatron_eopt.matrices import query_key_value
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, named_apart, undecided
 from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rectangles import cut, whole
-from tests.distributed.ranks import run_ranks
+from tests.parallel.test_layout import Group
 
 LAYERS, LAYER = 3, 1
 ROWS, COLS = 48, 32
 SPLIT = query_key_value([16, 4, 4])
-
-
-def group(rank):
-    return SimpleNamespace(rank=lambda: rank)
 
 
 def parameter(dim, ranks, rank, swiglu, layer=LAYER):
@@ -45,7 +38,7 @@ def parameter(dim, ranks, rank, swiglu, layer=LAYER):
 
 def layouts_of(dim, ranks, rank, split):
     pieces = (whole((ROWS, COLS)),) if dim is None else cut((ROWS, COLS), dim, ranks)
-    layout = Layout((ROWS, COLS), pieces, group(rank) if dim is not None else None)
+    layout = Layout((ROWS, COLS), pieces, Group(ranks, rank) if dim is not None else None)
     return split_layout(layout, SPLIT) if split else [layout]
 
 
@@ -72,38 +65,37 @@ def local_shard(tensor, state, layouts, swiglu, ranks, rank):
 
 DIMS = [("rows",), ("columns",), (), ("rows", 3), ("columns", 3), (5, 5), ("rows", "columns")]
 CASES = [
-    *((dims, dim, False, None) for dims in DIMS for dim in (0, 1, None)),
-    *((dims, dim, True, None) for dims in DIMS for dim in (0, None)),
-    *((dims, dim, False, matrix) for dims in DIMS for dim in (0, None) for matrix in range(3)),
+    *itertools.product(DIMS, (0, 1, None), [False], [None]),
+    *itertools.product(DIMS, (0, None), [True], [None]),
+    *itertools.product(DIMS, (0, None), [False], range(3)),
 ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])  # 8: more ranks than the query groups of SPLIT, which are two
-@pytest.mark.parametrize(("dims", "dim", "swiglu", "matrix"), CASES, ids=str)
-def test_shards_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
-    tensor = StateTensor("moment", dims, matrix or 0)
-    found = {}
-    for rank in range(ranks):
-        layouts = layouts_of(dim, ranks, rank, matrix is not None)
-        state = global_state(tensor, layouts)
-        local = local_shard(tensor, state, layouts, swiglu, ranks, rank)
-        saved = sharded_state(tensor, local, parameter(dim, ranks, rank, swiglu), layouts)
-        for each in saved:
-            assert each.key == "optimizer.state.moment.fc1.weight"
-            assert each.global_offset[0] == LAYER
-            assert each.global_shape == (LAYERS, *(state.shape or (1,)))
-            assert each.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-            if is_main_replica(each.replica_id):
-                sides = zip(each.global_offset[1:], each.local_shape[1:], strict=True)
-                for index in itertools.product(*(range(start, start + size) for start, size in sides)):
-                    assert index not in found
-                    found[index] = each.data[0][
-                        tuple(x - s for x, s in zip(index, each.global_offset[1:], strict=True))
-                    ]
-        assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
-    expected = global_state(tensor, layouts).view(state.shape or (1,))
-    assert len(found) == expected.numel()
-    assert all(expected[index] == value for index, value in found.items())
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_shards_tile_one_global_tensor(dims, ranks):
+    """Cut along either side or not at all, gate and up, and each of several logical matrices."""
+    for _, dim, swiglu, matrix in (case for case in CASES if case[0] == dims):
+        tensor, found = StateTensor("moment", dims, matrix or 0), {}
+        for rank in range(ranks):
+            layouts = layouts_of(dim, ranks, rank, matrix is not None)
+            state = global_state(tensor, layouts)
+            local = local_shard(tensor, state, layouts, swiglu, ranks, rank)
+            saved = sharded_state(tensor, local, parameter(dim, ranks, rank, swiglu), layouts)
+            for each in saved:
+                assert each.key == "optimizer.state.moment.fc1.weight"
+                assert each.global_offset[0] == LAYER
+                assert each.global_shape == (LAYERS, *(state.shape or (1,)))
+                assert each.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+                start, shape = each.global_offset[1:], each.local_shape[1:]
+                for index in itertools.product(*map(range, shape)) if is_main_replica(each.replica_id) else ():
+                    at = tuple(map(sum, zip(index, start, strict=True)))
+                    assert at not in found
+                    found[at] = each.data[0][index]
+            assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
+        expected = state.view(state.shape or (1,))
+        assert len(found) == expected.numel()
+        assert all(expected[at] == value for at, value in found.items())
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -115,43 +107,9 @@ def test_a_tensor_of_one_rank_is_saved_whole_by_it_and_by_no_other(computes, swi
         local = whole_tensor if rank == computes else torch.empty(0, 0)
         assert tensor.local_shape(layouts) == tuple(local.shape)
         saved = sharded_state(tensor, local, parameter(0, 4, rank, swiglu), layouts)
-        assert [(each.global_shape, is_main_replica(each.replica_id)) for each in saved] == (
-            [((LAYERS, 5, 5), True)] if rank == computes else []
-        )
+        found = [(each.global_shape, is_main_replica(each.replica_id)) for each in saved]
+        assert found == ([((LAYERS, 5, 5), True)] if rank == computes else [])
         assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
-
-
-def kept(rank, ranks):
-    """For every case and layer a tensor, this rank's shard, and what else it is sharded by; keys differ by case."""
-    for number, (dims, dim, swiglu, matrix) in enumerate(CASES):
-        tensor = StateTensor(f"moment{number}", dims, matrix or 0)
-        layouts = layouts_of(dim, ranks, rank, matrix is not None)
-        local = local_shard(tensor, global_state(tensor, layouts), layouts, swiglu, ranks, rank)
-        for layer in range(LAYERS):
-            name = f"{number} of layer {layer}"
-            yield name, tensor, local + 1000 * layer, parameter(dim, ranks, rank, swiglu, layer), layouts
-
-
-def save(rank, ranks, folder):
-    megatron_eopt.tools.cpu.install()
-    dist_checkpointing.save({name: sharded_state(*rest) for name, *rest in kept(rank, ranks)}, folder)
-
-
-def load(rank, ranks, folder):
-    megatron_eopt.tools.cpu.install()
-    asked = {
-        name: sharded_state(tensor, torch.zeros_like(local), *rest) for name, tensor, local, *rest in kept(rank, ranks)
-    }
-    loaded = dist_checkpointing.load(asked, folder)
-    for name, tensor, local, *_ in kept(rank, ranks):
-        assert torch.equal(joined(tensor, loaded.get(name, []), tuple(local.shape)), local), name
-    return len(asked)
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.wide), pytest.param(4, marks=pytest.mark.full)])
-def test_files_of_two_ranks_load_on_others(tmp_path, ranks):
-    run_ranks(save, 2, tmp_path)
-    assert run_ranks(load, ranks, tmp_path) == [LAYERS * len(CASES)] * ranks
 
 
 def test_rows_beside_the_first_dimension_are_refused_where_their_order_depends_on_the_ranks():

@@ -2,21 +2,18 @@
 
 import pytest
 
-from tests.megatron.runs import CASES, MUON, TP2, refused, train
-from tests.megatron.test_users import SHARED
+from tests.megatron.runs import EXACT, MUON, SHARED, TP2, assert_trains_as, doing, refused, train
 
 pytestmark = pytest.mark.wide
 
-RUN = ["--num-layers", 1, "--train-iters", 2, *MUON, "--muon-fp32-matmul-prec", "highest"]
-SINKS = {"program": CASES, "environment": {"DO": "even_sinks"}}
+RUN = ["--num-layers", 1, "--train-iters", 2, *MUON, *EXACT]
 
 
-@pytest.mark.parametrize("flags", [[], SHARED], ids=["alone", "distributed optimizer"])
+@pytest.mark.parametrize("flags", [[], [*SHARED, "--bf16"]], ids=["alone", "distributed optimizer"])
 def test_a_norm_that_gets_a_part_of_its_gradient_is_refused(flags):
     """Finding 11: the norm of gated delta nets is whole on each rank, its gradient a part of a sum."""
     norm = "decoder.final_layernorm.weight"
-    how = {"program": CASES, "environment": {"DO": f"part_gradient:{norm}"}}
-    said = refused(*RUN, *TP2, *flags, ranks=2, **how)
+    said = refused(*RUN, *TP2, *flags, ranks=2, **doing(f"part_gradient:{norm}"))
     assert "the gradients of 1 parameters that every tensor-parallel rank has whole differ between these" in said
     assert f"most that of {norm}, by" in said
     assert "% of its size: the ranks would train different models. Expected are equal gradients." in said
@@ -24,9 +21,6 @@ def test_a_norm_that_gets_a_part_of_its_gradient_is_refused(flags):
 
 def test_attention_sinks_of_all_ranks_are_in_the_gradients_norm(tmp_path):
     """Finding 8: Megatron has those of the first rank alone in it, and clips by too little."""
-    run = [*RUN, "--softmax-type", "learnable"]
-    (alone,), _ = train(tmp_path / "one", 1, *run, **SINKS)
-    ranks, _ = train(tmp_path / "two", 2, *run, *TP2, **SINKS)
-    for rank in ranks:
-        assert rank["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)
-        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    run, how = [*RUN, "--softmax-type", "learnable"], doing("even_sinks")
+    alone, _ = train(tmp_path / "one", 1, *run, **how)
+    assert_trains_as(train(tmp_path / "two", 2, *run, *TP2, **how)[0], alone)

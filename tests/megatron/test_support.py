@@ -1,6 +1,6 @@
 """What cannot work is refused in one error before anything is changed; the table of what works is what docs show."""
 
-import re
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
 from support_matrix import FEATURES, RELEASES, support_matrix
 
 import megatron_eopt.megatron.entries  # noqa: F401  Run asks which parameters are no matrices, in Megatron's ParamKey
@@ -257,14 +256,10 @@ def test_what_cannot_work_is_refused_with_what_works_instead(name):
     assert "\n" not in str(error.value)
 
 
-def plain_model():
-    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, fp8_param=False)
-
-
 @pytest.mark.parametrize(
     "works",
     [
-        run(ddp=DistributedDataParallelConfig(), model=plain_model(), data_parallel=8),
+        run(ddp=DistributedDataParallelConfig(), model=SimpleNamespace(fp8_param=False), data_parallel=8),
         run(settings={"bf16": False, "loss_scale": 1024.0}),  # Megatron's fp32 optimizer has no loss scale
         *(run(release=each, layer_wise=True, data_parallel=2, settings={"bf16": False}) for each in RELEASES),
         *(run(**own, settings={"decoupled_weight_decay": False}) for own in ({}, LION)),
@@ -293,38 +288,36 @@ def test_what_works_is_not_refused(works):
     refuse_unsupported(works)
 
 
-def test_the_second_megatron_fsdp_is_known_by_its_class():
-    with pytest.raises(ValueError, match="Megatron-FSDP 2 cannot save optimizer state yet"):
-        refuse_unsupported(run(release="0.20.0", wrapper="FullyShardedDataParallelV2"))
-
-
-def test_the_layer_wise_optimizer_needs_its_layout_on_one_rank_too():
-    with pytest.raises(ValueError, match=r"\(data-parallel ranks: 1\): wrap it by .*wrap_model_chunks_with_ddp"):
-        refuse_unsupported(run(ddp=DISTRIBUTED, layer_wise=True))
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (
+            run(release="0.20.0", wrapper="FullyShardedDataParallelV2"),
+            "Megatron-FSDP 2 cannot save optimizer state yet",
+        ),
+        # on one rank, too
+        (run(ddp=DISTRIBUTED, layer_wise=True), r"\(data-parallel ranks: 1\): wrap it by .*wrap_model_chunks_with_ddp"),
+    ],
+)
+def test_what_is_known_by_other_facts(refused, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_unsupported(refused)
 
 
 def test_one_error_names_all_that_was_found():
+    args = SimpleNamespace(ckpt_format="torch", save="a")
     with pytest.raises(ValueError, match="cannot work") as error:
-        refuse_unsupported(
-            run(
-                **DEALT,
-                args=SimpleNamespace(ckpt_format="torch", save="a"),
-                settings={"fp16": True, "optimizer_cuda_graph": True},
-            )
-        )
+        refuse_unsupported(run(**DEALT, args=args, settings={"fp16": True, "optimizer_cuda_graph": True}))
     first, *reasons = str(error.value).splitlines()
     assert first == "this run cannot work with optimizer 'muon', for 3 reasons:"
-    assert [re.search(r"fp16|buffers|optimizer_cuda_graph", reason)[0] for reason in reasons] == [
-        "fp16",
-        "buffers",
-        "optimizer_cuda_graph",
-    ]
+    for word, reason in zip(("fp16", "buffers", "optimizer_cuda_graph"), reasons, strict=True):
+        assert word in reason
 
 
 class Model(torch.nn.Module):
     def __init__(self, ddp_config=None):
         super().__init__()
-        self.config, self.ddp_config = plain_model(), ddp_config
+        self.config, self.ddp_config = SimpleNamespace(fp8_param=False), ddp_config
         self.linear = torch.nn.Linear(4, 4)
         self.experts = torch.nn.Linear(4, 4)
 
@@ -363,71 +356,75 @@ def test_facts_are_read_from_the_model_and_its_configs():
 
 @pytest.mark.parametrize("name", ["muon", "lion"])
 def test_optimizer_state_of_weights_that_are_cut_a_second_time_is_refused(monkeypatch, name):
+    """Experts are told apart later only, so both groups count."""
+    model, saves, loads = Model(), {"save": "a", "no_load_optim": True}, {"load": "a"}
+
     def check(args, **cut):
         monkeypatch.setattr(releases, "training_args", lambda: SimpleNamespace(**args))
         refuse_unsupported(Run.of(config(name), [model], groups(**cut)))
 
-    model, saves, loads = Model(), {"save": "a", "no_load_optim": True}, {"load": "a"}
     check(saves, gtp_remat=Group(2))
     model.linear.weight.is_gtp_weight_remat = True
     check(saves, gtp_remat=Group(1))
     check({}, gtp_remat=Group(2))
     check(saves | loads | {"no_save_optim": True}, gtp_remat=Group(2))
-    # experts are told apart later only, so both groups count
-    for cut in ({"gtp_remat": Group(2)}, {"gtp_remat": Group(1), "expt_gtp_remat": Group(2)}):
-        for args in (saves, loads):
-            with pytest.raises(ValueError, match=r"linear\.weight is cut a second time over 2 ranks, and .* unproven"):
-                check(args, **cut)
+    for args, cut in itertools.product((saves, loads), ({"gtp_remat": Group(2)}, {"expt_gtp_remat": Group(2)})):
+        with pytest.raises(ValueError, match=r"linear\.weight is cut a second time over 2 ranks, and .* unproven"):
+            check(args, **{"gtp_remat": Group(1)} | cut)
 
 
-class GroupedExperts(torch.nn.Module):
-    """Four experts as Transformer Engine 2.14 makes them for Megatron-Core 0.19, with all that both put on them."""
-
-    def __init__(self, parallel_mode, single_grouped_weight=True, single_grouped_bias=False):
-        super().__init__()
-        self.num_gemms, self.use_bias = 4, True
-        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
-        for name, single, shape in (("weight", single_grouped_weight, (6, 8)), ("bias", single_grouped_bias, (6,))):
-            if single:
-                self.register_parameter(name, torch.nn.Parameter(torch.ones(4, *shape)))
-            for expert in range(4):
-                own = None if single else torch.nn.Parameter(torch.ones(shape))
-                self.register_parameter(f"{name}{expert}", own)
-        for parameter in self.parameters():  # partition_dim is that of one expert's matrix, also in the stack
-            parameter.allreduce, parameter.tensor_model_parallel = False, True
-            parameter.partition_dim, parameter.partition_stride = 0 if parallel_mode == "column" else 1, 1
+def grouped_experts(single):
+    """Four experts as Transformer Engine 2.14 makes them: a weight or a bias of all, and of each what else there is."""
+    experts = torch.nn.Module()
+    experts.num_gemms = 4
+    experts.single_grouped_weight, experts.single_grouped_bias = single == "weight", single == "bias"
+    for name, shape in (("weight", (6, 8)), ("bias", (6,))):
+        if name == single:
+            experts.register_parameter(name, torch.nn.Parameter(torch.ones(4, *shape)))
+        for expert in range(4):
+            own = None if name == single else torch.nn.Parameter(torch.ones(shape))
+            experts.register_parameter(f"{name}{expert}", own)
+    for parameter in experts.parameters():
+        parameter.allreduce = False
+    return experts
 
 
-@pytest.mark.parametrize("parallel_mode", ["column", "row"])
-@pytest.mark.parametrize(
-    ("single", "name"),
-    [({}, "weight"), ({"single_grouped_weight": False, "single_grouped_bias": True}, "bias")],
-)
-def test_experts_in_one_parameter_are_refused(parallel_mode, single, name):
+@pytest.mark.parametrize("single", ["weight", "bias"])
+def test_experts_in_one_parameter_are_refused(single):
+    def check(optimizer):
+        refuse_unsupported(Run.of(config(optimizer), [model], groups()))
+
     model = Model()
-    model.experts = GroupedExperts(parallel_mode, **single)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.experts = grouped_experts(single)
     for optimizer in ("muon", "soap", "dist_muon"):
-        with pytest.raises(ValueError, match=rf"experts\.{name} holds what is several experts'.*--moe-single-grouped"):
-            refuse_unsupported(Run.of(config(optimizer), [model], groups()))
-    refuse_unsupported(Run.of(config("lion"), [model], groups()))
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    getattr(model.experts, name).requires_grad = False
-    refuse_unsupported(Run.of(config(), [model], groups()))
-    model.experts = GroupedExperts(parallel_mode, single_grouped_weight=False)
-    refuse_unsupported(Run.of(config(), [model], groups()))
+        with pytest.raises(
+            ValueError, match=rf"experts\.{single} holds what is several experts'.*--moe-single-grouped"
+        ):
+            check(optimizer)
+    check("lion")
+    getattr(model.experts, single).requires_grad = False
+    check("muon")
+    model.experts = grouped_experts(None)
+    check("muon")
 
 
 def test_the_matrix_says_what_the_rules_say():
-    works = {row.feature: row for row in support_matrix("0.19.2")}
-    assert works["--fp16"] == ("--fp16", "no", "take --bf16, or fp32")
-    assert works["--bf16"].works == "yes"
-    assert works["--muon-scalar-optimizer lion"].works == "yes"
-    old = {row.feature: row.works for row in support_matrix("0.18.2")}
-    assert old["--use-megatron-fsdp"] == "no"
-    assert old["--optimizer dist_muon with --bf16"] == "yes"
-    for release in RELEASES:
-        assert [row.feature for row in support_matrix(release)] == [feature.name for feature in FEATURES]
+    rows = {
+        release: {row.feature: row for row in support_matrix(release)} for release in ("0.18.2", "0.19.2", "0.20.0")
+    }
+    assert all([*of_release] == [feature.name for feature in FEATURES] for of_release in rows.values())
+    assert rows["0.19.2"]["--fp16"] == ("--fp16", "no", "take --bf16, or fp32")
+    assert rows["0.19.2"]["--muon-scalar-optimizer lion"].works == "yes"
+    assert [rows[release]["--use-megatron-fsdp"].works for release in ("0.18.2", "0.20.0")] == ["no", "yes"]
+    # what the layout of gradient buffers alone forbids works: runs do without it
+    shared = "--use-distributed-optimizer"
+    for release in ("0.18.2", "0.20.0"):
+        works = {feature: row.works for feature, row in rows[release].items()}
+        for what in ("with --bf16", "in fp32", "with lion", "with biases in experts"):
+            assert works[f"{shared} {what}"] == "yes"
+        assert works[f"--optimizer-weight-average with {shared}"] == works["--optimizer dist_muon with --bf16"] == "yes"
+        assert works[f"--save-weight-average with {shared}"] == works[f"{shared} with schedule_free_adamw"] == "no"
+        assert works[f"--muon-share-over-dp with {shared}"] == "no"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from dataclasses import is_dataclass
 from enum import Enum
 
 import pytest
-import torch
 from megatron.core import safe_globals
 
 from megatron_eopt.checkpoints import harmless
@@ -18,18 +17,16 @@ from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.cli import main
 from megatron_eopt.routing import from_json
 from tests.checkpoints import made
-from tests.megatron.runs import MUON, refused, train
+from tests.megatron.runs import FILES, MUON, TP2, train
 
-RUN = ["--num-layers", "2", *MUON, "--train-iters", "4"]
 MOMENTUM = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=[(1, []), (2, ["--bf16", *TP2])], ids=["fp32", "bf16"])
 def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    flags = [] if request.param == "fp32" else ["--bf16", "--tensor-model-parallel-size", "2"]
-    save = ["--ckpt-format", "torch_dist", "--save", folder / "checkpoint", "--save-interval", 1, "--exit-interval", 2]
-    train(folder / "run", 1 if request.param == "fp32" else 2, *RUN, *flags, *save)
+    folder, (ranks, flags) = tmp_path_factory.mktemp("saved"), request.param
+    save = ["--save", folder / "checkpoint", "--save-interval", 1]
+    train(folder / "run", ranks, "--num-layers", 2, *MUON, "--train-iters", 2, *FILES, *flags, *save)
     return folder / "checkpoint", flags
 
 
@@ -42,16 +39,6 @@ def verify(capsys, *arguments):
     status = main(["verify-checkpoint", *map(str, arguments)])
     out, err = capsys.readouterr()
     return status, out, err
-
-
-def chunk_of(folder, key):
-    """File of the first chunk of a tensor, its bytes, and where the tensor's data lie in it."""
-    chunk = read_contents(newest(folder)).tensors[key].chunks[0]
-    file = newest(folder) / chunk.file
-    raw = bytearray(file.read_bytes())
-    archive = bytes(raw[chunk.start : chunk.start + chunk.length])
-    data = torch.load(io.BytesIO(archive)).numpy().tobytes()
-    return file, raw, chunk.start + archive.index(data), data
 
 
 def test_who_owned_what(saved, capsys):
@@ -80,29 +67,18 @@ def test_a_whole_one(saved, capsys):
     assert out.splitlines()[-1] == "OK"
 
 
-def test_a_flipped_bit(copy, capsys):
-    file, raw, start, data = chunk_of(copy, MOMENTUM)
-    raw[start + len(data) // 2] ^= 4
-    file.write_bytes(raw)
-    status, out, _ = verify(capsys, copy)
-    assert status == 1
-    assert f"error:      {MOMENTUM} in {file.name}" in out
-    assert "Bad CRC-32" in out
-    assert verify(capsys, copy, "--no-data")[0] == 0
-
-
 FIRST_MOMENT = "optimizer.state.exp_avg.output_layer.weight"
+GATE_UP = "decoder.layers.mlp.linear_fc1.weight"
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
         ((MOMENTUM, (0, 0, 0)), (MOMENTUM, (1, 0, 0))),  # of two layers
-        (("embedding.word_embeddings.weight", (0, 0)), ("output_layer.weight", (0, 0))),
         ((FIRST_MOMENT, (0, 0)), (FIRST_MOMENT.replace("exp_avg", "exp_avg_sq"), (0, 0))),
-        (("decoder.layers.mlp.linear_fc1.weight", (0, 0, 0)), ("decoder.layers.mlp.linear_fc1.weight", (0, 96, 0))),
+        ((GATE_UP, (0, 0, 0)), (GATE_UP, (0, 96, 0))),
     ],
-    ids=["layers", "embedding", "moments", "gate"],
+    ids=["layers", "moments", "gate"],
 )
 def test_exchanged_data(copy, capsys, one, other):
     """Archives are whole, of the right shape and finite: checksums of whole tensors alone tell."""
@@ -113,15 +89,6 @@ def test_exchanged_data(copy, capsys, one, other):
     assert one[0] in errors[0]
     assert other[0] in errors[0]
     assert "not what was saved" in errors[0]
-
-
-def test_shards_of_two_ranks_are_exchanged(copy, saved, capsys):
-    """Where a layer is cut over ranks."""
-    half = 48 if saved[1] else 96
-    key = "decoder.layers.mlp.linear_fc1.weight"
-    made.exchange(newest(copy), (key, (0, 0, 0)), (key, (0, half, 0)))
-    status, out, _ = verify(capsys, copy)
-    assert (status, f"{key} is not what was saved" in out) == (1, True)
 
 
 def test_data_of_another_iteration(copy, capsys):
@@ -138,20 +105,6 @@ def test_data_of_another_iteration(copy, capsys):
     status, out, _ = verify(capsys, copy)
     assert status == 1
     assert "not what was saved" in out
-
-
-def test_a_run_refuses_what_would_turn_its_checks_off(copy, saved, capsys):
-    """A text in the place of checksums, and an iteration with which Megatron ends well without a step."""
-    run = [*RUN, *saved[1], "--load", copy, "--ckpt-format", "torch_dist"]
-    ranks = 2 if saved[1] else 1
-    made.change_common(newest(copy), lambda common: common.update(megatron_eopt_checksums="none"))
-    assert "checksums of its tensors are damaged" in refused(*run, ranks=ranks)
-    made.change_common(newest(copy), lambda common: common.update(iteration=float("nan")))
-    assert "iteration is nan, and has to be a whole number" in refused(*run, ranks=ranks)
-    status, out, _ = verify(capsys, copy, "--no-data")
-    assert status == 1
-    assert "error:      iteration is nan" in out
-    assert "error:      the checksums of its tensors are damaged" in out
 
 
 def test_the_archives_have_checksums(saved):

@@ -24,33 +24,11 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from megatron_eopt.megatron.qk_clip import attentions
-from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.routing.selectors import unwrapped
 from tests.megatron.faulty import replaced
 
-_WATCHED = ("lr", "max_lr", "min_lr", "weight_decay", "wd_mult", "optimizer")
 _steps = []  # one entry for each step of the optimizer that is over
-
-
-def watch():
-    """Print for every step a line with the matrices that were orthogonalized in all so far, and what groups say."""
-
-    @replaced(ChainedOptimizer, "step")
-    def step(real, self):
-        result = real(self)
-        optimizers = list(torch_optimizers(self))
-        said = {
-            "rank": int(os.environ["RANK"]),
-            "calls": sum(getattr(each, "newton_schulz_calls", 0) for each in optimizers),
-            "groups": [
-                {"of": type(each).__name__} | {key: group[key] for key in _WATCHED if key in group}
-                for each in optimizers
-                for group in each.param_groups
-            ],
-        }
-        print(f"\nwatched {json.dumps(said)}", flush=True)
-        return result
 
 
 def freeze(pattern):
@@ -190,15 +168,6 @@ def skip_a_matrix():
         found = real(self, *args, **kwargs)
         first.grad = gradient
         return found
-
-
-def lose_a_gradient():
-    """Muon's first parameter has no gradient in any step."""
-
-    @replaced(TensorParallelMuon, "step")
-    def step(real, self, *args):
-        self.param_groups[0]["params"][0].grad = None
-        return real(self, *args)
 
 
 def part_gradient(pattern):

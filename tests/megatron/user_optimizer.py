@@ -1,4 +1,4 @@
-"""A user's pretrain script that brings an optimizer of its own: run by test_layouts.py."""
+"""A user's pretrain script that brings an optimizer of its own: run by test_overrides.py."""
 
 import functools
 import runpy

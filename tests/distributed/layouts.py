@@ -121,7 +121,8 @@ PROGRAMS = {
         settings={"rank": 7, "momentum_beta": 0.8, "num_power_iterations": 2},
         first={"rank": 3, "weight_decay": 0.2},
         modes=("duplicated", "auto"),
-        calls={"all_reduce": 3 * (1 + 2 * 2 + 1)},  # of gradients, two for each power iteration, and of the quotients
+        # of gradients, of vectors and of norms (in fp64) in each power iteration, and of quotients
+        calls={"all_reduce": 3 + 2 * (3 + 2) + 3},
         without=("both", "one row", "heads", "gate over up"),
     ),
     "soap": Program(name="soap", settings=FACTORS, first={"precondition_frequency": 3}, calls=FACTORED),

@@ -26,7 +26,7 @@ def on_a_grid(rank, ranks):
             owned = sum(b.compute_ranks.count(rank) for b in plan.buckets if plan.one_of(b).ranks == ranks)
     # what is summed over sides, and norms, count one of several copies
     for key in OTHERS:
-        results[key] = found(*trained(PROGRAMS[key], GRID, rank)[:2], GRID, rank)
+        results[key] = found(*trained(PROGRAMS[key], GRID, rank, tp_mode="owner")[:2], GRID, rank)
     for name, rates in RATES.items():
         optimizer, _, _ = trained(MUON, GRID, rank, range(1), tp_mode="auto", plan_rates=rates)
         labels[name] = sorted(optimizer.prepare().groups)

@@ -17,6 +17,8 @@ from tests.distributed.layouts import (
     PROGRAMS,
     STEPS,
     Copies,
+    CutTwice,
+    DTensors,
     Grid,
     TensorParallel,
     assert_as_one,
@@ -31,9 +33,10 @@ from tests.optimizers.on_gpu import masking
 
 
 def modes_of(program, layout):
-    if program.takes("tp_mode") and type(layout) is TensorParallel:
-        return [{"tp_mode": mode} for mode in program.modes]
-    return [{}]
+    if not program.takes("tp_mode") or isinstance(layout, DTensors | CutTwice):
+        return [{}]
+    # shards are shared over copies by owner
+    return [{"tp_mode": mode} for mode in (program.modes if type(layout) is TensorParallel else ("owner",))]
 
 
 def serves(program, name, layout):

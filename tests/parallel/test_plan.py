@@ -14,6 +14,7 @@ from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.plan import REPLICATED_ROWS, SHARED_PARTS, SMALL_ENTRIES, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at, cut_dimension, whole
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, chunk_bytes
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
 
 OWNED = ("owner", "gram_split", "share")
@@ -207,11 +208,14 @@ def test_shards_in_copies_go_whole_to_all_ranks_of_all_copies(mode):
     plan = make_plan(twice, mode, WORK)
     assert schemes(plan) == [("owner", 9)]
     assert Counter(plan.buckets[0].compute_ranks) == {0: 3, 1: 2, 2: 2, 3: 2}
+    half = 1024 * 4096 * 4 // 2
+    assert chunk_bytes(plan, DEFAULT_WORKSPACE) == [
+        9 * half + 3 * 2 * 2 * half
+    ]  # of three all shards of both copies go
     for rank in range(4):
         # half of each matrix that its copy has to compute but this rank does not; back to its replica, and the other
         # half to both of the others
         owned, near = (3, 5) if rank == 0 else (2, 5 if rank == 1 else 4)
-        half = 1024 * 4096 * 4 // 2
         traffic = bucket_traffic(plan, plan.buckets[0], rank, WORK)
         assert traffic == {"all_to_all": (2, ((near - owned) + owned * 3) * half)}
     odd = [replace(each, rectangles=each.rectangles[:3]) for each in twice[:1]]

@@ -72,9 +72,9 @@ def test_small_stacks_take_more_exchanges_for_the_same_steps(of_two):
         alone = trained(program)
         assert_as_one(program, TWO, [of_rank["small", name][0] for of_rank, _ in of_two], alone)
         assert all(of_rank["small", name][1][0] > program.calls["all_to_all"] for of_rank, _ in of_two)
-    models = [of_rank["small", "soap"][0].values() for of_rank, _ in of_two]
-    kept = [sum(of["L"].x.numel() > 0 for of in model if "L" in of) for model in models]
-    assert max(kept) - min(kept) <= 2  # factors of one matrix are on one rank, and of all on both
+    for of_rank, _ in of_two:  # factors of a cut matrix are on one rank, and of all of them on both
+        cut = [of for name, of in of_rank["small", "soap"][0].items() if "replicated" not in name]
+        assert any(of["L"].x.numel() for of in cut if "L" in of)
 
 
 def test_the_first_step_asks_whose_gradients_are_zero_and_brings_no_updates_back(of_two):

@@ -357,7 +357,8 @@ def trained(program, layout=ONE, rank=0, steps=range(STEPS), start=None, **setti
         x = layout.part(whole_tensor(program, name, shape, index), attributes, rank)
         parameters[name] = marked(x, **layout.attributes(attributes))
     several = list(parameters.items())
-    groups = [{"params": several[:3], **program.first}, {"params": several[3:], "lr": 0.02}]
+    some = min(3, len(several) // 2)
+    groups = [{"params": several[:some], **program.first}, {"params": several[some:], "lr": 0.02}]
     optimizer = program.build(groups, **{**layout.settings(rank), **settings})
     if start is not None:
         state, values = start

@@ -108,7 +108,12 @@ CASES = [
     *(
         Case(scheme, (24, 96), "whole" if scheme == "share" else 1, precision=precision, dtype=dtype)
         for scheme in (*ONE_CUT, "share")
-        for precision, dtype in (("medium", torch.float32), ("high", torch.float32), ("medium", torch.bfloat16))
+        for precision, dtype in (
+            ("medium", torch.float32),
+            ("high", torch.float32),
+            ("medium", torch.bfloat16),
+            ("highest", torch.bfloat16),
+        )
     ),
 ]
 

@@ -1,5 +1,6 @@
 """What the tests of several ranks share: groups, whole tensors and their shards, and what is counted."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +19,7 @@ def groups_of(ranks=2):
     return SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if ranks > 1 else None
 
 
+@cache
 def grid(rank):
     """This rank's groups of tensor and of data parallelism, of two ranks each: 0 1 and 2 3, 0 2 and 1 3."""
     made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -60,15 +62,6 @@ def placed(x, attributes, rank, ranks):
 def part_of(x, rectangle):
     """The entries of a rectangle."""
     return x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
-
-
-def gathered(x, dim):
-    """All shards of equal size, joined on every rank; None is a tensor that is whole."""
-    if dim is None:
-        return x
-    shards = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(shards, x)
-    return torch.cat(shards, dim)
 
 
 def whole(x):

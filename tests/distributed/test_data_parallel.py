@@ -1,4 +1,4 @@
-"""Muon under DDP and FSDP2, and FSDP2 over tensor parallelism: the steps of one process."""
+"""Muon under real DDP and FSDP2, HSDP, and FSDP2 over tensor parallelism: the steps of one process."""
 
 import pytest
 import torch
@@ -49,78 +49,34 @@ def train(network, **settings):
     return list(map(whole, network.parameters()))
 
 
-def assert_same(actual, expected, message):
-    for a, b in zip(actual, expected, strict=True):
-        assert_close(a, b, 1e-5 * STEPS, message)
+def under_fsdp2(mesh, tp=None):
+    network = model()
+    for layer in network:
+        if tp is not None and isinstance(layer, Layer):
+            parallelize_module(layer, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(network, mesh=mesh)
 
 
-def under_ddp(rank, world_size):
-    network = DistributedDataParallel(model())
-    results = train(network, data_parallel_group=dist.group.WORLD)
+def on_ranks(rank, ranks):
+    results = {"ddp": train(DistributedDataParallel(model()), data_parallel_group=dist.group.WORLD)}
     calls = dict(counters.calls)
+    line = init_device_mesh("cpu", (ranks,))
+    results |= {f"fsdp2, {mode}": train(under_fsdp2(line), tp_mode=mode) for mode in MODES}
+    if ranks == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        results["hsdp"] = train(under_fsdp2(square))
+        over_tp = {mode: under_fsdp2(square["outer"], square["inner"]) for mode in MODES}
+        results |= {f"fsdp2 over tp, {mode}": train(network, tp_mode=mode) for mode, network in over_tp.items()}
     return results, calls
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_work_is_shared_out_under_ddp(world_size):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_wrapped_models_take_the_steps_of_one_process(ranks):
     expected = train(model())
-    for results, calls in run_ranks(under_ddp, world_size):
-        assert_same(results, expected, "ddp")
+    for results, calls in run_ranks(on_ranks, ranks):
+        for name, parameters in results.items():
+            for found, wanted in zip(parameters, expected, strict=True):
+                assert_close(found, wanted, 1e-5 * STEPS, name)
         # three matrices of each of two shapes and one of a third; on two ranks the three are two parts
-        assert calls == {"agree": 1, "all_gather": 5 if world_size == 2 else 3}
-
-
-def under_fsdp(rank, world_size):
-    results = {}
-    for tp_mode in MODES:
-        network = model()
-        mesh = init_device_mesh("cpu", (world_size,))
-        for layer in network:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(network, mesh=mesh)
-        results[tp_mode] = train(network, tp_mode=tp_mode)
-    return results
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.wide)])
-def test_fsdp2_takes_the_steps_of_one_process(world_size):
-    expected = train(model())
-    for results in run_ranks(under_fsdp, world_size):
-        for tp_mode, actual in results.items():
-            assert_same(actual, expected, tp_mode)
-
-
-def under_both(rank, world_size):
-    results = {}
-    for tp_mode in MODES:
-        network = model()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-        for layer in network[:-1]:
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            fully_shard(layer, mesh=mesh["fsdp"])
-        fully_shard(network, mesh=mesh["fsdp"])
-        results[tp_mode] = train(network, tp_mode=tp_mode)
-    return results
-
-
-@pytest.mark.wide
-def test_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_process():
-    expected = train(model())
-    for results in run_ranks(under_both, 4):
-        for tp_mode, actual in results.items():
-            assert_same(actual, expected, tp_mode)
-
-
-def replicated_over_shards(rank, world_size):
-    network = model()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    for layer in network:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(network, mesh=mesh)
-    return train(network, tp_mode="auto")
-
-
-def test_hsdp_takes_the_steps_of_one_process():
-    expected = train(model())
-    for actual in run_ranks(replicated_over_shards, 4):
-        assert_same(actual, expected, "hsdp")
+        assert calls == {"agree": 1, "all_gather": 5 if ranks == 2 else 3}

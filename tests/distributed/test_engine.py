@@ -126,8 +126,8 @@ def waits_and_starts(rank, ranks):
     return events
 
 
-def test_exchanges_of_several_iterations_overlap():
-    for events in run_ranks(waits_and_starts, 2):
+def test_exchanges_of_several_iterations_overlap(of_two):
+    for events in of_two[waits_and_starts.__name__]:
         at_once = [events[:i].count("start") - events[:i].count("wait") for i in range(len(events) + 1)]
         assert events.count("start") == events.count("wait") == 6
         assert events[:2] == ["start", "start"]  # of two iterations, before either is computed
@@ -198,7 +198,6 @@ def summed_and_gathered(rank, ranks):
         own = [stack.split(of)[rank] if of else stack for stack, of in zip(whole, numbers, strict=True)]
         for (found,), expected in zip(gathered, [*own, alone], strict=True):
             assert torch.equal(found, expected)
-        there = counters.bytes[collective]
         waits_back, back = finished(engine.scatter_back(gathered, spread))
         for (found,), expected in zip(back, [*shards, alone], strict=True):
             assert torch.equal(found, expected)
@@ -209,12 +208,12 @@ def summed_and_gathered(rank, ranks):
         assert finished(engine.scatter_back([[], []], spread[:2])) == (0, [[], []])
         assert counters.calls == {collective: 2 if numbers[0] else 1}
     # fp32: what others compute goes there, a shard each, and from here the others' shards of what is computed here
-    sizes = [[each.numel for each in matrix.rectangles] for matrix in matrices]
-    elsewhere = [len(stack) - len(of_rank) for stack, of_rank in zip(whole, own, strict=True)]
-    assert there == 4 * sum(count * of[rank] for count, of in zip(elsewhere, sizes, strict=True))
-    assert counters.bytes["all_to_all"] - there == 4 * sum(
-        len(of_rank) * (sum(of) - of[rank]) for of_rank, of in zip(own, sizes, strict=True)
-    )
+    there, back = 0, 0
+    for matrix, of_rank, stack in zip(matrices, own, whole, strict=True):
+        here = matrix.rectangles[rank].numel
+        there += (len(stack) - len(of_rank)) * here
+        back += len(of_rank) * (matrix.shape[0] * matrix.shape[1] - here)
+    assert counters.bytes == {"all_to_all": 4 * (there + back)}
     return True
 
 
@@ -249,8 +248,8 @@ def with_and_without_layout(rank, ranks):
     return True
 
 
-def test_parameters_with_and_without_layout_are_one_engine():
-    assert all(run_ranks(with_and_without_layout, 2))
+def test_parameters_with_and_without_layout_are_one_engine(of_two):
+    assert all(of_two[with_and_without_layout.__name__])
 
 
 @pytest.mark.parametrize("split", [Split(), Split((Part("a", 3), Part("b", 5)))], ids=["one matrix", "fused"])
@@ -277,8 +276,8 @@ def blockwise(rank, ranks):
     return all(map(torch.equal, engine.factors([0, 1], shards), expected))
 
 
-def test_each_shard_gets_the_iteration_of_its_shape():
-    assert all(run_ranks(blockwise, 2))
+def test_each_shard_gets_the_iteration_of_its_shape(of_two):
+    assert all(of_two[blockwise.__name__])
 
 
 def differing(rank, ranks):
@@ -301,9 +300,9 @@ def differing(rank, ranks):
     return messages
 
 
-def test_ranks_that_differ_are_refused():
+def test_ranks_that_differ_are_refused(of_two):
     one, two, _ = ITERATIONS
-    for messages in run_ranks(differing, 2):
+    for messages in of_two[differing.__name__]:
         iteration, settings, name, elementwise, other = messages
         assert f"'a' has the iteration {one!r} in the one and {two!r} in the other" in iteration
         assert "'b' has betas (0.9, 0.5) in the one and (0.9, 1.5) in the other" in settings
@@ -330,14 +329,23 @@ def without_memory(rank, ranks):
     return messages
 
 
-def test_all_ranks_are_told_where_one_cannot_measure_rates():
-    first, second = run_ranks(without_memory, 2)
-    assert [message.partition(". ")[0] for message in first] == [
-        "rates cannot be measured: it fails on another rank"
-    ] * 2
-    assert [message.partition(". ")[0] for message in second] == [
-        "rates cannot be measured: OutOfMemoryError: no memory"
-    ] * 2
+def test_all_ranks_are_told_where_one_cannot_measure_rates(of_two):
+    first, second = of_two[without_memory.__name__]
+    for message, other in zip(first, second, strict=True):
+        assert message.startswith("rates cannot be measured: it fails on another rank. ")
+        assert other.startswith("rates cannot be measured: OutOfMemoryError: no memory. ")
+
+
+def on_two(rank, ranks):
+    several = (waits_and_starts, with_and_without_layout, blockwise, differing, without_memory)
+    return {each.__name__: each(rank, ranks) for each in several}
+
+
+@pytest.fixture(scope="module")
+def of_two():
+    """What two ranks found, by function."""
+    first, second = run_ranks(on_two, 2)
+    return {name: (found, second[name]) for name, found in first.items()}
 
 
 # A rank that is gone.

@@ -27,6 +27,7 @@ from megatron_eopt.parallel import engine
 from megatron_eopt.parallel.agreement import in_turns, lowest_of_all
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import shard
 from tests.orthogonalize.test_timing import TILES, by_size, clocked, no_memory
 
 
@@ -192,15 +193,22 @@ def test_all_ranks_of_a_run_choose_alike():
     assert "has momentum 0.9 in the one and 0.91 in the other" in first["differing"]
 
 
-@pytest.mark.parametrize(("mode", "stack"), [("gram", (24, 8)), ("duplicated", (8, 24)), ("distributed", (8, 24))])
-def test_factors_are_checked_as_the_step_has_them(mode, stack):
+@pytest.mark.parametrize(
+    ("mode", "count", "stack"),
+    [
+        ("gram", 1, (24, 8)),
+        ("duplicated", 3, (3, 8, 24)),
+        ("distributed", 1, (8, 24)),
+        ("owner", 3, (2, 8, 24)),  # of three, one rank computes two
+    ],
+)
+def test_factors_are_checked_as_the_step_has_them(mode, count, stack):
     """Of tall matrices transposed where their shards are multiplied as they are, else contiguous."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        shard = torch.nn.Parameter(torch.ones(12, 8))
-        shard.tensor_model_parallel, shard.partition_dim = True, 0
+        shards = [shard(torch.ones(12, 8)) for _ in range(count)]
         groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
-        assert TensorParallelMuon([shard], pg_collection=groups, tp_mode=mode).proposed().stacks()[0] == [stack]
+        assert TensorParallelMuon(shards, pg_collection=groups, tp_mode=mode).proposed().stacks()[0] == [stack]
     finally:
         dist.destroy_process_group()
 

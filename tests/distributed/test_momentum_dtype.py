@@ -1,18 +1,15 @@
-"""Momenta in bf16 have the same bits wherever their entries lie: tensor parallelism, DTensors, copies."""
+"""Momenta in bf16 have the same bits wherever their entries lie; for DTensors see test_dtensor_state."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, query_key_value
 from megatron_eopt.optimizers.parameters import ROWS
 from tests.distributed.ranks import run_ranks
-from tests.distributed.shards import cut, groups_of, placed, sharded, whole
-from tests.distributed.test_dtensor_state import MESHES, SPLIT, Model, load, save
-from tests.distributed.test_dtensor_state import trained as trained_model
+from tests.distributed.shards import cut, groups_of, placed, sharded
 from tests.optimizers.field import drawn
 
 STEPS = 4
@@ -72,44 +69,3 @@ def test_tensor_parallel_momenta_have_the_bits_of_one_rank(ranks):
             for name, x in of_one["auto"].items():
                 expected = cut(x, CASES[name][1], rank, ranks)
                 assert torch.equal(momenta[name], expected), (tp_mode, name, rank)
-
-
-def built(model):
-    return TensorParallelMuon(model.named_parameters(), lr=0.01, tp_mode="auto", momentum_dtype=BF16, **SPLIT)
-
-
-def momenta(model, optimizer):
-    found = {name: optimizer.state[p][KEY] for name, p in model.named_parameters()}
-    assert {x.dtype for x in found.values()} == {BF16}
-    return {each: whole(x) for each, x in found.items()}
-
-
-def of_dtensors(rank, ranks, folder):
-    line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
-    model, optimizer = trained_model(built, line, steps=2)
-    save(model, optimizer, folder)
-    model.train_by(optimizer, range(2, STEPS))
-    found = [momenta(model, optimizer)]
-    if ranks == 4:
-        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        found += [momenta(*trained_model(built, square, along, steps=STEPS)) for along in MESHES.values()]
-    return found
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_momenta_of_dtensors_have_the_bits_of_one_rank(ranks, tmp_path):
-    expected = momenta(*trained_model(built, steps=STEPS))
-    for of_rank in run_ranks(of_dtensors, ranks, tmp_path):
-        for of_mesh in of_rank:
-            for name, momentum in of_mesh.items():
-                assert torch.equal(momentum, expected[name]), name
-
-    # and one rank goes on from the checkpoint of several
-    model = Model()
-    optimizer = built(model)
-    load(model, optimizer, tmp_path)
-    assert optimizer.param_groups[0]["momentum_steps"] == 2
-    model.train_by(optimizer, range(2, STEPS))
-    for name, momentum in momenta(model, optimizer).items():
-        assert torch.equal(momentum, expected[name]), name

@@ -67,7 +67,7 @@ def tensor_parallel(rank):
 
 
 def on_rank(rank, world_size):
-    decisions = [decided(rank, by) for by in ((), (1,), (0, 1))]
+    decisions = [*(decided(rank, by) for by in ((), (1,), (0, 1))), failed_to_find()]
     return [first_step(rank, *case) for case in CASES], drift(rank), tensor_parallel(rank), decisions
 
 
@@ -119,9 +119,21 @@ def decided(rank, wrong):
             return type(error), str(error), values.call_count
 
 
+def failed_to_find():
+    def find():
+        raise FileNotFoundError("no checkpoint")
+
+    try:
+        from_rank_0(find)
+    except (FileNotFoundError, RuntimeError) as error:
+        return str(error)
+
+
 def test_a_mistake_of_one_rank_ends_all_and_values_cross_for_its_sake_only(ranks):
+    lost = ["no checkpoint", "the first rank failed: FileNotFoundError: no checkpoint"]
     for rank, (*_, found) in enumerate(ranks):
-        assert found == [(rank, 0), (OverrideError, "not on rank 1", 1), (ValueError, "not on rank 0", 1)]
+        assert found[:3] == [(rank, 0), (OverrideError, "not on rank 1", 1), (ValueError, "not on rank 0", 1)]
+        assert found[3] == lost[rank]
 
 
 def test_ranks_that_drift_apart_are_told_a_few_steps_after_the_next_comparison(ranks):
@@ -153,17 +165,3 @@ def test_what_tensor_parallel_ranks_have_whole_is_compared_before_the_first_step
         assert same == 1
         assert norm.startswith("1 of 1 parameters differ between tensor-parallel ranks, such as norm: the ranks would")
         assert gate.startswith("1 of 1 parameters differ between tensor-parallel ranks, such as gate: the ranks would")
-
-
-def failed_to_find(rank, world_size):
-    def find():
-        raise FileNotFoundError("no checkpoint")
-
-    try:
-        from_rank_0(find)
-    except (FileNotFoundError, RuntimeError) as error:
-        return str(error)
-
-
-def test_what_the_first_rank_cannot_find_ends_all():
-    assert run_ranks(failed_to_find, 2) == ["no checkpoint", "the first rank failed: FileNotFoundError: no checkpoint"]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.collectives import counters
+from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import Rectangle, cut
 from tests.distributed.buckets import (
@@ -26,10 +27,7 @@ from tests.distributed.buckets import (
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import message_of, part_of
 from tests.optimizers.field import drawn
-
-EACH = pytest.mark.parametrize(
-    "index", range(len(CASES)), ids=lambda index: "-".join(str(x) for x in vars(CASES[index]).values())
-)
+from tests.parallel import plans
 
 
 def on_ranks(rank, ranks, cases):
@@ -54,33 +52,37 @@ def run(request):
     return request.param, run_ranks(on_ranks, request.param, CASES)
 
 
-@EACH
-def test_result_is_that_of_one_process(run, index):
+SCHEMES = tuple(dict.fromkeys(case.scheme for case in CASES))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_result_is_that_of_one_process_and_what_is_sent_is_what_was_predicted(run, scheme):
     ranks, results = run
-    case = CASES[index]
+    for index, case in enumerate(CASES):
+        if case.scheme == scheme:
+            assert_results(case, ranks, [of_rank[0][index][0] for of_rank in results])
+            for rank, of_rank in enumerate(results):
+                _, calls, sent = of_rank[0][index]
+                expected = predicted(case, ranks, rank)
+                assert {name: (calls[name], sent[name]) for name in calls} == expected, case
+                work = Work(schedule=case.settings.schedule, restarts=case.settings.restarts)
+                assert plans.predicted(plan_of([case], ranks), rank, work) == expected, case  # as plans are priced
+
+
+def assert_results(case, ranks, results):
     rectangles = rectangles_of(case, ranks)
     for number, x in enumerate(matrices_of(case)):
         of_whole = case.settings(x) * scale(*case.shape)
         for rectangle, result in zip(rectangles * (ranks // len(rectangles)), results, strict=True):
-            actual = result[0][index][0][number]
-            assert (actual.shape, actual.dtype, actual.is_contiguous()) == (rectangle.shape, x.dtype, True)
+            actual = result[number]
+            assert (actual.shape, actual.dtype, actual.is_contiguous()) == (rectangle.shape, x.dtype, True), case
             if number == 1 and case.special in ("nan", "inf"):
-                assert actual.isnan().all()
+                assert actual.isnan().all(), case
             elif rectangle.numel:
                 expected = part_of(of_whole, rectangle)
                 if case.scheme == "blockwise":
                     expected = case.settings(part_of(x, rectangle).contiguous()) * scale(*rectangle.shape)
                 assert_close(actual, expected, case, of_whole.abs().max())
-
-
-@EACH
-def test_what_is_sent_is_what_was_predicted(run, index):
-    ranks, results = run
-    for rank in range(ranks):
-        _, calls, sent = results[rank][0][index]
-        expected = predicted(CASES[index], ranks, rank)
-        assert calls == {name: number for name, (number, _) in expected.items()}
-        assert sent == {name: total for name, (_, total) in expected.items()}
 
 
 def summed(size, ranks):
@@ -90,7 +92,8 @@ def summed(size, ranks):
 
 def predicted(case, ranks, rank):
     """Calls and bytes of each collective."""
-    rectangles, item = rectangles_of(case, ranks), case.settings.sent_dtype(case.dtype).itemsize
+    # in the dtype of the matrices, or of products where that is narrower
+    rectangles, item = rectangles_of(case, ranks), min(case.dtype.itemsize, 2 if case.precision == "medium" else 4)
     compute_ranks = [(ranks - 1 - index) % ranks for index in range(case.count)]
     each = -(-case.count // ranks)
     rows, cols = case.shape
@@ -152,23 +155,22 @@ def test_ranks_that_hold_the_same_have_the_same(run):
                     assert torch.equal(actual, first) or first.isnan().all()
 
 
+# Further properties of schemes, on two ranks.
+
+
 def with_powers_of_two(rank, ranks):
+    """Whether factors of matrices times powers of two have the same bits."""
     same = {}
     for scheme in ONE_CUT:
         case = Case(scheme, (24, 96), 1)
         plan = plan_of([case], ranks)
         shards = own_parts(case, ranks, rank)
-        results = [
+        first, *others = (
             executed(plan, [shard * factor for shard in shards], {"tp": dist.group.WORLD}, case.settings)
             for factor in (1.0, 2.0**-40, 2.0**20)
-        ]
-        same[scheme] = all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+        )
+        same[scheme] = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
     return same
-
-
-def test_a_power_of_two_changes_no_bit():
-    for same in run_ranks(with_powers_of_two, 2):
-        assert same == dict.fromkeys(ONE_CUT, True)
 
 
 def small_rows(rank, ranks):
@@ -183,38 +185,37 @@ def small_rows(rank, ranks):
     return ((found[32:] - expected).norm() / expected.norm()).item()
 
 
-def test_fp16_holds_small_rows_beside_large_ones():
-    assert max(run_ranks(small_rows, 2)) < 2e-3
+UNEVEN = Matrix("a", (4, 8), (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 6, 8)))
 
 
 def refused(rank, ranks):
-    rectangles = (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 6, 8))
-    plan = Plan((Matrix("a", (4, 8), rectangles),), (Bucket((0,), "gram_replicated"),))
+    plan = Plan((UNEVEN,), (Bucket((0,), "gram_replicated"),))
     settings = NewtonSchulz(coefficient_type=[(1.5, -0.5, 0.0)], steps=1)
-    shards = [torch.ones(rectangles[rank].shape)]
+    shards = [torch.ones(UNEVEN.rectangles[rank].shape)]
     return message_of(partial(executed, plan, shards, {"tp": dist.group.WORLD}, settings))
-
-
-def test_a_plan_that_cannot_be_executed_is_refused():
-    for message in run_ranks(refused, 2):
-        assert "no table has restarts" in message
 
 
 def dealt_unevenly(rank, ranks):
     """How far shards of factors are off whose matrices all have one compute rank, by scheme."""
-    rectangles = (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 6, 8))
-    settings, generator = NewtonSchulz(fp32_matmul_prec="highest"), torch.Generator().manual_seed(0)
-    whole = [torch.randn(4, 8, generator=generator) for _ in range(3)]
-    expected = [part_of(settings(x), rectangles[rank]) * scale(4, 8) for x in whole]
+    settings = NewtonSchulz(fp32_matmul_prec="highest")
+    whole = [drawn((4, 8), seed) for seed in range(3)]
     found = {}
     for scheme in ("owner", "gram_split"):
-        plan = Plan((Matrix("a", (4, 8), rectangles),) * 3, (Bucket((0, 1, 2), scheme, (1, 1, 1)),))
-        shards = [part_of(x, rectangles[rank]) for x in whole]
+        plan = Plan((UNEVEN,) * 3, (Bucket((0, 1, 2), scheme, (1, 1, 1)),))
+        shards = [part_of(x, UNEVEN.rectangles[rank]) for x in whole]
         factors = executed(plan, shards, {"tp": dist.group.WORLD}, settings)
+        expected = [part_of(settings(x), UNEVEN.rectangles[rank]) * scale(4, 8) for x in whole]
         found[scheme] = max((x - y).abs().max().item() for x, y in zip(factors, expected, strict=True))
     return found
 
 
-def test_parameters_without_gradients_may_leave_all_to_one_rank():
-    for found in run_ranks(dealt_unevenly, 2):
-        assert all(error < 1e-5 for error in found.values()), found
+def further(rank, ranks):
+    return tuple(each(rank, ranks) for each in (with_powers_of_two, small_rows, refused, dealt_unevenly))
+
+
+def test_powers_of_two_small_rows_and_uneven_dealings():
+    for same, off, message, dealt in run_ranks(further, 2):
+        assert same == dict.fromkeys(ONE_CUT, True)
+        assert off < 2e-3
+        assert "no table has restarts" in message
+        assert all(error < 1e-5 for error in dealt.values()), dealt

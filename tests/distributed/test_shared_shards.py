@@ -1,106 +1,63 @@
 """Muon at TP=2 and DP=2: what tensor parallelism cuts is shared over data parallelism, too; steps as on one rank."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
-import torch
-import torch.distributed as dist
-
-from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
-from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.cost import Rates, bucket_traffic
+from megatron_eopt.parallel.cost import Rates
+from tests.distributed.layouts import CASES, PROGRAMS, Grid, assert_as_one, found, trained
 from tests.distributed.ranks import run_ranks
-from tests.distributed.shards import counted, cut, grid, placed, sharded
-from tests.optimizers.field import assert_close
+from tests.parallel.plans import predicted
 
-STEPS = 3
-CASES = {
-    **{f"wide {i}": ((36, 96), sharded(1)) for i in range(3)},
-    **{f"tall {i}": ((96, 36), sharded(0)) for i in range(5)},
-    "short side": ((96, 36), sharded(1)),
-    "fused": ((6 * 16, 48), sharded(0, qkv_split_shapes=[8, 4, 4])),
-    "one query group": ((48, 40), sharded(0, qkv_split_shapes=[32, 8, 8])),
-    "whole": ((40, 24), {}),
-}
-KINDS = {
-    "muon": (TensorParallelMuon, {}),
-    "adamuon": (TensorParallelAdaptiveMuon, {"moment2_method": "adamuon"}),
-    "normuon": (TensorParallelAdaptiveMuon, {"moment2_method": "normuon"}),
-}
-MODES = ("owner", "auto", "distributed")
-SLOW, FAR = Rates(flops=1e6), Rates(flops=1e15, bytes=1e15, latency=1.0)
+# sums of fp64 are priced as those of fp32
+GRID, MUON = Grid(2), replace(PROGRAMS["muon in fp32"], without=("of another dtype",))
+MODES, OTHERS = ("owner", "auto", "distributed"), ("muown", "hold, normuon")
+RATES = {"operations": Rates(flops=1e6), "calls": Rates(flops=1e15, bytes=1e15, latency=1.0)}
+"""So slow, or so far, are other ranks."""
 
 
-def trained(kind, part=0, parts=1, groups=None, **settings):
-    """The optimizer after some steps, its parameters, and what the last step exchanged."""
-    generator = torch.Generator().manual_seed(0)
-    parameters = {
-        name: placed(torch.randn(shape, generator=generator), attributes, part, parts)
-        for name, (shape, attributes) in CASES.items()
-    }
-    cls, of_kind = KINDS[kind]
-    optimizer = cls(
-        parameters.items(),
-        lr=0.1,
-        split_qkv=True,
-        is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
-        fp32_matmul_prec="highest",
-        pg_collection=groups,
-        **of_kind,
-        **settings,
-    )
-    for _ in range(STEPS):
-        for name, (shape, attributes) in CASES.items():
-            parameters[name].grad = cut(torch.randn(shape, generator=generator), attributes, part, parts)
-        counters.reset()
-        optimizer.step()
-    return optimizer, parameters, counted()
+def on_a_grid(rank, ranks):
+    results, exchanged, labels = {}, {}, {}
+    for mode in MODES:
+        optimizer, parameters, sent = trained(MUON, GRID, rank, tp_mode=mode)
+        results[mode] = found(optimizer, parameters, GRID, rank)
+        sent.pop("agree")
+        exchanged[mode] = sent, by_the_plan(optimizer.prepare())
+        if mode == "owner":
+            plan = optimizer.prepare().plan
+            owned = sum(b.compute_ranks.count(rank) for b in plan.buckets if plan.one_of(b).ranks == ranks)
+    # what is summed over sides, and norms, count one of several copies
+    for key in OTHERS:
+        results[key] = found(*trained(PROGRAMS[key], GRID, rank, tp_mode="owner")[:2], GRID, rank)
+    for name, rates in RATES.items():
+        optimizer, _, _ = trained(MUON, GRID, rank, range(1), tp_mode="auto", plan_rates=rates)
+        labels[name] = sorted(optimizer.prepare().groups)
+    return results, exchanged, labels, owned
 
 
-def expected_of(engine):
-    """Collective -> calls and bytes of a step by the plan."""
+def by_the_plan(engine):
+    """Collective -> calls and bytes of a step."""
     found = {}
-    for bucket in engine.plan.buckets:
-        label = engine.plan.matrices[bucket.matrices[0]].group
-        for name, figures in bucket_traffic(engine.plan, bucket, engine.groups[label].rank(), engine.works).items():
+    for label, group in engine.groups.items():
+        buckets = tuple(b for b in engine.plan.buckets if engine.plan.one_of(b).group == label)
+        plan = type(engine.plan)(engine.plan.matrices, buckets)
+        for name, figures in predicted(plan, group.rank(), engine.works).items():
             found[name] = tuple(map(sum, zip(found.get(name, (0, 0)), figures, strict=True)))
     return found
 
 
-def on_a_grid(rank, world_size):
-    tp, dp = grid(rank)
-    groups, replicas = SimpleNamespace(tp=tp, expt_tp=None, tp_dp_cp=dist.group.WORLD), {"data_parallel_group": dp}
-    found, exchanged, labels, owned = {}, {}, {}, 0
-    for kind in KINDS:
-        for mode in MODES if kind == "muon" else MODES[:1]:
-            optimizer, parameters, sent = trained(kind, rank % 2, 2, groups, tp_mode=mode, **replicas)
-            found[kind, mode] = [p.detach() for p in parameters.values()]
-            if kind == "muon":
-                sent.pop("agree")
-                exchanged[mode] = sent, expected_of(optimizer.prepare())
-            if (kind, mode) == ("muon", "owner"):
-                plan = optimizer.prepare().plan
-                owned = sum(
-                    b.compute_ranks.count(rank) for b in plan.buckets if plan.matrices[b.matrices[0]].ranks == 4
-                )
-    for name, rates in (("operations", SLOW), ("calls", FAR)):
-        optimizer = trained("muon", rank % 2, 2, groups, tp_mode="auto", plan_rates=rates, **replicas)[0]
-        labels[name] = sorted(optimizer.prepare().groups)
-    return found, exchanged, labels, owned
-
-
 def test_shards_are_shared_over_data_parallel_ranks():
-    ranks = run_ranks(on_a_grid, 4)
-    expected = {kind: [p.detach() for p in trained(kind)[1].values()] for kind in KINDS}
-    for rank, (found, exchanged, labels, _) in enumerate(ranks):
-        for (kind, mode), parameters in found.items():
-            for number, (name, (_, attributes)) in enumerate(CASES.items()):
-                p, whole = parameters[number], expected[kind][number]
-                assert_close(p, cut(whole, attributes, rank % 2, 2), 1e-5 * STEPS, (kind, mode, name))
-                assert torch.equal(p, ranks[rank % 2][0][kind, mode][number])  # as on the other replica
-        for mode, (sent, predicted) in exchanged.items():
-            assert sent == predicted, mode
+    ranks, alone = run_ranks(on_a_grid, 4), trained(MUON)
+    for mode in MODES:
+        assert_as_one(MUON, GRID, [of_rank[0][mode] for of_rank in ranks], alone, mode)
+    for key in OTHERS:
+        assert_as_one(PROGRAMS[key], GRID, [of_rank[0][key] for of_rank in ranks], trained(PROGRAMS[key]), key)
+    for _, exchanged, labels, _ in ranks:
+        for sent, expected in exchanged.values():
+            assert sent == expected
         # auto shares where it is faster, and stays within tensor parallelism where it is not
-        assert labels == {"operations": ["dp", "tp x dp"], "calls": ["dp", "tp"]}
-    # fifteen matrices that are cut, of which within tensor parallelism each rank would compute seven or eight
-    assert sum(owned for *_, owned in ranks) == 15
-    assert max(owned for *_, owned in ranks) <= 5
+        assert all(any(" x " in label for label in found) == (name == "operations") for name, found in labels.items())
+    # within tensor parallelism each rank would compute half of what is cut
+    optimizer, parameters, _ = alone
+    cut = [p for name, p in parameters.items() if CASES[name][1].get("tensor_model_parallel")]
+    owned = [of_rank[-1] for of_rank in ranks]
+    assert sum(owned) == sum(len(optimizer.matrix_layouts(p)) for p in cut)
+    assert max(owned) <= sum(owned) / 3

@@ -105,7 +105,8 @@ def on_ranks(rank, ranks):
                 torch.equal(a["squared_norm"], b["squared_norm"])
                 for a, b in zip(again[index + 1 :], found[index + 1 :], strict=True)
             )
-    return [found_one["squared_norm"] for found_one in statistics_of(norms(matrices, rank), {"tp": group})]
+    inner_products(matrices, rank)
+    return [each["squared_norm"] for each in statistics_of(norms(matrices, rank), {"tp": group})]
 
 
 def norms(matrices, rank):
@@ -115,7 +116,23 @@ def norms(matrices, rank):
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+def inner_products(matrices, rank):
+    """Of two matrices in every layout, and in two dtypes, by one exchange."""
+    x, y = matrix_of(0), matrix_of(1, dtype=torch.bfloat16)
+    wanted = [
+        StatisticsRequest(matrix=matrix, x=part_of(x.to(dtype), rectangle), inner=part_of(y, rectangle))
+        for matrix in matrices
+        for rectangle in [matrix.rectangles[rank]]
+        for dtype in (torch.float32, torch.float64)
+    ]
+    counters.reset()
+    for each in statistics_of(wanted, {"tp": dist.group.WORLD}):
+        assert each.keys() == {"inner_product"}
+        torch.testing.assert_close(each["inner_product"], (x.double() * y.double()).sum(), rtol=1e-12, atol=0)
+    assert counters.calls == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.wide), 4])
 def test_statistics_are_those_of_one_process(ranks):
     first, *others = run_ranks(on_ranks, ranks)
     for other in others:

@@ -14,7 +14,6 @@ from megatron_eopt import Lion, TensorParallelMuon
 from megatron_eopt.matrices import Part, Split
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, grid, marked, message_of, sharded
-from tests.optimizers.family import OPTIMIZERS, build, decays
 from tests.optimizers.field import assert_close, drawn
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto")
@@ -114,7 +113,7 @@ def at(case, rank):
     return (far, near) if "allreduce" in case.attributes else (near, far)
 
 
-def muons(rank, world_size):
+def muons(rank):
     groups = megatrons_groups(rank)
     results = {}
     for case in CASES:
@@ -127,20 +126,57 @@ def muons(rank, world_size):
     return results
 
 
+def left_out(rank):
+    """Whether a gradient that is not finite on one rank leaves all as it was, of Muon and of Lion."""
+    groups, case = megatrons_groups(rank), CASES[0]
+    results = []
+    for make in (lambda p: muon(p, case, groups, "auto"), lambda p: Lion([p], pg_collection=groups)):
+        x, gradient = (shard_of(case, whole(case, seed), *at(case, rank)) for seed in range(2))
+        p = of_rank(case, x)
+        results.append(torch.equal(stepped(make(p), p, [gradient if rank else gradient / 0]), x))
+    return results
+
+
+def refusals(rank):
+    """What cannot be laid out, and what no group completes."""
+    groups, case = megatrons_groups(rank), CASES[0]
+    x = shard_of(case, whole(case), *at(case, rank))
+    wrong = {
+        "stack": (torch.zeros(2, 4, 6), {"is_gtp_weight_remat": True}, groups),
+        "padding": (x, {"is_gtp_weight_remat": True, "pad_length": 2 * len(x) + 1}, groups),
+        "no group": (x, {"is_gtp_weight_remat": True}, SimpleNamespace(tp=groups.tp, expt_tp=groups.tp)),
+        "no group of experts": (x, {"is_gtp_weight_remat": True} | EXPERT, SimpleNamespace(tp=groups.tp, expt_tp=None)),
+    }
+    said = {}
+    for name, (data, attributes, of_ranks) in wrong.items():
+        p = marked(data, **attributes, logical_matrices=Split(stacked=2) if name == "stack" else None)
+        said[name] = message_of(lambda p=p, groups=of_ranks: TensorParallelMuon([p], pg_collection=groups))
+    return said
+
+
+def on_ranks(rank, ranks):
+    return muons(rank), left_out(rank), refusals(rank)
+
+
 @pytest.fixture(scope="module")
-def results():
-    return run_ranks(muons, TP * GTP)
+def ran():
+    return run_ranks(on_ranks, TP * GTP)
 
 
-@pytest.mark.parametrize("tp_mode", EXACT)
+@pytest.fixture(scope="module")
+def results(ran):
+    return [of_muon for of_muon, *_ in ran]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_update_equals_that_of_one_process(results, case, tp_mode):
+def test_the_update_equals_that_of_one_process(results, case):
     x, *gradients = (whole(case, seed) for seed in range(3))
     p = of_one(case, x)
     expected = stepped(muon(p, case, None, "duplicated"), p, gradients)
     assert (expected - x).abs().max() > 0.01
     for rank, result in enumerate(results):
-        assert_close(result[case.name, tp_mode], shard_of(case, expected, *at(case, rank)))
+        for tp_mode in EXACT:
+            assert_close(result[case.name, tp_mode], shard_of(case, expected, *at(case, rank)), what=tp_mode)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.padding], ids=lambda case: case.name)
@@ -163,79 +199,12 @@ def test_blockwise_takes_the_rows_of_a_rank_for_a_matrix(results, name):
         assert (result[name, "blockwise"][rows:] == PADDING).all()
 
 
-FAMILY = [
-    *((name, {}) for name in OPTIMIZERS),
-    *(("adaptive_muon", {"moment2_method": method}) for method in ("adamuon", "namo")),
-]
-OF_FAMILY = [case for case in CASES if case.name in ("padded rows", "padded, in one group", "gate and up")]
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all_four(ran):
+    assert [same for _, same, _ in ran] == [[True, True]] * 4
 
 
-def settings_of(name, settings, groups):
-    exact = {"fp32_matmul_prec": "highest"} if OPTIMIZERS[name].takes("fp32_matmul_prec") else {}
-    decay = {"weight_decay": 0.1} if decays(name) else {}
-    return {"lr": 0.01, "pg_collection": groups, **exact, **decay, **settings}
-
-
-def family(rank, world_size):
-    groups = megatrons_groups(rank)
-    results = {}
-    for case in OF_FAMILY:
-        for number, (name, settings) in enumerate(FAMILY):
-            x, *gradients = (shard_of(case, whole(case, seed), *at(case, rank)) for seed in range(4))
-            p = of_rank(case, x)
-            results[case.name, number] = stepped(build(name, [p], **settings_of(name, settings, groups)), p, gradients)
-    return results
-
-
-@pytest.mark.wide
-def test_the_rest_of_the_family_takes_the_step_of_one_process():
-    results = run_ranks(family, TP * GTP)
-    for case in OF_FAMILY:
-        for number, (name, settings) in enumerate(FAMILY):
-            x, *gradients = (whole(case, seed) for seed in range(4))
-            p = of_one(case, x)
-            expected = stepped(build(name, [p], **settings_of(name, settings, None)), p, gradients)
-            for rank, result in enumerate(results):
-                shard = shard_of(case, expected, *at(case, rank))
-                # what a step leaves of padding is nobody's
-                found = torch.where(shard == PADDING, shard, result[case.name, number])
-                assert_close(found, shard, what=(case.name, name, settings))
-
-
-def left_out(rank, world_size):
-    """A gradient that is not finite on one rank, for Muon and for Lion."""
-    groups, case = megatrons_groups(rank), CASES[0]
-    results = []
-    for make in (lambda p: muon(p, case, groups, "auto"), lambda p: Lion([p], pg_collection=groups)):
-        x, gradient = (shard_of(case, whole(case, seed), *at(case, rank)) for seed in range(2))
-        p = of_rank(case, x)
-        results.append(torch.equal(stepped(make(p), p, [gradient if rank else gradient / 0]), x))
-    return results
-
-
-def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all_four():
-    assert run_ranks(left_out, TP * GTP) == [[True, True]] * 4
-
-
-def refusals(rank, world_size):
-    """What cannot be laid out, and what no group completes."""
-    groups, case = megatrons_groups(rank), CASES[0]
-    x = shard_of(case, whole(case), *at(case, rank))
-    wrong = {
-        "stack": (torch.zeros(2, 4, 6), {"is_gtp_weight_remat": True}, groups),
-        "padding": (x, {"is_gtp_weight_remat": True, "pad_length": 2 * len(x) + 1}, groups),
-        "no group": (x, {"is_gtp_weight_remat": True}, SimpleNamespace(tp=groups.tp, expt_tp=groups.tp)),
-        "no group of experts": (x, {"is_gtp_weight_remat": True} | EXPERT, SimpleNamespace(tp=groups.tp, expt_tp=None)),
-    }
-    said = {}
-    for name, (data, attributes, of_ranks) in wrong.items():
-        p = marked(data, **attributes, logical_matrices=Split(stacked=2) if name == "stack" else None)
-        said[name] = message_of(lambda p=p, groups=of_ranks: TensorParallelMuon([p], pg_collection=groups))
-    return said
-
-
-def test_what_cannot_be_laid_out_is_refused():
-    for said in run_ranks(refusals, TP * GTP):
+def test_what_cannot_be_laid_out_is_refused(ran):
+    for *_, said in ran:
         assert "a stack of matrices (2, 4, 6) cannot be cut a second time" in said["stack"]
         assert "padding of 2 shards of 12 rows is from 0 to 24 rows, got 25" in said["padding"]
         assert "no process group completes it: pass a pg_collection that has 'gtp_remat'" in said["no group"]

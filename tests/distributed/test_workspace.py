@@ -1,9 +1,9 @@
-"""A small workspace cuts a step into many chunks, which changes no update."""
+"""A small workspace cuts a step into many chunks, and state may be in host memory: neither changes an update."""
 
 import pytest
 import torch
 
-from megatron_eopt import MuonHyperball, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import MarsMuon, MuonHyperball, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded
 
@@ -59,7 +59,7 @@ def stepped(make, rank, ranks, watch=lambda optimizer: None, **settings):
     return [parameter for _, parameter, _ in named], optimizer
 
 
-def with_workspace(name, mode, workspace, rank, ranks):
+def in_chunks(name, mode, workspace, rank, ranks):
     """The parameters after some steps, and the number of chunks."""
     settings = {"tp_mode": mode, "workspace": workspace, "fp32_matmul_prec": "highest"}
     parameters, optimizer = stepped(OPTIMIZERS[name], rank, ranks, **settings)
@@ -67,11 +67,8 @@ def with_workspace(name, mode, workspace, rank, ranks):
 
 
 def run(rank, ranks):
-    return {
-        (*case, workspace): with_workspace(*case, workspace, rank, ranks)
-        for case in CASES
-        for workspace in (1, 2**17, 2**31)
-    }
+    sizes = (1, 2**17, 2**31)
+    return {(*case, size): in_chunks(*case, size, rank, ranks) for case in CASES for size in sizes}
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +84,40 @@ def test_a_small_workspace_changes_no_update(found, case):
         for expected, *others in zip(whole, some, each, strict=True):
             for other in others:
                 torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6)
+
+
+OFFLOADED = [*CASES, ("mars", "owner")]
+FRACTIONS = dict.fromkeys(OPTIMIZERS, 1.0) | {"muon": 0.5, "mars": 0.5}
+
+
+def offloaded(name, mode, fraction, rank, ranks):
+    """Parameters and state after some steps, whose is in host memory, and bytes that a step copied and was to copy."""
+    moved = []
+    parameters, optimizer = stepped(
+        *((OPTIMIZERS | {"mars": MarsMuon})[name], rank, ranks),
+        tp_mode=mode,
+        offload_fraction=fraction,
+        watch=lambda optimizer: moved.append((optimizer.streamed.stored, sum(optimizer.engine.offloaded()))),
+    )
+    tensors = [x for p in parameters for x in (p.detach(), *optimizer.state[p].values())]
+    return tensors, [optimizer.on_host(p) for p in parameters], moved[0]  # of the step in which all had gradients
+
+
+def with_offload(rank, ranks):
+    cases = [(*case, fraction) for case in OFFLOADED for fraction in (0.0, FRACTIONS[case[0]])]
+    return {case: offloaded(*case, rank, ranks) for case in cases}
+
+
+@pytest.mark.wide
+def test_ranks_step_as_with_all_state_on_the_device():
+    of_ranks = run_ranks(with_offload, 2)
+    for case in OFFLOADED:
+        for of_rank in of_ranks:
+            plain, _, none = of_rank[*case, 0.0]
+            tensors, _, (stored, planned) = of_rank[*case, FRACTIONS[case[0]]]
+            assert all(map(torch.equal, tensors, plain)), case
+            assert none == (0, 0)
+            assert stored == planned > 0
+        one, other = (of_rank[*case, FRACTIONS[case[0]]][1] for of_rank in of_ranks)
+        assert one == other
+        assert all(one) == (FRACTIONS[case[0]] == 1)

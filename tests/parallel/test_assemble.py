@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.parallel.exchange import assemble, cut_up, entries_of
 from megatron_eopt.parallel.records import Matrix
-from megatron_eopt.parallel.rectangles import Rectangle, cut_at, strips
+from megatron_eopt.parallel.rectangles import Rectangle, cut_at
 
 WIDE, TALL = (6, 10), (10, 6)
 
@@ -85,14 +85,3 @@ def test_parts_of_any_layouts_go_to_their_place_and_back(runs):
         for short_first in (False, True):
             got = assemble(received, [[run] for run in runs], short_first)
             assert all(map(torch.equal, got, whole))
-
-
-def test_equal_shards_side_by_side_are_one_strip_however_many():
-    """So that a step takes as many copies on 4,096 ranks as on four."""
-    shape = (14336, 64)
-    rows = cut_at(shape, 0, [min(4 * rank, 14336) for rank in range(4097)])
-    assert [(x.ranks, x.rectangles[0].shape) for x in strips((rows,))] == [(3584, shape), (512, (0, 64))]
-    columns = cut_at((64, 4096), 1, list(range(4097)))
-    assert [(x.ranks, x.dims) for x in strips((columns,))] == [(4096, (1,))]
-    assert len(strips((rows, columns))) == 2
-    assert [x.ranks for x in strips((rows[::-1],))] == [512, *[1] * 3584]

@@ -131,28 +131,8 @@ def test_logical_matrices_of_any_cut(grid):
     assert all((held == 1).all() for held in times_held)
 
 
-def test_more_ranks_than_query_groups():
-    # one group of four q rows, one k row and one v row on two ranks: the second holds the rest of q, k and v
-    q, k, v = split_layout(tp((6, 5), 0), query_key_value([4, 1, 1]))
-    assert q == Layout((4, 5), cut_at((4, 5), 0, [0, 3, 4]), TP, "tp")
-    assert k == v == Layout((1, 5), cut_at((1, 5), 0, [0, 0, 1]), TP, "tp")
-
-
-def test_a_matrix_of_one_rank_is_split_on_it():
-    assert split_layout(on_one_rank((8, 6)), query_key_value([2, 1, 1])) == [
-        on_one_rank((4, 6)),
-        on_one_rank((2, 6)),
-        on_one_rank((2, 6)),
-    ]
-
-
-def test_a_broken_group_is_refused():
-    with pytest.raises(ValueError, match=r"10 rows over all ranks are not a multiple of the 4 of one query group"):
-        split_layout(tp((10, 6), 0), query_key_value([2, 1, 1]))
-
-
 @st.composite
-def cuts(draw, step=1):
+def cuts(draw, step):
     """How a matrix is cut twice: dimension and ranks of the first cut, ranks of the second, padding, what a rank has.
 
     Shards of the first cut have a multiple of ``step`` rows.
@@ -161,24 +141,6 @@ def cuts(draw, step=1):
     of_shard = step * draw(st.integers(1, 5))
     padding = -of_shard % again + again * draw(st.integers(0, 2))
     return dim, ranks, again, padding, ((of_shard + padding) // again, draw(st.integers(1, 3)))
-
-
-@given(cuts())
-def test_pieces_of_two_cuts_tile_the_matrix(drawn):
-    dim, ranks, again, padding, (rows, cols) = drawn
-    shape, grid = cut_twice((rows, cols), dim, ranks, again, padding)
-    of_shard = rows * again - padding
-    assert shape == ((of_shard * ranks, cols) if dim == 0 else (of_shard, cols * ranks))
-    times_held = torch.zeros(shape)
-    for shards in grid:
-        for rectangle in shards:
-            part_of(times_held, rectangle).add_(1)
-        # padding follows the rows of a shard of the first cut
-        assert [rectangle.shape for rectangle in shards] == [
-            (min(rows, max(0, of_shard - rank * rows)), cols) for rank in range(again)
-        ]
-    assert (times_held == 1).all()
-    assert len(grid) == ranks
 
 
 SPLITS = {"gate and up": Split((Part("gate"), Part("up")), "per_shard"), "qkv": query_key_value((3, 1, 1))}
@@ -212,12 +174,6 @@ def test_logical_matrices_of_two_cuts(name, data):
             part_of(times, lying.rectangle).add_(1)
         assert torch.equal(rows.merge(parts), torch.where(local < 0, 0, local))
     assert all((times == 1).all() for times in times_held)
-
-
-@pytest.mark.parametrize("padding", [-1, 9])
-def test_more_padding_than_rows_is_refused(padding):
-    with pytest.raises(ValueError, match=f"padding of 2 shards of 4 rows is from 0 to 8 rows, got {padding}"):
-        cut_twice((4, 6), 0, 2, 2, padding)
 
 
 @pytest.mark.parametrize(

@@ -1,75 +1,83 @@
-from itertools import pairwise
+"""How matrices are cut, and which dimension a cut has."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, cut_dimension, whole
-
-
-@st.composite
-def edges_of(draw, length):
-    """From 0 to ``length``, with equal ones."""
-    inner = draw(st.lists(st.integers(0, length), max_size=4))
-    return [0, *sorted(inner), length]
-
-
-def cells(rectangle):
-    return [
-        (row, col) for row in range(rectangle.top, rectangle.bottom) for col in range(rectangle.left, rectangle.right)
-    ]
+from megatron_eopt.parallel.rectangles import cut, cut_at, cut_dimension, cut_twice, strips, whole
+from tests.distributed.shards import part_of
+from tests.parallel.plans import quarters
 
 
 def assert_tiles(rectangles, shape):
-    covered = [cell for rectangle in rectangles for cell in cells(rectangle)]
-    assert len(covered) == len(set(covered))
-    assert sorted(covered) == cells(whole(shape))
-    assert sum(rectangle.numel for rectangle in rectangles) == shape[0] * shape[1]
-
-
-@given(part=st.integers(0, 4), ranks=st.integers(1, 5), other=st.integers(0, 4), dim=st.sampled_from([0, 1]))
-def test_equal_pieces_tile_the_matrix(part, ranks, other, dim):
-    shape = (part * ranks, other) if dim == 0 else (other, part * ranks)
-    rectangles = cut(shape, dim, ranks)
-    assert len(rectangles) == ranks
-    assert {rectangle.shape for rectangle in rectangles} == {(part, other) if dim == 0 else (other, part)}
-    assert_tiles(rectangles, shape)
+    held = torch.zeros(shape)
+    for rectangle in rectangles:
+        part_of(held, rectangle).add_(1)
+    assert (held == 1).all()
+    assert sum(rectangle.numel for rectangle in rectangles) == held.numel()
 
 
 @given(data=st.data(), shape=st.tuples(st.integers(1, 6), st.integers(1, 6)), dim=st.sampled_from([0, 1]))
-def test_uneven_pieces_tile_the_matrix_and_say_their_dimension(data, shape, dim):
-    edges = data.draw(edges_of(shape[dim]))
-    rectangles = cut_at(shape, dim, edges)
-    assert [rectangle.shape[dim] for rectangle in rectangles] == [end - start for start, end in pairwise(edges)]
+def test_shards_tile_the_matrix_and_say_their_dimension(data, shape, dim):
+    inner = data.draw(st.lists(st.integers(0, shape[dim]), max_size=4).map(sorted))
+    rectangles = cut_at(shape, dim, [0, *inner, shape[dim]])
     assert_tiles(rectangles, shape)
-    assert cut_dimension(shape, rectangles) == (dim if len(rectangles) > 1 else None)
+    assert cut_dimension(shape, rectangles) == (dim if inner else None)
 
 
-@given(data=st.data(), shape=st.tuples(st.integers(2, 6), st.integers(2, 6)))
-def test_both_dimensions_cut_are_no_dimension(data, shape):
-    row, col = data.draw(st.integers(1, shape[0] - 1)), data.draw(st.integers(1, shape[1] - 1))
-    rows, cols = [(0, row), (row, shape[0])], [(0, col), (col, shape[1])]
-    rectangles = tuple(Rectangle(*held, *across) for held in rows for across in cols)
-    assert_tiles(rectangles, shape)
-    assert cut_dimension(shape, rectangles) is None
+@pytest.mark.parametrize(
+    ("shape", "rectangles", "dim"),
+    [
+        ((4, 6), cut((4, 6), 0, 2), 0),
+        ((4, 6), cut((4, 6), 0, 2)[::-1], None),  # another order
+        ((4, 6), quarters((4, 6)), None),
+        ((4, 6), (whole((4, 6)),), None),
+        ((4, 6), (whole((4, 6)),) * 3, None),
+        ((0, 6), cut((0, 6), 0, 2), None),  # without entries
+        ((0, 6), cut((0, 6), 1, 2), 1),
+    ],
+)
+def test_the_dimension_of_a_cut_is_the_one_in_the_order_of_the_ranks(shape, rectangles, dim):
+    assert cut_dimension(shape, rectangles) == dim
 
 
-def test_another_order_is_no_dimension():
-    first, second = cut((4, 6), 0, 2)
-    assert cut_dimension((4, 6), (first, second)) == 0
-    assert cut_dimension((4, 6), (second, first)) is None
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_whole_pieces_are_no_dimension(ranks):
-    assert cut_dimension((4, 6), (whole((4, 6)),) * ranks) is None
-
-
-def test_a_matrix_without_entries_has_no_dimension():
-    assert cut_dimension((0, 6), cut((0, 6), 0, 2)) is None
-    assert cut_dimension((0, 6), cut((0, 6), 1, 2)) == 1
-
-
-def test_a_remainder_is_refused():
+def test_equal_shards_have_no_remainder():
+    assert {rectangle.shape for rectangle in cut((4, 6), 1, 3)} == {(4, 2)}
     with pytest.raises(ValueError, match=r"dimension 1 of a matrix \(4, 7\) cannot be cut into 2 equal parts"):
         cut((4, 7), 1, 2)
+
+
+@given(
+    dim=st.sampled_from([0, 1]),
+    ranks=st.integers(1, 3),
+    again=st.integers(1, 4),
+    rows=st.integers(1, 5),
+    data=st.data(),
+)
+def test_shards_of_two_cuts_tile_the_matrix(dim, ranks, again, rows, data):
+    padding, cols = -rows % again + again * data.draw(st.integers(0, 2)), 3
+    held = (rows + padding) // again
+    shape, grid = cut_twice((held, cols), dim, ranks, again, padding)
+    assert shape == ((rows * ranks, cols) if dim == 0 else (rows, cols * ranks))
+    assert_tiles([rectangle for shards in grid for rectangle in shards], shape)
+    for shards in grid:  # padding follows the rows of a shard of the first cut
+        expected = [(min(held, max(0, rows - rank * held)), cols) for rank in range(again)]
+        assert [rectangle.shape for rectangle in shards] == expected
+
+
+@pytest.mark.parametrize("padding", [-1, 9])
+def test_more_padding_than_rows_is_refused(padding):
+    with pytest.raises(ValueError, match=f"padding of 2 shards of 4 rows is from 0 to 8 rows, got {padding}"):
+        cut_twice((4, 6), 0, 2, 2, padding)
+
+
+def test_equal_shards_side_by_side_are_one_strip_however_many():
+    """So that a step takes as many copies on 4,096 ranks as on four."""
+    shape = (14336, 64)
+    rows = cut_at(shape, 0, [min(4 * rank, 14336) for rank in range(4097)])
+    assert [(x.ranks, x.rectangles[0].shape) for x in strips((rows,))] == [(3584, shape), (512, (0, 64))]
+    columns = cut_at((64, 4096), 1, list(range(4097)))
+    assert [(x.ranks, x.dims) for x in strips((columns,))] == [(4096, (1,))]
+    assert len(strips((rows, columns))) == 2
+    assert [x.ranks for x in strips((rows[::-1],))] == [512, *[1] * 3584]

@@ -17,7 +17,7 @@ from megatron_eopt.orthogonalize import NewtonSchulz
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import largest_iteration, step_bytes
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.workspace import IN_FLIGHT, Workspace, chunk_bytes
 from tests.parallel.plans import flat, matrices, modes, works
@@ -63,7 +63,8 @@ def fake_group():
 @pytest.mark.parametrize(
     ("mode", "form", "workspace"),
     [
-        *((mode, form, 2**31) for mode in (*MODES, "blockwise") for form in ("standard", "gram")),
+        *((mode, "gram", 2**31) for mode in (*MODES, "blockwise")),
+        *((mode, "standard", 2**31) for mode in ("owner", "distributed")),
         *(("owner", "gram", workspace) for workspace in (2**30, 2**32)),
         *((mode, "gram", 2**33) for mode in ("gram", "distributed")),  # with several chunks at work
     ],
@@ -95,6 +96,32 @@ def test_nor_where_shards_differ_from_matrix_to_matrix(fake_group, workspace):
             engine.run(range(len(shards)), lambda some: orthogonalizing([shards[i] for i in some]))
     assert (len({bucket.chunk for bucket in engine.plan.buckets}) > 1) == (workspace < 2**31)
     assert allocated.peak <= step_bytes(engine.plan, engine.works, engine.workspace)
+
+
+@pytest.mark.parametrize("state", [0, 4])
+def test_a_chunk_waits_for_room_beside_those_at_work(state):
+    """With state in host memory none works beside another one."""
+    shapes = [(8 * (1 + i % 5), 40) for i in range(12)]
+    iteration = NewtonSchulz(fp32_matmul_prec="highest")
+    parameters = [
+        ParamSpec(str(i), torch.float32, on_one_rank(each), iteration=iteration) for i, each in enumerate(shapes)
+    ]
+    engine = Engine(parameters, torch.device("cpu"), workspace=Workspace(bytes=2**15, state=state, kept=state))
+    engine.prepare("torch")
+    chunks = engine._chunks_of(range(len(shapes)))
+    chunk_of = {i: number for number, chunk in enumerate(chunks) for each in chunk.slices for i in each.parameters}
+    room = 0 if state else engine.workspace.for_chunks(largest_iteration(engine.plan.matrices, engine.works))
+    at_work = set()
+
+    def program(some):
+        at_work.add(chunk_of[some[0]])
+        assert len(at_work) == 1 or sum(chunks[number].bytes for number in at_work) <= room
+        yield [torch.ones(shapes[i]) for i in some]
+        at_work.discard(chunk_of[some[0]])
+
+    engine.run(range(len(shapes)), program)
+    assert len(chunks) > 3
+    assert not at_work
 
 
 @pytest.mark.parametrize("name", ["adamuon", "normuon", "namo", "muon_hyperball", "polargrad"])

@@ -1,0 +1,424 @@
+"""One table of programs, and one of layouts over ranks: what is the same of every optimizer is tested by both."""
+
+import copy
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.matrices import GATE_UP, experts, heads
+from megatron_eopt.parallel.collectives import counters
+from tests.distributed.shards import OF_SHARDS, counted, cut, grid, groups_of, marked, sharded, whole
+from tests.optimizers.family import SETTINGS
+from tests.optimizers.field import assert_close, drawn
+
+EXACT = ("duplicated", "owner", "auto", "distributed", "gram")
+STEPS = 4
+BAD = {"tall along rows": torch.nan, "fused": 1e20}
+"""What one entry of a gradient on one rank is in the third step: the parameter stays as it is on all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """An optimizer, and what there is to know of its steps on several ranks."""
+
+    name: str
+    settings: dict = field(default_factory=dict)
+    first: dict = field(default_factory=dict)  # settings of the first group alone
+    modes: tuple = ("owner",)  # of those that have modes
+    tolerance: float = 1e-11  # of the largest entry; in fp64 that is rounding, multiplied by the iteration at most
+    dtype: torch.dtype = torch.float64
+    calls: dict = field(
+        default_factory=dict
+    )  # collective -> calls in a step over TP=2, but for the schemes of matrices
+    without: tuple = ()  # layouts, and cases, that it refuses
+
+    @property
+    def cls(self):
+        return OPTIMIZERS[self.name].cls
+
+    def takes(self, setting):
+        return OPTIMIZERS[self.name].takes(setting)
+
+    def build(self, groups, **settings):
+        """The optimizer; settings that it does not have are left out."""
+        settings = {
+            "lr": 0.05,
+            "split_qkv": True,
+            "is_qkv_fn": lambda p: hasattr(p, "qkv_split_shapes"),
+            "fp32_matmul_prec": "highest",
+            **SETTINGS.get(self.name, {}),
+            **self.settings,
+            **settings,
+        }
+        return self.cls(groups, **{key: value for key, value in settings.items() if self.takes(key)})
+
+
+def of_muon(name="muon", **settings):
+    more = {key: settings.pop(key) for key in ("tolerance", "calls", "without", "modes", "dtype") if key in settings}
+    first = {"momentum": 0.5, "num_ns_steps": 8, "coefficient_type": "polar_express"}
+    return Program(name=name, settings={"momentum": 0.8, **settings}, first=first, **more)
+
+
+SUMS = {"all_reduce": 2}  # statistics, in each of the groups tp and expt_tp
+OWNED = {"all_to_all": 2 * 3}  # there and back, for the dtypes of tp and for expt_tp
+FACTORED = {**OWNED, "all_reduce": 1}  # a matrix that has only had zeros is asked for in each step
+HOLD = {"weight_norm": "hold", "weight_decay": 0.0}
+IN_FP32 = 1e-6  # second moments are in fp32, so that another order of a sum moves them by a rounding
+FACTORS = {"precondition_frequency": 2, "max_dim": 24, "weight_decay": 0.1}
+DAMPED = {**FACTORS, "damping": 1e-3}
+BOTH = ("both",)
+LONG = ("long sides",)
+OTHER = ("of another dtype",)
+PROGRAMS = {
+    "muon": of_muon(modes=EXACT),
+    "muon in fp32": of_muon(modes=EXACT[2:], dtype=torch.float32, tolerance=3e-5),
+    # what is exchanged in bf16 is rounded to it at any rate: the same bits
+    "muon in bf16": of_muon(modes=EXACT[:2], dtype=torch.float32, fp32_matmul_prec="medium", tolerance=0),
+    "muon with bf16 momenta": of_muon(
+        momentum_dtype=torch.bfloat16, dtype=torch.float32, tolerance=3e-5, without=OTHER
+    ),
+    "hold": of_muon(**HOLD, calls=SUMS),
+    "brake, cautious": of_muon(weight_norm="brake", brake_outward=0.1, cautious_weight_decay=True, calls=SUMS),
+    "match, cautious": of_muon(relative_update="match", cautious_weight_decay=True, calls=SUMS),
+    "bound, brake": of_muon(relative_update="bound", update_ratio=0.3, weight_norm="brake", calls=SUMS),
+    "hold, normuon": of_muon(
+        **HOLD, moment2_method="normuon", tolerance=IN_FP32, calls={"all_reduce": 4}, without=BOTH
+    ),
+    "adamuon": of_muon("adaptive_muon", moment2_method="adamuon", tolerance=IN_FP32, calls=SUMS),
+    # what is rounded otherwise where Gram matrices are summed, adamuon makes as much of in small entries
+    "adamuon in fp32": of_muon(
+        "adaptive_muon",
+        moment2_method="adamuon",
+        modes=("owner", "gram"),
+        dtype=torch.float32,
+        tolerance=6e-5,
+        calls=SUMS,
+    ),
+    "adamuon not aligned": of_muon("adaptive_muon", moment2_method="adamuon", align_rms=False, tolerance=IN_FP32),
+    "normuon": of_muon("adaptive_muon", moment2_method="normuon", tolerance=IN_FP32, calls=SUMS, without=BOTH),
+    "namo": of_muon("adaptive_muon", moment2_method="namo", tolerance=IN_FP32, calls=SUMS),
+    "scion": of_muon("scion"),
+    "polargrad": of_muon("polargrad", calls=SUMS),
+    "hyperball": of_muon("muon_hyperball", calls=SUMS),
+    "mars": of_muon("mars_muon", calls=SUMS),
+    "muown": of_muon("muown", calls={"all_reduce": 4}, without=("heads", "gate over up")),
+    "dion": Program(
+        name="dion",
+        settings={"momentum": 0.8, "weight_decay": 0.1},
+        first={"rank_fraction": 0.4},
+        calls={"all_reduce": 2 * 4},
+    ),
+    "dion2": Program(name="dion2", settings={"fraction": 0.4}, calls=OWNED),
+    "spectron": Program(
+        name="spectron",
+        settings={"rank": 7, "momentum_beta": 0.8, "num_power_iterations": 2},
+        first={"rank": 3, "weight_decay": 0.2},
+        modes=("duplicated", "auto"),
+        # of gradients, of vectors and of norms (in fp64) in each power iteration, and of quotients
+        calls={"all_reduce": 3 + 2 * (3 + 2) + 3},
+        without=("both", "one row", "heads", "gate over up"),
+    ),
+    "soap": Program(name="soap", settings=FACTORS, first={"precondition_frequency": 3}, calls=FACTORED),
+    "soap by eigh": Program(name="soap", settings={**FACTORS, "basis_method": "eigh"}, calls=FACTORED),
+    "kl-soap, hold": Program(
+        name="soap",
+        settings={**FACTORS, "use_kl_shampoo": True, "weight_norm": "hold"},
+        calls={**OWNED, "all_reduce": 1 + 4},
+    ),
+    "kl-soap, current": Program(
+        name="soap",
+        settings={**FACTORS, "use_kl_shampoo": True, "basis_of": "current", "maximize": True, "sort_bases": "after"},
+        calls=FACTORED,
+    ),
+    "soap-muon": Program(
+        name="soap",
+        settings={**FACTORS, "orthogonalize": True, "nesterov": True, "eps": 1.0},
+        without=LONG,
+        calls=FACTORED,
+    ),
+    "shampoo": Program(name="shampoo", settings={**DAMPED, "precondition_frequency": 1}, without=LONG, calls=FACTORED),
+    "shampoo by cans, hold": Program(
+        name="shampoo",
+        settings={**DAMPED, "root_method": "cans", "weight_norm": "hold"},
+        without=LONG,
+        calls={**OWNED, "all_reduce": 1 + 3},
+    ),
+    "kl-shampoo": Program(
+        name="kl_shampoo",
+        settings={**DAMPED, "precondition_frequency": 1, "maximize": True},
+        without=LONG,
+        calls=FACTORED,
+    ),
+    "kl-shampoo by cans": Program(
+        name="kl_shampoo", settings={**DAMPED, "root_method": "cans"}, without=LONG, calls=FACTORED
+    ),
+    "psgd": Program(name="psgd_kron", settings={"max_dim": 24}, first={"momentum": 0.5}, calls=OWNED),
+    "psgd, noise": Program(
+        name="psgd_kron",
+        settings={"max_dim": 24, "precondition_frequency": 2, "maximize": True, "damping_noise_scale": 0.3},
+        calls=OWNED,
+    ),
+    **{name: Program(name=name) for name in ("lion", "signum", "schedule_free_adamw", "ademamix")},
+}
+
+# Rows and columns that 2, 3 and 4 ranks divide. Each gradient spans the sides that have a factor, of at most `max_dim`:
+# what is not spanned has the basis that rounding makes.
+CASES = {
+    "tall along rows": ((48, 24), sharded(0)),
+    "tall along columns": ((48, 24), sharded(1)),
+    "wide along rows": ((24, 48), sharded(0)),
+    "wide along columns": ((24, 48), sharded(1)),
+    "square": ((24, 24), sharded(1)),
+    "long sides": ((48, 36), sharded(0)),
+    "few rows": ((12, 30), sharded(0)),
+    "fused": ((6 * 16, 24), sharded(0, qkv_split_shapes=[8, 4, 4])),
+    "fused along columns": ((6 * 16, 24), sharded(1, qkv_split_shapes=[8, 4, 4])),
+    "with a gate": ((4 * 24, 16), sharded(0, qkv_split_shapes=[8, 8, 4, 4])),
+    "one query group": ((48, 30), sharded(0, qkv_split_shapes=[24, 12, 12])),  # some ranks have nothing of q, or of k
+    "gate and up": ((48, 24), sharded(0, logical_matrices=GATE_UP)),
+    "stacked experts": ((2, 24, 24), sharded(1, logical_matrices=experts(2))),
+    "expert": ((24, 48), {"partition_dim": 1, "expert_tp": True}),
+    "tall expert": ((48, 24), {"partition_dim": 1, "expert_tp": True}),
+    "replicated": ((24, 30), {}),
+    "replicated with a partition_dim": ((24, 30), {"partition_dim": 0, "tensor_model_parallel": False}),
+    "zero": ((48, 24), sharded(0)),
+    "of another dtype": ((48, 24), sharded(0)),
+}
+
+
+class TensorParallel:
+    """Each shard is a parameter whose attributes say so."""
+
+    cases = CASES
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def cases_of(self, program):
+        return {name: case for name, case in self.cases.items() if name not in program.without}
+
+    def settings(self, rank):
+        return {"pg_collection": groups_of(self.ranks)}
+
+    def attributes(self, attributes):
+        return attributes if self.ranks > 1 else {k: v for k, v in attributes.items() if k not in OF_SHARDS}
+
+    def part(self, x, attributes, rank):
+        return cut(x, attributes, rank, self.ranks)
+
+    def shown(self, x, attributes, rank):
+        """What there is to compare of a rank's tensor."""
+        return x.detach().clone()
+
+    def of_rank(self, x, attributes, rank):
+        """The same, of the tensor of one rank."""
+        return self.shown(self.part(x, attributes, rank), attributes, rank)
+
+
+class Copies(TensorParallel):
+    """Whole parameters, whose work data-parallel ranks share out."""
+
+    def settings(self, rank):
+        groups = SimpleNamespace(tp=None, expt_tp=None, dp_cp=dist.group.WORLD, expt_dp=dist.group.WORLD)
+        return {"data_parallel_group": dist.group.WORLD, "share_over_dp": True, "pg_collection": groups}
+
+
+class Grid(TensorParallel):
+    """Two copies of shards, whose work data-parallel ranks share out, too."""
+
+    def settings(self, rank):
+        tp, dp = grid(rank)
+        both = dist.group.WORLD
+        groups = SimpleNamespace(tp=tp, expt_tp=tp, dp_cp=dp, expt_dp=dp, tp_dp_cp=both)
+        return {"pg_collection": groups, "data_parallel_group": dp, "share_over_dp": True}
+
+    def part(self, x, attributes, rank):
+        return super().part(x, attributes, rank % 2)
+
+
+OF_DTENSORS = {
+    "tall along rows": ((30, 8), {}),
+    "uneven": ((13, 13), {}),
+    "wide": ((7, 30), {}),
+    "one row": ((1, 30), {}),
+    "fused": ((32, 30), {"qkv_split_shapes": [4, 2, 2]}),
+    "gate over up": ((18, 30), {"logical_matrices": GATE_UP}),
+    "heads": ((12, 30), {"logical_matrices": heads("q", 4)}),
+}
+
+
+@cache
+def mesh_of(sizes):
+    """The mesh of all ranks of these sizes: each has process groups, and these have threads."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[-len(sizes) :])
+
+
+class DTensors(TensorParallel):
+    """Parameters on a mesh."""
+
+    cases = OF_DTENSORS
+
+    def __init__(self, sizes, *placements):
+        super().__init__(1)
+        self.sizes, self.placements = sizes, placements
+
+    def settings(self, rank):
+        return {}
+
+    def part(self, x, attributes, rank):
+        return distribute_tensor(x, mesh_of(self.sizes), self.placements, src_data_rank=None)
+
+    def shown(self, x, attributes, rank):
+        return whole(x)
+
+    def of_rank(self, x, attributes, rank):
+        return x
+
+
+OF_TWO_CUTS = {
+    "tall along rows": ((42, 20), sharded(0, pad_length=3)),
+    "in one group": ((29, 24), {"pad_length": 3}),
+    "gate and up": ((56, 24), sharded(0, logical_matrices=GATE_UP)),
+}
+
+
+class CutTwice(TensorParallel):
+    """Shards of tensor parallelism whose rows Megatron 0.19 cuts again, with padding behind the last ones."""
+
+    cases = OF_TWO_CUTS
+
+    def settings(self, rank):
+        near, far = grid(rank)
+        return {"pg_collection": SimpleNamespace(tp=near, gtp_remat=far, expt_tp=far, expt_gtp_remat=near)}
+
+    def attributes(self, attributes):
+        return {**attributes, "is_gtp_weight_remat": True}
+
+    def part(self, x, attributes, rank):
+        of_shard = cut(x, attributes, rank % 2, 2)
+        padded = torch.nn.functional.pad(of_shard, (0, 0, 0, attributes.get("pad_length", 0)), value=7.0)
+        return padded.chunk(2)[rank // 2].contiguous()
+
+    def shown(self, x, attributes, rank):
+        padding = attributes.get("pad_length", 0) if rank // 2 else 0
+        return x.detach()[: len(x) - padding].clone()
+
+
+ONE = TensorParallel(1)
+LAYOUTS = {
+    2: {
+        "TP=2": TensorParallel(2),
+        "copies": Copies(1),
+        "rows": DTensors((2,), Shard(0)),
+        "columns": DTensors((2,), Shard(1)),
+    },
+    4: {
+        "TP=4": TensorParallel(4),
+        "grid": Grid(2),
+        "rows over four": DTensors((4,), Shard(0)),
+        "replicated": DTensors((4,), Replicate()),
+        "hsdp": DTensors((2, 2), Replicate(), Shard(0)),
+        "both": DTensors((2, 2), Shard(0), Shard(1)),
+        "rows over TP": DTensors((2, 2), _StridedShard(0, split_factor=2), Shard(0)),
+        "cut twice": CutTwice(2),
+    },
+}
+
+
+def whole_tensor(program, name, shape, seed):
+    """A parameter or gradient of a case."""
+    x = drawn(shape, seed, program.dtype)
+    other = torch.float32 if program.dtype == torch.float64 else torch.float64
+    return x.to(other) if name == "of another dtype" else x
+
+
+def set_gradients(program, layout, rank, parameters, step):
+    for index, (name, p) in enumerate(parameters.items()):
+        shape, attributes = layout.cases[name]
+        # MARS-Muon clips by norms of matrices: some, none, and some whose shards have norms below 1
+        size = (1.0, 1e-4, 1.2 / torch.Size(shape).numel() ** 0.5)[index % 3] * (name != "zero")
+        gradient = whole_tensor(program, name, shape, 1000 * (1 + step) + index) * size
+        if step == 2 and name in BAD:
+            gradient.view(-1)[0] = BAD[name]
+        p.grad = layout.part(gradient, attributes, rank)
+
+
+def trained(program, layout=ONE, rank=0, steps=range(STEPS), start=None, **settings):
+    """Some steps of all cases: the optimizer, its parameters by name, and what the last step exchanged."""
+    parameters = {}
+    for index, (name, (shape, attributes)) in enumerate(layout.cases_of(program).items()):
+        x = layout.part(whole_tensor(program, name, shape, index), attributes, rank)
+        parameters[name] = marked(x, **layout.attributes(attributes))
+    several = list(parameters.items())
+    some = min(3, len(several) // 2)
+    groups = [{"params": several[:some], **program.first}, {"params": several[some:], "lr": 0.02}]
+    optimizer = program.build(groups, **{**layout.settings(rank), **settings})
+    if start is not None:
+        state, values = start
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for name, value in values.items():
+            parameters[name].data.copy_(value)
+    for step in steps:
+        set_gradients(program, layout, rank, parameters, step)
+        counters.reset()
+        optimizer.step()
+    return optimizer, parameters, counted()
+
+
+def on_one_rank(program, kind):
+    """The same steps of the cases of a kind of layout on one rank."""
+    alone = TensorParallel(1)
+    alone.cases = kind.cases
+    return trained(program, alone)
+
+
+@dataclass
+class Found:
+    """A tensor on a rank, and which part it is of that of one rank; None: cut as its parameter."""
+
+    x: torch.Tensor
+    part: tuple | None = None
+
+
+def found(optimizer, parameters, layout, rank):
+    """Parameters, by the key "", and their state, by case and key."""
+    results = {}
+    for name, p in parameters.items():
+        _, attributes = layout.cases[name]
+        layouts = optimizer.matrix_layouts(p)
+        described = {each.key: each for each in optimizer.state_tensors(p)}
+        results[name] = {"": Found(layout.shown(p, attributes, rank))}
+        for key, x in optimizer.state[p].items():
+            dims = described[key].dims
+            part = None
+            if dims is not None and not isinstance(x, DTensor):
+                r = layouts[described[key].matrix].rectangle
+                sides = {"rows": slice(r.top, r.bottom), "columns": slice(r.left, r.right)}
+                elsewhere = described[key].is_elsewhere(layouts)
+                part = tuple(slice(0) if elsewhere else sides.get(dim, slice(None)) for dim in dims)
+            results[name][key] = Found(x.clone() if part is not None else layout.shown(x, attributes, rank), part)
+    return results
+
+
+def assert_as_one(program, layout, results, of_one, what=""):
+    """What ranks found is their part of what one rank has, and the same bits where these parts are the same."""
+    optimizer, parameters, _ = of_one
+    for name, p in parameters.items():
+        _, attributes = layout.cases[name]
+        tolerance = program.tolerance if name != "of another dtype" else 3e-5
+        for key, of_whole in {"": p.detach(), **optimizer.state[p]}.items():
+            seen = []
+            for rank, of_rank in enumerate(results):
+                assert of_rank[name].keys() == {"", *optimizer.state[p]}
+                x, part = of_rank[name][key].x, of_rank[name][key].part
+                expected = layout.of_rank(of_whole, attributes, rank) if part is None else of_whole[part]
+                assert_close(x, expected, tolerance, (what, rank, name, key))
+                assert all(torch.equal(x, y) for y, other in seen if torch.equal(expected, other)), (what, name, key)
+                seen.append((x, expected))

@@ -1,4 +1,4 @@
-"""Draw what plans are predicted to cost for Llama-3 8B and 70B, and print the tables of docs/measured.md.
+"""Draw what plans are predicted to cost for Llama-3 8B and 70B, and print their table of docs/measured.md.
 
 Nothing is measured: these are the predictions of the planner at its default rates, for the data-parallel rank with the
 most to do. ``.venv/bin/python scripts/bench/plan_figures.py`` writes docs/planning.png.
@@ -20,13 +20,6 @@ from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "planning.png"
 TENSOR, DATA = 8, (4, 16, 64)
 PIPELINE = {"llama3-8b": 1, "llama3-70b": 4}
-DEALT = (8, 16, 32, 64)
-RUNS = (
-    ("llama3-8b", {"tensor": 8}),
-    ("llama3-70b", {"tensor": 8, "pipeline": 4}),
-    ("qwen3-30b-a3b", {"expert": 8, "pipeline": 2}),
-    ("qwen3-30b-a3b", {"tensor": 4, "expert": 8, "pipeline": 2}),
-)
 TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 MODES: tuple[TpMode, ...] = ("auto", *(mode for mode in get_args(TpMode) if mode != "auto"))
 NEWTON_SCHULZ = NewtonSchulz()
@@ -57,13 +50,6 @@ def chosen(plan: Plan) -> str:
     return ", ".join(f"{count} {scheme}" for scheme, count in counts.items())
 
 
-def busiest(name: str, data: int, **parallel: int) -> str:
-    """Milliseconds of the busiest data-parallel rank, by size and by time: of dense parameters, then of experts."""
-    deals = dealt_matrices(MODELS[name], Parallel(data=data, **parallel), WORK).deals
-    found = (tuple(f"{max(each) * 1e3:.3g}" for each in (deal.by_size, deal.seconds)) for deal in deals)
-    return ", ".join(f"{before} → {after}" for before, after in found)
-
-
 def draw(seconds: Mapping[str, Mapping[TpMode, Sequence[float]]], picture: Path) -> None:
     """Draw a panel for each model, with a line for each mode over :data:`DATA`."""
     with pictures.look():
@@ -89,12 +75,8 @@ def draw(seconds: Mapping[str, Mapping[TpMode, Sequence[float]]], picture: Path)
 
 
 def main() -> None:
-    """Print the tables, draw the picture."""
-    print("| | " + " | ".join(f"DP{data}" for data in DEALT) + " |\n|" + "---|" * (len(DEALT) + 1))
-    for name, parallel in RUNS:
-        sizes = ", ".join(f"{kind} {size}" for kind, size in parallel.items())
-        print(f"| {name}, {sizes} | " + " | ".join(busiest(name, data, **parallel) for data in DEALT) + " |")
-    print("\n| | auto takes | " + " | ".join(MODES) + " |\n|" + "---|" * (len(MODES) + 2))
+    """Print the table, draw the picture."""
+    print("| | auto takes | " + " | ".join(MODES) + " |\n|" + "---|" * (len(MODES) + 2))
     seconds: dict[str, dict[TpMode, list[float]]] = {name: {mode: [] for mode in MODES} for name in PIPELINE}
     for name, of_modes in seconds.items():
         for data in DATA:

@@ -96,7 +96,7 @@ def test_what_weights_and_biases_gets(monkeypatch):
 
 def test_one_picture_of_several_runs(alone, tmp_path, capsys):
     folders, out = [alone[-1], shutil.copytree(alone[-1], tmp_path / "other")], tmp_path / "plot.png"
-    assert len(curves(folders[1])[LOSS]) == 3
+    assert len(curves(folders[1])[LOSS]) == 6
     assert main(["plot", *map(str, folders), "--out", str(out)]) == 0
     said = capsys.readouterr().out.strip()
     assert re.search(r"plot\.png: figures \(\d+ curves\), other \(\d+ curves\)$", said), said

@@ -56,8 +56,8 @@ BELOW_1 = number("lie in [0, 1), got", 1.0, -0.1, math.nan)
 UP_TO_1 = number("lie in [0, 1], got", 1.5, -0.1, math.nan)
 ABOVE_0_UP_TO_1 = number("lie in (0, 1], got", 0.0, 1.5, -0.5, math.nan)
 FLAG = refused("{key} must be True or False, got", "False", 1)
-NS_STEPS = refused("Newton-Schulz steps must be a whole number of at least 1, got", 0, 2.5, None)
-NS_STEPS += refused("Newton-Schulz steps must be at most 100, got", 101, 10**9)  # before they are counted out
+NS_STEPS = refused("steps must be a whole number of at least 1, got", 0, 2.5, None)
+NS_STEPS += refused("steps must be at most 100, got", 101, 10**9)  # before they are counted out
 
 # Setting -> values that it cannot have, each with what is said then.
 TABLE = {
@@ -182,7 +182,6 @@ TOGETHER = [
 ]
 # The same, which only a constructor and a new group have to refuse: they follow from parameters, or from defaults.
 OF_GROUPS = [
-    ("distributed_muon", {"num_ns_steps": 5}, "num_ns_steps"),
     ("muon", {"update_ratio": 2.0}, "update_ratio has no effect with relative_update 'none', got 2.0"),
     ("muon", {**HOLD, "brake_inward": 0.5}, "brake_inward has no effect with weight_norm 'hold'"),
     ("muon", {"beta2": 0.9}, "beta2 has no effect with moment2_method 'none'"),

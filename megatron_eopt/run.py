@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NO_GPU = "no GPU was found: to run without one, over gloo, for tests and dry runs, put --cpu before the script"
+_LOCAL = (
+    "Transformer Engine is not installed: add --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+)
 _RANKS = "start the ranks by torchrun, one alone too: torchrun --nproc-per-node RANKS -m megatron_eopt.run ..."
 ADVICE = {
     "environment variable MASTER_ADDR expected": _RANKS,
@@ -19,6 +23,8 @@ ADVICE = {
     "Megatron requires CUDA": _NO_GPU,
     "Found no NVIDIA driver": _NO_GPU,
     "Torch not compiled with CUDA": _NO_GPU,
+    "'NoneType' object is not callable": f"if it comes while the model is built, {_LOCAL}",
+    "args.save_interval is not None": "--save needs --save-interval",
     "OptimizerParamScheduler: class input value": (
         "the flags say another rate or schedule than the checkpoint: --override-opt-param-scheduler takes that of the "
         "flags, --use-checkpoint-opt-param-scheduler that of the checkpoint"

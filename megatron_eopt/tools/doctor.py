@@ -237,7 +237,7 @@ def _version(package: str) -> str | None:
 def _lines(report: Report, everything: bool) -> Iterator[str]:
     """Problems first, each with what to do; the rest if it is wanted."""
     notes = f"{len(report.notes)} note{'' if len(report.notes) == 1 else 's'}"
-    rest = "" if everything else f" What is installed, and {notes}: megatron-eopt doctor --all"
+    rest = "" if everything else f" For {notes} and what is installed: megatron-eopt doctor --all"
     if not report.problems:
         yield wrapped(f"Nothing to do.{rest}")
     for problem in report.problems:

@@ -56,6 +56,8 @@ def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     runs = {}
     for name, folder in zip(names, options.folders, strict=True):
         runs[name] = curves(folder)
+    if not Path(options.out).resolve().parent.is_dir():
+        raise ValueError(f"--out {options.out} is in a folder that is not there: make it, or name another")
     draw(runs, options.out)
     print(f"{options.out}: {', '.join(f'{name} ({len(found)} curves)' for name, found in runs.items())}")
     return 0

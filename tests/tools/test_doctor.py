@@ -80,7 +80,7 @@ def test_the_release_is_told_where_megatron_lies_in_a_repository(tmp_path):
 def test_nothing_to_do_is_one_line():
     status, said = doctor(flags=())
     assert (status, said.count("\n")) == (0, 1)
-    assert said.startswith("Nothing to do. What is installed, and 2 notes: megatron-eopt doctor --all")
+    assert said.startswith("Nothing to do. For 2 notes and what is installed: megatron-eopt doctor --all")
 
 
 def test_all_is_told_behind_the_problems(tmp_path):

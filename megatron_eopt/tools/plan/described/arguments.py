@@ -53,7 +53,7 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     """
     from megatron.training import arguments
 
-    with refused("refuses the flags"), ExitStack() as stack:
+    with refused("with this package refuses the flags"), ExitStack() as stack:
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = ["pretrain", *flags]  # Megatron's parser reads from here alone
         args = arguments.parse_args()
@@ -67,7 +67,7 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
             setattr(args, name, value)
     args.rank = rank
     args.world_size = world_size or _smallest_world(args)
-    with refused("refuses the flags"):
+    with refused("with this package refuses the flags"):
         arguments.validate_args(args)
     _pad_vocabulary(args)
     return args, transformer_engine, notes

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -87,12 +88,14 @@ def test_all_is_told_behind_the_problems(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so')\n")
     status, said = doctor(tmp_path, flags=("--all",))
     assert status == 1
-    problem, do, *_ = said.splitlines()
-    assert problem.startswith("problem: triton of no version cannot be imported: ImportError: libtriton.so")
-    assert do == "  what to do: install the release torch asks for"
+    assert said.startswith("problem: ")
+    assert re.search(
+        r"^problem: triton .* cannot be imported: .*\n  what to do: install the release torch asks for$",
+        said,
+        re.MULTILINE,
+    )
     assert f"megatron-core        {version('megatron-core')}\n" in said
     assert "apex                 not installed\n" in said
-    assert f"--optimizer         {', '.join(list_optimizers())}\n" in said
 
 
 def test_in_this_process_no_setting_is_changed(capsys):

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.rectangles import Rectangle
-from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import dealt_matrices
+from megatron_eopt.tools.plan.sizes import MODELS, Parallel
 
 TENSOR, DATA = 8, (16, 64)
 NEWTON_SCHULZ = NewtonSchulz()

@@ -10,7 +10,7 @@ from megatron_eopt.orthogonalize import kernels, timing
 from megatron_eopt.orthogonalize.kernels import Choice
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel import agreement
-from megatron_eopt.parallel.cost import DEFAULT_RATES
+from megatron_eopt.parallel.rates import DEFAULT_RATES
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.tools import doctor
 from tests.optimizers.test_fake_cuda import HostWaits

@@ -17,8 +17,7 @@ from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import of_command_line, refuse_different
-from megatron_eopt.megatron.config import PRESET_FLAGS_GIVEN as PRESET_FLAGS_GIVEN
-from megatron_eopt.megatron.config import refuse_settings
+from megatron_eopt.megatron.config import PRESET_FLAGS_GIVEN, refuse_settings
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.megatron.support.run import on, primary_of
 from megatron_eopt.optimizers.weight_average import AverageRule

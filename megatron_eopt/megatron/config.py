@@ -35,13 +35,14 @@ def refuse_settings(args: Any) -> None:
     """
     config = with_preset(args, args)
     groups = [{"params": [], "lr": 0.0, "weight_decay": 0.0}]
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    ours = logging.getLogger("megatron_eopt")
+    level = ours.level
+    ours.setLevel(logging.ERROR)
     try:
         no_ranks = SimpleNamespace(tp=None, dp_cp=None)
         create_emerging_optimizer(config, groups, primary_of(args), [SimpleNamespace(config=args)], no_ranks)
     finally:
-        logging.disable(disabled)
+        ours.setLevel(level)
 
 
 def _can_share_factors(run: Run) -> bool:

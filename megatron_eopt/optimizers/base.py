@@ -51,10 +51,10 @@ from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan import validate_tp_mode
+from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace

@@ -41,10 +41,10 @@ from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, cut_over, shared_out
 from megatron_eopt.parallel.plan import sharing_pays
+from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.watched import Watched

@@ -21,8 +21,8 @@ from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.timing import seconds
 from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, gather_numbers, lowest, values_of
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
+from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Plan
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, plan_cost
+from megatron_eopt.parallel.cost import Works, plan_cost
 from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, TpMode
 
 OF_ENTRY = 1e-11  # seconds that momentum, weight decay and update take of an entry: 30 bytes at 3 TB/s

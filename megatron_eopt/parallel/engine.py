@@ -27,11 +27,12 @@ from megatron_eopt.parallel.agreement import (
 )
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import lowest
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, largest_iteration
+from megatron_eopt.parallel.cost import largest_iteration
 from megatron_eopt.parallel.exchange import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import local_rows
 from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, Plan, TpMode
 from megatron_eopt.parallel.rectangles import Rectangle, Shape, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks

@@ -12,7 +12,7 @@ import torch
 
 from megatron_eopt.orthogonalize.coefficients import MAX_STEPS
 from megatron_eopt.orthogonalize.kernels import KERNELS
-from megatron_eopt.parallel.cost import Rates
+from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.settings.values import (
     ABOVE_0,
     AT_LEAST_0,

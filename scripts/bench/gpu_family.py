@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel.rectangles import Shape
-from megatron_eopt.tools.plan.models import Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import dealt_matrices
+from megatron_eopt.tools.plan.sizes import Parallel
 
 Build = Callable[[Sequence[Tensor]], Any]
 

@@ -37,7 +37,8 @@ from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
-from megatron_eopt.tools.plan.models import MODELS, Model, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import dealt_matrices
+from megatron_eopt.tools.plan.sizes import MODELS, Model, Parallel
 
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 KERNEL_TESTS = [str(path) for path in (ROOT / "tests" / "orthogonalize").glob("test_*kernel*.py")]

@@ -18,12 +18,14 @@ from gpu_products import WORK  # noqa: E402
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz  # noqa: E402
 from megatron_eopt.parallel.chunks import ParamSpec  # noqa: E402
-from megatron_eopt.parallel.cost import DEFAULT_RATES, plan_cost, step_bytes  # noqa: E402
+from megatron_eopt.parallel.cost import plan_cost, step_bytes  # noqa: E402
 from megatron_eopt.parallel.engine import Engine  # noqa: E402
 from megatron_eopt.parallel.layout import on_one_rank  # noqa: E402
 from megatron_eopt.parallel.plan import make_plan  # noqa: E402
+from megatron_eopt.parallel.rates import DEFAULT_RATES  # noqa: E402
 from megatron_eopt.parallel.records import TpMode  # noqa: E402
-from megatron_eopt.tools.plan.models import MODELS, Parallel, dealt_matrices  # noqa: E402
+from megatron_eopt.tools.plan.models import dealt_matrices  # noqa: E402
+from megatron_eopt.tools.plan.sizes import MODELS, Parallel  # noqa: E402
 
 PAGE = ROOT / "docs" / "measured.md"
 LLAMAS = ("llama3-8b", "llama3-70b")

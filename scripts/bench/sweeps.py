@@ -14,10 +14,12 @@ from matplotlib.figure import Figure
 from pages import DOCS, markdown
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.cost import Rates, Work
+from megatron_eopt.parallel.cost import Work
+from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
 from megatron_eopt.screen import figure
-from megatron_eopt.tools.plan.models import GPUS, MODELS, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import dealt_matrices
+from megatron_eopt.tools.plan.sizes import GPUS, MODELS, Parallel
 from megatron_eopt.tools.plan.sweep import Point, last_that_helps, swept, where_it_stops
 
 NUMBERS = tuple(8 << doubled for doubled in range(10))

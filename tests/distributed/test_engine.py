@@ -16,10 +16,10 @@ from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.agreement import measured_rates
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.cost import DEFAULT_RATES
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.parallel.rates import DEFAULT_RATES
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import cut, cut_at
 from megatron_eopt.parallel.schemes import SCHEMES

@@ -25,7 +25,7 @@ from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel import engine
 from megatron_eopt.parallel.agreement import in_turns, lowest_of_all
-from megatron_eopt.parallel.cost import DEFAULT_RATES
+from megatron_eopt.parallel.rates import DEFAULT_RATES
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import shard
 from tests.orthogonalize.test_timing import TILES, by_size, clocked, no_memory

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_eopt.parallel.cost import Rates
+from megatron_eopt.parallel.rates import Rates
 from tests.distributed.layouts import CASES, PROGRAMS, Grid, assert_as_one, found, trained
 from tests.distributed.ranks import run_ranks
 from tests.parallel.plans import predicted

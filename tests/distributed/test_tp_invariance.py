@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_eopt import MuonHyperball, TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.parallel.cost import DEFAULT_RATES
+from megatron_eopt.parallel.rates import DEFAULT_RATES
 from tests.distributed.layouts import (
     BAD,
     LAYOUTS,

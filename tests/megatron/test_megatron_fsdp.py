@@ -10,7 +10,7 @@ import torch
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.checkpoints.decided import decided_before
-from megatron_eopt.parallel.cost import DEFAULT_RATES
+from megatron_eopt.parallel.rates import DEFAULT_RATES
 from tests.megatron.runs import EXACT as PRECISE
 from tests.megatron.runs import (
     EXPERTS,

@@ -5,7 +5,8 @@ from math import prod
 from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
-from megatron_eopt.parallel.cost import Rates, Work, bucket_traffic
+from megatron_eopt.parallel.cost import Work, bucket_traffic
+from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, whole
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 
 from megatron_eopt.orthogonalize import get_coefficients
-from megatron_eopt.parallel.cost import Costs, Rates, Work, plan_cost
+from megatron_eopt.parallel.cost import Costs, Work, plan_cost
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.screen import figure
 from tests.parallel.plans import STANDARD, WORK, matrices, modes, some

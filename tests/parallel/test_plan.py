@@ -9,9 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel import records
-from megatron_eopt.parallel.cost import Rates, bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
+from megatron_eopt.parallel.cost import bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.plan import REPLICATED_ROWS, SHARED_PARTS, SMALL_ENTRIES, make_plan
+from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.records import Bucket, Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at, cut_dimension, whole
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, chunk_bytes

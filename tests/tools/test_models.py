@@ -8,7 +8,8 @@ import pytest
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.tools.plan.models import MODELS, Model, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import dealt_matrices
+from megatron_eopt.tools.plan.sizes import MODELS, Model, Parallel
 
 QUINTIC = get_coefficients("quintic", 5)
 WORK = Work(schedule=QUINTIC, restarts=(3,))

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_eopt.cli import main
-from megatron_eopt.parallel.cost import Rates
+from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
-from megatron_eopt.tools.plan.models import GPUS, Parallel, dealt_matrices
+from megatron_eopt.tools.plan.models import dealt_matrices
+from megatron_eopt.tools.plan.sizes import GPUS, Parallel
 from megatron_eopt.tools.plan.sweep import numbers_of, swept
 from tests.tools.test_models import HALF, SMALL
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import workspace_from
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
+from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.explain import explain
+from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.routing import table, write_json
 from megatron_eopt.screen import aligned, figure, megabytes, wrapped

@@ -41,7 +41,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             model.add_argument(flag(field.name), type=_positive, metavar="N")
 
     ranks = parser.add_argument_group("ranks")
-    ranks.add_argument("--sweep-gpus", metavar="FIRST..LAST", help="a line for each number of GPUs, and where to stop")
+    ranks.add_argument(
+        "--sweep-gpus", metavar="FIRST..LAST", help="a line for each doubling of GPUs, and where to stop"
+    )
     for field in fields(Parallel):
         name, what = _RANKS[field.name]
         ranks.add_argument(name, dest=field.name, type=_positive, default=field.default, metavar="N", help=what)

@@ -6,15 +6,13 @@ from operator import add
 from typing import NamedTuple
 
 from megatron_eopt.matrices import GATE_UP, WHOLE, Split, query_key_value
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
+from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
 from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.rectangles import Shape, cut
-from megatron_eopt.tools.plan.sizes import GPUS as GPUS
-from megatron_eopt.tools.plan.sizes import MODELS as MODELS
-from megatron_eopt.tools.plan.sizes import Model as Model
-from megatron_eopt.tools.plan.sizes import Parallel as Parallel
+from megatron_eopt.tools.plan.sizes import Model, Parallel
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
 _HEADS = "--num-attention-heads over --tensor-model-parallel-size"

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_eopt.parallel.cost import Rates, Work, plan_cost, step_bytes, whole_flops
+from megatron_eopt.parallel.cost import Work, plan_cost, step_bytes, whole_flops
 from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.screen import aligned, figure, megabytes
-from megatron_eopt.tools.plan.models import Model, Parallel, Stage, dealt_matrices
+from megatron_eopt.tools.plan.models import Stage, dealt_matrices
+from megatron_eopt.tools.plan.sizes import Model, Parallel
 
 HELPS = 0.95  # of the time of half as many GPUs: more of it is no help
 

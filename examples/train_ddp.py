@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.plain import build_optimizer
 
-SHARED_OUT = [row.name for row in OPTIMIZERS.values() if row.plain and row.takes("data_parallel_group")]
+SHARED_OUT = [row.name for row in OPTIMIZERS.values() if row.takes("data_parallel_group")]
 """Optimizers that share their work out over a ``data_parallel_group``."""
 
 

@@ -129,7 +129,6 @@ class OptimizerSpec:
     cls: type[BaseOptimizer]
     owns: Literal["matrices", "all"] = "matrices"  # the parameters it updates in Megatron; Adam updates the rest
     vectors: bool = False  # takes any shape, so that plain torch gives it all; always where it owns all
-    plain: bool = True  # has a builder of plain torch
     of_muon: tuple[str, ...] = ()  # settings that it takes from Muon's flags
     betas: str = ""  # prefix of the flags for its betas and ``eps``
     flags: tuple[Any, ...] = ()  # given as flags, or as names of settings; then flags
@@ -293,7 +292,6 @@ _SPECS = (
     OptimizerSpec(
         name="adaptive_muon",
         cls=TensorParallelAdaptiveMuon,
-        plain=False,
         of_muon=MUON,
         flags=(Flag("moment2_method", "What the second moment is taken of."), "beta2", "eps", "align_rms"),
         state_settings=({"moment2_method": "normuon"}, {"moment2_method": "namo"}),

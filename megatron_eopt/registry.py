@@ -240,12 +240,6 @@ def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
 
 def get_optimizer_builder(name: str) -> Builder:
     """The plain-torch builder; :class:`UnknownOptimizerError` suggests near names."""
-    if isinstance(name, str) and name in OPTIMIZERS and name not in _BUILDERS:
-        cls = OPTIMIZERS[name].cls.__name__
-        raise UnknownOptimizerError(
-            f"{name!r} has no builder of plain torch: take megatron_eopt.{cls}(matrices, ...), and AdamW for all other "
-            f"parameters; megatron_eopt.Muon.around joins the two"
-        )
     return _look_up(name, _BUILDERS)
 
 

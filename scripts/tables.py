@@ -140,9 +140,8 @@ def plain() -> str:
     """What plain torch builds."""
     rest: dict[str, list[str]] = {"AdamW": [], "its own Adam": [], "the same": ["adamw"]}
     for row in OPTIMIZERS.values():
-        if row.plain:
-            kind = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
-            rest[kind].append(row.name)
+        kind = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
+        rest[kind].append(row.name)
     return table(("`name`", "all but matrices have"), [(code(names), of_rest) for of_rest, names in rest.items()])
 
 

@@ -39,12 +39,15 @@ from megatron_eopt.optimizers.parameters import (
     local,
     matrix_layout,
     parameter_names,
+    refuse_flattened,
+    said_of,
+    say_again,
     scale_rows,
     sharing_groups,
     warned_of_unmarked,
 )
 from megatron_eopt.optimizers.session import Session, Settled
-from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_of_entry
+from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_of_entry, forget_replaced
 from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_named
@@ -373,6 +376,7 @@ class BaseOptimizer(Optimizer):
         for key, meant in misspelt(group, known - self.users_settings).items():
             of_groups.warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant!r}?")
         group[STATE_OF] = mark_of(self)
+        session.said = said_of(self._parameters())
 
     def take_tp_mode(self, tp_mode: TpMode) -> None:
         """Plan the next step by another ``tp_mode``, that of a checkpoint."""
@@ -386,6 +390,7 @@ class BaseOptimizer(Optimizer):
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""
+        self._follow_replaced()
         for group in self.param_groups:
             self._init_group(group)
 
@@ -394,6 +399,15 @@ class BaseOptimizer(Optimizer):
         for parameter in group["params"]:
             if parameter.grad is not None or not skip_non_grad_params:
                 self._states.of(parameter)
+
+    def _follow_replaced(self) -> None:
+        """Treat parameters that were put into groups in place of others as these."""
+        parameters = self._parameters()
+        say_again(parameters, self._session.said)
+        self._session.key_ends.clear()
+        forget_replaced(type(self).__name__, self.state, parameters)
+        if type(self).described_matrices is not BaseOptimizer.described_matrices:
+            refuse_flattened(type(self).__name__, self.param_groups)
 
     @property
     def _states(self) -> States:
@@ -410,8 +424,13 @@ class BaseOptimizer(Optimizer):
         return known.get(parameter, False)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; a ``RuntimeError`` after an interrupted step."""
+        """All state, also of parameters that had no gradient yet.
+
+        It is made where it is missing, so that the dict of a new optimizer is a template for
+        ``torch.distributed.checkpoint``. Raises a ``RuntimeError`` after an interrupted step.
+        """
         self.refuse_half_step()
+        self.init_state()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -507,6 +526,8 @@ class BaseOptimizer(Optimizer):
             ValueError: for a plan or a setting that differs between ranks, and for parameters on several devices.
         """
         session = self._session
+        if session.engine is None:
+            self._follow_replaced()
         wanted = self._planned_settings()
         if session.engine is None or session.engine_of != wanted:
             engine = self.proposed()
@@ -598,6 +619,8 @@ class BaseOptimizer(Optimizer):
         counters.step = f"step {session.steps} of {type(self).__name__}"
         if not parameters:
             return loss
+        if session.engine is None:
+            self._follow_replaced()
         changed = self._seen() != session.checked  # schedulers change settings between steps
         if changed:
             for group in self.param_groups:

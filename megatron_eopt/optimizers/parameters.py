@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_eopt.matrices import Split, check_split_shapes, declared_split
+from megatron_eopt.matrices import ATTRIBUTE, Split, check_split_shapes, declared_split
 from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, is_unmarked, layout_of
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import Layout, split_layout, within
@@ -24,8 +24,15 @@ logger = logging.getLogger(__name__)
 # Attributes of parameters:
 NAME = "name_in_model"  # where whoever makes the groups knows it and torch is not told
 SAVED_BY_LAYOUT = "saved_by_layout"  # of a DTensor whose state is saved by layouts, and so may be plain tensors
+FLATTENED = "_fsdp_flattened"  # torch's, of what FSDP1 has wrapped
 ROWS = "rows_by_matrix"  # where rows follow the ranks: the Split that numbers them alike at any layout
 
+SAID = (NAME, ATTRIBUTE)  # what a parameter that replaces another one says as well
+
+OF_FSDP1 = (
+    "is wrapped by FullyShardedDataParallel (FSDP1), whose shards are vectors that do not say which matrix they are "
+    "of: take fully_shard (FSDP2), in accelerate fsdp_version=2"
+)
 GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")  # in the order of layout_of
 
 
@@ -123,6 +130,28 @@ def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:
                 f"{name} takes parameters in floating point of 16 bits or more, but {called} is {parameter.dtype}: "
                 "leave it out, or train a copy in such a dtype (of complex numbers, of both parts)"
             )
+
+
+def refuse_flattened(name: str, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse shards of FSDP1, which are vectors."""
+    for parameter, called in zip(parameters_in(groups), parameter_names(groups, shapes=False), strict=True):
+        if getattr(parameter, FLATTENED, False):
+            raise ValueError(f"{name}: {called} {OF_FSDP1}")
+
+
+def said_of(parameters: Iterable[Tensor]) -> list[tuple[torch.Size, dict[str, Any]]]:
+    """Shapes of parameters, and what they say of themselves."""
+    return [(p.shape, {key: vars(p)[key] for key in SAID if key in vars(p)}) for p in parameters]
+
+
+def say_again(parameters: Sequence[Tensor], said: Sequence[tuple[torch.Size, dict[str, Any]]]) -> None:
+    """Let parameters that replaced others, of the same shapes, say what those said."""
+    if [p.shape for p in parameters] != [shape for shape, _ in said]:
+        return
+    for parameter, (_, attributes) in zip(parameters, said, strict=True):
+        for key, value in attributes.items():
+            if key not in vars(parameter):
+                setattr(parameter, key, value)
 
 
 def warned_of_unmarked(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
@@ -36,6 +37,7 @@ class Session:
     agree: Callable[[Tensor], Tensor] | None = None  # minimum of flags over ranks; None where no rank shares anything
     settled: Settled = field(default_factory=Settled)  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
+    said: list[tuple[torch.Size, dict[str, Any]]] = field(default_factory=list)  # by the parameters that were added
     graphed: GraphedUpdate | None = None
     nonfinite: NonFinite | None = None
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)

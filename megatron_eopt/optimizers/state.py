@@ -20,6 +20,7 @@ from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.rectangles import Shape
+from megatron_eopt.settings.groups import warn
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,24 @@ class States:
         return DTensor.from_local(
             shard, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
+
+
+def forget_replaced(name: str, state: MutableMapping[Any, dict[str, Any]], parameters: Iterable[Tensor]) -> None:
+    """Drop state of what is in no group any more; warn where it is not as it began."""
+    lost = 0
+    for parameter in {*state} - {*parameters}:
+        if isinstance(parameter, Tensor):
+            tensors = state.pop(parameter).values()
+            lost += any(_has_values(x) for x in tensors if isinstance(x, Tensor) and x.shape == parameter.shape)
+    if lost:
+        warn(
+            f"{name}: the state of {lost} parameters is dropped, as its groups have others now, which accelerate's "
+            "prepare puts there under FSDP2: load state after that"
+        )
+
+
+def _has_values(x: Tensor) -> bool:
+    return not x.is_meta and bool(x.any())
 
 
 class StateShape(NamedTuple):

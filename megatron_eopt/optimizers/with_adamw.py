@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.loaded_state import (
 )
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names, parameters_in
-from megatron_eopt.optimizers.state import STATE_OF, StateTensor
+from megatron_eopt.optimizers.state import STATE_OF, StateTensor, forget_replaced
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.settings.groups import plain, warn
@@ -319,6 +319,7 @@ class Muon(Optimizer):
         """Create all state, as a checkpoint load needs it."""
         self.matrices.init_state()
         if self.adamw is not None:
+            forget_replaced(f"AdamW in {self._called}", self.adamw.state, parameters_in(self._adam_groups))
             _init_adamw(self.adamw)
         for part in (self.matrices, self.adamw):
             average = average_of(part) if part is not None else None

@@ -1,6 +1,7 @@
 """Build an optimizer of plain torch for a model."""
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -19,13 +21,13 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.nonfinite import listed, warn_of_fp16
-from megatron_eopt.optimizers.parameters import NAME, parameters_in
+from megatron_eopt.optimizers.parameters import NAME, OF_FSDP1, parameters_in
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.plain import kinds
-from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields
+from megatron_eopt.plain.config import OptimizerConfig, Unchosen, config_of, given_fields
 from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 
@@ -33,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 OWN: dict[str, type[Optimizer]] = {  # name -> class, whose argument lr has the default rate
     "adamw": AdamW,
-    **{row.name: row.cls for row in OPTIMIZERS.values() if row.plain},
+    **{row.name: row.cls for row in OPTIMIZERS.values()},
     "muon": Muon,
 }
-BESIDE_ADAMW = {row.name for row in OPTIMIZERS.values() if row.plain and not row.vectors}
+BESIDE_ADAMW = {row.name for row in OPTIMIZERS.values() if not row.vectors}
 _OWN_FIELDS = {  # of the config, beside those that are arguments of the class
     "muon": {"muon_momentum", "muon_ns_steps", "muon_embeddings"},
     "schedule_free_adamw": {"schedule_free_warmup_steps"},
@@ -88,6 +90,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     elif optimizer_name in OWN:
         config = config_of(config, optimizer_name)
         _warn_of_fields(config)
+    _refuse_fsdp1(model)
     named = []
     for name, parameter in model.named_parameters():
         name = name.replace("_orig_mod.", "")  # which torch.compile adds
@@ -101,7 +104,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
             f"whose requires_grad is set"
         )
     kinds.mark_embeddings_and_outputs(model)
+    kinds.mark_no_linear_maps(model)
     tag_declared(trained)
+    attention = kinds.declare_attention(model)
+    if attention:
+        _log(f"{len(attention)} in_proj_weight of torch's attention are split into q, k and v: {listed(attention)}")
     conv1d = kinds.declare_conv1d(model)
     if conv1d:
         _log(f"{len(conv1d)} weights of Conv1D are (in, out), and read as transposed: {listed(conv1d)}")
@@ -124,7 +131,40 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     ]
     optimizer = builder(groups, config)
     _check_built(optimizer_name, optimizer, trained)
+    _warn_of_unfrozen(optimizer, [(name, parameter) for name, parameter in named if not parameter.requires_grad])
     return optimizer
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    """Refuse shards without shapes: what decays and what is a matrix cannot be told of them."""
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(f"{name or 'the model'} {OF_FSDP1}")
+
+
+def _warn_of_unfrozen(optimizer: Any, frozen: Sequence[tuple[str, Tensor]]) -> None:
+    """Warn once, in a step, of parameters that were frozen and are to be trained now."""
+    if not frozen or not isinstance(optimizer, Optimizer):
+        return
+    waiting = [(name, weakref.ref(parameter)) for name, parameter in frozen]
+
+    def look(stepped: Optimizer, *_: Any) -> None:
+        unfrozen = {}
+        for name, reference in waiting:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad:
+                unfrozen[name] = parameter
+        taken = set(parameters_in(stepped.param_groups)) if unfrozen else set()
+        forgotten = [name for name, parameter in unfrozen.items() if parameter not in taken]
+        if forgotten:
+            handle.remove()
+            _log(
+                f"{listed(forgotten)} were frozen when the optimizer was built, so it does not train them: build it "
+                f"after requires_grad is set, or give them to add_param_group",
+                logging.WARNING,
+            )
+
+    handle = optimizer.register_step_pre_hook(look)
 
 
 def _config_of_name(name: str) -> OptimizerConfig:
@@ -139,7 +179,13 @@ def _config_of_name(name: str) -> OptimizerConfig:
 
 
 def _warn_of_fields(config: OptimizerConfig) -> None:
-    """Name fields that were set and have no effect."""
+    """Name fields that were set and have no effect, and a rate that nobody chose."""
+    if isinstance(config.lr, Unchosen) and config.name != "adamw":
+        rate = signature(OWN[config.name]).parameters["lr"].default
+        _log(
+            f"{config.name}: the config names no lr, so it is {config.lr:g}; the default of the class is {rate:g}",
+            logging.WARNING,
+        )
     used = {"name", "options", *signature(OWN[config.name]).parameters}
     used |= _OWN_FIELDS.get(config.name, set())
     if config.name in BESIDE_ADAMW:
@@ -261,7 +307,11 @@ def _divided(
     if reasons:
         counts = [f"{count} {reason}" for reason, count in reasons.items()]
         beside += f" ({', '.join(counts)})"
-    _log(f"{config.name}: {_counted(parameters_in(matrices), 'matrices')}; AdamW beside it: {beside}")
+    said = f"{config.name}: {_counted(parameters_in(matrices), 'matrices')}; AdamW beside it: {beside}"
+    if matrices:
+        _log(said)
+    else:
+        _log(f"{said}; this is AdamW alone", logging.WARNING)
     return matrices, rest
 
 

@@ -24,13 +24,17 @@ _CHECKS: dict[str, Check] = {  # by field
 _MAY_BE_NONE = ("betas", "muon_adam_lr")
 
 
+class Unchosen(float):
+    """A rate that a config has because nobody named one."""
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """What :func:`~megatron_eopt.plain.build.build_optimizer` builds; checked when made.
 
     Attributes:
         name: under which a builder is registered.
-        lr: learning rate; of optimizers of matrices, that of the matrices.
+        lr: learning rate; of optimizers of matrices, that of the matrices. Name one: the default is AdamW's.
         weight_decay: of parameters with more than one dimension.
         betas: of ``lion``, ``schedule_free_adamw``, ``ademamix``, ``soap`` and AdamW, also beside an optimizer of
             matrices. None for the optimizer's own, (0.9, 0.95) of AdamW.
@@ -53,7 +57,7 @@ class OptimizerConfig:
     """
 
     name: str = "adamw"
-    lr: float = 3e-4
+    lr: float = Unchosen(3e-4)
     weight_decay: float = 0.1
     betas: tuple[float, float] | None = None
     eps: float = 1e-8

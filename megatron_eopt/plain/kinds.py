@@ -5,15 +5,28 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from megatron_eopt.matrices import ATTRIBUTE, WHOLE, concatenated, declared_split, transposed
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import factor_pairs
 
-OUTPUT_LAYERS = ("lm_head", "head", "output", "output_head", "output_layer", "embed_out", "unembed", "classifier")
+OUTPUT_LAYERS = (
+    "lm_head",
+    "head",
+    "output",
+    "output_head",
+    "output_layer",
+    "embed_out",
+    "unembed",
+    "classifier",
+    "score",
+)
 """Names of a Linear that is an output layer, unless its path has a number, as in a block."""
 
 MARK = "is_embedding_or_output_parameter"  # attribute of a parameter, True or False; Megatron sets it, too
+NO_LINEAR_MAP = "is_no_linear_map"  # attribute of a parameter of two or more dimensions that multiplies no vectors
+LOGARITHMS = "A_log"  # name of Mamba's parameter (channels x states): logarithms of decay rates
 MAX_ASPECT_RATIO = 10  # of the matrices that Muon is given
 
 Group = dict[str, Any]
@@ -35,6 +48,26 @@ def mark_embeddings_and_outputs(model: nn.Module) -> None:
             is_one = not any(part.isdigit() for part in path)
         if is_one and not hasattr(module.weight, MARK):
             setattr(module.weight, MARK, True)
+
+
+def mark_no_linear_maps(model: nn.Module) -> None:
+    """Set :data:`NO_LINEAR_MAP` on Mamba's ``A_log`` and filters of grouped convolutions."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            grouped = name == "weight" and isinstance(module, _ConvNd) and module.groups > 1
+            if grouped or name == LOGARITHMS:
+                setattr(parameter, NO_LINEAR_MAP, True)
+
+
+def declare_attention(model: nn.Module) -> list[str]:
+    """Declare q, k and v in the fused weights of torch's attention."""
+    found = []
+    for path, module in model.named_modules():
+        weight = getattr(module, "in_proj_weight", None) if isinstance(module, nn.MultiheadAttention) else None
+        if weight is not None and declared_split(weight) is None:
+            setattr(weight, ATTRIBUTE, concatenated(**dict.fromkeys("qkv")))
+            found.append(path)
+    return found
 
 
 def declare_conv1d(model: nn.Module) -> list[str]:
@@ -84,6 +117,8 @@ def for_muon_of_all(parameter: Tensor) -> str | None:
 def _other_than_hidden(parameter: Tensor) -> str | None:
     if parameter.ndim < 2:
         return "of fewer than two dimensions"
+    if getattr(parameter, NO_LINEAR_MAP, False):
+        return "no linear maps"
     if getattr(parameter, MARK, False):
         return "embeddings or output layers"
     if not decays(getattr(parameter, NAME, ""), parameter):

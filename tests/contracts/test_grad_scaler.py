@@ -14,7 +14,7 @@ from tests.optimizers.family import build
 from tests.plain.made import assert_same, parameters
 
 SCALE = 2.0**13
-PLAIN = ["adamw", *(name for name, row in OPTIMIZERS.items() if row.plain)]
+PLAIN = ["adamw", *(name for name, row in OPTIMIZERS.items())]
 OPTIONS = {"spectron": {"rank": 3}, "soap": {"precondition_frequency": 2}}
 BAD = {"a matrix": ("2.weight", None), "an embedding": ("0.weight", None), "a clipped norm": ("1.weight", 1.0)}
 by_config = pytest.mark.parametrize("name", PLAIN)

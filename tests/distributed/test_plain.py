@@ -1,6 +1,7 @@
 """Plain torch: every registered optimizer trains under FSDP2 as one process does."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
@@ -32,7 +33,7 @@ VOCABULARY, WIDTH, INNER = 17, 12, 20
 STEPS = 6
 SAVED_BY_FOUR, SAVED_BY_TWO = 2, 4
 EXACT = {"fp32_matmul_prec": "highest"}
-NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values() if row.plain)]
+NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values())]
 OWN = {
     "adamw": {"lr": 1e-2},
     "ademamix": {"lr": 1e-2},
@@ -252,3 +253,27 @@ def test_sixty_four_ranks_start_with_one_plan_and_say_no_more_than_four():
     assert len({*many[0]}) == 1
     assert {*many[1]} == {*four[1]}
     assert max(many[2]) / 63 <= min(four[2]) / 3  # bytes, for each other rank
+
+
+def under_fsdp1(rank, world_size):
+    """What is said of a model that FSDP1 wraps before the optimizer is built, and after."""
+    said = {}
+    for name in NAMES:
+        wrapped = FullyShardedDataParallel(Model(), use_orig_params=True, device_id=torch.device("cpu"))
+        model = Model()
+        optimizer = optimizer_of(model, name)
+        later = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        before = message_of(partial(optimizer_of, wrapped, name))
+        said[name] = before, message_of(partial(train, later, optimizer, range(1)))
+    return said
+
+
+def test_fsdp1_is_refused_before_and_after_the_optimizer_is_built():
+    for said in run_ranks(under_fsdp1, 2):
+        for name, (before, after) in said.items():
+            assert "take fully_shard (FSDP2)" in before
+            row = OPTIMIZERS.get(name)
+            if row is not None and row.owns == "matrices":
+                assert "take fully_shard (FSDP2)" in after, name
+            else:  # it works by entries, and so on shards as on the whole
+                assert after is None, name

@@ -23,7 +23,7 @@ from tests.plain.made import assert_same
 
 pytestmark = pytest.mark.wide
 
-NAMES = [row.name for row in OPTIMIZERS.values() if row.plain and not row.vectors]
+NAMES = [row.name for row in OPTIMIZERS.values() if not row.vectors]
 STEPS = 3
 FORMS = {"plain": None, "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
 

@@ -19,8 +19,8 @@ from megatron_eopt.registry import register_optimizer
 from tests.optimizers.family import decays
 
 OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
-NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values() if row.plain)]
-MATRIX_OPTIMIZERS = [row.name for row in OPTIMIZERS.values() if row.plain and not row.vectors]
+NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values())]
+MATRIX_OPTIMIZERS = [row.name for row in OPTIMIZERS.values() if not row.vectors]
 
 
 class Model(nn.Module):
@@ -88,9 +88,8 @@ def test_what_is_no_model_to_train_is_refused():
 
 
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
-def test_a_model_of_vectors_alone_is_adamws(name, caplog):
-    with caplog.at_level(logging.INFO):
-        optimizer = build(nn.LayerNorm(4), name, muon_adam_lr=3e-3, betas=(0.7, 0.8))
+def test_a_model_of_vectors_alone_is_adamws_and_that_is_warned_of(name, caplog):
+    optimizer = build(nn.LayerNorm(4), name, muon_adam_lr=3e-3, betas=(0.7, 0.8))
     assert type(optimizer) is torch.optim.AdamW
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-3, (0.7, 0.8), 0.0)
@@ -167,6 +166,61 @@ def test_tied_embeddings_are_adamws():
     model = Model()
     model.lm_head.weight = model.embedding.weight
     assert names_of(model, build(model, "muon").adamw.param_groups[0]) == ["embedding.weight"]
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rate_that_nobody_named_is_warned_of(name, caplog):
+    options = OPTIONS.get(name, {})
+    build_optimizer(Model(), OptimizerConfig(name=name, lr=3e-4, options=options))
+    build_optimizer(Model(), {"name": name, "lr": 3e-4, "options": options})
+    assert not warnings_of(caplog)
+    build_optimizer(Model(), OptimizerConfig(name=name, options=options))
+    build_optimizer(Model(), {"name": name, "options": options})
+    told = warnings_of(caplog)
+    assert len(told) == (0 if name == "adamw" else 2)
+    assert all(message.startswith(f"{name}: the config names no lr, so it is 0.0003") for message in told)
+
+
+def test_what_multiplies_no_vectors_is_adamws():
+    model = Model()
+    model.mixer = nn.Module()
+    model.mixer.A_log = nn.Parameter(torch.zeros(8, 8))
+    model.mixer.conv1d = nn.Conv1d(8, 8, 4, groups=8)
+    model.convolution = nn.Conv1d(8, 8, 4)
+    taken = names_of(model, build(model, "muon").param_groups[0])
+    assert taken == ["layers.0.output.weight", "layers.1.output.weight", "convolution.weight"]
+
+
+def test_torchs_fused_attention_is_three_matrices():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    weight = layer.self_attn.in_proj_weight
+    optimizer = build(layer, "muon", lr=1.0, weight_decay=0.0, options={"coefficient_type": "polar_express"})
+    before = weight.detach().clone()
+    layer(torch.randn(4, 8, 32)).square().mean().backward()
+    optimizer.step()
+    for update in (weight.detach() - before).split(32):
+        values = torch.linalg.svdvals(update)
+        assert 0.9 < values.median() < 1.1
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+def test_a_parameter_that_is_unfrozen_later_is_warned_of_once(name, caplog):
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    optimizer = build(model, name)
+    train(model, optimizer, 1)
+    model.layers[0].requires_grad_(True)
+    optimizer.add_param_group({"params": [model.layers[0]["output"].weight]})
+    before = model.layers[0]["output"].weight.detach().clone()
+    assert not warnings_of(caplog)
+    train(model, optimizer, 2)
+    assert not torch.equal(model.layers[0]["output"].weight, before)
+    (message,) = warnings_of(caplog)
+    assert message.startswith("layers.0.output.bias were frozen when the optimizer was built")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -383,8 +437,6 @@ def test_fields_with_an_effect_are_not_warned_of(name, caplog):
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_what_plain_torch_cannot_build_says_what_to_write():
-    with pytest.raises(ValueError, match="'adaptive_muon' has no builder of plain torch: take megatron_eopt"):
-        build_optimizer(Model(), "adaptive_muon")
+def test_spectron_without_a_rank_says_what_to_write():
     with pytest.raises(ValueError, match=r"options=\{'rank': \.\.\.\}"):
         build_optimizer(Model(), OptimizerConfig(name="spectron"))

@@ -69,7 +69,7 @@ RATES_OF_CLASSES = {
     "signum": 1e-4,
     "schedule_free_adamw": 0.025,
     "muon_hyperball": 0.01,
-    **dict.fromkeys(("scion", "polargrad", "mars_muon"), 3e-4),
+    **dict.fromkeys(("adaptive_muon", "scion", "polargrad", "mars_muon"), 3e-4),
 }
 
 

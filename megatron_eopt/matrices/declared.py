@@ -93,7 +93,7 @@ def experts(count: int, split: Split = WHOLE) -> Split:
 
 
 def transposed(split: Split = WHOLE) -> Split:
-    """An (in, out) parameter, such as GPT-2's ``Conv1D``."""
+    """An (in, out) parameter, such as GPT-2's ``Conv1D``, or stack."""
     return replace(split, transposed=True)
 
 

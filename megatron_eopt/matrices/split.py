@@ -42,14 +42,12 @@ class Split:
     parts: tuple[Part, ...] = ()  # in the order of the rows; none for one matrix
     order: Order = "interleaved"
     stacked: int | None = None  # matrices in a three-dimensional parameter, each of which is split
-    transposed: bool = False  # the parameter is (in, out): columns are split
+    transposed: bool = False  # the parameter is (in, out), of a stack each matrix: columns are split
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
         if self.order not in get_args(Order):
             raise ValueError(f"unknown order {self.order!r} of rows: expected one of {', '.join(get_args(Order))}")
-        if self.transposed and self.stacked is not None:
-            raise ValueError("a stack of matrices cannot be declared as transposed: keep them apart")
         counts = [("stacked", self.stacked)]
         for part in self.parts:
             counts.append((f"rows of {part.name}", part.rows))
@@ -109,9 +107,10 @@ class Split:
         bottom: int,
         shards: int = 1,
         padding: int = 0,
+        layers: tuple[int, int] | None = None,
     ) -> "LocalRows":
         """The rows of one rank: see :class:`LocalRows`."""
-        return LocalRows(self.pattern(rows, shards), top, bottom, self, padding)
+        return LocalRows(self.pattern(rows, shards), top, bottom, self, padding, layers)
 
     def in_global_order(self) -> "Split":
         """The split of a global tensor, such as a DTensor's."""
@@ -204,7 +203,8 @@ class Pattern:
 class LocalRows:
     """One rank's rows of a fused parameter: split and merge.
 
-    They are rows ``top:bottom`` (columns if transposed), then ``padding`` ones, which :meth:`merge` makes zero.
+    They are rows ``top:bottom`` (columns if transposed), then ``padding`` ones, which :meth:`merge` makes zero. Of a
+    stack, ``layers`` are the first matrix that the rank has and the one behind its last; by default it has all.
 
     Attributes:
         padding: rows behind the shards.
@@ -220,21 +220,23 @@ class LocalRows:
         bottom: int,
         split: Split = WHOLE,
         padding: int = 0,
+        layers: tuple[int, int] | None = None,
     ) -> None:
         self.padding = padding
         self.is_whole = split.is_whole and not padding
         self.transposed = split.transposed
         self.stacked = split.stacked is not None
-        self._shape = (bottom - top,) if split.stacked is None else (split.stacked, bottom - top)
-        layers = split.stacked or 1
         count = len(pattern.blocks)
+        in_all = split.stacked or 1
+        here = range(*(layers or (0, in_all)))
+        self._shape = (len(here), bottom - top) if self.stacked else (bottom - top,)
         local_runs = pattern.between(top, bottom)
         self._runs: list[Run] = []
-        for layer in range(layers):
+        for layer in here:
             self._runs += [(layer * count + matrix, rows) for matrix, rows in local_runs]
         self._sections = _sections(self._runs, len(pattern.sizes))
         self._of_section = [0] * len(self._sections)  # rows
-        self._of_matrix: list[list[int]] = [[] for _ in range(count * layers)]
+        self._of_matrix: list[list[int]] = [[] for _ in range(count * in_all)]
         for number, (repeats, some) in enumerate(self._sections):
             for matrix, rows in some:
                 self._of_section[number] += repeats * rows
@@ -251,25 +253,34 @@ class LocalRows:
         return self._split(x)
 
     @cached_property
-    def runs(self) -> list[list[tuple[int, int, int]]]:
+    def runs(self) -> list[list[tuple[int, int, int, int]]]:
         """Where the rows of each logical matrix lie, in order.
 
-        Each run is a layer of the stack, its first row there (column if transposed), and how many follow.
+        Each run is a layer of the stack that is here, its first row there (column if transposed), how many there are,
+        and the distance from one to the next.
         """
-        of_matrices: list[list[tuple[int, int, int]]] = [[] for _ in self._of_matrix]
+        of_matrices: list[list[tuple[int, int, int, int]]] = [[] for _ in self._of_matrix]
         done = 0
         for matrix, rows in self._runs:
             layer, first = divmod(done, self._shape[-1])
             done += rows
+            step = 1
             found = of_matrices[matrix]
-            if found and found[-1][0] == layer and found[-1][1] + found[-1][2] == first:
-                _, first, before = found.pop()
-                rows += before
-            found.append((layer, first, rows))
+            if found and found[-1][0] == layer:
+                _, start, before, distance = found[-1]
+                if before == 1:
+                    distance = first - start
+                goes_on = first == start + before * distance
+                if goes_on and (distance == 1 or rows == 1):
+                    found.pop()
+                    first = start
+                    rows += before
+                    step = distance
+            found.append((layer, first, rows, step))
         return of_matrices
 
     def _split(self, x: Tensor) -> list[Tensor]:
-        if len(self._of_matrix) == 1 and len(self._shape) == 1:
+        if len(self._of_matrix) == 1 and not self.stacked:
             return [x]
         flat = x.flatten(0, -2)
         pieces: list[list[Tensor]] = [[] for _ in self._of_matrix]
@@ -289,8 +300,8 @@ class LocalRows:
         return merged
 
     def _merged(self, matrices: Sequence[Tensor]) -> Tensor:
-        if len(self._of_matrix) == 1:
-            return matrices[0] if len(self._shape) == 1 else matrices[0][None]
+        if len(self._of_matrix) == 1 and not self.stacked:
+            return matrices[0]
         pieces = [iter(matrix.split(of)) for matrix, of in zip(matrices, self._of_matrix, strict=True)]
         sections = []
         for repeats, runs in self._sections:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.matrices import declared_split
+from megatron_eopt.matrices import declared_split, experts
 from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.modifiers import measures
 from megatron_eopt.optimizers.muon import muon
@@ -221,6 +221,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         if grad.ndim > 2 and split.stacked is None:  # which no split of rows knows
             rows = [block.rows for block in split.pattern(grad.shape[0]).blocks]
             return torch.cat([self._orthogonalize_matrix(matrix) for matrix in grad.split(rows)])
+        if split.stacked is not None:
+            split = experts(len(grad), split)  # those that this rank has
         layout = on_one_rank((grad.shape[-2], grad.shape[-1]))
         matrices = local_rows(layout.transposed if split.transposed else layout, split)
         return matrices.merge([self._orthogonalize_matrix(matrix) for matrix in matrices.split(grad)])

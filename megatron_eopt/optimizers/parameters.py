@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_eopt.matrices import ATTRIBUTE, Split, check_split_shapes, declared_split
 from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, is_unmarked, layout_of
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
-from megatron_eopt.parallel.layout import Layout, split_layout, within
+from megatron_eopt.parallel.layout import Layout, of_stack, split_layout, within
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.settings.groups import warn
@@ -115,7 +115,7 @@ def comparable(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
                 if layout.group is None:
                     continue
                 ranks = dist.get_process_group_ranks(layout.group)
-            yield name, repr((ranks, layout.shape, layout.rectangle, p.dtype)), local(p.detach())
+            yield name, repr((ranks, layout.shape, layout.held, p.dtype)), local(p.detach())
 
 
 def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:
@@ -178,8 +178,13 @@ def warned_of_unmarked(
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:
     """The layout of a parameter, or of each stacked matrix."""
     if isinstance(parameter, DTensor):
+        layout = layout_of_dtensor(parameter)
+        split = declared_split(parameter)
+        if split is not None and split.stacked is not None and 1 not in layout.cut_dims:
+            _, rows, cols = parameter.shape
+            return of_stack(layout, (rows, cols))
         tp = (getattr(pg_collection, name, None) for name in _cut_over(parameter))
-        return within(layout_of_dtensor(parameter), getattr(parameter, "partition_dim", 0), next(tp, None))
+        return within(layout, getattr(parameter, "partition_dim", 0), next(tp, None))
     return layout_of(parameter, *(getattr(pg_collection, name, None) for name in GROUPS))
 
 
@@ -265,8 +270,20 @@ def check_matrix(name: str, parameter: Tensor, called: str) -> None:
         )
     if stacked not in (None, shape[0]):
         raise ValueError(f"a parameter of shape {shape} is declared as a stack of {stacked} matrices")
-    if stacked is not None and isinstance(parameter, DTensor):
-        raise ValueError(f"stacked matrices cannot be DTensors yet, got one of shape {shape}: keep them apart")
+    if stacked is not None and isinstance(parameter, DTensor) and _cuts_matrices(parameter):
+        raise ValueError(
+            f"{name} {called} is a stack of shape {shape} with placements {parameter.placements}, which may cut its "
+            f"matrices: shard it along its first dimension alone (Shard(0), as fully_shard does by default), make its "
+            f"matrices parameters of their own, or give it to AdamW"
+        )
+
+
+def _cuts_matrices(stack: DTensor) -> bool:
+    """Whether ranks may have parts of a stack's matrices."""
+    if tells_its_chunk(stack) or _cut_over(stack):
+        return True
+    pairs = zip(stack.device_mesh.shape, stack.placements, strict=True)
+    return any(ranks > 1 and getattr(placement, "dim", 0) != 0 for ranks, placement in pairs)
 
 
 def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool) -> None:

@@ -230,9 +230,17 @@ def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTenso
         dims = [dim for dim, side in enumerate(sides) if side in (tensor.dims or ())]
         if not lies_alike(parameter, layout.transposed if transposed else layout, dims):
             rectangles = ", ".join(str(rectangle.shape) for rectangle in layout.rectangles)
+            advice = (
+                "Shard it along columns, or so that each rank has as many whole groups of rows as the others, or make "
+                "its matrices parameters of their own"
+            )
+            if parameter.ndim > 2:
+                advice = (
+                    "Take an optimizer whose state has the shape of the parameter (muon, say), give the stack to "
+                    "AdamW, or make its matrices parameters of their own"
+                )
             raise ValueError(
                 f"{where} is a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}, which "
                 f"cut its logical matrix {tensor.matrix}, {layout.shape}, into {rectangles}: no placement says that of "
-                f"{tensor.key!r}, and it could not be saved. Shard it along columns, or so that each rank has as many "
-                "whole groups of rows as the others, or make its matrices parameters of their own"
+                f"{tensor.key!r}, and it could not be saved. {advice}"
             )

@@ -34,7 +34,7 @@ _SCATTERED = 2
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of a shard; a row of a table, in int64.
+    """Rows of a shard, equally far apart; a row of a table, in int64.
 
     A tensor has an address in bytes, or an offset in entries, and its distances in entries.
     """
@@ -218,9 +218,9 @@ def _pieces(
         of_row, of_col = map(int, other.stride())
         first_word, second_word, row, left = (0, 0, 0, 0) if words is None else words[matrix - first_matrix]
         top = 0
-        for layer, first, count in runs:
+        for layer, first, count, step in runs:
             places = [(0, 0, 0)] * (3 - len(sides))
-            places += [_place(x, rows.stacked, rows.transposed, layer, first) for x in sides]
+            places += [_place(x, rows.stacked, rows.transposed, layer, first, step) for x in sides]
             gradient, momentum, weight = places
             yield Piece(
                 count,
@@ -241,7 +241,14 @@ def _pieces(
             top += count
 
 
-def _place(x: Tensor, stacked: bool, transposed: bool, layer: int, first: int) -> tuple[int, int, int]:
+def _place(
+    x: Tensor,
+    stacked: bool,
+    transposed: bool,
+    layer: int,
+    first: int,
+    step: int,
+) -> tuple[int, int, int]:
     """Address of a run's first entry, and distances of rows and columns."""
     if x.ndim > 2 and not stacked:  # read as a matrix
         if not x.is_contiguous():
@@ -254,7 +261,7 @@ def _place(x: Tensor, stacked: bool, transposed: bool, layer: int, first: int) -
         of_row, of_col = x.stride()[-2:]
     if transposed:
         of_row, of_col = of_col, of_row
-    return address(x) + x.itemsize * (layer * of_layer + first * of_row), of_row, of_col
+    return address(x) + x.itemsize * (layer * of_layer + first * of_row), step * of_row, of_col
 
 
 def _compiled(
@@ -278,7 +285,7 @@ def _compiled(
     starts = [getattr(piece, name) for piece in pieces for name in (*sides, "other", "cols")]
     between = [_distance(piece, name, lie) for piece in pieces for name in sides]
     between += [_distance(piece, "other", others_lie) for piece in pieces]
-    width = _SQUARE if _BY_COLUMNS in (lie, others_lie) else min(_WIDEST, _power(pieces[0].cols))
+    width = _SQUARE if lie != _BY_ROWS or others_lie == _BY_COLUMNS else min(_WIDEST, _power(pieces[0].cols))
     weight = batch.weights[n].dtype
     l2 = batch.decay_method == "l2"
     if momentum:

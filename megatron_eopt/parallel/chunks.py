@@ -151,7 +151,7 @@ class Compiler:
                 shape = (min(shape), max(shape))
             count = len(bucket.matrices)
             if bucket.compute_ranks:
-                count = -(-count // matrix.ranks)
+                count = max(Counter(bucket.compute_ranks).values())
             if 0 not in shape:
                 stacks.add((count, *shape) if count > 1 else shape)
         dtypes = dict[torch.dtype, None]()

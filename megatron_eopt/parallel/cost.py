@@ -82,7 +82,7 @@ def bucket_flops(
     rectangle = matrix.rectangles[rank]
     count = len(bucket.matrices)
     owned = bucket.compute_ranks.count(rank)
-    if bucket.scheme in ("owner", "share"):
+    if bucket.scheme in ("owner", "share") or (bucket.scheme == "local" and bucket.compute_ranks):
         return owned * whole_flops(shape, work)
     if bucket.scheme in ("local", "duplicated"):
         return count * whole_flops(shape, work)

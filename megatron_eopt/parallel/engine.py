@@ -135,7 +135,7 @@ class Engine:
             return None
         groups = self._choosing(kernel, kept)
         if groups is not self.groups:
-            held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.rectangle)) for p in self._parameters]
+            held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.held)) for p in self._parameters]
             check_same_on_replicas(held, {p.name: p.settings for p in self._parameters}, weights)
         choice = agreed_kernel(products, kernel, kept, groups)
         *_, precision = products

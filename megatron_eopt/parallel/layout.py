@@ -23,6 +23,9 @@ class Layout:
     # ranks do not cut the rows in their order.
     shards: int | None = None
     padding: int = 0  # rows of this rank's tensor behind its shard, no part of the matrix
+    # Of a stack whose matrices ranks share out: the first that each rank has, and the one behind its last. All of them
+    # lie as the rectangles say.
+    layers: tuple[tuple[int, int], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -38,6 +41,11 @@ class Layout:
     def rectangle(self) -> Rectangle:
         """What this rank holds."""
         return self.rectangles[self.rank]
+
+    @property
+    def held(self) -> tuple[Rectangle, tuple[tuple[int, int], ...]]:
+        """This rank's rectangle, and which matrices of a stack it has."""
+        return self.rectangle, self.layers[self.rank : self.rank + 1]
 
     @property
     def sharded(self) -> bool:
@@ -65,6 +73,14 @@ class Layout:
 def on_one_rank(shape: Shape) -> Layout:
     """The layout of a matrix that each rank has whole."""
     return Layout(shape, (whole(shape),))
+
+
+def of_stack(layout: Layout, shape: Shape) -> Layout:
+    """The layout of the matrices of a stack, from that of (matrices x entries)."""
+    if layout.group is None:
+        return on_one_rank(shape)
+    layers = tuple((r.top, r.bottom) for r in layout.rectangles)
+    return replace(layout, shape=shape, rectangles=(whole(shape),) * layout.ranks, layers=layers)
 
 
 def shared_out(
@@ -159,7 +175,7 @@ def split_layout(layout: Layout, split: Split) -> list[Layout]:
 
     A shard holds consecutive rows of each, perhaps none. Raises ``ValueError`` where the declaration does not fit.
     """
-    matrix = replace(layout, shards=None, padding=0)  # which are of the parameter
+    matrix = replace(layout, shards=None, padding=0, layers=())  # which are of the parameter
     if split.is_whole:
         return [matrix]
     pattern = split.pattern(layout.shape[0], _shards(layout, split))
@@ -170,13 +186,35 @@ def split_layout(layout: Layout, split: Split) -> list[Layout]:
             top, bottom = pattern.held(r.top, r.bottom)[i]
             rectangles.append(Rectangle(top, bottom, r.left, r.right))
         layouts.append(replace(matrix, shape=(block.rows, layout.shape[1]), rectangles=tuple(rectangles)))
-    return layouts * (split.stacked or 1)
+    if not layout.layers:
+        return layouts * (split.stacked or 1)
+    holders: list[list[int]] = [[] for _ in range(split.stacked or 1)]
+    for rank, (first, end) in enumerate(layout.layers):
+        for layer in range(first, end):
+            holders[layer].append(rank)
+    # made once: of many ranks and experts that is most of the work
+    nothing = [[Rectangle(r.bottom, r.bottom, r.left, r.right) for r in each.rectangles] for each in layouts]
+    of_layers = []
+    for ranks in holders:
+        for each, empty in zip(layouts, nothing, strict=True):
+            rectangles = list(empty)
+            for rank in ranks:
+                rectangles[rank] = each.rectangles[rank]
+            of_layers.append(replace(each, rectangles=tuple(rectangles)))
+    return of_layers
 
 
 def local_rows(layout: Layout, split: Split) -> LocalRows:
     """What splits and merges this rank's part of a parameter."""
     rectangle = layout.rectangle
-    return split.local(layout.shape[0], rectangle.top, rectangle.bottom, _shards(layout, split), layout.padding)
+    return split.local(
+        layout.shape[0],
+        rectangle.top,
+        rectangle.bottom,
+        _shards(layout, split),
+        layout.padding,
+        layout.layers[layout.rank] if layout.layers else None,
+    )
 
 
 def _shards(layout: Layout, split: Split) -> int:

@@ -57,16 +57,19 @@ def make_plan(
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
     - Matrices that are cut and held in several copies go by ``owner``, and so do those whose shards differ in a bucket.
+    - Matrices that lie whole on one rank, as experts of a stack do, stay there (``local``). Under ``owner`` they are
+      dealt as others, and under ``auto`` where that is predicted to be faster.
     - Other shards go by the scheme that is named; by ``owner`` where ``distributed`` or ``gram`` should not serve them
       (the short side is cut, so the Gram matrix would be that of the long one, or the Gram form must not run).
     - ``gram`` is ``gram_split`` for a short side over :data:`REPLICATED_ROWS` where that is predicted to be faster,
       else ``gram_replicated``.
     - ``auto`` minimizes the busiest rank's predicted time over all buckets of a group. B matrices over T ranks may go,
-      in this order where two are equal: all by ``owner``; ``floor(B / T) * T`` by ``owner`` and the rest by ``gram``,
-      replicated or split, or ``distributed``; all by one of these; and, up to :data:`SMALL_ENTRIES`, by ``duplicated``.
-      It starts with ``owner`` everywhere, and with what is best for each bucket alone, and changes one bucket after
-      another, the largest matrices first, until none gets better. Of what it found and what it started with it takes
-      the fastest, each cut into chunks where the workspace does that.
+      in this order where two are equal: all by ``owner``; ``local`` where one rank has all of a matrix, the rest by
+      ``owner``; ``floor(B / T) * T`` by ``owner`` and the rest by ``gram``, replicated or split, or ``distributed``;
+      all by one of these; and, up to :data:`SMALL_ENTRIES`, by ``duplicated``. It starts with ``owner`` everywhere, and
+      with what is best for each bucket alone, and changes one bucket after another, the largest matrices first, until
+      none gets better. Of what it found and what it started with it takes the fastest, each cut into chunks where the
+      workspace does that.
 
     Compute ranks are dealt in rounds; the last round of a bucket goes to the ranks with the least to do so far, the
     largest matrices first, so that two ranks differ by at most one matrix. Where shards differ, a rank gets matrices of
@@ -130,7 +133,7 @@ class _Planner:
         """Equal for matrices that may be in one bucket; the largest come first."""
         matrix = self._draft.matrices[index]
         rectangles = matrix.rectangles
-        if self._mode in ("auto", "owner") and matrix.uneven:
+        if (self._mode in ("auto", "owner") and matrix.uneven) or self._stays(matrix):
             rectangles = ()
         return (
             -whole_flops(matrix.shape, work_of(matrix, self._work)),
@@ -161,14 +164,18 @@ class _Planner:
             return by("share" if share else "local")
         if matrix.copies > 1:
             return by("owner")
+        if self._stays(matrix):
+            return by("local")
+        options = by("owner")
+        if mode == "auto":
+            options += self._in_place(indices)
         if matrix.uneven and any(self._draft.matrices[i].rectangles != matrix.rectangles for i in indices):
-            return by("owner")
+            return options
         if mode in ("blockwise", "duplicated", "owner"):
             return by(mode)
         sums = self._that_sum(matrix)
         if mode != "auto":
             return by(*sums) or by("owner")
-        options = by("owner")
         rest = len(indices) % matrix.ranks
         if 0 < rest < len(indices):
             full_rounds = Bucket(indices[:-rest], "owner")
@@ -178,6 +185,21 @@ class _Planner:
         if matrix.shape[0] * matrix.shape[1] <= SMALL_ENTRIES:
             options += by("duplicated")
         return options
+
+    def _stays(self, matrix: Matrix) -> bool:
+        """Whether one rank has all of a matrix, and no mode that may move it was named."""
+        return matrix.holder is not None and self._mode in ("duplicated", "distributed", "gram")
+
+    def _in_place(self, indices: Sequence[int]) -> list[Option]:
+        """The way on which matrices that lie whole on one rank stay there, if there are any."""
+        there = [i for i in indices if self._draft.matrices[i].holder is not None]
+        if not there:
+            return []
+        rest = [i for i in indices if self._draft.matrices[i].holder is None]
+        option = [Bucket(tuple(there), "local")]
+        if rest:
+            option.append(Bucket(tuple(rest), "owner"))
+        return [tuple(option)]
 
     def _that_sum(self, matrix: Matrix) -> list[Scheme]:
         """The mode's schemes that sum Gram matrices of the short side, by preference."""
@@ -274,6 +296,12 @@ class _Planner:
         flops = [self._flops(bucket) for bucket in buckets]
         for i in sorted(range(len(buckets)), key=lambda i: -flops[i]):
             bucket = buckets[i]
+            if bucket.scheme == "local":
+                holders = [self._draft.matrices[m].holder for m in bucket.matrices]
+                in_place = tuple(rank for rank in holders if rank is not None)
+                for rank in in_place:
+                    load[rank] += flops[i]
+                done[i] = replace(bucket, compute_ranks=in_place)
             if bucket.scheme not in ("owner", "gram_split", "share"):
                 continue
             rounds, rest = divmod(len(bucket.matrices), ranks)

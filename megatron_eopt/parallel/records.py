@@ -12,7 +12,7 @@ TpMode = Literal["blockwise", "duplicated", "distributed", "owner", "gram", "aut
 Scheme = Literal["local", "blockwise", "duplicated", "distributed", "owner", "gram_split", "gram_replicated", "share"]
 """How a bucket is orthogonalized:
 
-- ``local``: whole matrices as one stack, on the rank that holds them.
+- ``local``: whole matrices as one stack, on the rank that holds them, be it each rank or one alone.
 - ``blockwise``: each shard as a matrix of its own, without exchange: an approximation.
 - ``duplicated``: one all-gather of all shards; every rank computes everything and keeps its shards.
 - ``distributed``: the standard form; every step sums the stacked Gram matrices, of the dimension that is not cut, in
@@ -65,6 +65,11 @@ class Matrix:
         """Ranks that hold entries, ascending, each with their number."""
         return held(self.rectangles)
 
+    @property
+    def holder(self) -> int | None:
+        """The one of several ranks that has all of it; None if others have a part."""
+        return self.held[0][0] if self.ranks > 1 and len(self.held) == 1 else None
+
     @cached_property
     def copies(self) -> int:
         """How often the ranks hold it between them."""
@@ -91,7 +96,8 @@ class Bucket:
 
     matrices: tuple[int, ...]  # indices into the matrices of the plan, ascending
     scheme: Scheme
-    compute_ranks: tuple[int, ...] = ()  # of each matrix, for ``owner``, ``gram_split`` and ``share``
+    # of each matrix, for ``owner``, ``gram_split`` and ``share``, and for ``local`` where one rank alone has each
+    compute_ranks: tuple[int, ...] = ()
     chunk: int = 0  # whose buckets are worked on together
 
 

@@ -112,6 +112,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     conv1d = kinds.declare_conv1d(model)
     if conv1d:
         _log(f"{len(conv1d)} weights of Conv1D are (in, out), and read as transposed: {listed(conv1d)}")
+    stacks = Counter(kinds.declare_experts(model))
+    if stacks:
+        listed_stacks = "; ".join(f"{count} {what}" for what, count in stacks.items())
+        _log(f"{stacks.total()} parameters are stacks of experts: {listed_stacks}")
     warn_of_unmatched([name for name, _ in named])
     decayed = []
     others = []

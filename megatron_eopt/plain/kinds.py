@@ -7,7 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from megatron_eopt.matrices import ATTRIBUTE, WHOLE, concatenated, declared_split, transposed
+from megatron_eopt.matrices import (
+    ATTRIBUTE,
+    WHOLE,
+    Split,
+    concatenated,
+    declared_split,
+    experts,
+    interleaved_gate_up,
+    transposed,
+)
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import factor_pairs
 
@@ -88,6 +97,48 @@ def declare_conv1d(model: nn.Module) -> list[str]:
         setattr(weight, ATTRIBUTE, transposed(split))
         found.append(path)
     return found
+
+
+def declare_experts(model: nn.Module) -> list[str]:
+    """Declare the experts in parameters of three dimensions, as Hugging Face has them.
+
+    They are ``gate_up_proj``, or ``gate_proj`` and ``up_proj``, and ``down_proj`` of one module. Returns what each was
+    declared as.
+    """
+    found = []
+    for module in model.modules():
+        for name, split in _experts(module).items():
+            stack = module.get_parameter(name)
+            if declared_split(stack) is not None:
+                continue
+            setattr(stack, ATTRIBUTE, split)
+            parts = " and ".join(part.name for part in split.parts)
+            if parts:
+                parts += " by turns, " if split.order == "interleaved" else " one behind the other, "
+            sides = "(in, out)" if split.transposed else "(out, in)"
+            found.append(f"{name} of {split.stacked} experts, {parts}{sides}")
+    return found
+
+
+def _experts(module: nn.Module) -> dict[str, Split]:
+    """The matrices in a module's own stacks of experts, by name."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
+    if "down_proj" not in shapes:
+        return {}
+    count, rows, cols = shapes["down_proj"]
+    gate_up = shapes.get("gate_up_proj")
+    if gate_up in ((count, 2 * cols, rows), (count, cols, 2 * rows)):
+        is_transposed = gate_up == (count, cols, 2 * rows)
+        by_turns = not getattr(module, "is_concatenated", True)
+        by_turns = by_turns or any(cls.__name__.startswith("GptOss") for cls in type(module).__mro__)
+        both = interleaved_gate_up(1) if by_turns else concatenated(gate=None, up=None)
+        splits = {"gate_up_proj": both, "down_proj": WHOLE}
+    else:  # their shapes are the same either way
+        is_transposed = bool(getattr(module, "is_transposed", False))
+        apart = [name for name in ("gate_proj", "up_proj") if shapes.get(name) == (count, cols, rows)]
+        splits = dict.fromkeys([*apart, "down_proj"], WHOLE) if apart else {}
+    stacks = {name: experts(count, split) for name, split in splits.items()}
+    return {name: transposed(stack) if is_transposed else stack for name, stack in stacks.items()}
 
 
 def for_matrices(parameter: Tensor) -> str | None:

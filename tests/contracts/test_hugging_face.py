@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.matrices import concatenated, declare, transposed, undeclare
+from megatron_eopt.matrices import concatenated, declare, experts, transposed, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 
 
@@ -181,3 +181,146 @@ def test_a_long_conv1d_is_adamws_and_another_class_of_that_name_is_as_it_is():
 
     assert shapes(Conv1D(8, 8), Conv1D(4, 44)) == [(8, 8)]
     assert shapes(nn.Conv1d(4, 8, 1), type("Conv1D", (nn.Linear,), {})(8, 16)) == [(8, 4), (16, 8)]
+
+
+class Experts(nn.Module):
+    """As Hugging Face stacks experts of Qwen3-MoE, Mixtral and others: (out, in), gate over up."""
+
+    transposed = by_turns = False
+
+    def __init__(self, count=3, hidden=8, inner=6):
+        super().__init__()
+        up, down = (count, 2 * inner, hidden), (count, hidden, inner)
+        if self.transposed:
+            up, down = (count, hidden, 2 * inner), (count, inner, hidden)
+        self.gate_up_proj = nn.Parameter(0.2 * torch.randn(up))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(count, 2 * inner))
+        self.down_proj = nn.Parameter(0.2 * torch.randn(down))
+
+    def matrices(self):
+        """Gate, up and down of each expert, (out, in)."""
+        found = []
+        for gate_up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
+            if self.transposed:
+                gate_up, down = gate_up.t(), down.t()
+            gate, up = (gate_up[::2], gate_up[1::2]) if self.by_turns else gate_up.chunk(2)
+            found.append((gate, up, down))
+        return found
+
+    def forward(self, x):
+        """Every expert takes every token."""
+        for (gate, up, down), bias in zip(self.matrices(), self.gate_up_proj_bias, strict=True):
+            x = x + (x @ gate.t()).sigmoid() * (x @ up.t() + bias.chunk(2)[0]) @ down.t()
+        return x
+
+
+class Llama4TextExperts(Experts):
+    transposed = True
+
+
+class GptOssExperts(Experts):
+    transposed = by_turns = True
+
+
+class ShardedGptOss(GptOssExperts):
+    """FSDP2 makes such a class."""
+
+
+class Newer(Experts):
+    """A class of later releases, which says how its rows lie."""
+
+    by_turns = True
+    is_concatenated = False
+
+
+EXACT = {"fp32_matmul_prec": "highest", "coefficient_type": "polar_express", "scale_mode": "spectral"}
+
+
+def assert_orthogonal(before, after, lr):
+    """The update of a matrix is Muon's: an orthogonal factor, of entries of the size 1."""
+    update = (before - after) / lr
+    values = torch.linalg.svdvals(update) / max(update.shape) ** 0.5
+    torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", [Experts, Llama4TextExperts, GptOssExperts, ShardedGptOss, Newer])
+def test_gate_up_and_down_of_each_expert_are_matrices(kind, caplog):
+    torch.manual_seed(0)
+    model = nn.ModuleList([kind(), kind()])
+    before = [[x.detach().clone() for x in expert] for module in model for expert in module.matrices()]
+    with caplog.at_level(logging.INFO):
+        optimizer = build_optimizer(model, config(weight_decay=0.0, muon_ns_steps=10, options=EXACT))
+    x = torch.randn(32, 8)
+    (model[1](model[0](x)) - x.roll(1, 1)).square().mean().backward()
+    optimizer.step()
+    after = [expert for module in model for expert in module.matrices()]
+    assert optimizer.matrices.matrices_per_step == 2 * 3 * 3
+    for old, new in zip(before, after, strict=True):
+        for matrix, moved in zip(old, new, strict=True):
+            assert_orthogonal(matrix, moved.detach(), 0.01)
+    of_adamw = [p for group in optimizer.adamw.param_groups for p in group["params"]]
+    assert {id(p) for p in of_adamw} == {id(module.gate_up_proj_bias) for module in model}
+    sides = "(in, out)" if kind.transposed else "(out, in)"
+    turns = "by turns" if kind.by_turns else "one behind the other"
+    assert (
+        f"2 gate_up_proj of 3 experts, gate and up {turns}, {sides}; 2 down_proj of 3 experts, {sides}" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if row.plain])
+def test_experts_lower_the_loss_with_every_optimizer(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(), GptOssExperts())
+    optimizer = build_optimizer(model, config(name, options=OPTIONS.get(name, {})))
+    x = torch.randn(32, 8)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+class Apart(nn.Module):
+    """Gate and up in parameters of their own; of Nemotron-H there is no gate."""
+
+    def __init__(self, names, hidden=8, inner=6, is_transposed=False):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.randn(3, inner, hidden)))
+        self.down_proj = nn.Parameter(torch.randn(3, hidden, inner))
+        if is_transposed:
+            self.is_transposed = True
+
+
+def matrices_of(model, **fields):
+    return {
+        each.name: each.shape for each in build_optimizer(model, config(**fields)).matrices.proposed().plan.matrices
+    }
+
+
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj"), ("up_proj",)])
+def test_gate_and_up_may_be_apart(names):
+    found = matrices_of(Apart(names))
+    assert len(found) == 3 * (len(names) + 1)
+    assert found["up_proj[expert 2]"] == (6, 8)
+    assert found["down_proj[expert 0]"] == (8, 6)
+    # the shapes of (in, out) are the same: 6 rows in, 8 out
+    assert matrices_of(Apart(names, is_transposed=True))["up_proj[expert 2]"] == (8, 6)
+
+
+def test_what_is_declared_of_experts_comes_first():
+    model = Experts()
+    model.gate_up_proj.logical_matrices = experts(3)
+    model.down_proj.is_embedding_or_output_parameter = True
+    assert matrices_of(model) == {f"gate_up_proj[expert {i}]": (12, 8) for i in range(3)}
+
+
+def test_other_parameters_of_these_names_are_none():
+    model = nn.ModuleDict({"other": Experts(), "experts": Experts(), "linear": nn.Linear(8, 8)})
+    model["other"].down_proj = nn.Parameter(torch.randn(3, 8, 5))
+    del model["experts"].down_proj
+    with_others = matrices_of(model, name="polargrad")
+    assert with_others == {"linear.weight": (8, 8)}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.matrices import GATE_UP, experts, heads
+from megatron_eopt.matrices import GATE_UP, concatenated, experts, heads, interleaved_gate_up, transposed
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.shards import OF_SHARDS, counted, cut, grid, groups_of, marked, sharded, whole
 from tests.optimizers.family import SETTINGS
@@ -75,6 +75,7 @@ FACTORS = {"precondition_frequency": 2, "max_dim": 24, "weight_decay": 0.1}
 DAMPED = {**FACTORS, "damping": 1e-3}
 BOTH = ("both",)
 LONG = ("long sides",)
+STACKS = ("experts", "gate and up of experts", "gate and up by turns (in, out)")  # of DTensors
 OTHER = ("of another dtype",)
 PROGRAMS = {
     "muon": of_muon(modes=EXACT),
@@ -89,7 +90,7 @@ PROGRAMS = {
     "match, cautious": of_muon(relative_update="match", cautious_weight_decay=True, calls=SUMS),
     "bound, brake": of_muon(relative_update="bound", update_ratio=0.3, weight_norm="brake", calls=SUMS),
     "hold, normuon": of_muon(
-        **HOLD, moment2_method="normuon", tolerance=IN_FP32, calls={"all_reduce": 4}, without=BOTH
+        **HOLD, moment2_method="normuon", tolerance=IN_FP32, calls={"all_reduce": 4}, without=(*BOTH, *STACKS)
     ),
     "adamuon": of_muon("adaptive_muon", moment2_method="adamuon", tolerance=IN_FP32, calls=SUMS),
     # what is rounded otherwise where Gram matrices are summed, adamuon makes as much of in small entries
@@ -102,18 +103,21 @@ PROGRAMS = {
         calls=SUMS,
     ),
     "adamuon not aligned": of_muon("adaptive_muon", moment2_method="adamuon", align_rms=False, tolerance=IN_FP32),
-    "normuon": of_muon("adaptive_muon", moment2_method="normuon", tolerance=IN_FP32, calls=SUMS, without=BOTH),
+    "normuon": of_muon(
+        "adaptive_muon", moment2_method="normuon", tolerance=IN_FP32, calls=SUMS, without=(*BOTH, *STACKS)
+    ),
     "namo": of_muon("adaptive_muon", moment2_method="namo", tolerance=IN_FP32, calls=SUMS),
     "scion": of_muon("scion"),
     "polargrad": of_muon("polargrad", calls=SUMS),
     "hyperball": of_muon("muon_hyperball", calls=SUMS),
     "mars": of_muon("mars_muon", calls=SUMS),
-    "muown": of_muon("muown", calls={"all_reduce": 4}, without=("heads", "gate over up")),
+    "muown": of_muon("muown", calls={"all_reduce": 4}, without=("heads", "gate over up", *STACKS)),
     "dion": Program(
         name="dion",
         settings={"momentum": 0.8, "weight_decay": 0.1},
         first={"rank_fraction": 0.4},
         calls={"all_reduce": 2 * 4},
+        without=STACKS[2:],
     ),
     "dion2": Program(name="dion2", settings={"fraction": 0.4}, calls=OWNED),
     "spectron": Program(
@@ -123,7 +127,7 @@ PROGRAMS = {
         modes=("duplicated", "auto"),
         # of gradients, of vectors and of norms (in fp64) in each power iteration, and of quotients
         calls={"all_reduce": 3 + 2 * (3 + 2) + 3},
-        without=("both", "one row", "heads", "gate over up"),
+        without=("both", "one row", "heads", "gate over up", *STACKS),
     ),
     "soap": Program(name="soap", settings=FACTORS, first={"precondition_frequency": 3}, calls=FACTORED),
     "soap by eigh": Program(name="soap", settings={**FACTORS, "basis_method": "eigh"}, calls=FACTORED),
@@ -282,6 +286,24 @@ class DTensors(TensorParallel):
         return x
 
 
+OF_STACKS = {
+    "experts": ((3, 20, 12), {"logical_matrices": experts(3)}),
+    "gate and up of experts": ((5, 16, 12), {"logical_matrices": experts(5, concatenated(gate=None, up=None))}),
+    "gate and up by turns (in, out)": (
+        (3, 12, 16),
+        {"logical_matrices": transposed(experts(3, interleaved_gate_up(1)))},
+    ),
+    "uneven": ((13, 13), {}),
+    "like an expert": ((20, 12), {}),
+}
+
+
+class Stacks(DTensors):
+    """Stacks on a mesh, of whose matrices ranks have as many as torch gives them, beside other parameters."""
+
+    cases = OF_STACKS
+
+
 OF_TWO_CUTS = {
     "tall along rows": ((42, 20), sharded(0, pad_length=3)),
     "in one group": ((29, 24), {"pad_length": 3}),
@@ -318,11 +340,15 @@ LAYOUTS = {
         "copies": Copies(1),
         "rows": DTensors((2,), Shard(0)),
         "columns": DTensors((2,), Shard(1)),
+        "stacks": Stacks((2,), Shard(0)),
     },
     4: {
         "TP=4": TensorParallel(4),
         "grid": Grid(2),
         "rows over four": DTensors((4,), Shard(0)),
+        "stacks over four": Stacks((4,), Shard(0)),
+        "stacks of hsdp": Stacks((2, 2), Replicate(), Shard(0)),
+        "stacks over both": Stacks((2, 2), Shard(0), Shard(0)),
         "replicated": DTensors((4,), Replicate()),
         "hsdp": DTensors((2, 2), Replicate(), Shard(0)),
         "both": DTensors((2, 2), Shard(0), Shard(1)),

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt.matrices import experts
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from tests.distributed.ranks import run_ranks
@@ -142,6 +143,7 @@ def refused(line, square):
     fused = parameter(line, [Shard(0)], qkv_split_shapes=QKV)
     both = parameter(square, [Shard(0), Shard(1)])
     short = parameter(line, [Shard(0)], (3, 16))
+    stack = parameter(line, [Shard(0)], (3, 8, 6), logical_matrices=experts(3))
     same = nn.Parameter(torch.ones(16, 8))
     plain, cut = (Spectron([("weight", p)], rank=2) for p in (same, parameter(line, [Shard(0)])))
     plain.init_state()
@@ -158,6 +160,8 @@ def refused(line, square):
             lambda: Spectron([factor_pairs([(("short", short), ("whole", same))])]),
             lambda: cut.load_state_dict(plain.state_dict()),
             lambda: plain.load_state_dict(cut.state_dict()),
+            lambda: Spectron([("experts", stack)], rank=2),
+            lambda: TensorParallelAdaptiveMuon([("experts", stack)], moment2_method="normuon"),
         )
     ]
 
@@ -234,3 +238,6 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(ran):
         assert f"'factor_A' has shape (16, 2), expected {put} for the parameter of shape (16, 8)" in messages[5]
         assert "load a whole state into DTensors by torch's set_optimizer_state_dict" in messages[5]
         assert f"'factor_A' has shape {put}, expected (16, 2) for" in messages[6]
+        for message in messages[7:]:
+            assert "experts is a DTensor of shape (3, 8, 6) with placements (Shard(dim=0),), which cut its" in message
+            assert "Take an optimizer whose state has the shape of the parameter (muon, say)" in message

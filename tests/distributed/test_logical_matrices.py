@@ -35,8 +35,7 @@ def on_ranks(rank, world_size):
         parameters, gradients = [], []
         for kind in KINDS.values():
             own, gradient = (kind.store(kind.whole(COLS, seed), world_size)[rank] for seed in (0, 1))
-            dim = kind.dim + (kind.split.stacked is not None)
-            parameters.append(marked(own.contiguous(), **sharded(dim, logical_matrices=kind.split)))
+            parameters.append(marked(own.contiguous(), **sharded(kind.partition_dim, logical_matrices=kind.split)))
             gradients.append(gradient)
         made = optimizer(list(zip(KINDS, parameters, strict=True)), mode, groups_of())
         results[mode] = dict(zip(KINDS, stepped(made, parameters, gradients), strict=True))

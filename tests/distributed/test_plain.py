@@ -20,12 +20,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.matrices import experts
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.fingerprint import fingerprint
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from tests.contracts.test_hugging_face import Experts, GptOssExperts
 from tests.distributed.ranks import run_ranks
-from tests.distributed.shards import message_of
+from tests.distributed.shards import message_of, whole
 
 pytestmark = pytest.mark.wide
 
@@ -81,8 +83,8 @@ class Model(nn.Module):
         return self.lm_head(x)
 
 
-def sharded(mesh):
-    model = Model()
+def sharded(mesh, model=None):
+    model = model or Model()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -165,6 +167,7 @@ def on_two(rank, ranks, folder):
         dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"{name}-2")
         results[name] = losses, resumed
     results["convolutions"] = [train_convolutions(mesh), train_convolutions(None)]
+    results["experts"] = [train_experts(mesh), train_experts(None)]
     results["refused"] = refusal(mesh)
     return results
 
@@ -188,10 +191,34 @@ def train_convolutions(mesh):
     return losses
 
 
+def train_experts(mesh):
+    """Three experts a layer, on the same tokens everywhere: two ranks have two and one of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Experts(), GptOssExperts(), nn.Linear(8, 8))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.02, options=EXACT))
+    tokens = torch.randn(16, 8)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = (model(tokens) - tokens.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    plan = optimizer.matrices.prepare().plan
+    of_experts = {bucket.scheme for bucket in plan.buckets if "expert" in plan.one_of(bucket).name}
+    assert of_experts == {"local"}  # nothing of them is exchanged
+    return losses, [whole(p) for p in model.parameters()]
+
+
 def refusal(mesh):
-    """What Muon says of a convolution whose kernels are cut."""
+    """What Muon says of a convolution whose kernels are cut, and of experts that are."""
+    stack = nn.Parameter(distribute_tensor(torch.ones(3, 4, 6), mesh, [Shard(1)], src_data_rank=None))
+    stack.logical_matrices = experts(3)
+    of_stack = message_of(lambda: Muon([stack], []))
     images = nn.Parameter(distribute_tensor(torch.ones(4, 4, 3, 3), mesh, [Shard(2)], src_data_rank=None))
-    return message_of(lambda: Muon([images], []))
+    return message_of(lambda: Muon([images], [])), of_stack
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +263,17 @@ def test_convolutions_are_matrices_of_rows_times_the_rest(runs):
     sharded_losses, losses = two["convolutions"]
     assert sharded_losses == pytest.approx(losses, rel=1e-5)
     assert losses[-1] < losses[0]
-    assert "a rank holds several separate parts of the matrix (4, 36)" in two["refused"]
+    assert "a rank holds several separate parts of the matrix (4, 36)" in two["refused"][0]
+
+
+def test_experts_stay_where_they_are_and_train_as_on_one_process(runs):
+    *_, two = runs
+    (sharded_losses, found), (losses, expected) = two["experts"]
+    assert sharded_losses == pytest.approx(losses, rel=1e-5)
+    assert losses[-1] < losses[0]
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    assert "a stack of shape (3, 4, 6) with placements (Shard(dim=1),), which may cut its matrices" in two["refused"][1]
 
 
 def started(rank, ranks):

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.family import OPTIMIZERS
+from tests.contracts.test_hugging_face import Experts, GptOssExperts
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import whole
 from tests.distributed.test_plain import Model, optimizer_of, sharded
@@ -23,7 +24,8 @@ from tests.plain.made import assert_same
 
 pytestmark = pytest.mark.wide
 
-NAMES = [row.name for row in OPTIMIZERS.values() if not row.vectors]
+EXPERTS = "muon of experts"
+NAMES = [*(row.name for row in OPTIMIZERS.values() if not row.vectors), EXPERTS]
 STEPS = 3
 FORMS = {"plain": None, "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
 
@@ -48,8 +50,19 @@ def parameters_of(model):
     return {name: whole(p) for name, p in model.named_parameters()}
 
 
+class OfExperts(Model):
+    """Also three experts, which two ranks cannot halve, and of which four have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList([Experts(), GptOssExperts()])
+
+
 def made(ranks, name):
-    model = Model() if ranks == 1 else sharded(init_device_mesh("cpu", (ranks,)))
+    model = OfExperts() if name == EXPERTS else Model()
+    if ranks > 1:
+        sharded(init_device_mesh("cpu", (ranks,)), model)
+    name = name.removesuffix(" of experts")
     return model, optimizer_of(
         model, name, **({"symmetric_products": "torch"} if OPTIMIZERS[name].takes("symmetric_products") else {})
     )

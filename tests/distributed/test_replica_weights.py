@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_eopt import OptimizerConfig, build_optimizer
+from megatron_eopt.matrices import experts
 from megatron_eopt.optimizers.distributed_muon import DistributedMuon
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
@@ -35,6 +36,15 @@ def on_meshes(rank, shape, dims, placements):
     """DTensors without names whose local shards are the matrices, on the mesh of all ranks or one of each rank."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))[dims]
     return [torch.nn.Parameter(DTensor.from_local(x.detach(), mesh, placements)) for x in matrices(rank)]
+
+
+def stack_on_mesh(rank):
+    """A stack of two experts, of which each rank has one."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("experts",))
+    x = torch.arange(12.0).view(1, 4, 3) + rank
+    stack = torch.nn.Parameter(DTensor.from_local(x, mesh, [Shard(0)]))
+    stack.logical_matrices = experts(2)
+    return [stack]
 
 
 def model(rank):
@@ -76,6 +86,7 @@ def on_rank(rank, ranks):
         TensorParallelMuon(named(rank, partition_dim=0)),  # shards that nobody marked
         TensorParallelMuon(on_meshes(rank, (2, 1), ("b",), [Shard(0)])),  # a mesh for each rank
         TensorParallelMuon(on_meshes(rank, (1, 2), ("a", "b"), [Replicate(), Shard(0)])),  # another shard
+        TensorParallelMuon(stack_on_mesh(rank)),  # other experts
         TensorParallelMuon(named(rank), symmetric_products="torch"),
     ]
     with mock.patch.dict(agreement.versions(), {"torch": "2.0"} if rank else {}):

@@ -20,6 +20,7 @@ from tests.distributed.layouts import (
     CutTwice,
     DTensors,
     Grid,
+    Stacks,
     TensorParallel,
     assert_as_one,
     found,
@@ -33,6 +34,8 @@ from tests.optimizers.on_gpu import masking
 
 
 def modes_of(program, layout):
+    if program.takes("tp_mode") and isinstance(layout, Stacks):
+        return [{"tp_mode": "duplicated"}, {"tp_mode": "auto"}]
     if not program.takes("tp_mode") or isinstance(layout, DTensors | CutTwice):
         return [{}]
     # shards are shared over copies by owner

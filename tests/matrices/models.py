@@ -18,6 +18,7 @@ from megatron_eopt.matrices import (
     latent_down,
     per_shard,
     query_key_value,
+    transposed,
 )
 
 
@@ -82,6 +83,11 @@ def stacked(store, each):
     return stored
 
 
+def turned(store):
+    """Parameters (in, out)."""
+    return lambda matrices, ranks: [shard.mT.contiguous() for shard in store(matrices, ranks)]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of parameter.
@@ -107,6 +113,12 @@ class Kind:
         """Rows of the global parameter, or of each of a stack."""
         return sum(self.matrices.values()) // (self.split.stacked or 1)
 
+    @property
+    def partition_dim(self):
+        """The dimension of the parameter that is cut."""
+        dim = 1 - self.dim if self.split.transposed else self.dim
+        return dim + (self.split.stacked is not None)
+
 
 def numbered(name, count, rows):
     return {f"{name} {i}": rows for i in range(count)}
@@ -116,6 +128,7 @@ def kinds(unit=1):
     """All kinds, which up to 8 ranks can cut; sizes grow with ``unit``. Query groups are 3, so they are cut too."""
     u, n = 8 * unit, 3
     gate_up = {"gate": u, "up": u}
+    of_two_experts = {f"expert {i} {name}": rows for i in range(2) for name, rows in gate_up.items()}
     return {
         "whole": Kind(WHOLE, {"": u}, cut(torch.cat)),
         "linear_qkv": Kind(query_key_value((2 * u, u, u)), {"q": 2 * n * u, "k": n * u, "v": n * u}, cut(by_group(n))),
@@ -152,8 +165,14 @@ def kinds(unit=1):
         "linear_fc1 by turns": Kind(interleaved_gate_up(unit), gate_up, cut(by_group(8))),
         "experts fc1": Kind(
             experts(2, GATE_UP),
-            {f"expert {i} {name}": rows for i in range(2) for name, rows in gate_up.items()},
+            of_two_experts,
             stacked(shard_by_shard, 2),
+        ),
+        "experts (in, out)": Kind(
+            transposed(experts(2, concatenated(gate=u, up=u))), of_two_experts, turned(stacked(cut(torch.cat), 2))
+        ),
+        "experts by turns (in, out)": Kind(
+            transposed(experts(2, interleaved_gate_up(1))), of_two_experts, turned(stacked(cut(by_group(u)), 2))
         ),
         "experts fc2": Kind(experts(3), numbered("expert", 3, u), stacked(cut(torch.cat, 1), 1), dim=1),
         "mamba in_proj": Kind(

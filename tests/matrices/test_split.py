@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +18,7 @@ from megatron_eopt.matrices import (
     transposed,
 )
 from megatron_eopt.matrices import query_key_value as qkv
-from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, shared_out, split_layout
+from megatron_eopt.parallel.layout import Layout, local_rows, of_stack, on_one_rank, shared_out, split_layout
 from megatron_eopt.parallel.rectangles import cut, cut_at, whole
 from tests.distributed.shards import part_of
 from tests.matrices.models import kinds
@@ -59,13 +61,13 @@ def test_shards_are_the_pieces_of_separately_stored_matrices(name, unit, cols, r
 def test_any_rows_are_split_as_the_whole_is(name, data, unit, padding, turned):
     """Wherever a shard begins and ends, with rows of padding behind it, in stacks and transposed parameters."""
     kind = kinds(unit)[name]
-    rows, layers, turned = kind.rows(), kind.split.stacked, turned and kind.split.stacked is None
+    rows, layers, upright = kind.rows(), kind.split.stacked, replace(kind.split, transposed=False)
     top, bottom = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
-    split = transposed(kind.split) if turned else kind.split
+    split = transposed(upright) if turned else upright
     x = torch.arange(2 * (layers or 1) * rows).view(*([layers] if layers else []), rows, 2)
     shard = x[..., top:bottom, :].contiguous()
     stored = torch.nn.functional.pad(shard, (0, 0, 0, padding))
-    expected = [part[torch.isin(part, shard).all(1)] for part in kind.split.local(rows, 0, rows).split(x)]
+    expected = [part[torch.isin(part, shard).all(1)] for part in upright.local(rows, 0, rows).split(x)]
     if turned:  # whose columns are padded nowhere
         local, stored = split.local(rows, top, bottom), shard.mT.contiguous()
     else:
@@ -77,6 +79,33 @@ def test_any_rows_are_split_as_the_whole_is(name, data, unit, padding, turned):
         merged = local.merge(several)
         assert torch.equal(merged, stored)
         assert not turned or merged.is_contiguous()
+
+
+@pytest.mark.parametrize("name", [name for name, kind in kinds().items() if kind.split.stacked])
+@given(data=st.data(), unit=st.integers(1, 3), ranks=st.integers(1, 4))
+def test_ranks_that_share_out_a_stack_have_whole_matrices_of_it(name, data, unit, ranks):
+    """Some perhaps have none."""
+    kind = kinds(unit)[name]
+    matrices = kind.whole(4)
+    (stack,) = kind.store(matrices, 1)
+    count = len(stack)
+    inner = sorted(data.draw(st.lists(st.integers(0, count), min_size=ranks - 1, max_size=ranks - 1)))
+    flat = (count, stack[0].numel())
+    cuts = cut_at(flat, 0, [0, *inner, count])
+    times_held = [0] * len(matrices)
+    for rank, (top, bottom, *_) in enumerate(cuts):
+        layout = of_stack(Layout(flat, cuts, Group(ranks, rank), "fsdp"), tuple(stack.shape[1:]))
+        layout = layout.transposed if kind.split.transposed else layout
+        layouts, rows = split_layout(layout, kind.split), local_rows(layout, kind.split)
+        parts = rows.split(stack[top:bottom])
+        for number, (part, each, matrix) in enumerate(zip(parts, layouts, matrices, strict=True)):
+            assert each.shape == tuple(matrix.shape)
+            assert torch.equal(part, part_of(matrix, each.rectangle))
+            assert part.numel() in (0, matrix.numel())
+            times_held[number] += part.numel() > 0
+        assert torch.equal(rows.merge(parts), stack[top:bottom])
+        assert torch.equal(rows.merge([part.clone() for part in parts]), stack[top:bottom])
+    assert times_held == [1] * len(matrices)
 
 
 @pytest.mark.parametrize("name", ["linear_fc1", "experts fc1", "mamba in_proj", "qkv per head", "one query group"])

@@ -147,7 +147,17 @@ def test_a_stopped_run_goes_on_bit_for_bit(name):
 
 
 # Kinds of parameters that are several matrices, of all that there are: rows by turns, one behind another, and stacks.
-FUSED = [kinds()[name] for name in ("linear_qkv", "one query group", "mla kv_down", "linear_fc1", "experts fc1")]
+FUSED = [
+    kinds()[name]
+    for name in (
+        "linear_qkv",
+        "one query group",
+        "mla kv_down",
+        "linear_fc1",
+        "experts fc1",
+        "experts by turns (in, out)",
+    )
+]
 
 
 @pytest.mark.parametrize("name", [name for name, (row, _) in VARIANTS.items() if row not in ELEMENTWISE])

@@ -19,7 +19,15 @@ from torch import nn
 
 import megatron_eopt
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, experts, per_shard, query_key_value, transposed
+from megatron_eopt.matrices import (
+    ATTRIBUTE,
+    GATE_UP,
+    experts,
+    interleaved_gate_up,
+    per_shard,
+    query_key_value,
+    transposed,
+)
 from megatron_eopt.optimizers import step_choice, step_kernels
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from tests.distributed.ranks import run_ranks
@@ -203,6 +211,8 @@ LOGICAL = {
     "gate and up": ((32, 12), GATE_UP),
     "experts": ((3, 10, 16), experts(3)),
     "experts of gate and up": ((3, 12, 8), experts(3, GATE_UP)),
+    "experts (in, out)": ((3, 8, 12), transposed(experts(3, GATE_UP))),
+    "experts by turns (in, out)": ((3, 8, 12), transposed(experts(3, interleaved_gate_up(1)))),
     "columns": ((12, 32), transposed(per_shard(a=None, b=None))),
     "a transposed matrix": ((12, 32), transposed()),
 }

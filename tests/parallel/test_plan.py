@@ -52,11 +52,17 @@ def test_what_a_plan_promises_for_any_matrices(given_matrices, mode, work, speed
 def assert_one_kind(plan, bucket, mode):
     first = plan.one_of(bucket)
     assert list(bucket.matrices) == sorted(bucket.matrices)
-    together = mode in ("auto", "owner") and first.uneven
+    stays = first.holder is not None and mode in ("duplicated", "distributed", "gram")
+    together = stays or (mode in ("auto", "owner") and first.uneven)
     kinds = {replace(plan.matrices[i], name="") for i in bucket.matrices}
     assert len({replace(kind, rectangles=()) if together else kind for kind in kinds}) == 1
-    assert len(kinds) == 1 or bucket.scheme == "owner"
-    assert len(bucket.compute_ranks) == (len(bucket.matrices) if bucket.scheme in OWNED else 0)
+    assert len(kinds) == 1 or bucket.scheme in ("owner", "local")
+    in_place = bucket.scheme == "local" and first.sharded
+    if in_place:
+        assert mode == "auto" or stays or 0 in first.shape
+        assert list(bucket.compute_ranks) == [plan.matrices[i].holder for i in bucket.matrices if 0 not in first.shape]
+    else:
+        assert len(bucket.compute_ranks) == (len(bucket.matrices) if bucket.scheme in OWNED else 0)
     assert set(bucket.compute_ranks) <= set(range(first.ranks))
 
 
@@ -72,7 +78,11 @@ def assert_scheme_serves(plan, bucket, mode, work):
         assert mode in ("gram", "auto")
         assert work_of(first, work).restarts is not None
         assert along_long_side
+    elif bucket.scheme == "local":
+        assert all(plan.matrices[i].holder is not None for i in bucket.matrices)
+        assert mode not in ("owner", "blockwise")
     elif mode != "auto":
+        assert first.holder is None or mode in ("owner", "blockwise")
         assert bucket.scheme in (mode, "owner")
         assert bucket.scheme == mode or mode == "gram" or not along_long_side
         assert bucket.scheme != "distributed" or along_long_side
@@ -80,10 +90,12 @@ def assert_scheme_serves(plan, bucket, mode, work):
 
 def assert_balanced(plan, work):
     """Two ranks differ by one matrix at most, of each bucket and in all."""
-    load, largest = {}, Counter()
+    load, largest, uneven = {}, Counter(), set()
     for bucket in plan.buckets:
         first = plan.one_of(bucket)
-        if bucket.compute_ranks:
+        if bucket.compute_ranks and bucket.scheme == "local":
+            uneven.add(first.group)  # as its matrices lie
+        elif bucket.compute_ranks:
             counts = [bucket.compute_ranks.count(rank) for rank in range(first.ranks)]
             assert max(counts) - min(counts) <= 1
             # what shards cost besides is uneven as they are
@@ -92,7 +104,7 @@ def assert_balanced(plan, work):
             ranks = load.setdefault(first.group, [0.0] * first.ranks)
             load[first.group] = [before + count * flops for before, count in zip(ranks, counts, strict=True)]
     for group, ranks in load.items():
-        assert max(ranks) - min(ranks) <= largest[group] * (1 + 1e-9)
+        assert group in uneven or max(ranks) - min(ranks) <= largest[group] * (1 + 1e-9)
 
 
 @given(matrices(), modes, works, rates, st.randoms())
@@ -152,6 +164,20 @@ BOTH = [Matrix("m", shape, quarters(shape)) for shape in ((40, 90), (4096, 9216)
 
 WIRE, CALLS = Rates(bytes=3e9), Rates(latency=1e-3)
 """Slow ones."""
+CUT = Matrix("cut", SQUARE[0], cut_at(SQUARE[0], 0, [0, 1000, 2000, 3000, 4096]))
+
+
+def stack(count, ranks, first):
+    """Square matrices, of which each rank has those from its first on."""
+    rows, cols = SQUARE[0]
+    found = []
+    for number in range(count):
+        holder = max(rank for rank in range(ranks) if first[rank] <= number)
+        edges = [0] * (holder + 1) + [rows] * (ranks - holder)
+        found.append(Matrix(f"expert {number}", (rows, cols), cut_at((rows, cols), 0, edges)))
+    return found
+
+
 SMALL = SMALL_ENTRIES // 128
 
 
@@ -196,6 +222,13 @@ SMALL = SMALL_ENTRIES // 128
         ("auto", BOTH[:1], WORK, Rates(), [("duplicated", 1)]),
         *((mode, BOTH[1:], WORK, Rates(), [("owner", 1)]) for mode in ("auto", "gram", "distributed")),
         *((mode, BOTH[1:], WORK, Rates(), [(mode, 1)]) for mode in ("blockwise", "duplicated")),
+        # whole on one rank each: evenly, all on the first, and beside others of the shape, which are cut
+        ("auto", stack(8, 4, range(0, 8, 2)), WORK, Rates(), [("local", 8)]),
+        ("owner", stack(8, 4, range(0, 8, 2)), WORK, Rates(), [("owner", 8)]),
+        ("duplicated", stack(8, 4, range(0, 8, 2)), WORK, Rates(), [("local", 8)]),
+        ("auto", stack(8, 4, (0, 8, 8, 8)), WORK, Rates(), [("owner", 8)]),
+        ("auto", stack(8, 4, (0, 8, 8, 8)), WORK, Rates(bytes=1e6), [("local", 8)]),
+        ("auto", [*stack(4, 4, range(4)), CUT], WORK, WIRE, [("local", 4), ("owner", 1)]),
         ("auto", [], WORK, Rates(), []),
     ],
 )

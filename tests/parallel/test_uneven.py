@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,18 +40,20 @@ def computed(plan):
 
 
 @given(uneven(), together)
-def test_all_of_a_shape_are_one_bucket_of_owner(given_matrices, mode):
+def test_all_of_a_shape_are_one_bucket_of_owner_but_for_those_that_stay(given_matrices, mode):
     plan = make_plan(given_matrices, mode, WORK)
     layouts = {}
     for each in given_matrices:
         layouts.setdefault(each.shape, set()).add(each.rectangles)
-    found = Counter(plan.matrices[bucket.matrices[0]].shape for bucket in plan.buckets)
+    found = Counter((plan.one_of(bucket).shape, bucket.scheme) for bucket in plan.buckets)
     for bucket in plan.buckets:
-        shapes = {plan.matrices[i].shape for i in bucket.matrices}
-        assert len(shapes) == 1
-        if mode == "owner" or len(layouts[shapes.pop()]) > 1:
+        [shape] = {plan.matrices[i].shape for i in bucket.matrices}
+        if bucket.scheme == "local":
+            assert mode == "auto"
+            assert list(bucket.compute_ranks) == [plan.matrices[i].holder for i in bucket.matrices]
+        elif mode == "owner" or len(layouts[shape]) > 1:
             assert bucket.scheme == "owner"
-    assert all(found[shape] == 1 for shape, each in layouts.items() if mode == "owner" or len(each) > 1)
+            assert found[shape, "owner"] == 1
     assert sorted(i for bucket in plan.buckets for i in bucket.matrices) == list(range(len(given_matrices)))
 
 
@@ -74,22 +75,24 @@ def test_a_matrix_is_computed_where_much_of_it_is_held(given_matrices):
                     assert min(others, default=matrix.shape[0] * matrix.shape[1]) >= rectangle.numel
 
 
-@pytest.mark.parametrize("mode", ["auto", "owner"])
-def test_matrices_that_are_whole_on_their_ranks_move_no_bytes(mode):
+def test_matrices_that_are_whole_on_their_ranks_move_no_bytes():
     ranks, shape = 4, (16, 8)
     on = [2, 0, 3, 1, 1, 2]
     matrices = [
         Matrix(f"m{i}", shape, cut_at(shape, 0, [0] * (rank + 1) + [16] * (ranks - rank)), "dp")
         for i, rank in enumerate(on)
     ]
-    plan = make_plan(matrices, mode, WORK)
+    stay = make_plan(matrices, "auto", WORK)
+    assert [(bucket.scheme, bucket.compute_ranks) for bucket in stay.buckets] == [("local", tuple(on))]
+    assert [predicted(stay, rank, WORK) for rank in range(ranks)] == [{}] * ranks
+    plan = make_plan(matrices, "owner", WORK)
     (bucket,) = plan.buckets
     counts = Counter(bucket.compute_ranks)
     assert sorted(counts.values()) == [1, 1, 2, 2]
     # the last round goes to ranks 0 and 1: one matrix of rank 2 is computed by rank 0
     assert [rank for rank, own in zip(bucket.compute_ranks, on, strict=True) if rank != own] == [0]
     assert [bucket_bytes(plan, bucket, rank, WORK)["all_to_all"] for rank in range(4)] == [512, 0, 512, 0]
-    alone = make_plan(matrices[:4], mode, WORK)
+    alone = make_plan(matrices[:4], "owner", WORK)
     assert alone.buckets[0].compute_ranks == (2, 0, 3, 1)
     assert plan_cost(alone, WORK).bytes == 0
 

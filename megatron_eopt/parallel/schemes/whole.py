@@ -79,7 +79,11 @@ NaN on all ranks, without effect on the others."""
 def local(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``local``, and ``blockwise``, which takes shards for whole matrices."""
     yield  # the next bucket starts its exchange before this one is computed
-    return orthogonalized(stack, job)
+    if not job.bucket.compute_ranks:
+        return orthogonalized(stack, job)
+    # others have the rest: what is here lies back to back
+    factors = orthogonalized(stack.view(-1, *job.matrix.shape), job)
+    return shards_of(factors.reshape(-1), job.shapes)
 
 
 def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:

@@ -137,7 +137,7 @@ def read_contents(folder: Path) -> Contents:
         missing = sorted(name for name in named if not (folder / name).exists())
         more = f" and {len(missing) - 5:,} more" if len(missing) > 5 else ""
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing[:5])}{more}, and with {blob.file} its arguments, iteration and parameter "
+            f"{folder} lacks {', '.join(missing[:5])}{more}, and with {blob.file} arguments, iteration and parameter "
             f"groups: copy what is missing from where it is, or take another checkpoint"
         )
     common, foreign = _common(folder, blob)

@@ -198,6 +198,17 @@ def test_cuda_means_the_cpu(cpu_run):
         assert torch.empty(2).is_meta
 
 
+def test_what_was_saved_on_a_gpu_loads_and_a_rank_keeps_its_device(cpu_run, tmp_path):
+    torch.save(torch.ones(2), tmp_path / "saved.pt")
+    for place in ("cuda", torch.device("cuda", 1)):
+        assert torch.load(tmp_path / "saved.pt", map_location=place).device.type == "cpu"
+    torch.cuda.set_device(1)
+    torch.cuda.set_device("cuda")  # names none
+    assert torch.cuda.current_device() == 1
+    torch.cuda.set_device(torch.device("cuda", 0))
+    assert torch.cuda.current_device() == 0
+
+
 def test_the_state_of_random_numbers_is_kept_as_on_a_gpu(cpu_run):
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()
@@ -251,7 +262,7 @@ def _two_ranks(rank, inherited):
     os.environ.clear()
     os.environ.update(inherited, RANK=str(rank), WORLD_SIZE="2")
     megatron_eopt.tools.cpu.install()
-    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    dist.init_process_group(device_id=torch.device("cuda", 0))  # for a GPU without a name torch would choose nccl
     group = dist.new_group([0, 1], backend="nccl", pg_options=object())
     assert dist.get_backend() == dist.get_backend(group) == "gloo"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"

@@ -57,7 +57,9 @@ def _check_of_run(options: argparse.Namespace, flags: Sequence[str]) -> None:
         )
     behind = sorted(OF_RUN & {each.partition("=")[0] for each in flags})
     if behind:
-        raise ValueError(f"{', '.join(behind)} after -- would be for Megatron, which has no such flag: put it before --")
+        raise ValueError(
+            f"{', '.join(behind)} after -- would be for Megatron, which has no such flag: put it before --"
+        )
 
 
 def model_of(options: argparse.Namespace) -> Model:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import _coalescing_manager
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_eopt.tools.cpu
 from examples import loopback
@@ -246,6 +248,35 @@ class Drawn(torch.utils.data.Dataset):
         return index + torch.rand(()).item()
 
 
+def test_an_asynchronous_save_writes_what_was_there_when_it_began(cpu_run, tmp_path):
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    weight = torch.ones(2)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"weight": weight}, is_coordinator=True)
+    writer = FileSystemWriterAsync(tmp_path)
+    writer.set_up_storage_writer(True)
+    plans, _ = planner.create_global_plan([planner.create_local_plan()])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.prepare_write_data(plan, planner)
+    weight.zero_()  # by the next step
+    ((_, _, (_, [(_, written)])),) = writer.write_buckets
+    assert written.tolist() == [1, 1]
+
+
+def test_what_was_compiled_before_runs_as_it_is_written(cpu_run):
+    cpu_run.undo()
+    graphs = []
+
+    @torch.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    def compiled(x):
+        return 2 * x
+
+    cpu_run.install()
+    assert compiled(torch.ones(1)).item() == 2
+    assert not graphs
+
+
 def test_nothing_is_compiled(cpu_run):
     @torch.compile(mode="max-autotune")
     def decorated(x):
@@ -268,6 +299,7 @@ def _two_ranks(rank, inherited):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     dist.barrier(device_ids=[torch.cuda.current_device()])
 
+    assert init_device_mesh("cuda", (2,)).device_type == "cpu"
     shard = torch.full((2 + rank,), float(rank), device="cuda")
     for async_op in (False, True):
         shards = [torch.empty(2), torch.empty(3)]

@@ -118,7 +118,7 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
                 if line.optimizer or not any(of == line.run and name for of, name in colors):
                     named.setdefault(label(line, len(runs)), shown)
             if highest:  # of single steps, the thin ones, some take ten times as long
-                axes.set_ylim(0, 1.2 * highest)
+                axes.set_ylim(0, 1.5 * highest)
             axes.set_title(title, loc="left")
             axes.grid(color="#e4e4e4")
             axes.spines[["top", "right"]].set_visible(False)

@@ -18,7 +18,11 @@ _RANKS = {  # of Parallel
     "pipeline": ("--pipeline-model-parallel-size", None),
     "data": ("--data-parallel-size", "over which the layer-wise distributed optimizer deals whole parameters (1)"),
 }
-_SWITCHES = {"swiglu": "fc1 has gate and up", "split_gate_up": "gate and up as two matrices; Megatron has one"}
+_SAID = {  # of Model
+    "ffn_hidden_size": "four times --hidden-size, with --swiglu two thirds of that",
+    "swiglu": "fc1 has gate and up",
+    "split_gate_up": "gate and up as two matrices; Megatron has one",
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +33,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}")
     for field in fields(Model):
         if field.type is bool:
-            model.add_argument(flag(field.name), action="store_true", default=None, help=_SWITCHES[field.name])
+            model.add_argument(flag(field.name), action="store_true", default=None, help=_SAID[field.name])
         else:
-            model.add_argument(flag(field.name), type=_positive, metavar="N")
+            model.add_argument(flag(field.name), type=_positive, metavar="N", help=_SAID.get(field.name))
 
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(

@@ -6,17 +6,18 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
+from typing import TextIO
 
 _WIDEST = 24  # of a column but the first
 _QUIET = 1.0  # seconds: what is done by then shows no progress
 
 
-def wrapped(text: str, indent: str = "", hanging: str = "") -> str:
-    """A line in the columns of the terminal; as it is where stdout is none, for ``grep``.
+def wrapped(text: str, indent: str = "", hanging: str = "", to: TextIO | None = None) -> str:
+    """A line in the columns of the terminal; as it is where ``to`` is none, for ``grep``.
 
-    Words are not broken, so that names and paths can be copied.
+    Words are not broken, so that names and paths can be copied. ``to`` is stdout by default.
     """
-    if not sys.stdout.isatty():
+    if not (to or sys.stdout).isatty():
         return indent + text
     return textwrap.fill(
         text,
@@ -64,9 +65,14 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def megabytes(count: int) -> str:
+def megabytes(count: float) -> str:
     """Bytes as MB, with three digits or more."""
     return figure(count / 1e6)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and what it counts, as in ``1 rank`` and ``2 ranks``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def duration(seconds: float) -> str:

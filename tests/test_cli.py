@@ -40,6 +40,13 @@ def test_a_model_by_flags(capsys):
     ]
 
 
+@pytest.mark.parametrize(("gate", "width"), [("", 4 * 512), ("--swiglu", 1344)])
+def test_the_width_of_an_mlp_is_by_default_that_of_megatron(capsys, gate, width):
+    """With gate and up two thirds of four times the hidden size, in whole 64s."""
+    said = shown(capsys, f"--num-layers 4 --hidden-size 512 --num-attention-heads 8 {gate}")
+    assert f"4 of 512 x {width}" in said
+
+
 def test_experts(capsys):
     said = shown(capsys, "--model qwen3-30b-a3b --num-layers 1 --expert-tensor-parallel-size 2 "
                          "--tensor-model-parallel-size 4")  # fmt: skip
@@ -66,7 +73,7 @@ def test_the_iteration_and_the_rates(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--hidden-size 512", "name a --model, or give --num-layers, --ffn-hidden-size, --num-attention-heads"),
+        ("--hidden-size 512", "name a --model, or give --num-layers, --num-attention-heads"),
         (f"{SIZES} --tensor-model-parallel-size 5", "--num-attention-heads over --tensor-model-parallel-size"),
         (
             "--model qwen3-30b-a3b --expert-model-parallel-size 8",
@@ -79,6 +86,7 @@ def test_the_iteration_and_the_rates(capsys):
         (f"{SIZES} --json x.json --world-size 3", "--json, --world-size would have no effect without -- and the flags"),
         (f"{SIZES} --pipeline-model-parallel-size 5", "--pipeline-model-parallel-size 5 is more than 4 layers"),
         ("--", "expected the flags of a pretrain command after --"),
+        ("-- --num-layers 2 --full --world-size=4", "--full, --world-size after -- would be for Megatron"),
         ("-- --num-layers 2", "refuses the flags: assert args.micro_batch_size is not None"),
         (f"{SIZES} --num-layers 0", "expected a whole number of at least 1, got 0"),
         ("--model llama2", "invalid choice: 'llama2'"),
@@ -105,7 +113,7 @@ def test_usage_names_the_flags_of_a_run(capsys):
     assert "[-- FLAGS OF A RUN]" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_help_and_version_are_there_at_once():
+def test_help_version_and_mistakes_are_told_at_once():
     """Without torch, whose import takes longer than all else; the names of the package bring it when they are used."""
     code = (
         "import sys\n"
@@ -115,6 +123,12 @@ def test_help_and_version_are_there_at_once():
         "        main(line.split())\n"
         "    except SystemExit as ended:\n"
         "        assert ended.code == 0\n"
+        "mistakes = ('--hidden-size 8', '--model llama3-8b --full', '--model llama3-8b --sweep-gpus 8', '-- --full')\n"
+        "for line in mistakes:\n"
+        "    try:\n"
+        "        main(['plan', *line.split()])\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code == 2\n"
         "assert 'torch' not in sys.modules\n"
         "import megatron_eopt\n"
         "assert {'Muon', 'Lion', 'activate'} <= set(dir(megatron_eopt))\n"
@@ -132,6 +146,7 @@ def test_help_and_version_are_there_at_once():
     assert usage[0] == "usage: megatron-eopt [-h] [--version] COMMAND ..."
     for command in COMMANDS:
         assert any(line.split()[:1] == [command] for line in usage)
+    assert done.stderr.count("megatron-eopt plan: error: ") == 4
 
 
 @pytest.mark.parametrize(
@@ -152,6 +167,16 @@ def test_it_fits_a_terminal_of_80_columns(capsys, monkeypatch, arguments):
     assert [line for line in lines if len(line) > 80] == []
 
 
+def test_errors_fit_a_terminal_too(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpu", "h100", "--tflops", "100", "--", "--num-layers", "2"])
+    lines = capsys.readouterr().err.splitlines()
+    assert "rates are the default ones" in " ".join(lines)
+    assert max(map(len, lines)) <= 80
+
+
 def test_as_a_module_without_a_gpu_and_without_megatron():
     code = (
         "import runpy, sys; sys.modules['megatron'] = None; sys.argv = ['x', 'plan', '--model', 'llama3-8b', "
@@ -161,8 +186,7 @@ def test_as_a_module_without_a_gpu_and_without_megatron():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "32 of 28672 x 4096" in done.stdout
-    assert " chunks. The workspace" in done.stdout  # all 32 at once are more than the workspace holds
-    assert "The workspace is 2,048 MiB" in done.stdout
+    assert " chunks.\nThe workspace is 2,147 MB (2 GiB)" in done.stdout  # all 32 at once are more than it holds
 
 
 def test_a_larger_workspace_makes_fewer_chunks(capsys):
@@ -170,7 +194,7 @@ def test_a_larger_workspace_makes_fewer_chunks(capsys):
     assert main([*flags, "--optimizer-workspace", "8"]) == 0
     printed = capsys.readouterr().out
     assert "32 of 28672 x 4096" in printed
-    assert "in 1 chunk. The workspace is 8,192 MiB" in printed
+    assert "in 1 chunk.\nThe workspace is 8,590 MB (8 GiB)" in printed
 
 
 @pytest.mark.parametrize(
@@ -184,7 +208,7 @@ def test_temporaries_above_the_workspace_say_what_they_are(capsys, flags, what):
     printed = shown(capsys, flags).replace(",", "")
     (total, workspace), (chunks, beside) = (
         map(int, found)
-        for pattern in (r"at most (\d+) MiB.*workspace is (\d+)", rf"Peak: (\d+) MiB .* (\d+) MiB of {what}\.")
+        for pattern in (r"at most (\d+) MB.*\n.*workspace is (\d+)", rf"Peak: (\d+) MB .* (\d+) MB of {what}\.")
         for found in re.findall(pattern, printed)
     )
     assert total == pytest.approx(chunks + beside, abs=1)

@@ -133,3 +133,12 @@ def test_times_are_drawn_in_milliseconds_and_outliers_do_not_flatten_them(saved)
     assert axes.get_title(loc="left") == "update, ms"
     assert axes.get_ylim()[0] == 0
     assert 22 < axes.get_ylim()[1] < 40
+
+
+def test_in_a_short_run_no_thick_line_of_times_is_cut(saved):
+    times = {"muon/update_ms": [(1, 1.0), (2, 1.0)], "adam/update_ms": [(1, 100.0), (2, 50.0)]}
+    plot.draw({"run": times}, "plot.png")
+    (axes,) = saved[0].axes
+    highest = max(value for line in axes.lines if line.get_linewidth() > 1 for value in line.get_ydata())
+    assert highest == 75
+    assert highest < axes.get_ylim()[1]

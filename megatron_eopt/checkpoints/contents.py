@@ -131,7 +131,16 @@ def read_contents(folder: Path) -> Contents:
         key = COMMON_FILE
         release = "0.18 or before"
         contents.blobs[key] = Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
-    common, foreign = _common(folder, contents.blobs.get(key))
+    blob = contents.blobs.get(key)
+    if blob is not None and not (folder / blob.file).exists():
+        named = {chunk.file for _, chunk in contents.chunks()}
+        missing = sorted(name for name in named if not (folder / name).exists())
+        more = f" and {len(missing) - 5:,} more" if len(missing) > 5 else ""
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing[:5])}{more}, and with {blob.file} arguments, iteration and parameter "
+            f"groups: copy what is missing from where it is, or take another checkpoint"
+        )
+    common, foreign = _common(folder, blob)
     return replace(contents, common=common, release=release, foreign=contents.foreign | {key: foreign})
 
 

@@ -15,6 +15,7 @@ from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.weight_average import average_of
+from megatron_eopt.screen import megabytes
 from megatron_eopt.settings.groups import iteration_of
 
 
@@ -49,7 +50,7 @@ def _updated(name: str, of_class: Sequence[Optimizer], source: str) -> Iterator[
     if muons:
         offloaded = sum(sum(muon.prepare().offloaded()) for muon in muons)
         if offloaded:
-            yield f"{offloaded / 2**20:,.3g} MiB of their state in host memory"
+            yield f"{megabytes(offloaded)} MB of their state in host memory"
         yield from _orthogonalized(muons)
     if factored:
         matrices = sum(optimizer.matrices_per_step for optimizer in factored)

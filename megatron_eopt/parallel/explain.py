@@ -17,7 +17,7 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Bucket, Plan, TpMode, grouped
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
-from megatron_eopt.screen import aligned, figure, wrapped
+from megatron_eopt.screen import aligned, counted, figure, megabytes, wrapped
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
 _COLUMNS = ("matrices", "group", "scheme", "TFLOP", "sent MB", "calls", "ms")
@@ -67,10 +67,10 @@ def explain(
         lines.append("Each line is of the rank that is busiest with it: no rank has all of them.")
     lines.append(_memory(plan, work, workspace))
     for name, one in works.items():
-        steps = f"{numbers[name].strip()}: {name}" if numbers[name] else f"{len(one.schedule)} steps"
+        steps = f"{numbers[name].strip()}: {name}" if numbers[name] else counted(len(one.schedule), "step")
         form = "standard form only"
         if one.restarts is not None:
-            form = f"Gram form with {_counted(len(one.restarts), 'restart')}"
+            form = f"Gram form with {counted(len(one.restarts), 'restart')}"
         lines.append(wrapped(f"{steps}, {form}, {one.share:.0%} of a symmetric product computed.", hanging="    "))
     lines.append("blockwise is an approximation.")
     return "\n".join(lines)
@@ -84,23 +84,21 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
     more = "A parameter, a shard and an iteration are not cut."
     if of_chunks + beside > workspace.bytes + largest:
         more = "That is more than the workspace: a parameter, a shard, an iteration is not cut."
+    gib = figure(workspace.bytes / 2**30)
     return (
-        f"Temporaries: at most {_mib(of_chunks + beside)} MiB, in {_counted(chunks, 'chunk')}. The "
-        f"workspace is {_mib(workspace.bytes)} MiB;\nbeside it an iteration of the largest matrix may take "
-        f"{_mib(largest)} MiB.\nPeak: {_mib(of_chunks)} MiB of chunks, {_mib(beside)} MiB of {what}.\n{more}"
+        f"Temporaries: at most {megabytes(of_chunks + beside)} MB, in {counted(chunks, 'chunk')}.\n"
+        f"The workspace is {megabytes(workspace.bytes)} MB ({gib} GiB); beside it an iteration of the largest\n"
+        f"matrix may take {megabytes(largest)} MB.\n"
+        f"Peak: {megabytes(of_chunks)} MB of chunks, {megabytes(beside)} MB of {what}.\n{more}"
     )
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def explain_offloaded(state: Sequence[int]) -> str:
     """State in host memory, by bytes of chunks."""
     there = max(state[::2]) + max(state[1::2], default=0)  # in two slots, which take turns
     return (
-        f"State in host memory: {_mib(sum(state))} MiB of this rank, which a step copies to the device and back; at "
-        f"most {_mib(there)} MiB are there."
+        f"State in host memory: {megabytes(sum(state))} MB of this rank, which a step copies to the device and back; "
+        f"at most {megabytes(there)} MB are there."
     )
 
 
@@ -109,7 +107,3 @@ def _row(name: str, group: str, scheme: str, cost: Cost) -> list[str]:
     sent = figure(cost.bytes / 1e6)
     ms = figure(cost.seconds * 1e3)
     return [name, group, scheme, flops, sent, f"{cost.collectives:,}", ms]
-
-
-def _mib(nbytes: float) -> str:
-    return figure(nbytes / 2**20)

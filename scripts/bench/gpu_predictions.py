@@ -1,7 +1,6 @@
-"""What the cost model predicts for steps of Muon: ``python scripts/bench/gpu_predictions.py --docs``.
+"""What the cost model predicts for steps on experts: ``python scripts/bench/gpu_predictions.py --docs``.
 
-Nothing is measured. For steps the rates are those that the planner assumes of every rank, and what is not
-orthogonalization (momentum, weights, launches) is left out. For experts they are assumed of an H200.
+Nothing is measured: the rates are assumed of an H200.
 """
 
 import sys
@@ -13,45 +12,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch  # noqa: E402
-from gpu_optimizers import ENTRY_BYTES, GPTS  # noqa: E402
-from gpu_products import WORK  # noqa: E402
+from gpu_optimizers import ENTRY_BYTES  # noqa: E402
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz  # noqa: E402
 from megatron_eopt.parallel.chunks import ParamSpec  # noqa: E402
 from megatron_eopt.parallel.cost import plan_cost, step_bytes  # noqa: E402
 from megatron_eopt.parallel.engine import Engine  # noqa: E402
 from megatron_eopt.parallel.layout import on_one_rank  # noqa: E402
-from megatron_eopt.parallel.plan import make_plan  # noqa: E402
-from megatron_eopt.parallel.rates import DEFAULT_RATES  # noqa: E402
-from megatron_eopt.parallel.records import TpMode  # noqa: E402
-from megatron_eopt.tools.plan.models import dealt_matrices  # noqa: E402
-from megatron_eopt.tools.plan.sizes import MODELS, Parallel  # noqa: E402
 
 PAGE = ROOT / "docs" / "measured.md"
-LLAMAS = ("llama3-8b", "llama3-70b")
-CASES = {name: (model, 1) for name, model in GPTS.items()} | {name: (MODELS[name], 8) for name in LLAMAS}
-MODES: tuple[TpMode, ...] = ("auto", "duplicated")
 EXPERTS = ((384, (2048, 7168)), (128, (768, 2048)))
 H200 = 788e12, 4.3e12  # FLOP/s and bytes/s, assumed
 ADAM_BYTES = 28  # of an entry: the gradient 4, the weight 8, two moments 16
-HEAD = ("model", "TP", "mode", "ms", "TFLOP of a rank", "GB that it sends", "collectives")
-
-
-def table() -> str:
-    """The predictions in Markdown, with what they assume."""
-    rows: list[tuple[object, ...]] = [HEAD, ("---",) * len(HEAD)]
-    for name, (model, ranks) in CASES.items():
-        matrices = dealt_matrices(model, Parallel(tensor=ranks), WORK).matrices
-        for mode in MODES if ranks > 1 else MODES[:1]:
-            cost = plan_cost(make_plan(matrices, mode, WORK), WORK)
-            amounts = (f"{each:.3g}" for each in (cost.seconds * 1e3, cost.flops / 1e12, cost.bytes / 1e9))
-            rows.append((name, ranks, mode if ranks > 1 else "any", *amounts, cost.collectives))
-    assumed = (
-        f"Assumed: a rank computes {DEFAULT_RATES.flops / 1e12:.0f} TFLOP/s and sends {DEFAULT_RATES.bytes / 1e9:.0f} "
-        f"GB/s, a collective takes {DEFAULT_RATES.latency * 1e6:.0f} us or more,\nand an entry of an update has "
-        f"{matrices[0].itemsize} bytes on the wire."
-    )
-    return "\n".join([*(f"| {' | '.join(map(str, row))} |" for row in rows), "", assumed])
 
 
 def experts() -> str:
@@ -76,7 +48,7 @@ def experts() -> str:
 
 
 # mark on the page -> what it shows
-TABLES = {"predictions": table, "experts": experts}
+TABLES = {"experts": experts}
 
 if __name__ == "__main__":
     for mark, made in TABLES.items():

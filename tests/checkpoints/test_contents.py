@@ -140,6 +140,8 @@ def test_a_damaged_common_state(tmp_path):
     chunk = read_contents(folder).blobs["common_state/shard_0_1"]
     os.truncate(folder / chunk.file, chunk.start + 40)
     refused(folder, "the common state")
+    (folder / chunk.file).unlink()
+    refused(folder, "lacks __0_0.distcp, ", "copy what is missing")
 
 
 def test_the_newest_of_a_run(tmp_path):

@@ -26,7 +26,7 @@ HALF = [*OFFLOAD, "--optimizer-offload-fraction", 0.5]
 
 
 def in_host_memory(output):
-    found = re.search(r"elements on this rank, .* (\S+) MiB of their state in host memory", output)
+    found = re.search(r"elements on this rank, .* (\S+) MB of their state in host memory", output)
     return 0.0 if found is None else float(found[1])
 
 
@@ -64,7 +64,7 @@ def test_the_plan_of_described_flags_says_what_the_step_copies():
     without_offload = [flag for flag in flags if flag != "--optimizer-cpu-offload"]
     (plan,), (without, *_) = (planned_run(x, None).explained for x in (flags, without_offload))
     entries = 2 * (64 * 128 + 64 * 64 + 192 * 64 + 96 * 64) // 2  # of this rank
-    copied = float(re.search(r"State in host memory: (\S+) MiB of this rank", plan)[1]) * 2**20
+    copied = float(re.search(r"State in host memory: (\S+) MB of this rank", plan)[1]) * 1e6
     assert 0.5 * 4 * entries <= 1.01 * copied < 4 * entries
     assert "host memory" not in without
 

@@ -91,8 +91,8 @@ def test_a_step_copies_what_its_plan_says_and_holds_two_chunks(kind):
         assert streamed.fetched == streamed.stored == sum(of_chunks) == there
         assert fraction * sum(alike) <= there < fraction * sum(alike) + max(alike) * len(alike) / len(params) + 1
         assert streamed.held == max(of_chunks[::2]) + max(of_chunks[1::2]) < sum(alike) / 2
-        moved, held = re.search(r"host memory: (\S+) MiB .* at most (\S+) MiB are there", optimizer.explain()).groups()
-        assert [float(moved), float(held)] == pytest.approx([there / 2**20, streamed.held / 2**20], rel=5e-3)
+        moved, held = re.search(r"host memory: (\S+) MB .* at most (\S+) MB are there", optimizer.explain()).groups()
+        assert [float(moved), float(held)] == pytest.approx([there / 1e6, streamed.held / 1e6], rel=5e-3)
         run(optimizer, params, [2])  # without one of the gradients
         lacking = sum(x.nbytes for x in optimizer.state[params[6]].values() if x.shape == params[6].shape)
         assert streamed.stored == 2 * there - lacking * optimizer.on_host(params[6])

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import _coalescing_manager
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_eopt.tools.cpu
 from examples import loopback
@@ -198,6 +200,17 @@ def test_cuda_means_the_cpu(cpu_run):
         assert torch.empty(2).is_meta
 
 
+def test_what_was_saved_on_a_gpu_loads_and_a_rank_keeps_its_device(cpu_run, tmp_path):
+    torch.save(torch.ones(2), tmp_path / "saved.pt")
+    for place in ("cuda", torch.device("cuda", 1)):
+        assert torch.load(tmp_path / "saved.pt", map_location=place).device.type == "cpu"
+    torch.cuda.set_device(1)
+    torch.cuda.set_device("cuda")  # names none
+    assert torch.cuda.current_device() == 1
+    torch.cuda.set_device(torch.device("cuda", 0))
+    assert torch.cuda.current_device() == 0
+
+
 def test_the_state_of_random_numbers_is_kept_as_on_a_gpu(cpu_run):
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()
@@ -235,6 +248,35 @@ class Drawn(torch.utils.data.Dataset):
         return index + torch.rand(()).item()
 
 
+def test_an_asynchronous_save_writes_what_was_there_when_it_began(cpu_run, tmp_path):
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    weight = torch.ones(2)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"weight": weight}, is_coordinator=True)
+    writer = FileSystemWriterAsync(tmp_path)
+    writer.set_up_storage_writer(True)
+    plans, _ = planner.create_global_plan([planner.create_local_plan()])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.prepare_write_data(plan, planner)
+    weight.zero_()  # by the next step
+    ((_, _, (_, [(_, written)])),) = writer.write_buckets
+    assert written.tolist() == [1, 1]
+
+
+def test_what_was_compiled_before_runs_as_it_is_written(cpu_run):
+    cpu_run.undo()
+    graphs = []
+
+    @torch.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    def compiled(x):
+        return 2 * x
+
+    cpu_run.install()
+    assert compiled(torch.ones(1)).item() == 2
+    assert not graphs
+
+
 def test_nothing_is_compiled(cpu_run):
     @torch.compile(mode="max-autotune")
     def decorated(x):
@@ -251,12 +293,13 @@ def _two_ranks(rank, inherited):
     os.environ.clear()
     os.environ.update(inherited, RANK=str(rank), WORLD_SIZE="2")
     megatron_eopt.tools.cpu.install()
-    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    dist.init_process_group(device_id=torch.device("cuda", 0))  # for a GPU without a name torch would choose nccl
     group = dist.new_group([0, 1], backend="nccl", pg_options=object())
     assert dist.get_backend() == dist.get_backend(group) == "gloo"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     dist.barrier(device_ids=[torch.cuda.current_device()])
 
+    assert init_device_mesh("cuda", (2,)).device_type == "cpu"
     shard = torch.full((2 + rank,), float(rank), device="cuda")
     for async_op in (False, True):
         shards = [torch.empty(2), torch.empty(3)]

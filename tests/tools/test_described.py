@@ -95,7 +95,7 @@ def test_the_slowest_stage_is_planned_where_its_experts_are_not_dealt(more):
 @pytest.mark.parametrize(
     ("own", "flags", "message"),
     [
-        ([], ["--world-size", 4], "unrecognized arguments: --world-size 4"),
+        ([], ["--world-size", 4], "--world-size after -- would be for Megatron"),
         (["--data-parallel-size", 2], [], "the flags after -- say all of the run but --world-size"),
         (["--model", "llama3-8b"], [], "--model would have no effect"),
         (["--world-size", 3], ["--tensor-model-parallel-size", 2], "world size (3) is not divisible by"),
@@ -220,3 +220,14 @@ def test_the_time_of_a_step_and_numbers_of_ranks_are_said(capsys, more):
     (plan,) = re.findall(r"all \d+: this plan .* (\S+)\n", out)
     (held,) = re.findall(r"^ +0 +\d+ +([\d.]+) ", out, flags=re.MULTILINE)
     assert float(step) == pytest.approx(float(plan) + 1e-8 * float(held) / 4 * 1e6, rel=0.01)
+
+
+def test_what_no_plan_says_is_not_printed_as_nothing(capsys):
+    flags = [*SMALL_GPT, "--num-layers", 2, "--train-iters", 1, "--optimizer", "soap"]
+    assert main(["plan", "--", *map(str, flags)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 rank: tensor 1")
+    assert "Work and temporaries of SOAP are not counted" in out
+    (temporaries,) = re.findall(r"^ +0 .* (\S+) +\S+$", out, flags=re.MULTILINE)
+    assert temporaries == "-"
+    assert " ms on its busiest rank" not in out

@@ -9,8 +9,8 @@ from megatron_eopt.cli import main
 from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
 from megatron_eopt.tools.plan.models import dealt_matrices
-from megatron_eopt.tools.plan.sizes import GPUS, Parallel
-from megatron_eopt.tools.plan.sweep import numbers_of, swept
+from megatron_eopt.tools.plan.sizes import GPUS, Parallel, numbers_of
+from megatron_eopt.tools.plan.sweep import swept
 from tests.tools.test_models import HALF, SMALL
 
 
@@ -65,7 +65,7 @@ def test_one_plan_has_the_line_of_its_number_of_gpus(capsys):
 def test_it_says_where_the_memory_of_a_gpu_does_not_suffice(capsys):
     model = ["plan", "--model", "llama3-8b", "--sweep-gpus", "1..4"]
     for flags, note in (
-        (["--gpu", "h100"], "note: with 1 GPUs that is more memory than the 80 GB of one h100.\n"),
+        (["--gpu", "h100"], "note: with 1 GPU that is more memory than the 80 GB of one h100.\n"),
         (["--gpu", "h200"], ""),
         ([], ""),
     ):

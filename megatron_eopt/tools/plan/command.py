@@ -5,15 +5,15 @@
 """
 
 import argparse
-import math
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import workspace_from
+from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.explain import explain
@@ -21,9 +21,9 @@ from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.routing import table, write_json
 from megatron_eopt.screen import aligned, figure, megabytes, wrapped
-from megatron_eopt.tools.plan.flags import OF_EXPERTS, OF_LATENT_ATTENTION, OF_RUN, flag
-from megatron_eopt.tools.plan.sizes import GPUS, MODELS, Model, Parallel
-from megatron_eopt.tools.plan.sweep import Point, numbers_of, point_of, swept, where_it_stops
+from megatron_eopt.tools.plan.given import gpus_of, model_of, parallel_of
+from megatron_eopt.tools.plan.sizes import GPUS, Model, Parallel
+from megatron_eopt.tools.plan.sweep import Point, point_of, swept, where_it_stops
 from megatron_eopt.tools.plan.sweep import table as swept_table
 
 if TYPE_CHECKING:
@@ -45,10 +45,8 @@ def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     """Print a plan; returns the exit status."""
     if flags is not None:
         return _print_planned_run(options, flags)
-    model = _model(options)
-    sizes = {field.name: getattr(options, field.name) for field in fields(Parallel)}
-    parallel = Parallel(**sizes | {"expert_tensor": options.expert_tensor or options.tensor})
-    _check(options, model, parallel)
+    model = model_of(options)
+    parallel = parallel_of(options)
     given: dict[str, Any] = {"steps": options.muon_num_ns_steps, "coefficient_type": options.muon_coefficient_type}
     iteration = NewtonSchulz(**{name: value for name, value in given.items() if value is not None})
     work = Work(
@@ -68,8 +66,7 @@ def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
             print(f"\n{wrapped(f'{deal}.')}")
         print(f"\n{swept_table(points)}\n\n{_OF_POINTS}")
     else:
-        of_stage = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
-        gpus = numbers_of(options.sweep_gpus, of_stage * parallel.pipeline)
+        gpus = gpus_of(options, parallel)
         points = swept(model, parallel, gpus, work, mode, rates, workspace)
         print(f"{swept_table(points)}\n\n{wrapped(where_it_stops(points, work, mode, rates))}\n")
         print(
@@ -80,33 +77,14 @@ def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace, model: Model, parallel: Parallel) -> None:
-    """Refuse flags without effect, and more stages or dense layers than layers."""
-    without_effect = {"without -- and the flags of a run": OF_RUN}
-    if model.num_experts is None:
-        without_effect["without --num-experts"] = OF_EXPERTS
-    if model.kv_lora_rank is None:
-        without_effect["without --kv-lora-rank"] = OF_LATENT_ATTENTION
-    if options.sweep_gpus:
-        without_effect["with --sweep-gpus"] = {"--data-parallel-size"}
-    given = _given(options)
-    for why, flags in without_effect.items():
-        if given & flags:
-            raise ValueError(f"{', '.join(sorted(given & flags))} would have no effect {why}")
-    if max(model.first_dense_layers, parallel.pipeline) > model.num_layers:
-        raise ValueError(
-            f"--first-dense-layers {model.first_dense_layers} or --pipeline-model-parallel-size {parallel.pipeline} is "
-            f"more than {model.num_layers} layers"
-        )
-
-
 def _print_notes(gpu: str | None, model: Model, parallel: Parallel, points: Sequence[Point]) -> None:
     if gpu is not None:
         memory = GPUS[gpu].memory
         full = [f"{point.gpus:,}" for point in points if sum(point.memory) > memory]
         if full:
-            more = f"note: with {', '.join(full)} GPUs that is more memory than the {memory / 1e9:.0f} GB of one {gpu}."
-            print(f"\n{wrapped(more)}")
+            gpus = "GPU" if full == ["1"] else "GPUs"
+            more = f"with {', '.join(full)} {gpus} that is more memory than the {memory / 1e9:.0f} GB of one {gpu}."
+            print(f"\n{wrapped(f'note: {more}')}")
     if model.num_layers % parallel.pipeline:
         uneven = (
             f"note: {model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages. This is "
@@ -117,14 +95,6 @@ def _print_notes(gpu: str | None, model: Model, parallel: Parallel, points: Sequ
 
 
 def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    if not flags:
-        raise ValueError("expected the flags of a pretrain command after --")
-    unused = sorted(_given(options) - OF_RUN)
-    if unused:
-        raise ValueError(
-            f"{', '.join(unused)} would have no effect: the flags after -- say all of the run but --world-size, and "
-            f"rates are the default ones"
-        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
     from megatron_eopt.tools.plan.described import planned_run
 
@@ -142,31 +112,23 @@ def _print_run(run: "PlannedRun", full: bool) -> None:
     head = ("pipeline stage", "matrices", "parameters MB", "gradients MB", "state MB", "temporaries MB", "all MB")
     lines = []
     for number, (matrices, memory) in enumerate(run.stages):
-        lines.append([str(number), f"{matrices:,}", *map(megabytes, memory), megabytes(sum(memory))])
+        temporaries = "-" if run.uncounted and not memory.temporaries else megabytes(memory.temporaries)
+        others = map(megabytes, memory[:3])
+        lines.append([str(number), f"{matrices:,}", *others, temporaries, megabytes(sum(memory))])
     print("\nmemory of each GPU:", *aligned(head, lines, head), sep="\n")
     print(_OF_STAGES)
-    slowest = (
-        f"A step takes the longest in pipeline stage {run.slowest}: {figure(run.seconds * 1e3)} ms on its busiest rank."
-    )
-    print(f"\n{wrapped(slowest)}")
-    print("That is 10 ps an entry for momentum, decay and update, and what this rank\northogonalizes:")
-    if not run.explained:
-        print("\nnothing by a plan: work and temporaries of these optimizers are not counted")
+    if run.explained:
+        slowest = f"in pipeline stage {run.slowest}: {figure(run.seconds * 1e3)} ms on its busiest rank."
+        print(f"\n{wrapped(f'A step takes the longest {slowest}')}")
+        print("That is 10 ps an entry for momentum, decay and update, and what this rank\northogonalizes:")
     for explained in run.explained:
         print(f"\n{explained if '\n' in explained else wrapped(explained)}")
+    if run.uncounted:
+        names = listing(run.uncounted, "and")
+        print(f"\n{wrapped(f'Work and temporaries of {names} are not counted: there is no plan for them.')}")
     for kind, messages in (("warning", run.warnings), ("note", run.notes), ("problem", run.problems)):
         for message in messages:
             print(f"\n{wrapped(f'{kind}: {message}')}")
-
-
-def _given(options: argparse.Namespace) -> set[str]:
-    """Flags that differ from their defaults."""
-    plan: argparse.ArgumentParser = options.parser
-    given = set()
-    for action in plan._actions:  # there is no public way
-        if action.dest in options and getattr(options, action.dest) != plan.get_default(action.dest):
-            given.add(action.option_strings[0])
-    return given
 
 
 def _rates(options: argparse.Namespace) -> Rates:
@@ -176,17 +138,3 @@ def _rates(options: argparse.Namespace) -> Rates:
     if options.bandwidth is not None:
         rates = replace(rates, bytes=options.bandwidth * 1e9)
     return replace(rates, latency=options.latency * 1e-6)
-
-
-def _model(options: argparse.Namespace) -> Model:
-    given = {}
-    for field in fields(Model):
-        value = getattr(options, field.name)
-        if value is not None:
-            given[field.name] = value
-    if options.model is not None:
-        return replace(MODELS[options.model], **given)
-    missing = [flag(field.name) for field in fields(Model) if field.default is MISSING and field.name not in given]
-    if missing:
-        raise ValueError(f"name a --model, or give {', '.join(missing)}")
-    return Model(**given)

@@ -8,17 +8,9 @@ from typing import get_args
 from megatron_eopt.parallel.rates import DEFAULT_RATES
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.tools.plan.sizes import GPUS, MODELS, Model, Parallel
+from megatron_eopt.tools.plan.given import check
+from megatron_eopt.tools.plan.sizes import GPUS, MODELS, Model, Parallel, flag
 
-OF_RUN = {"--world-size", "--full", "--json"}
-OF_EXPERTS = {
-    "--expert-model-parallel-size",
-    "--expert-tensor-parallel-size",
-    "--moe-ffn-hidden-size",
-    "--moe-shared-expert-intermediate-size",
-    "--first-dense-layers",
-}
-OF_LATENT_ATTENTION = {"--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"}
 _RANKS = {  # of Parallel
     "tensor": ("--tensor-model-parallel-size", None),
     "expert_tensor": ("--expert-tensor-parallel-size", "of experts (as --tensor-model-parallel-size)"),
@@ -26,19 +18,24 @@ _RANKS = {  # of Parallel
     "pipeline": ("--pipeline-model-parallel-size", None),
     "data": ("--data-parallel-size", "over which the layer-wise distributed optimizer deals whole parameters (1)"),
 }
-_SWITCHES = {"swiglu": "fc1 has gate and up", "split_gate_up": "gate and up as two matrices; Megatron has one"}
+_SAID = {  # of Model
+    "ffn_hidden_size": "four times --hidden-size, with --swiglu two thirds of that",
+    "swiglu": "fc1 has gate and up",
+    "split_gate_up": "gate and up as two matrices; Megatron has one",
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.usage = "%(prog)s [OPTIONS, which --help lists] [-- FLAGS OF A RUN]"
+    parser.set_defaults(check=check)
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}")
     for field in fields(Model):
         if field.type is bool:
-            model.add_argument(flag(field.name), action="store_true", default=None, help=_SWITCHES[field.name])
+            model.add_argument(flag(field.name), action="store_true", default=None, help=_SAID[field.name])
         else:
-            model.add_argument(flag(field.name), type=_positive, metavar="N")
+            model.add_argument(flag(field.name), type=_positive, metavar="N", help=_SAID.get(field.name))
 
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
@@ -51,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     muon = parser.add_argument_group("Muon, by the flags of a run")
     muon.add_argument("--muon-tp-mode", choices=get_args(TpMode))
-    muon.add_argument("--muon-coefficient-type", type=_coefficient_type, metavar="SET")
+    muon.add_argument("--muon-coefficient-type", metavar="SET")
     muon.add_argument("--muon-num-ns-steps", type=_positive, metavar="N")
     muon.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
     muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry sent (2)")
@@ -77,27 +74,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--latency", type=float, default=latency, metavar="N", help=f"microseconds of a collective ({latency:g})"
     )
 
-    run = parser.add_argument_group("with -- and the flags of a Megatron run, which say the above")
+    run = parser.add_argument_group("before -- and the flags of a Megatron run, which say the above")
     run.add_argument(
         "--world-size", type=_positive, metavar="N", help="ranks of the run; as few as its parallel sizes allow"
     )
     run.add_argument("--full", action="store_true", help="a line for each parameter, not for all that are alike")
     run.add_argument("--json", metavar="FILE", help="write the optimizer of each parameter there, too")
-
-
-def flag(name: str) -> str:
-    """The flag of a field."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _coefficient_type(text: str) -> str:
-    from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type  # with torch, so not for help
-
-    try:
-        validate_coefficient_type(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def _above_zero(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Models and GPUs that ``plan`` knows by name; without torch."""
+"""Models and GPUs that ``plan`` knows by name, and numbers of ranks; without torch."""
 
 from dataclasses import dataclass, replace
 
@@ -109,3 +109,34 @@ MODELS = {
         moe_ffn_hidden_size=768,
     ),
 }
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def numbers_of(text: str, model_parallel: int) -> list[int]:
+    """Numbers of GPUs from the first to the last, each twice the one before.
+
+    Args:
+        text: the first and the last, as in ``8..4096``.
+        model_parallel: GPUs that hold the model once; numbers that are no multiple are left out.
+
+    Raises:
+        ValueError: for another text, and if no number is left.
+    """
+    first, _, last = text.partition("..")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise ValueError(f"--sweep-gpus takes the first and the last number of GPUs, as in 8..4096, got {text!r}")
+    found = []
+    number = int(first)
+    while number <= int(last):
+        if number % model_parallel == 0:
+            found.append(number)
+        number *= 2
+    if not found:
+        raise ValueError(
+            f"--sweep-gpus {text}: the parallel sizes take a multiple of {model_parallel} GPUs, and there is none"
+        )
+    return found

@@ -9,7 +9,7 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.records import Plan, TpMode
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.screen import aligned, figure, megabytes
+from megatron_eopt.screen import aligned, counted, figure, megabytes
 from megatron_eopt.tools.plan.models import Stage, dealt_matrices
 from megatron_eopt.tools.plan.sizes import Model, Parallel
 
@@ -55,32 +55,6 @@ class Point:
             megabytes(state),
             megabytes(temporaries),
         ]
-
-
-def numbers_of(text: str, model_parallel: int) -> list[int]:
-    """Numbers of GPUs from the first to the last, each twice the one before.
-
-    Args:
-        text: the first and the last, as in ``8..4096``.
-        model_parallel: GPUs that hold the model once; numbers that are no multiple are left out.
-
-    Raises:
-        ValueError: for another text, and if no number is left.
-    """
-    first, _, last = text.partition("..")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise ValueError(f"--sweep-gpus takes the first and the last number of GPUs, as in 8..4096, got {text!r}")
-    found = []
-    number = int(first)
-    while number <= int(last):
-        if number % model_parallel == 0:
-            found.append(number)
-        number *= 2
-    if not found:
-        raise ValueError(
-            f"--sweep-gpus {text}: the parallel sizes take a multiple of {model_parallel} GPUs, and there is none"
-        )
-    return found
 
 
 def point_of(model: Model, parallel: Parallel, work: Work, mode: TpMode, rates: Rates, workspace: Workspace) -> Point:
@@ -139,6 +113,6 @@ def where_it_stops(points: Sequence[Point], work: Work, mode: TpMode, rates: Rat
     alone = plan_cost(make_plan([longest], mode, work, rates), work, rates)
     rows, cols = longest.shape
     return (
-        f"More than {last.gpus:,} GPUs hardly make the step faster: {longest.name}, {rows} x {cols}, is the "
+        f"More than {counted(last.gpus, 'GPU')} hardly make the step faster: {longest.name}, {rows} x {cols}, is the "
         f"work of one data-parallel rank and takes {figure(alone.seconds * 1e3)} ms."
     )

@@ -12,7 +12,7 @@ from megatron_eopt.checkpoints.faults import Problem, check_counts, check_files,
 from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.routing import from_json, table
-from megatron_eopt.screen import wrapped
+from megatron_eopt.screen import counted, wrapped
 from megatron_eopt.tools.verify import optimizers
 from megatron_eopt.tools.verify.data import check_data, check_sums, check_tiling
 
@@ -116,7 +116,7 @@ def _totals(tensors: Iterable[StoredTensor]) -> str:
     listed = list(tensors)
     entries = sum(tensor.entries for tensor in listed)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in listed})
-    return f"{_count(len(listed), 'tensor')}, {entries:,} entries {' and '.join(dtypes)}"
+    return f"{counted(len(listed), 'tensor')}, {entries:,} entries {' and '.join(dtypes)}"
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"group {label:<5} {_settings(shown)}"
     data = report["data"]
     if data:
-        compared = f"{_count(data['compared'], 'tensor')} compared with what was saved"
+        compared = f"{counted(data['compared'], 'tensor')} compared with what was saved"
         if not data["compared"]:
             compared = "no checksums of tensors, so exchanged data would not show"
         yield f"data        {data['archives']:,} archives read, {data['bytes']:,} bytes; {compared}"
@@ -157,7 +157,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     for kind in ("error", "warning"):
         number = report[f"{kind}s"]
         if number:
-            ends.append(_count(number, kind))
+            ends.append(counted(number, kind))
     yield ", ".join(ends)
 
 
@@ -172,7 +172,3 @@ def _value(value: Any) -> str:
         case float():
             return f"{value:g}"
     return str(value)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -15,6 +15,7 @@ class PlannedRun:
 
     families: list[ParamPattern]  # the manifest, as the run will print it
     explained: list[str]  # the plan of each optimizer in the slowest stage, as a table, and deals
+    uncounted: list[str]  # classes of optimizers whose work and temporaries are not counted
     slowest: int  # that stage
     seconds: float  # predicted of its step
     layout: str  # numbers of ranks
@@ -59,6 +60,7 @@ def planned_run(flags: Sequence[str], world_size: int | None) -> PlannedRun:
     return PlannedRun(
         families=together,
         explained=slowest.explained,
+        uncounted=sorted(set[str]().union(*(stage.uncounted for stage in stages))),
         slowest=stages.index(slowest),
         seconds=slowest.seconds,
         layout=sizes(run.args),

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any
 
 from megatron_eopt.megatron.releases import version
+from megatron_eopt.screen import counted
 
 # What only a GPU or Transformer Engine can do: argument -> value that does without. No shape depends on any.
 _WITHOUT: dict[str, Any] = {
@@ -82,7 +83,7 @@ def sizes(args: Namespace) -> str:
         "expert": args.expert_model_parallel_size,
         "data": args.data_parallel_size,
     }
-    return f"{args.world_size} ranks: " + ", ".join(f"{kind} {size}" for kind, size in kinds.items())
+    return f"{counted(args.world_size, 'rank')}: " + ", ".join(f"{kind} {size}" for kind, size in kinds.items())
 
 
 def problems_of_training(args: Namespace) -> list[str]:

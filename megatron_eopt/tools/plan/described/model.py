@@ -64,6 +64,7 @@ class PlannedStage:
     rows: list[list[ManifestRow]]  # by rank of expert parallelism; the first has all that are not experts
     explained: list[str]  # plans and deals of the first
     seconds: float  # predicted of its step
+    uncounted: set[str]  # optimizers without a plan, by their classes
     scale_mode: str
     memory: Memory  # of the first
 

@@ -76,12 +76,13 @@ def planned_stage(run: DescribedRun) -> PlannedStage:
         known[overrides] = [(number_of[row.name], row) for row in here if row.name in number_of]
     assigned, built = builds[0]
     deals = _deals(built, planned, run)
-    explained, seconds, temporaries = _step(built, planned, deals)
+    explained, uncounted, seconds, temporaries = _step(built, planned, deals)
     return PlannedStage(
         matches=counts,
         rows=rows,
         explained=explained,
         seconds=seconds,
+        uncounted=uncounted,
         scale_mode=config.muon_scale_mode,
         memory=_memory(run, assigned, built, rows[0], deals.rank_of, temporaries),
     )
@@ -138,24 +139,29 @@ def _built(planned: OptimizerOfRun, run: DescribedRun, assigned: list[Assignment
 
 def _step(
     built: Sequence[OptimizerParameter], planned: OptimizerOfRun, deals: "_Deals"
-) -> tuple[list[str], float, int]:
-    """Plans and deals, predicted seconds, and bytes of temporaries, of the busiest rank."""
+) -> tuple[list[str], set[str], float, int]:
+    """Plans and deals, classes without a plan, predicted seconds, and bytes of temporaries, of the busiest rank."""
     explained = []
+    uncounted = set[str]()
     seconds = 0.0
     temporaries = 0
     for optimizer in dict.fromkeys(each.optimizer for each in built):
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter not in deals.of_others]
             seconds += OF_ENTRY * sum(parameter.numel() for parameter in group["params"])
-        engine = optimizer.engine_to_explain() if isinstance(optimizer, BaseOptimizer) else None
-        if engine is not None:
+        if not isinstance(optimizer, BaseOptimizer):
+            continue
+        engine = optimizer.engine_to_explain()
+        if engine is None:
+            uncounted.add(type(optimizer).__name__)
+        else:
             mode = f"tp_mode {planned.config.muon_tp_mode} ({planned.tp_mode_source})"
             explained.append(f"{type(optimizer).__name__}, {mode}\n{engine.explain()}")
             seconds += plan_cost(engine.plan, engine.works).seconds
             temporaries = max(temporaries, step_bytes(engine.plan, engine.works, engine.workspace))
     if explained:
         explained += deals.texts
-    return explained, seconds, temporaries
+    return explained, uncounted, seconds, temporaries
 
 
 def _memory(

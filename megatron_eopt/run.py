@@ -4,6 +4,7 @@
 """
 
 import argparse
+import functools
 import importlib.util
 import runpy
 import sys
@@ -11,12 +12,15 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_eopt.screen import refuse_once, tell_torchrun
+
 _NO_GPU = "no GPU was found: to run without one, over gloo, for tests and dry runs, put --cpu before the script"
 _LOCAL = (
     "Transformer Engine is not installed: add --transformer-impl local --no-persist-layer-norm "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion"
 )
 _RANKS = "start the ranks by torchrun, one alone too: torchrun --nproc-per-node RANKS -m megatron_eopt.run ..."
+_NO_RATE = "--lr is missing: it is for all parameters that no other flag gives a rate"
 ADVICE = {
     "environment variable MASTER_ADDR expected": _RANKS,
     "world size (1) is not divisible": f"one rank was started, and the flags need more: {_RANKS}",
@@ -25,12 +29,18 @@ ADVICE = {
     "Torch not compiled with CUDA": _NO_GPU,
     "'NoneType' object is not callable": f"if it comes while the model is built, {_LOCAL}",
     "args.save_interval is not None": "--save needs --save-interval",
+    "args.train_iters // args.eval_interval": (
+        "--eval-interval is missing, which Megatron needs with --eval-iters 0, too: give the steps from one evaluation "
+        "to the next"
+    ),
+    "lr must be a number, or a tensor of one entry, got None": _NO_RATE,
+    "if not 0.0 <= lr": _NO_RATE,
     "OptimizerParamScheduler: class input value": (
         "the flags say another rate or schedule than the checkpoint: --override-opt-param-scheduler takes that of the "
         "flags, --use-checkpoint-opt-param-scheduler that of the checkpoint"
     ),
 }
-"""Part of an error of Megatron's or torch's -> what to do, in the words of the command."""
+"""Part of an error, or of the line that raised it -> what to do, in the words of the command."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
     # What follows is the script's.
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
+    parser.error = functools.partial(refuse_once, parser)  # type: ignore[method-assign]
     options = parser.parse_args(argv)
     command = options.module or options.script
     if not command:
@@ -73,8 +84,6 @@ def main(argv: Sequence[str]) -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's of checkpoints is no Exception
-        from megatron_eopt.megatron.arguments import tell_torchrun
-
         tell_torchrun(_explained(error))
         raise
 
@@ -82,12 +91,13 @@ def main(argv: Sequence[str]) -> None:
 def _explained(error: BaseException) -> str:
     """An error and what to do, which becomes its note."""
     said = str(error)
-    if not said and error.__traceback__ is not None:  # an assertion without a message is its own best description
-        said = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    line = ""  # that raised it: of an assertion without a message the best description
+    if error.__traceback__ is not None:
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     for part, advice in ADVICE.items():
-        if part in said:
+        if part in said or part in line:
             error.add_note(advice)
-    return "\n".join([f"{type(error).__name__}: {said}", *getattr(error, "__notes__", ())])
+    return "\n".join([f"{type(error).__name__}: {said or line}", *getattr(error, "__notes__", ())])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What commands print: tables of 80 columns, prose as wide as the terminal, and how far long work has come."""
+"""What commands print: tables of 80 columns, prose as wide as the terminal, how far long work has come, and errors."""
 
+import argparse
+import json
+import os
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import TextIO
+from pathlib import Path
+from typing import NoReturn, TextIO
 
 _WIDEST = 24  # of a column but the first
 _QUIET = 1.0  # seconds: what is done by then shows no progress
@@ -114,3 +118,19 @@ def progress[T](items: Iterable[T], sizes: Sequence[float], what: str) -> Iterat
 
 def _on_terminal(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
+
+
+def tell_torchrun(error: str) -> bool:
+    """Put an error in torchrun's report; whether torchrun started us."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None and not Path(file).exists():  # else the script itself has recorded more
+        said = {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": said}))
+    return file is not None
+
+
+def refuse_once(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """End with a parser's error: in torchrun's report for all ranks together, else on stderr."""
+    if tell_torchrun(f"{parser.prog}: error: {message}"):
+        parser.exit(2)
+    type(parser).error(parser, message)

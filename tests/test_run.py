@@ -72,12 +72,18 @@ def test_a_module_with_its_arguments_on_the_cpu(folder):
         (["-m", "nope.inside"], "there is no module 'nope.inside'"),
     ],
 )
-def test_what_cannot_be_run(capsys, monkeypatch, arguments, message):
+def test_what_cannot_be_run(capsys, monkeypatch, tmp_path, arguments, message):
     monkeypatch.setattr(sys, "path", [*sys.path])  # whose first entry becomes the script's
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+    # under torchrun every rank says so to its report, which has it once
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().err == ""
+    assert message in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
 
 
 @pytest.mark.wide

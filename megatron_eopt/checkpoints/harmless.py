@@ -144,6 +144,7 @@ _ARRAYS = {"_reconstruct": _empty_array, "scalar": _scalar}
 _PATHS = dict.fromkeys(("Path", "PosixPath", "PurePosixPath"), Path)
 _OF_METADATA = """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
     TensorStorageMetadata _MEM_FORMAT_ENCODING"""
+_OF_FILES = "_StorageInfo _StoragePrefix"
 _OF_PLANS = "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType"
 _BY_MODULE: dict[str, dict[str, Any]] = {
     "argparse": {"Namespace": argparse.Namespace},
@@ -179,7 +180,7 @@ _BY_MODULE: dict[str, dict[str, Any]] = {
     "torch.nn.parameter": {"Parameter": torch.nn.Parameter},
     "torch.serialization": {"_get_layout": torch.serialization._get_layout},
     "torch.storage": {"UntypedStorage": torch.serialization.StorageType("ByteStorage")},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": filesystem._StorageInfo},
+    filesystem.__name__: {name: getattr(filesystem, name) for name in _OF_FILES.split()},
     metadata.__name__: {name: getattr(metadata, name) for name in _OF_METADATA.split() if hasattr(metadata, name)},
     planner.__name__: {name: getattr(planner, name) for name in _OF_PLANS.split() if hasattr(planner, name)},
 }

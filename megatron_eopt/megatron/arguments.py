@@ -3,9 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import json
-import os
-import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -27,6 +24,7 @@ from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.redirect import Original, Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
+from megatron_eopt.screen import refuse_once
 from megatron_eopt.settings.of_class import misspelt
 from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import MOMENTUM_DTYPES, SECOND_MOMENT, names_of
@@ -34,6 +32,7 @@ from megatron_eopt.settings.values import ABOVE_0, Check, count
 
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"
+_WARNED = "flags_warned_of"  # on arguments, of which a script may make configs more than once
 OF_LAUNCHER = {"--cpu": "put it before the script, after -m megatron_eopt.run"}  # flags that are not the script's
 
 
@@ -181,10 +180,7 @@ def _check_tested(name: str) -> str:
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Replaces ``parser.error``: names the nearest flags, and tells torchrun."""
-    message += _meant(message, parser._option_string_actions)
-    if tell_torchrun(f"{parser.prog}: error: {message}"):
-        parser.exit(2)
-    type(parser).error(parser, message)
+    refuse_once(parser, message + _meant(message, parser._option_string_actions))
 
 
 def _meant(message: str, known: Iterable[str]) -> str:
@@ -194,15 +190,6 @@ def _meant(message: str, known: Iterable[str]) -> str:
     lines = [f"{flag} is the launcher's: {OF_LAUNCHER[flag]}" for flag in given if flag in OF_LAUNCHER]
     lines += [f"{flag}: did you mean {near}?" for flag, near in misspelt(given, known).items()]
     return "".join(f"\n{line}" for line in lines)
-
-
-def tell_torchrun(error: str) -> bool:
-    """Put an error in torchrun's report; whether torchrun started us."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is not None and not Path(file).exists():  # else the script itself has recorded more
-        said = {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": said}))
-    return file is not None
 
 
 def _refuse_mistakes(args: argparse.Namespace) -> None:
@@ -291,9 +278,10 @@ def with_flags(make_config: Original, args: argparse.Namespace) -> Any:
     name = primary_of(args)
     if name not in EMERGING_OPTIMIZERS:  # else after overrides are resolved
         warnings += without_effect(args, [name])
-    if getattr(args, "rank", 0) == 0:
+    if getattr(args, "rank", 0) == 0 and not hasattr(args, _WARNED):
         for warning in warnings:
             print(f"megatron_eopt: warning: {warning}", flush=True)
+    setattr(args, _WARNED, True)
     for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
         if hasattr(args, dest) and not hasattr(config, dest):
             setattr(config, dest, getattr(args, dest))
@@ -312,6 +300,9 @@ def unread(config: Any) -> list[str]:
         if "muon" in field.name and field.name not in read and value != field.default:
             what = "without effect: a setting of Megatron's Muon, unknown here; leave it out"
             warnings.append(f"{field.name}={value} {what}")
+    fraction = getattr(config, "optimizer_offload_fraction", 0.0)
+    if fraction not in (0.0, 1.0) and not on(config, "optimizer_cpu_offload"):  # the defaults, of config and flag
+        warnings.append(f"optimizer_offload_fraction={fraction} without effect: add --optimizer-cpu-offload")
     if not getattr(config, "decoupled_weight_decay", True):
         warnings.append(
             "decoupled_weight_decay=False without effect on all optimizers but adam, as in Megatron: they decay as "

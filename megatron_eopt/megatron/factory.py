@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
 from megatron_eopt.megatron.checkpoints.run_mark import RunMark
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
-from megatron_eopt.megatron.config import config_of_run
+from megatron_eopt.megatron.config import config_of_run, errors_name_flags
 from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradients, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.kernels import choose_kernels
@@ -79,7 +80,7 @@ class OptimizerOfRun:
         caveat = releases.caveat(self.facts.release)
         if caveat is not None:
             agreement.say(caveat)
-        for warning in unread(self.config):
+        for warning in unread(self.facts.config):
             agreement.say(f"warning: {warning}")
         self.describe()
         of_all = parameters_of(self.model_chunks, self.groups)
@@ -153,7 +154,8 @@ class OptimizerOfRun:
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and check the result."""
         dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode)
-        with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
+        named = nullcontext() if self.facts.args is None else errors_name_flags(self.config)
+        with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt, named:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
         tag_as_megatron(self.model_chunks, self.groups)  # Megatron's builder has tagged by the model's config alone

@@ -3,6 +3,7 @@
 A step maps singular values s to ``a s + b s^3 + c s^5``. A *set* was fitted together, a *schedule* is what is applied.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -131,6 +132,15 @@ def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int =
             f"Newton-Schulz steps: take at most {length}, or a multiple of {length}"
         )
     return coefficients * (steps // length)
+
+
+def name_of_schedule(schedule: Sequence[Sequence[float]]) -> str:
+    """The set of which a schedule is, or ``custom``."""
+    for name in get_supported_coefficient_types():
+        with contextlib.suppress(ValueError):  # of a set that cannot have so many steps
+            if get_coefficients(name, len(schedule)) == tuple(map(tuple, schedule)):
+                return name
+    return "custom"
 
 
 def set_length(coefficient_type: CoefficientType) -> int:

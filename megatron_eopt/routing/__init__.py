@@ -1,6 +1,6 @@
 """Who has which parameter, with which settings, and why; without a model or Megatron."""
 
-from megatron_eopt.routing.checks import compare, problems, warnings
+from megatron_eopt.routing.checks import compare, problems, warnings, with_schedule
 from megatron_eopt.routing.entries import entries_from_dict, read_overrides
 from megatron_eopt.routing.patterns import (
     ManifestRow,
@@ -35,5 +35,6 @@ __all__ = [
     "table",
     "to_json",
     "warnings",
+    "with_schedule",
     "write_json",
 ]

@@ -15,8 +15,11 @@ from megatron_eopt.routing.patterns import (
     rows,
     split_name,
 )
+from megatron_eopt.routing.patterns import families as patterns_of
+from megatron_eopt.routing.settings import RATES
 
 FAR = 4.0  # warn of updates more than so many times larger or smaller than AdamW's
+_NAMED = 3  # families in a line of a resume
 _TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # equal for tied parameters
 
 
@@ -150,16 +153,36 @@ def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[st
     """
     before = {row.name: row for row in rows(old)}
     now = {row.name: row for row in rows(new)}
-    changed = defaultdict[tuple[str, str], list[ManifestRow]](list)  # pattern and changes -> rows
-    for row in (before | now).values():
+    both = before | now
+    changed = defaultdict[str, dict[str, list[ManifestRow]]](dict)  # changes -> pattern -> rows
+    for row in both.values():
         changes = "; ".join(_changes(before.get(row.name), now.get(row.name)))
         if changes:
             pattern, _ = split_name(row.name)
-            changed[pattern, changes].append(row)
+            changed[changes].setdefault(pattern, []).append(row)
     lines = []
-    for (_, changes), alike in changed.items():
-        lines.append(f"{_named(alike)}: {changes}")
+    for changes, of_patterns in changed.items():
+        number = sum(len(alike) for alike in of_patterns.values())
+        names = [_named(alike) for alike in of_patterns.values()]
+        if len(names) > 1 and number == len(both):
+            names = [f"all {number:,} parameters"]
+        elif len(names) > _NAMED:
+            names[_NAMED - 1 :] = [f"{len(names) - _NAMED + 1} more families, {number:,} parameters in all"]
+        lines.append(f"{', '.join(names)}: {changes}")
     return lines
+
+
+def with_schedule(families: Iterable[ParamPattern], other: Iterable[ParamPattern]) -> list[ParamPattern]:
+    """A manifest with the rates and weight decays of another one, where that has the parameter."""
+    others = {row.name: row for row in rows(other)}
+    found = []
+    for row in rows(families):
+        like = others.get(row.name, row)
+        settings = {key: value for key, value in row.settings.items() if key not in RATES}
+        settings |= {key: value for key, value in like.settings.items() if key in RATES}
+        row = replace(row, settings=settings)
+        found.append(replace(row, lr=like.lr, min_lr=like.min_lr, weight_decay=like.weight_decay))
+    return patterns_of(found)
 
 
 def _named(alike: Sequence[ManifestRow]) -> str:

@@ -138,6 +138,8 @@ def _set(row: ManifestRow) -> Iterator[str]:
         if isinstance(value, float):
             value = f"{value:g}"
         shown = f"{key} {value}".strip()
+        if key == "lr" and "lr_mult" in row.settings:
+            shown += " after lr_mult"  # which else would seem to come on top
         if key in row.sources:
             shown += f" ({row.sources[key]})"
         yield shown

@@ -19,6 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_eopt.checkpoints import harmless
 from megatron_eopt.checkpoints.contents import CheckpointError, forget_metadata, read_contents
@@ -151,6 +153,8 @@ WRITTEN = {
     ],
     "generators": [random.getstate(), torch.Generator().manual_seed(3), torch.get_rng_state()],
     "devices": [torch.device("cpu"), torch.device("cuda", 1)],
+    # as an asynchronous writer keeps them where the structure is constant
+    "plans": [SavePlan([], storage_data=_StoragePrefix("__0_"))],
 }
 WRITERS = {
     "archive": archive,

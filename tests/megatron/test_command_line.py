@@ -159,6 +159,7 @@ def test_flags_without_effect_are_named(parse, capsys, optimizer, flags, without
     args = parse("--optimizer", optimizer, "--lr", "0.1", *flags.split())
     said = unread_flags(args, [optimizer, args.muon_scalar_optimizer])
     training.get_megatron_optimizer_config(with_dtypes(args))
+    training.get_megatron_optimizer_config(args)  # as 0.19 does, which makes two
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("megatron_eopt:")]
     # what runs of this package's optimizers do not read is said once overrides are resolved
     assert printed == ([f"megatron_eopt: warning: {line}" for line in said] if optimizer == "adam" else [])
@@ -187,6 +188,15 @@ def test_a_decay_that_is_adams_alone_is_said_to_be():
     (said,) = unread(OptimizerConfig(optimizer="muon", decoupled_weight_decay=False))
     assert said.startswith("decoupled_weight_decay=False without effect on all optimizers but adam")
     assert "weight_decay_method" in said
+
+
+def test_a_share_of_what_stays_on_the_gpu_is_said_to_have_no_effect():
+    from megatron.core.optimizer import OptimizerConfig
+
+    config = OptimizerConfig(optimizer="muon", optimizer_offload_fraction=0.5)
+    assert unread(config) == ["optimizer_offload_fraction=0.5 without effect: add --optimizer-cpu-offload"]
+    config.optimizer_cpu_offload = True
+    assert unread(config) == []
 
 
 def test_settings_of_a_later_megatron_that_nothing_reads_are_named(monkeypatch):
@@ -246,6 +256,21 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 flags = SimpleNamespace(override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
 OptimizerParamScheduler._check_and_set(flags, 0.02, 0.01, "learning rate")
 """
+NO_INTERVAL = """
+from types import SimpleNamespace
+from megatron.training import training
+flags = dict(train_samples=None, train_iters=2, global_batch_size=1, full_validation=False, skip_train=False)
+training.get_args = lambda: SimpleNamespace(**flags, eval_interval=None)
+training.get_train_valid_test_num_samples()
+"""
+NO_RATE = """
+import torch
+from types import SimpleNamespace
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.megatron.config import errors_name_flags
+with errors_name_flags(SimpleNamespace(optimizer="muon")):
+    TensorParallelMuon([torch.ones(2, 2)], lr=None)
+"""
 ONE_RANK = """
 import sys
 from megatron.training.arguments import parse_and_validate_args
@@ -264,6 +289,10 @@ parse_and_validate_args()
             "start the ranks by torchrun",
         ),
         (ONE_RANK, "world size (1)", "one rank was started, and the flags need more: start the ranks by torchrun"),
+        ("a = 1, None\na[0] // a[1]", "TypeError: unsupported operand", None),
+        (NO_INTERVAL, "TypeError: unsupported operand", "--eval-interval is missing"),
+        ("import torch\ntorch.optim.AdamW([torch.ones(1)], lr=None)", "TypeError: '<='", "--lr is missing"),
+        (NO_RATE, "TypeError: --optimizer muon: lr must be a number", "--lr is missing"),
         (SCHEDULER, "0.02 and checkpoint", "--override-opt-param-scheduler takes that of the flags"),
         ("raise AssertionError('Megatron requires CUDA.')", "requires CUDA", "put --cpu before the script"),
     ],
@@ -277,7 +306,7 @@ def test_an_error_says_what_to_do(activated, monkeypatch, tmp_path, script, said
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises((AssertionError, ValueError)) as raised:
+    with pytest.raises((AssertionError, TypeError, ValueError)) as raised:
         launcher.main([str(tmp_path / "script.py")])
     report = report_of_torchrun(tmp_path / "error.json")
     assert said in report
@@ -482,7 +511,19 @@ def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, capl
         ("--optimizer muon --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
         ("--optimizer adam --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
         ("--optimizer soap --muon-preset keller", "--muon-preset keller is for muon and"),
-        ("--optimizer muon --muon-brake-outward 0.1", "brake_outward has no effect with weight_norm 'none'"),
+        (
+            "--optimizer muon --muon-brake-outward 0.1",
+            "^--muon-brake-outward has no effect with --muon-weight-norm 'none'",
+        ),
+        (
+            "--optimizer muon --muon-extra-scale-factor 0.2 --muon-weight-norm hold",
+            "^--muon-extra-scale-factor has no effect here, got 0.2: .*, by --muon-weight-norm 'hold'",
+        ),
+        (
+            "--optimizer muon --muon-preset match_adamw --muon-weight-norm hold",
+            "^extra_scale_factor of --muon-preset match_adamw has no effect here",
+        ),
+        ("--optimizer muon --muon-beta2 0.9", "^--muon-beta2 has no effect with --muon-moment2-method 'none'"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_before_there_is_a_model(validate, flags, message):

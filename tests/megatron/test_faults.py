@@ -131,15 +131,23 @@ def test_one_of_two_ranks_killed_while_saving(tmp_path, capsys, rank):
     assert verify(capsys, folder / "iter_0000004")[0] == 0
 
 
-@pytest.mark.parametrize("optimizer", [full(MUON, id="muon"), pytest.param(NORMUON, id="normuon")])
+@pytest.mark.parametrize(
+    ("optimizer", "flags"),
+    [(NORMUON, ASYNC), (MUON, [*ASYNC, "--ckpt-assume-constant-structure"])],
+    ids=["normuon", "muon, constant structure"],
+)
 @pytest.mark.shows("--async-save")
-def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, capsys, optimizer):
-    """Though the writer does not finish before two more steps have been made."""
+def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, capsys, optimizer, flags):
+    """Though the writer does not finish before two more steps have been made.
+
+    The save of iteration 4 is the second: with a constant structure, it holds the plans of the first.
+    """
     folder = tmp_path / "checkpoint"
-    run, output = completed(tmp_path / "run", *optimizer, *EVERY_TWO, folder, *ASYNC, fault="late")
+    run, output = completed(tmp_path / "run", *optimizer, *EVERY_TWO, folder, *flags, fault="late")
     assert "scheduled an async checkpoint save at iteration       4" in output
     assert verify(capsys, folder / "iter_0000004")[0] == 0
-    resumed, _ = completed(tmp_path / "resumed", *optimizer, "--load", folder, "--ckpt-step", 4)
+    again = ["--load", folder, "--ckpt-step", 4, *EVERY_TWO, tmp_path / "again", *flags]
+    resumed, _ = completed(tmp_path / "resumed", *optimizer, *again)
     assert_ends_as(resumed, run, 2)
 
 

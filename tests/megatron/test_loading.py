@@ -129,14 +129,30 @@ def test_a_changed_learning_rate_is_what_the_user_asked_for(tmp_path, saved):
     rates = [*MUON, "--lr", 5e-3, "--min-lr", 5e-3]
     # Megatron's scheduler wants to be told which of the two counts
     assert "do not match" in runs.refused(*RUN, *rates, "--load", checkpoint)
-    (rank,), output = load(tmp_path, checkpoint, *rates, "--muon-momentum", 0.9, "--override-opt_param-scheduler")
-    said = [line for line in output.splitlines() if "goes on with other settings" in line]
-    assert "group 0 of TensorParallelMuon" in said[0]
-    assert "max_lr 0.01 -> 0.005, min_lr 0.01 -> 0.005, momentum 0.95 -> 0.9" in said[0]
+    others = ["--muon-momentum", 0.9, "--muon-num-ns-steps", 8, "--muon-coefficient-type", "polar_express"]
+    (rank,), output = load(tmp_path, checkpoint, *rates, *others, "--override-opt_param-scheduler")
+    steps, muon, adam = [line for line in output.splitlines() if "goes on with other settings" in line]
+    assert "TensorParallelMuon" in steps
+    assert steps.endswith("coefficients 5 steps of quintic -> 8 steps of polar_express")
+    assert muon.endswith("max_lr 0.01 -> 0.005, min_lr 0.01 -> 0.005, momentum 0.95 -> 0.9")
+    assert adam.endswith("in groups 0, 1: max_lr 0.01 -> 0.005, min_lr 0.01 -> 0.005")
+    (changed,) = re.findall("changed since the checkpoint: (.*)", output)
+    assert re.fullmatch(r"all \d+ parameters: lr 0.01 -> 0.005; min_lr 0.01 -> 0.005", changed)
     assert {group["lr"] for groups in rank["groups"] for group in groups} == {5e-3}
     assert rank["groups"][0][0]["momentum"] == 0.9
-    (rank,), _ = load(tmp_path / "kept", checkpoint, *rates, "--use-checkpoint-opt_param-scheduler")
-    assert {group["lr"] for groups in rank["groups"] for group in groups} == {1e-2}
+
+
+def test_a_schedule_that_is_to_be_the_checkpoints_counts_from_the_first_step_on(tmp_path, saved):
+    """Megatron's scheduler alone would let the first step decay as the command line says."""
+    checkpoint, _ = saved(*MUON)
+    others = [*MUON, "--lr", 5e-3, "--min-lr", 5e-3, "--weight-decay", 0.3]
+    (rank,), output = load(tmp_path / "kept", checkpoint, *others, "--use-checkpoint-opt_param-scheduler")
+    (same,), _ = load(tmp_path / "same", checkpoint, *MUON)
+    assert rank["groups_of_steps"] == same["groups_of_steps"]
+    assert_same(rank["after"], same["after"])
+    assert "changed since the checkpoint" not in output
+    assert "goes on with other settings" not in output
+    assert "lr 0.005 -> 0.01; min_lr 0.005 -> 0.01; weight decay 0.3 -> 0.01" in output
 
 
 def test_a_resume_that_pads_its_vocabulary_otherwise_says_so(tmp_path, saved):

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eopt import TensorParallelMuon
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
@@ -19,6 +20,8 @@ from megatron_eopt.megatron.checkpoints.matching import (
     compressed,
     has,
     merged,
+    of_whole,
+    report_settings,
     restore_schedules,
     schedules,
     settings_after_load,
@@ -180,9 +183,34 @@ def test_the_settings_with_which_a_group_goes_on(now, then, expected, changed):
 
 
 def test_the_schedule_of_the_checkpoint_and_counts_that_differ():
-    assert settings_after_load(NOW | {"max_lr": 5e-3}, [THEN], {"rung"}, from_checkpoint=True) == (LOADED, {})
+    now = NOW | {"max_lr": 5e-3, "end_wd": 0.3}
+    then = THEN | {"wd_mult": 0.0}
+    assert settings_after_load(now, [then], {"rung"}, from_checkpoint=True) == (LOADED | {"wd_mult": 0.0}, {})
     with pytest.raises(ValueError, match=r"different 'step': \[7, 8\]; keep the groups of the run that saved"):
         settings_after_load(NOW, [THEN | {"step": step} for step in (7, 8)], frozenset())
+
+
+QUINTIC = TensorParallelMuon([torch.ones(2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ""),
+        ({"lr": 0.1, "weight_decay": 0.2, "tp_mode": "auto", "momentum_dtype": torch.bfloat16}, ""),  # said elsewhere
+        ({"num_ns_steps": 3}, "coefficients 5 steps of quintic -> 3 steps of quintic"),
+        ({"coefficient_type": "polar_express", "num_ns_steps": 8}, "5 steps of quintic -> 8 steps of polar_express"),
+        ({"coefficient_type": [(2, -1.5, 0.5)], "num_ns_steps": 1}, "quintic -> 1 steps of custom"),
+        ({"fp32_matmul_prec": "highest"}, "fp32_matmul_prec medium -> highest"),
+        ({"weight_norm": "hold", "weight_decay": 0}, "weight_norm default -> hold"),
+    ],
+)
+def test_settings_of_the_whole_optimizer_that_changed_are_named(capsys, settings, said):
+    again = TensorParallelMuon([torch.ones(2, 2)], **settings)
+    report_settings("Muon", QUINTIC.settings(), **of_whole(again))
+    printed = capsys.readouterr().out
+    assert ("Muon goes on with other settings than the checkpoint has" in printed) is bool(said)
+    assert said in printed
 
 
 def test_rates_that_megatron_overwrote_in_a_load_are_again_those_of_the_run(capsys):

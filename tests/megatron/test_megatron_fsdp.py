@@ -137,6 +137,7 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, straight):
     found, said = train(tmp_path / "run", 2, *RESUMED, *SHARDED, *load, "--train-iters", 6)
     assert_same(after(found), after(expected))
     assert "changed since the checkpoint" not in said
+    assert "other settings than the checkpoint" not in said
     decided = decided_before(SimpleNamespace(load=load[1]), megatron_fsdp=True)
     assert decided.tp_mode == "auto"
     own = {"symmetric_products": "torch", "plan_rates": asdict(DEFAULT_RATES)}

@@ -108,8 +108,9 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precisio
     layers = 1 if layout == "PP2-embedding" else 2
     run = ["--num-layers", layers, *SCHEDULE, *steered(optimizer), *LAYOUTS[layout], *PRECISIONS[precision]]
     model = TIED if layout == "PP2-tied" else SMALL_GPT
-    (straight, output), _ = resumed(tmp_path, 2, *run, "--train-iters", 6, *FILES, at=3, model=model)
+    (straight, output), (_, said) = resumed(tmp_path, 2, *run, "--train-iters", 6, *FILES, at=3, model=model)
     assert output.count("megatron_eopt: iteration") == 6
+    assert "other settings than the checkpoint" not in said
 
     states = whole([rank["after"] for rank in straight]).values()
     assert kept <= {key for state in states for key in state}

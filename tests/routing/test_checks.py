@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_eopt.routing.checks import compare, problems, warnings
+from megatron_eopt.routing.checks import compare, problems, warnings, with_schedule
 from megatron_eopt.routing.patterns import LogicalMatrix, families, merged
 from tests.routing.manifests import BIAS, EMBEDDING, QKV, changed, model, row
 
@@ -137,11 +137,30 @@ def test_a_change_of_all_layers_is_one_line(change, said):
     assert lines(model(), changed(model(), "linear_fc2", **change)) == [f"{FC2}: {said}"]
 
 
+def test_what_changed_alike_is_one_line():
+    rows = model()
+    of_all = [f"all {len(rows)} parameters: lr 0.001 -> 2.0"]
+    assert lines(rows, changed(rows, "", lr=2.0)) == of_all
+    (line,) = lines(rows, changed(rows, "decoder.layers", lr=2.0))
+    assert f"{FC2}, 2 more families, 24 parameters in all: lr 0.001 -> 2.0" in line
+    two = changed(changed(rows, "linear_fc2", lr=2.0), EMBEDDING, lr=2.0)
+    assert lines(rows, two) == [f"{FC2}, {EMBEDDING}: lr 0.001 -> 2.0"]
+
+
+def test_a_schedule_of_another_manifest_leaves_all_else_as_it_was():
+    old = changed(model(), "", settings={"lr_mult": 0.5})
+    new = changed(model(), "linear_fc2", lr=2.0, min_lr=1.0, weight_decay=0.7, settings={"lr_mult": 2.0, "eps": 1})
+    counts = with_schedule(families(new), families(old))
+    assert compare(families(old), counts) == [f"{FC2}: eps default -> 1"]
+    (line,) = [line for line in compare(families(new), counts) if "linear_fc2" in line]
+    assert line == f"{FC2}: lr 2.0 -> 0.001; min_lr 1.0 -> 1e-05; weight decay 0.7 -> 0.1; lr_mult 2.0 -> 0.5"
+
+
 def test_added_and_removed_parameters():
     assert lines(model(), model()) == []
-    assert lines(model(layers=4), model(layers=6))[1] == (
-        "decoder.layers.{4-5}.mlp.linear_fc2.weight (2 parameters): added, with the optimizer muon"
-    )
+    (line,) = [line for line in lines(model(layers=4), model(layers=6)) if "fc2" in line]
+    assert "decoder.layers.{4-5}.mlp.linear_fc2.weight (2 parameters)" in line
+    assert line.endswith(": added, with the optimizer muon")
     new = [each for each in model() if each.name != EMBEDDING]
     assert lines(model(), new) == [f"{EMBEDDING}: removed, had the optimizer adam"]
 

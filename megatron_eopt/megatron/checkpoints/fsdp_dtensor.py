@@ -24,7 +24,7 @@ from megatron_eopt.checkpoints.states import BLOCK, Settings, StateDict
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import from_rank_0, union
 from megatron_eopt.megatron.checkpoints.loading import report_changes, report_converted
-from megatron_eopt.megatron.checkpoints.matching import settings_of_group
+from megatron_eopt.megatron.checkpoints.matching import of_whole, report_settings, settings_of_groups
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH, too_new
 from megatron_eopt.megatron.checkpoints.whole import resumed
 from megatron_eopt.megatron.fused import in_shards
@@ -72,7 +72,13 @@ class SavedShards:
                         if is_loading:
                             local(x).fill_(torch.nan if x.is_floating_point() else 0)
                         state.setdefault(f"{name}{suffix}", {})[key] = x
-        run = {"format": FORMAT, "manifest": to_json(self._run.families), "tp_mode": self._run.tp_mode}
+        ours = [each for each in self._optimizers if isinstance(each, BaseOptimizer)]
+        run = {
+            "format": FORMAT,
+            "manifest": to_json(self._run.families),
+            "tp_mode": self._run.tp_mode,
+            "settings": {type(each).__name__: each.settings() for each in ours},
+        }
         return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -88,14 +94,20 @@ class SavedShards:
         for problem in union(self._problems(saved)):
             _refuse(f"{problem}; {FRESH}")
         for optimizer in self._optimizers:
+            name = type(optimizer).__name__
+            if name in run.get("settings", {}):  # which earlier checkpoints lack
+                report_settings(name, run["settings"][name], **of_whole(optimizer))
             state = optimizer.state_dict()
-            for number, group in enumerate(optimizer.param_groups):
+            of_groups = []
+            for group in optimizer.param_groups:
                 different: list[Settings] = []
                 for parameter in group["params"]:
                     _, of_group = saved[self._megatron._param_name(parameter)]
                     if of_group not in different:
                         different.append(of_group)
-                state["param_groups"][number] |= settings_of_group(optimizer, number, different)
+                of_groups.append(different)
+            for group, settings in zip(state["param_groups"], settings_of_groups(optimizer, of_groups), strict=True):
+                group |= settings
             optimizer.load_state_dict(state)
 
     def _problems(self, saved: dict[str, Any]) -> Iterator[str]:

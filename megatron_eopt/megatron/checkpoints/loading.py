@@ -21,7 +21,7 @@ from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored, contents_of, read_stored
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.redirect import Original, around
-from megatron_eopt.routing import ParamPattern, compare, from_json, to_json
+from megatron_eopt.routing import ParamPattern, compare, from_json, to_json, with_schedule
 
 
 @around
@@ -47,6 +47,7 @@ def checked_load(load: Original, sharded_state_dict: Any, checkpoint_dir: str, *
         sums = sums_of(stored, checkpoint_dir)
     request = matching.taken_out(sharded_state_dict)
     _report_differences(request, stored)
+    _report_settings(optimizers, stored)
     result = load(request, checkpoint_dir, *args, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result
     if sums:
@@ -71,6 +72,8 @@ def with_optimizer(
     """Replaces ``load_checkpoint``: optimizers see what was loaded, and keep rates.
 
     For ``--override-opt-param-scheduler`` Megatron 0.20 gives every group ``--lr`` and ``--min-lr`` after the load.
+    With ``--use-checkpoint-opt-param-scheduler`` its scheduler sets the weight decay of the groups before it takes over
+    that of the checkpoint, so that the first step would decay as the command line says: it sets it once more.
     """
     ours = hasattr(optimizer, "megatron_eopt")
     if ours and kwargs.get("skip_load_to_model_and_opt"):
@@ -80,8 +83,11 @@ def with_optimizer(
         result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
     finally:
         forget_metadata()  # nobody asks again
-    if ours and on(releases.training_args(), "override_opt_param_scheduler") and opt_param_scheduler is not None:
-        matching.restore_schedules(optimizer, of_run)
+    args = releases.training_args()
+    overrides = on(args, "override_opt_param_scheduler")
+    if ours and opt_param_scheduler is not None and (overrides or on(args, matching.FROM_CHECKPOINT)):
+        if overrides:
+            matching.restore_schedules(optimizer, of_run)
         opt_param_scheduler.step(0)
     return result
 
@@ -98,6 +104,15 @@ def _report_differences(request: Any, stored: Stored) -> None:
         if state:
             converted.append((state, stored.dtypes.get(tensor.key, tensor.dtype), tensor.dtype))
     report_converted(converted)
+
+
+def _report_settings(optimizers: Iterable[StateDict], stored: Stored) -> None:
+    """Say which settings of optimizers are others than the checkpoint's."""
+    saved = {block["optimizer"]: block["settings"] for block in blocks_of(stored.optimizer)}
+    now = {each[BLOCK]["optimizer"]: each[BLOCK] for each in optimizers}  # those of experts have the same
+    for name, block in now.items():
+        if "in_groups" in block and name in saved:
+            matching.report_settings(name, saved[name], block["settings"], block["in_groups"])
 
 
 def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -125,8 +140,15 @@ def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern
     if saved is None or dist.get_rank() != 0:
         return
     try:
-        changes = compare(from_json(saved), from_json(to_json(families)))
+        old = from_json(saved)
     except ValueError as error:
-        changes = [f"not known, since {error}"]
-    for line in changes:
+        say(f"changed since the checkpoint: not known, since {error}")
+        return
+    new = from_json(to_json(families))
+    counts = new
+    if on(releases.training_args(), matching.FROM_CHECKPOINT):
+        counts = with_schedule(new, old)
+    for line in compare(old, counts):
         say(f"changed since the checkpoint: {line}")
+    for line in compare(new, counts):
+        say(f"taken from the checkpoint, by --use-checkpoint-opt-param-scheduler: {line}")

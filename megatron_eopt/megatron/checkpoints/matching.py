@@ -21,6 +21,7 @@ from megatron_eopt.megatron.support.run import on
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.state import NO_SETTINGS
+from megatron_eopt.orthogonalize.coefficients import name_of_schedule
 from megatron_eopt.routing.patterns import compressed as boxes_of
 from megatron_eopt.settings.records import MODIFIERS, names_of
 
@@ -51,6 +52,9 @@ _OVERRIDES = frozenset(
         *names_of(MODIFIERS),
     )
 )
+_SAID_ELSEWHERE = frozenset({"tp_mode", "momentum_dtype", "of_groups"})  # when their change is found
+FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"  # Megatron's flag: the schedule of the checkpoint counts
+_CHANGED = "goes on with other settings than the checkpoint has"
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
 
 
@@ -111,25 +115,67 @@ def settings_after_load(
             continue
         elif any(_differs(settings[key], value) for value in values):
             changed[key] = (values[0], settings[key])
-    if from_checkpoint:
-        for key in _SCHEDULE & changed.keys():
-            settings[key], _ = changed.pop(key)
+    if from_checkpoint and _SCHEDULE & saved[0].keys():
+        for key in _SCHEDULE:  # also what only one of the two has
+            settings.pop(key, None)
+            changed.pop(key, None)
+        settings |= {key: saved[0][key] for key in _SCHEDULE & saved[0].keys()}
     if not _SCHEDULE & changed.keys():
         for key in _SCHEDULED & saved[0].keys():
             settings[key] = saved[0][key]
     return settings, changed
 
 
-def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[Settings]) -> Settings:
-    """:func:`settings_after_load` of one group; changes are printed."""
+def settings_of_groups(optimizer: Optimizer, saved: Sequence[Sequence[Settings]]) -> list[Settings]:
+    """:func:`settings_after_load` of each group; changes are printed.
+
+    ``saved`` are, for each group, the checkpoint's groups that have its parameters.
+    """
     carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
-    from_checkpoint = on(releases.training_args(), "use_checkpoint_opt_param_scheduler")
-    settings, changed = settings_after_load(optimizer.param_groups[number], saved, carried, from_checkpoint)
+    from_checkpoint = on(releases.training_args(), FROM_CHECKPOINT)
+    found = []
+    numbers: dict[str, list[str]] = {}  # of groups, by what changed in them
+    for number, (group, of_group) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        settings, changed = settings_after_load(group, of_group, carried, from_checkpoint)
+        found.append(settings)
+        if changed:
+            numbers.setdefault(_listed(changed), []).append(str(number))
+    for changes, alike in numbers.items():
+        groups = f"group{'s' if len(alike) > 1 else ''} {', '.join(alike)}"
+        say(f"{type(optimizer).__name__} {_CHANGED} in {groups}: {changes}")
+    return found
+
+
+def of_whole(optimizer: Any) -> dict[str, Any]:
+    """What a load has to know of settings that no group has: their values, and names of those of groups."""
+    return {"settings": optimizer.settings(), "in_groups": list(optimizer.defaults)}
+
+
+def report_settings(name: str, saved: Settings, settings: Settings, in_groups: Iterable[str]) -> None:
+    """Say which settings of a class of optimizers changed that no group has.
+
+    A setting that is left out has its default.
+    """
+    changed = {}
+    for key in (saved.keys() | settings.keys()) - _SAID_ELSEWHERE - set(in_groups):
+        was = saved.get(key, "default")
+        now = settings.get(key, "default")
+        if _differs(was, now):
+            changed[key] = (was, now)
+    if "coefficients" in changed:
+        was, now = map(_iteration, changed["coefficients"])
+        if was != now:  # else they are of the user's own, and as many
+            changed["coefficients"] = (was, now)
     if changed:
-        listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
-        group = f"group {number} of {type(optimizer).__name__}"
-        say(f"{group} goes on with other settings than the checkpoint has: {listed}")
-    return settings
+        say(f"{name} {_CHANGED}: {_listed(changed)}")
+
+
+def _iteration(schedule: Sequence[Sequence[float]]) -> str:
+    return f"{len(schedule)} steps of {name_of_schedule(schedule)}"
+
+
+def _listed(changed: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
 
 
 def schedules(optimizer: Any) -> list[Settings]:

@@ -105,11 +105,12 @@ class SavedState:
 
     def _requested(self) -> Block:
         """What a load has to know of this run."""
-        return {
+        requested = {
             "import_adam": bool(getattr(self._megatron.config, "muon_momentum_from_adam", False)),
             "layers_differ": self._layers_differ,
             "modifies": self._is_ours and "weight_norm" in self._torch.settings_of_groups(),
         }
+        return requested | (matching.of_whole(self._torch) if self._is_ours else {})
 
     def _about(self, step: Any) -> Block:
         """The optimizer, its groups and settings, equal on all ranks."""
@@ -198,18 +199,20 @@ class SavedState:
 
     def _groups(self, theirs: list[Settings], block: Block) -> list[Settings]:
         """The groups of this run, with the settings to go on with."""
-        groups = []
-        names = self._names_of_groups()
-        for number, own in enumerate(self._torch.state_dict()["param_groups"]):
+        of_groups = []
+        for names in self._names_of_groups():
             saved = []
             if "groups" in block:
                 for group in block["groups"]:
-                    if any(matching.has(group["names"], *name) for name in names[number]):
+                    if any(matching.has(group["names"], *name) for name in names):
                         saved.append(group["settings"])
             elif not self._is_ours:
                 # nothing says which group a parameter was in, but all have made as many steps
                 saved = [{"step": group["step"]} for group in theirs if "step" in group]
-            settings = matching.settings_of_group(self._torch, number, saved)
+            of_groups.append(saved)
+        groups = []
+        settings_of_groups = matching.settings_of_groups(self._torch, of_groups)
+        for own, settings in zip(self._torch.state_dict()["param_groups"], settings_of_groups, strict=True):
             kept = {key: own[key] for key in NO_SETTINGS & own.keys()}  # indices, and the mark
             groups.append(settings | kept)
         return groups

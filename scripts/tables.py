@@ -372,7 +372,7 @@ def costs() -> str:
     def beside_adam(name: str) -> tuple[str, str]:
         if name not in measured:
             return "not compared", "-"
-        own, adams = (measured[each]["seconds per step"] for each in (name, "adam"))
+        own, adams = (measured[each]["seconds per step"].split()[0] for each in (name, "adam"))  # the least
         time = "-" if "-" in (own, adams) else f"{float(own) / float(adams):.2f}"
         return measured[name]["less Adam's"], time
 

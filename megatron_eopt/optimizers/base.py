@@ -543,6 +543,11 @@ class BaseOptimizer(Optimizer):
             devices = sorted({str(parameter.device) for parameter in parameters})
             if len(devices) > 1:
                 raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
+            if devices == ["meta"]:
+                raise ValueError(
+                    f"{type(self).__name__} has the parameters that the model had on the meta device: build it after "
+                    "to_empty() and the like, which replace them"
+                )
             session.nonfinite = NonFinite(self._names(), torch.device(devices[0]))
         return session.engine
 

@@ -126,7 +126,7 @@ class Muon(Optimizer):
     matrices: BaseOptimizer
     adamw: AdamW | None
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _rates: tuple[Any, list[Any]] | None = None  # of the first matrices, and of AdamW's groups, after the last step
+    _rates: list[Any] | None = None  # of AdamW's groups after the last step
     _warned: bool = False  # whether a change of AdamW's rates was warned of
 
     def __init__(
@@ -194,6 +194,7 @@ class Muon(Optimizer):
             raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
         if adamw is not None:
             adamw.param_groups[0][ADAM_LR_AT] = float(matrices.param_groups[0]["lr"])
+            self._rates = [group["lr"] for group in adamw.param_groups]
         beside = {}
         for number, group in enumerate(self._adam_groups):
             check_parameters(f"AdamW in {self._called}", self._adam_groups[: number + 1])
@@ -253,22 +254,22 @@ class Muon(Optimizer):
     def _set_rates(self) -> None:
         """Let AdamW's rates follow the first group of matrices."""
         lr = self.matrices.param_groups[0]["lr"]
-        lr_before, before = self._rates or (None, [])
+        before = self._rates or []
         rates = []
         for index, group in enumerate(self._adam_groups):
             if group[ADAM_LR_AT] > 0:
                 rate = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
-                if index < len(before) and lr_before == lr:
+                if index < len(before):
                     self._warn_of_rate(group["lr"], before[index], lr, rate)
                 group["lr"] = rate
             rates.append(group["lr"])
-        self._rates = lr, rates
+        self._rates = rates
 
     def _warn_of_rate(self, found: Any, before: Any, lr: Any, rate: Any) -> None:
-        """Warn once where AdamW's rate was set, and that of the matrices, ``lr``, was not."""
-        if self._warned or isinstance(found, Tensor) or isinstance(before, Tensor):
+        """Warn once where AdamW's rate was set to another than it follows, unless a loop set ``lr`` for all."""
+        if self._warned or any(isinstance(x, Tensor) for x in (found, before, rate)):
             return
-        if not math.isclose(found, before) and found != lr:  # as a loop sets one rate for all
+        if found != lr and not any(math.isclose(found, x, rel_tol=1e-6, abs_tol=1e-12) for x in (before, rate)):
             self._warned = True
             warn(
                 f"{self._called}: lr of a group of AdamW was set to {found:g}, and the step sets it to {rate:g}, as it "
@@ -342,6 +343,11 @@ class Muon(Optimizer):
         Nothing is changed then.
         """
         check_state_dict(self._called, state_dict)
+        if any("ns_coefficients" in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                f"{self._called} cannot load a state of torch.optim.Muon, whose momentum is another: "
+                "TensorParallelMuon loads it"
+            )
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)

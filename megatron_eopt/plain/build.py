@@ -19,9 +19,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
-from megatron_eopt.matrices import tag_declared, warn_of_unmatched
+from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.nonfinite import listed, warn_of_fp16
 from megatron_eopt.optimizers.parameters import NAME, OF_FSDP1, parameters_in
+from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
@@ -164,7 +165,7 @@ def _warn_of_unfrozen(optimizer: Any, frozen: Sequence[tuple[str, Tensor]]) -> N
             handle.remove()
             _log(
                 f"{listed(forgotten)} were frozen when the optimizer was built, so it does not train them: build it "
-                f"after requires_grad is set, or give them to add_param_group",
+                f"after requires_grad is set",
                 logging.WARNING,
             )
 
@@ -256,18 +257,19 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
 
 def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """One optimizer, or one of matrices beside an AdamW."""
-    if row.vectors:
+    if row.vectors and not (row.cls is SOAP and any(map(kinds.for_soap, parameters_in(groups)))):
         return row.cls(groups, **_settings(config, row.cls))
     matrices, rest = _divided(row, groups, config)
     if not isinstance(config.fused, bool):
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
         )
+    warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters_in(rest)], parameters_in(rest))
     adam: dict[str, Any] = {
         "betas": config.betas or ADAM_BETAS,
         "eps": config.eps,
         "fused": _fused(parameters_in(rest), config),
-        "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
+        "lr": _adam_lr(config),
     }
     if row.cls is TensorParallelMuon:
         of_adam = {f"adam_{key}": value for key, value in adam.items()}
@@ -295,6 +297,8 @@ def _divided(
     factors: list[Group] = []
     if row.cls is TensorParallelMuon:
         why_adamw = kinds.for_muon_of_all if config.muon_embeddings else kinds.for_muon
+    elif row.cls is SOAP:
+        why_adamw = kinds.for_soap
     elif row.cls is Spectron:
         factors, groups = kinds.without_factors(groups, config.spectron_factor_pairs)
     matrices, rest = kinds.divided(groups, why_adamw)
@@ -305,18 +309,36 @@ def _divided(
             f"them to AdamW (set {kinds.MARK} = True on them), or pair them for spectron by spectron_factor_pairs",
             logging.WARNING,
         )
+    fused = kinds.fused_by_name(matrices)
+    if fused:
+        _log(
+            f"{listed(fused)}: fused projections by their names, each of which {config.name} takes for one matrix; "
+            f"declare their parts by megatron_eopt.matrices.declare, or set {ATTRIBUTE} = matrices.WHOLE on them",
+            logging.WARNING,
+        )
     matrices = factors + matrices
     beside = _counted(parameters_in(rest))
-    reasons = Counter(why_adamw(parameter) for parameter in parameters_in(rest))
-    if reasons:
-        counts = [f"{count} {reason}" for reason, count in reasons.items()]
+    names_by_reason: dict[str | None, list[str]] = {}
+    for parameter in parameters_in(rest):
+        names_by_reason.setdefault(why_adamw(parameter), []).append(getattr(parameter, NAME, ""))
+    counts = []
+    for reason, names in names_by_reason.items():
+        which = f": {listed(names)}" if reason == kinds.EXTREME else ""
+        counts.append(f"{len(names)} {reason}{which}")
+    if counts:
         beside += f" ({', '.join(counts)})"
-    said = f"{config.name}: {_counted(parameters_in(matrices), 'matrices')}; AdamW beside it: {beside}"
+    of_matrices = _counted(parameters_in(matrices), "matrices")
+    rates = float(config.lr), float(_adam_lr(config))
+    said = f"{config.name}: {of_matrices}, at lr {rates[0]:g}; AdamW beside it, at lr {rates[1]:g}: {beside}"
     if matrices:
         _log(said)
     else:
         _log(f"{said}; this is AdamW alone", logging.WARNING)
     return matrices, rest
+
+
+def _adam_lr(config: OptimizerConfig) -> float:
+    return config.lr if config.muon_adam_lr is None else config.muon_adam_lr
 
 
 def _counted(parameters: Sequence[Tensor], what: str = "parameters") -> str:

@@ -108,8 +108,8 @@ def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
     if "name" not in given:
         raise TypeError(
             f"a config says by its field 'name' what to build, got {type(config).__name__} without it. Write "
-            f"OptimizerConfig(name='muon', lr=0.02), a mapping or an object with such fields, or 'muon' for all "
-            f"defaults; a config of Megatron-Core is for megatron_eopt.get_megatron_optimizer"
+            f"OptimizerConfig(name='muon', lr=0.02, muon_adam_lr=3e-3), a mapping or an object with such fields, or "
+            f"'muon' for all defaults; a config of Megatron-Core is for megatron_eopt.get_megatron_optimizer"
         )
     return given
 

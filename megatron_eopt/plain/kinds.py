@@ -37,6 +37,9 @@ MARK = "is_embedding_or_output_parameter"  # attribute of a parameter, True or F
 NO_LINEAR_MAP = "is_no_linear_map"  # attribute of a parameter of two or more dimensions that multiplies no vectors
 LOGARITHMS = "A_log"  # name of Mamba's parameter (channels x states): logarithms of decay rates
 MAX_ASPECT_RATIO = 10  # of the matrices that Muon is given
+EXTREME = f"of aspect ratio above {MAX_ASPECT_RATIO}"
+FUSED = {"qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "gate_up_proj", "in_proj_qkvz", "in_proj_ba"}
+"""Names of layers that Hugging Face's and others' models fuse several projections in."""
 
 Group = dict[str, Any]
 Rule = Callable[[Tensor], str | None]
@@ -148,6 +151,11 @@ def for_matrices(parameter: Tensor) -> str | None:
     return _other_than_hidden(parameter)
 
 
+def for_soap(parameter: Tensor) -> str | None:
+    """Rule of SOAP: all but what has more than two dimensions."""
+    return "of more than two dimensions" if parameter.ndim > 2 and declared_split(parameter) is None else None
+
+
 def for_muon(parameter: Tensor) -> str | None:
     """Rule of Muon: also flattened parameters, no extreme aspect ratio."""
     return for_muon_of_all(parameter) or _other_than_hidden(parameter)
@@ -161,7 +169,7 @@ def for_muon_of_all(parameter: Tensor) -> str | None:
         return None
     short, long = sorted((parameter.shape[0], parameter.shape[1:].numel()))
     if short == 0 or long > MAX_ASPECT_RATIO * short:
-        return f"of aspect ratio above {MAX_ASPECT_RATIO}"
+        return EXTREME
     return None
 
 
@@ -191,12 +199,25 @@ def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list
     return matrices, rest
 
 
+def fused_by_name(groups: Sequence[Group]) -> list[str]:
+    """Names of matrices that are fused projections by their names, undeclared."""
+    found = []
+    for group in groups:
+        for p in group["params"]:
+            name = getattr(p, NAME, "")
+            if declared_split(p) is None and not FUSED.isdisjoint(name.split(".")[-2:]):
+                found.append(name)
+    return found
+
+
 def adapters(groups: Sequence[Group]) -> list[str]:
     """Names of LoRA factors, by name and shape."""
     found = []
     for group in groups:
         for p in group["params"]:
             name = getattr(p, NAME, "")
+            if p.ndim < 2:  # SOAP's
+                continue
             short, *_, long = sorted(p.shape)
             if "lora_" in name and short <= min(64, long // 4):
                 found.append(name)

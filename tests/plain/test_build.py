@@ -93,7 +93,7 @@ def test_a_model_of_vectors_alone_is_adamws_and_that_is_warned_of(name, caplog):
     assert type(optimizer) is torch.optim.AdamW
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-3, (0.7, 0.8), 0.0)
-    assert f"{name}: 0 matrices with 0 entries; AdamW beside it: 2 parameters with 8 entries" in caplog.text
+    assert "AdamW beside it, at lr 0.003: 2 parameters with 8 entries" in caplog.text
 
 
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
@@ -110,8 +110,8 @@ def test_embeddings_and_output_layers_are_adamws(name, caplog):
     keeps_norm = not decays(name)
     assert [group["weight_decay"] for group in (matrices, embeddings, rest)] == [0.0 if keeps_norm else 0.1, 0.1, 0.0]
     assert (
-        f"{name}: 2 matrices with 128 entries; AdamW beside it: 7 parameters with 296 entries (2 embeddings or output "
-        f"layers, 1 biases, 4 of fewer than two dimensions)"
+        f"{name}: 2 matrices with 128 entries, at lr 0.01; AdamW beside it, at lr 0.001: 7 parameters with 296 entries "
+        f"(2 embeddings or output layers, 1 biases, 4 of fewer than two dimensions)"
     ) in caplog.messages
 
 
@@ -193,6 +193,38 @@ def test_what_multiplies_no_vectors_is_adamws():
     model.convolution = nn.Conv1d(8, 8, 4)
     taken = names_of(model, build(model, "muon").param_groups[0])
     assert taken == ["layers.0.output.weight", "layers.1.output.weight", "convolution.weight"]
+
+
+def test_what_is_fused_by_its_name_is_warned_of_unless_it_is_declared(caplog):
+    model = nn.ModuleDict({"attention": nn.ModuleDict({"qkv_proj": nn.Linear(8, 24, bias=False)})})
+    build(model, "muon")
+    assert any(message.startswith("attention.qkv_proj.weight: fused projections") for message in warnings_of(caplog))
+    caplog.clear()
+    model["attention"]["qkv_proj"].weight.logical_matrices = concatenated(q=8, k=8, v=8)
+    build(model, "muon")
+    assert not warnings_of(caplog)
+
+
+def test_soap_leaves_filters_to_adamw():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 4))
+    optimizer = build(model, "soap")
+    assert names_of(model, optimizer.adamw.param_groups[0]) == ["0.weight"]
+    before = copy.deepcopy(model)
+    for _ in range(2):  # the first step makes bases alone
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 3, 3)).square().mean().backward()
+        optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_parameters_that_were_on_the_meta_device_are_refused_in_the_step():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = build(model, "muon")
+    model.to_empty(device="cpu")
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="had on the meta device: build it after"):
+        optimizer.step()
 
 
 def test_torchs_fused_attention_is_three_matrices():

@@ -269,6 +269,25 @@ def test_a_rate_of_adamw_that_would_be_overwritten_is_warned_of_once(caplog):
     assert "set adam_lr of that group" in message
 
 
+def test_a_schedule_of_adamws_own_beside_the_matrices_is_warned_of(caplog):
+    matrix, embedding = params = parameters((4, 4), (6, 4))
+    optimizer = Muon([matrix], [embedding], lr=0.02, adam_lr=3e-3)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4, eta_min=2e-3)
+    for _ in range(4):
+        run(optimizer, params, gradients(params, 1))
+        cosine.step()
+    (message,) = caplog.messages
+    assert "and the step sets it to" in message
+
+
+def test_a_state_of_torchs_muon_is_refused_by_name():
+    matrix, embedding = parameters((4, 4), (6, 4))
+    torchs = torch.optim.Muon([torch.nn.Parameter(torch.ones(4, 4))])
+    optimizer = Muon([matrix], [embedding])
+    with pytest.raises(ValueError, match=r"a state of torch\.optim\.Muon, .*: TensorParallelMuon loads it"):
+        optimizer.load_state_dict(torchs.state_dict())
+
+
 def test_around_takes_what_adamw_needs_from_torchs_defaults():
     matrix, embedding = params = parameters((4, 4), (6, 4))
     optimizer = Muon.around(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": 3e-3})

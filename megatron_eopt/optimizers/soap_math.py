@@ -104,11 +104,11 @@ def _product(gradient: Tensor, other: Side | None, settings: Mapping[str, Any], 
     if other is None or (first and not of_current):
         return gram(gradient, settings) / cols
     if of_current:
-        return _product_as_there(gradient, other, settings["eps"], first)
+        return _product_of_current(gradient, other, settings["eps"], first)
     return gram(_whitened(gradient, other), settings) / cols
 
 
-def _product_as_there(gradient: Tensor, other: Side, eps: float, first: bool) -> Tensor:
+def _product_of_current(gradient: Tensor, other: Side, eps: float, first: bool) -> Tensor:
     """``G F^-1 G^T / n``, by the operations of emerging-optimizers in their order.
 
     Most of the first update in a basis of the same gradient is rounding, so that only equal rounding makes equal steps.

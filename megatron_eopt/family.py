@@ -322,7 +322,7 @@ _SPECS = (
                 "the default is 10.",
                 default=1,
             ),
-            Flag("use_kl_shampoo", "Factors as Shampoo has them, which is the default from Python.", default=True),
+            "use_kl_shampoo",
             "basis_of",
             "basis_method",
             "sort_bases",

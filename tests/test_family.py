@@ -28,7 +28,6 @@ OTHER_DEFAULTS = {
     ("muon", "split_qkv"),
     ("muon", "tp_mode"),
     ("soap", "precondition_frequency"),
-    ("soap", "use_kl_shampoo"),
     ("soap", "share_over_dp"),
     ("shampoo", "share_over_dp"),
     ("kl_shampoo", "share_over_dp"),

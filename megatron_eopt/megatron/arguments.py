@@ -135,10 +135,6 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     tp_mode.default = DEFAULT_TP_MODE
     tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
     tp_mode.__class__ = _StoreNamed
-    set_by_presets = {f"muon_{setting}" for preset in PRESETS.values() for setting in preset.settings}
-    for action in parser._actions:
-        if action.dest in set_by_presets:
-            action.__class__ = type("Noted", (_Noted, type(action)), {})
     parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED, PRESET_FLAGS_GIVEN: ()})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
@@ -146,6 +142,13 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for flag in FLAGS:
         if flag.name not in actions:
             group.add_argument(flag.name, dest=flag.dest, help=flag.help, **flag.options)
+    set_by_presets = set()
+    for preset in PRESETS.values():
+        set_by_presets |= {f"muon_{setting}" for setting in preset.settings}
+        set_by_presets |= {f"soap_{setting}" for setting in preset.of_soap}
+    for action in parser._actions:
+        if action.dest in set_by_presets:
+            action.__class__ = type("Noted", (_Noted, type(action)), {})
     for flag in (*_KNOWN, *RUN_FLAGS):
         taken = actions.get(flag.name)  # none for a flag of a later Megatron
         if taken is not None and flag.check is not None and callable(taken.type) and not taken.choices:

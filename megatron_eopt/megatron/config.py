@@ -96,18 +96,21 @@ def with_preset(config: Any, args: Any = None) -> Any:
         return config
     check_choice("preset", preset, tuple(PRESETS))
     name = primary_of(config)
-    if name not in LIKE_MUON:
+    settings = PRESETS[preset].settings_of(name)
+    if name == "soap" and not settings:
+        raise ValueError(f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and for soap there is megatron")
+    if name not in LIKE_MUON and name != "soap":
         raise ValueError(
             f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and updates of {name} have a size of their own: "
             f"leave it away"
         )
-    settings = PRESETS[preset].settings
-    defaults = {flag.setting: flag.default for flag in OPTIMIZERS["muon"].flags}
+    prefix = "soap" if name == "soap" else "muon"
+    defaults = {flag.setting: flag.default for flag in OPTIMIZERS[prefix].flags}
     flags_given = getattr(args, PRESET_FLAGS_GIVEN, None)
     replaced = {}
     contradicting = {}
     for key, value in settings.items():
-        field = f"muon_{key}"
+        field = f"{prefix}_{key}"
         own = getattr(config, field)
         if own == value:
             continue
@@ -123,4 +126,4 @@ def with_preset(config: Any, args: Any = None) -> Any:
     if replaced and flags_given is None:
         known = "these are defaults of the config, which count as not given"
         say(f"muon_preset {preset} replaces {described(replaced)}: {known}")
-    return with_fields(config, **{f"muon_{key}": value for key, value in settings.items()})
+    return with_fields(config, **{f"{prefix}_{key}": value for key, value in settings.items()})

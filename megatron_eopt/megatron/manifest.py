@@ -101,7 +101,7 @@ def _on_this_rank(
 def _report(families: list[ParamPattern], config: Any) -> None:
     preset = getattr(config, "muon_preset", None)
     if preset is not None:
-        say(preset_line(preset))
+        say(preset_line(preset, primary_of(config)))
     form = getattr(config, "optimizer_manifest", "short")
     if form != "none":
         listed = table(families, full=form == "full")

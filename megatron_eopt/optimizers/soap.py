@@ -40,12 +40,14 @@ class SOAP(FactoredOptimizer):
     all releases of emerging-optimizers and so Megatron's ``--optimizer soap`` do: most of its first update is rounding,
     whose tiny squares make the second far too large (18 times Adam's for 64 x 32 in fp32) unless the bases stay.
     With ``sort_bases="before"``, which is the authors', it is the order of emerging-optimizers up to 0.3, which
-    Megatron pins; with ``"after"`` that of 0.4 and later.
+    Megatron pins; with ``"after"`` that of 0.4 and later. Where gradients span the sides, steps are theirs up to
+    rounding. Where they do not, rounding makes a part of the steps, there and here.
 
     With ``use_kl_shampoo`` the factors minimize the Kullback-Leibler divergence of N(0, L x R) from the gradients'
     distribution [2]: ``L <- EMA(g R^-1 g^T / n)``, ``R <- EMA(g^T L^-1 g / m)``, of the factors so far and their bases,
-    the identity before the first. With ``basis_of="current"`` it is ``eps`` times that, as in emerging-optimizers: the
-    first gradient outweighs others for some 300 steps, and bases stay nearly as it made them.
+    the identity before the first. With ``basis_of="current"`` it is ``eps`` times that, and eigenvalues are at least
+    ``eps``, as in emerging-optimizers: the first gradient outweighs others for some 300 steps, and bases stay nearly as
+    it made them.
 
     ``weight_norm="hold"`` keeps each logical matrix at the norm ``R`` that it has before the first step: with ``U`` the
     update of 2, ``p <- R normalize((1 - lr weight_decay) p - lr R normalize(U))``, as
@@ -125,7 +127,7 @@ class SOAP(FactoredOptimizer):
     own_settings = (
         *ADAM,
         FACTOR_PRECISION,
-        Setting("use_kl_shampoo", "Factors as Shampoo has them, which is the default from Python."),
+        Setting("use_kl_shampoo", "Factors of KL-Shampoo, which Megatron's own has by default."),
         Setting("basis_of", "Whether a gradient is seen in a basis made before it, as published, or with it."),
         Setting("basis_method", "How bases are refreshed."),
         Setting("sort_bases", "Whether eigenvalues are sorted before a refresh, as published, or after it."),

@@ -80,17 +80,14 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
     weight = torch.ones_like(matrices.steps) * (1 - beta)
     if settings["correct_bias"]:
         weight /= 1 - beta ** matrices.steps.clamp(min=1)
-    gradient = matrices.gradient
+    left = matrices.left
+    right = matrices.right
     # both before a factor changes
-    of_rows = _root(gradient, matrices.right, settings, first)
-    of_columns = _root(gradient.mT, matrices.left, settings, first)
-    _, rows, cols = gradient.shape
-    for dim, side, root, divisor in ((1, matrices.left, of_rows, cols), (2, matrices.right, of_columns, rows)):
-        if side is None:
+    of_rows = None if left is None else _product(matrices.gradient, right, settings, first)
+    of_columns = None if right is None else _product(matrices.gradient.mT, left, settings, first)
+    for dim, side, product in ((1, left, of_rows), (2, right, of_columns)):
+        if side is None or product is None:
             continue
-        product = gram(root, settings)
-        if settings["use_kl_shampoo"]:
-            product = product / divisor
         follow(side.factor, product, weight, matrices.accepted)
         if first:
             side.made.copy_(_eigenbasis(side.factor))
@@ -98,16 +95,31 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
             _refresh(matrices, side, dim, settings)
 
 
-def _root(gradient: Tensor, other: Side | None, settings: Mapping[str, Any], first: bool) -> Tensor:
-    """What makes the product that a factor follows; ``other`` is the other side."""
-    if other is None or not settings["use_kl_shampoo"]:
-        return gradient
-    if not first:
-        return _whitened(gradient, other)
-    if settings["basis_of"] == "current":
-        # so that the bases turn slowly: the second moment is diagonal in the first ones, and useless in very other ones
-        return gradient * settings["eps"] ** -0.5
-    return gradient
+def _product(gradient: Tensor, other: Side | None, settings: Mapping[str, Any], first: bool) -> Tensor:
+    """What the factor of a gradient's rows follows; ``other`` is the side of its columns."""
+    if not settings["use_kl_shampoo"]:
+        return gram(gradient, settings)
+    of_current = settings["basis_of"] == "current"
+    cols = gradient.size(-1)
+    if other is None or (first and not of_current):
+        return gram(gradient, settings) / cols
+    if of_current:
+        return _product_of_current(gradient, other, settings["eps"], first)
+    return gram(_whitened(gradient, other), settings) / cols
+
+
+def _product_of_current(gradient: Tensor, other: Side, eps: float, first: bool) -> Tensor:
+    """``G F^-1 G^T / n``, by the operations of emerging-optimizers in their order.
+
+    Most of the first update in a basis of the same gradient is rounding, so that only equal rounding makes equal steps.
+    ``eps``, the least eigenvalue, is all that there is of a factor before the first gradient. The first products are so
+    large that bases turn slowly: the second moment is diagonal in the first ones, and useless in very other ones.
+    """
+    inverse = _eigenvalues(other).clamp(min=eps).reciprocal() * (1 / gradient.size(-1))
+    columns = inverse[:, None]
+    if first:
+        return (gradient * columns) @ gradient.mT
+    return gradient @ ((other.made * columns) @ other.made.mT) @ gradient.mT
 
 
 def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[str, Any]) -> None:
@@ -160,7 +172,7 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
 
 def _eigenvalues(side: Side) -> Tensor:
     """Diagonals of ``Q^T F Q`` (n, length), near the eigenvalues."""
-    return (side.made * (side.factor @ side.made)).sum(-2)
+    return (side.made.mT @ side.factor * side.made.mT).sum(-1)
 
 
 def _in_order(x: Tensor, order: Tensor, dim: int) -> Tensor:

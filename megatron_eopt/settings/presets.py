@@ -1,7 +1,7 @@
-"""Published settings of Muon, by name."""
+"""Published settings of Muon and of SOAP, by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -13,17 +13,34 @@ class Preset:
         settings: arguments of :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
         source: the paper or repository.
         beside: flags of a run that were published with it, which a preset does not set.
+        of_soap: arguments of :class:`~megatron_eopt.optimizers.soap.SOAP`, for which ``settings`` are not; empty where
+            the publication has no SOAP.
     """
 
     settings: Mapping[str, Any]
     source: str
     beside: str = ""
+    of_soap: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings_of(self, optimizer: str) -> Mapping[str, Any]:
+        """What it sets of an optimizer of the table; ``soap`` has its own."""
+        return self.of_soap if optimizer == "soap" else self.settings
 
 
 _LIU = "Liu et al., arXiv 2502.16982"
 
 PRESETS = {
-    "megatron": Preset({"scale_mode": "spectral", "extra_scale_factor": 1.0}, "Megatron-Core's defaults"),
+    "megatron": Preset(
+        {"scale_mode": "spectral", "extra_scale_factor": 1.0},
+        "Megatron-Core's defaults",
+        of_soap={
+            "use_kl_shampoo": True,
+            "basis_of": "current",
+            "sort_bases": "before",
+            "basis_method": "qr",
+            "precondition_frequency": 1,
+        },
+    ),
     "match_adamw": Preset({"scale_mode": "spectral", "extra_scale_factor": 0.2}, _LIU),
     "keller": Preset(
         {"scale_mode": "shape_scaling", "extra_scale_factor": 1.0},
@@ -90,11 +107,11 @@ def described(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {_short(value)}" for name, value in settings.items())
 
 
-def preset_line(name: str) -> str:
-    """What a preset sets, by whom, and what was published beside it."""
+def preset_line(name: str, optimizer: str) -> str:
+    """What a preset sets of an optimizer, by whom, and what was published beside it."""
     preset = PRESETS[name]
     beside = f"; published with {preset.beside}, which a preset leaves to the run" if preset.beside else ""
-    return f"--muon-preset {name} sets {described(preset.settings)} ({preset.source}){beside}"
+    return f"--muon-preset {name} sets {described(preset.settings_of(optimizer))} ({preset.source}){beside}"
 
 
 def _short(value: Any) -> str:

@@ -83,7 +83,7 @@ SPACES = {
     "adam_two_rates": Space("", (around("--lr", 3e-3), DECAY, around("--decoupled-lr", 3e-3), BETA2), "adam"),
     "muon": of_matrices(0.018, f"{MUON} --muon-preset match_adamw"),
     "adaptive_muon": of_matrices(0.018, f"--adaptive-muon-moment2-method normuon {MUON} --muon-preset match_adamw"),
-    "soap": of_matrices(0.003, "--soap-precondition-frequency 10 --adam-beta1 0.95"),
+    "soap": of_matrices(0.003, "--soap-precondition-frequency 10 --soap-use-kl-shampoo --adam-beta1 0.95"),
     "muon_hyperball": of_matrices(0.06, MUON),
     "mars_muon": of_matrices(0.018, "--muon-momentum 0.95 --muon-preset match_adamw"),
     "scion": of_matrices(0.0027, "--scion-radius 50"),

@@ -524,6 +524,7 @@ def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, capl
             "^extra_scale_factor of --muon-preset match_adamw has no effect here",
         ),
         ("--optimizer muon --muon-beta2 0.9", "^--muon-beta2 has no effect with --muon-moment2-method 'none'"),
+        ("--optimizer soap --muon-preset megatron --soap-basis-of previous", "the run also says .*previous"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_before_there_is_a_model(validate, flags, message):

@@ -49,7 +49,8 @@ def reference_steps(
     def absorb(t, g):
         nonlocal v
         values = {dim: (Q[dim].T @ F[dim] @ Q[dim]).diag() for dim in Q}
-        inverse = {dim: Q[dim] @ (x.clamp(min=1e-6 * x.max()) ** -1).diag() @ Q[dim].T for dim, x in values.items()}
+        least = {dim: eps if basis_of == "current" else 1e-6 * x.max() for dim, x in values.items()}
+        inverse = {dim: Q[dim] @ (x.clamp(min=least[dim]) ** -1).diag() @ Q[dim].T for dim, x in values.items()}
         if t == 1 and basis_of == "current":
             inverse = {dim: torch.eye(p.shape[dim], dtype=g.dtype) / eps for dim in dims}
         for dim in dims:

@@ -245,6 +245,33 @@ def test_equals_emerging_optimizers_from_the_first_step(method, nesterov, correc
             torch.testing.assert_close(ours.state[p][key], theirs.state[q][key], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["plain momentum", "nesterov"])
+@pytest.mark.parametrize("use_kl", [False, True], ids=["plain", "KL"])
+def test_equals_emerging_optimizers_where_rounding_is_a_part_of_steps(use_kl, nesterov, every, monkeypatch):
+    """With the eps of training: most of the first update is rounding, and so are bases of what no gradient spans."""
+    common = {**COMMON, "nesterov": nesterov, "use_kl_shampoo": use_kl}
+    shapes = [(64, 64), (96, 64), (64, 64), (64, 96)]
+    params = parameters(shapes)
+    copies = parameters(shapes)
+    ours = SOAP(params, basis_of="current", precondition_frequency=every, **common)
+    theirs = oracle.SOAP(copies, **ORACLE, **common)
+    refresh = oracle.soap.update_eigenbasis_and_exp_avgs
+
+    def now_and_then(eigenbasis_list, exp_avg, exp_avg_sq, **others):
+        """Their refresh in some steps: 0.3.0 makes one in each."""
+        if step % every:
+            return eigenbasis_list, exp_avg, exp_avg_sq
+        return refresh(eigenbasis_list=eigenbasis_list, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **others)
+
+    monkeypatch.setattr(oracle.soap, "update_eigenbasis_and_exp_avgs", now_and_then)
+    for step in range(12):
+        before = [q.detach().clone() for q in copies]
+        steps_of_both(ours, theirs, params, copies, [step])
+        for p, q, start in zip(params, copies, before, strict=True):
+            assert (p - q).norm() < 5e-3 * (q - start).norm(), (step, p.shape)
+
+
 @pytest.mark.parametrize("use_kl", [False, True], ids=["plain", "KL"])
 @pytest.mark.parametrize("method", ["qr", "eigh"])
 def test_equals_emerging_optimizers_once_the_gradients_span_both_sides(method, use_kl):

@@ -20,7 +20,7 @@ LENGTHS = (100, 50)  # shorter runs; the second where the first already ends bel
 SIZES = ((128, 400), (256, 200))
 FACTORS = (0.5, 1.0, 2.0)  # of all rates, tried at each of these sizes
 LARGEST = (256, 400)  # where rates change by the factors that were best at both
-LEADERS = 2  # beside Adam and Muon
+LEADERS = 3  # beside Adam and Muon
 POINTS_SEED = 20261126
 
 # A tenth of the rate is where its schedule ends.
@@ -83,7 +83,7 @@ SPACES = {
     "adam_two_rates": Space("", (around("--lr", 3e-3), DECAY, around("--decoupled-lr", 3e-3), BETA2), "adam"),
     "muon": of_matrices(0.018, f"{MUON} --muon-preset match_adamw"),
     "adaptive_muon": of_matrices(0.018, f"--adaptive-muon-moment2-method normuon {MUON} --muon-preset match_adamw"),
-    "soap": of_matrices(0.003, "--soap-precondition-frequency 10 --soap-use-kl-shampoo --adam-beta1 0.95"),
+    "soap": of_matrices(0.003, "--soap-precondition-frequency 1 --adam-beta1 0.95"),
     "muon_hyperball": of_matrices(0.06, MUON),
     "mars_muon": of_matrices(0.018, "--muon-momentum 0.95 --muon-preset match_adamw"),
     "scion": of_matrices(0.0027, "--scion-radius 50"),

@@ -298,7 +298,7 @@ class TestFigures:
         ]
         of_sizes = figures.sizes(found, whole)
         names = list(protocol.SPACES)
-        assert list(of_sizes) == ["adam", "muon", names[-1], names[-2]]
+        assert list(of_sizes) == ["adam", "muon", *reversed(names[-protocol.LEADERS :])]
         assert "| 256 | 400 | muon |" in figures.size_table(of_sizes)
 
     def test_an_optimizer_of_which_runs_are_missing_has_no_row(self, whole, tmp_path):

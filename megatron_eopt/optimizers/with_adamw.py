@@ -266,7 +266,10 @@ class Muon(Optimizer):
         self._rates = rates
 
     def _warn_of_rate(self, found: Any, before: Any, lr: Any, rate: Any) -> None:
-        """Warn once where AdamW's rate was set to another than it follows, unless a loop set ``lr`` for all."""
+        """Warn once where AdamW's rate was set to another than it follows.
+
+        A loop may set ``lr`` for all groups.
+        """
         if self._warned or any(isinstance(x, Tensor) for x in (found, before, rate)):
             return
         if found != lr and not any(math.isclose(found, x, rel_tol=1e-6, abs_tol=1e-12) for x in (before, rate)):

@@ -141,14 +141,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:
-    """Refuse shards without shapes: what decays and what is a matrix cannot be told of them."""
+    """Refuse FSDP1, whose shards do not say their shapes."""
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(f"{name or 'the model'} {OF_FSDP1}")
 
 
 def _warn_of_unfrozen(optimizer: Any, frozen: Sequence[tuple[str, Tensor]]) -> None:
-    """Warn once, in a step, of parameters that were frozen and are to be trained now."""
+    """Warn once, in a step, of parameters that were unfrozen."""
     if not frozen or not isinstance(optimizer, Optimizer):
         return
     waiting = [(name, weakref.ref(parameter)) for name, parameter in frozen]
@@ -184,7 +184,7 @@ def _config_of_name(name: str) -> OptimizerConfig:
 
 
 def _warn_of_fields(config: OptimizerConfig) -> None:
-    """Name fields that were set and have no effect, and a rate that nobody chose."""
+    """Name fields without effect, and a rate that nobody chose."""
     if isinstance(config.lr, Unchosen) and config.name != "adamw":
         rate = signature(OWN[config.name]).parameters["lr"].default
         _log(

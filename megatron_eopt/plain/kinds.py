@@ -63,7 +63,7 @@ def mark_embeddings_and_outputs(model: nn.Module) -> None:
 
 
 def mark_no_linear_maps(model: nn.Module) -> None:
-    """Set :data:`NO_LINEAR_MAP` on Mamba's ``A_log`` and filters of grouped convolutions."""
+    """Set :data:`NO_LINEAR_MAP` on ``A_log`` and grouped filters."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             grouped = name == "weight" and isinstance(module, _ConvNd) and module.groups > 1

@@ -243,7 +243,7 @@ def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """AdamW of torch, or the FusedAdam that ``config.fused`` names."""
     parameters = parameters_in(groups)
-    warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
+    _warn_of_fp16(parameters)
     betas = config.betas or ADAM_BETAS
     if isinstance(config.fused, bool):
         fused = _fused(parameters, config)
@@ -264,7 +264,7 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
         )
-    warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters_in(rest)], parameters_in(rest))
+    _warn_of_fp16(parameters_in(rest))
     adam: dict[str, Any] = {
         "betas": config.betas or ADAM_BETAS,
         "eps": config.eps,
@@ -335,6 +335,10 @@ def _divided(
     else:
         _log(f"{said}; this is AdamW alone", logging.WARNING)
     return matrices, rest
+
+
+def _warn_of_fp16(parameters: Sequence[Tensor]) -> None:
+    warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
 
 
 def _adam_lr(config: OptimizerConfig) -> float:

@@ -146,9 +146,7 @@ def _experts(module: nn.Module) -> dict[str, Split]:
 
 def for_matrices(parameter: Tensor) -> str | None:
     """Rule of most optimizers: two dimensions, or declared matrices."""
-    if parameter.ndim > 2 and declared_split(parameter) is None:
-        return "of more than two dimensions"
-    return _other_than_hidden(parameter)
+    return for_soap(parameter) or _other_than_hidden(parameter)
 
 
 def for_soap(parameter: Tensor) -> str | None:

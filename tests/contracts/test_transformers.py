@@ -68,6 +68,19 @@ def matrices_of(stack):
     return [x.detach().clone() for x in found]
 
 
+def losses_of(model, optimizer, steps):
+    """The losses before steps, all with the same tokens."""
+    tokens = torch.randint(64, (4, 24), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_are_matrices_and_train(name, caplog):
     model = model_of(name)
@@ -84,34 +97,19 @@ def test_experts_are_matrices_and_train(name, caplog):
     assert sum(p.numel() for p in matrices) > 0.9 * but_embeddings
     assert f"{2 * len(stacks)} parameters are stacks of experts" in caplog.text
 
-    tokens = torch.randint(64, (4, 24), generator=torch.Generator().manual_seed(1))
     before = [matrices_of(stack) for stack in stacks]
-    losses = []
-    for step in range(10):
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step == 0:
-            for old, stack in zip(before, stacks, strict=True):
-                for matrix, moved in zip(old, matrices_of(stack), strict=True):
-                    assert_orthogonal(matrix, moved, LR)
-    assert losses[-1] < losses[0]
+    first = losses_of(model, optimizer, 1)
+    for old, stack in zip(before, stacks, strict=True):
+        for matrix, moved in zip(old, matrices_of(stack), strict=True):
+            assert_orthogonal(matrix, moved, LR)
+    assert losses_of(model, optimizer, 9)[-1] < first[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_soap_takes_experts(name):
     model = model_of(name)
     optimizer = build_optimizer(model, OptimizerConfig(name="soap", lr=LR))
-    tokens = torch.randint(64, (4, 24), generator=torch.Generator().manual_seed(1))
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(model, optimizer, 6)
     assert losses[-1] < losses[0]
 
 
@@ -124,11 +122,7 @@ def trained(name, ranks):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=LR, options=EXACT))
-    tokens = torch.randint(64, (4, 24), generator=torch.Generator().manual_seed(1))
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
+    losses_of(model, optimizer, 3)
     plan = optimizer.matrices.prepare().plan
     schemes = {bucket.scheme for bucket in plan.buckets if "expert " in plan.one_of(bucket).name}
     return {key: whole(p) for key, p in model.named_parameters()}, schemes

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.optimizers import step_choice
-from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
+from megatron_eopt.optimizers.base import KERNEL, STEP_KERNELS, BaseOptimizer
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import reason_against
@@ -64,7 +64,7 @@ def _kind(products: KernelProducts) -> int:
 
 def _choose_form(muons: Sequence[TensorParallelMuon], world: Groups) -> None:
     """Choose the kernels of the steps that name none."""
-    free = [x for x in muons if x.step_kernels is None and step_choice.STEP_KERNELS not in x.param_groups[0]]
+    free = [x for x in muons if x.step_kernels is None and STEP_KERNELS not in x.param_groups[0]]
 
     def fault() -> str | None:
         reasons = [step_choice.reason_against(muon, muon._parameters()[0].device) for muon in free]
@@ -73,4 +73,4 @@ def _choose_form(muons: Sequence[TensorParallelMuon], world: Groups) -> None:
     form = step_choice.agreed_form(None, None, in_turns(fault, world), partial(lowest_of_all, groups=world))
     for muon in free:
         for group in muon.param_groups:
-            group.setdefault(step_choice.STEP_KERNELS, form)
+            group.setdefault(STEP_KERNELS, form)

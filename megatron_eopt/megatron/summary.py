@@ -9,10 +9,9 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.base import KERNEL
+from megatron_eopt.optimizers.base import KERNEL, STEP_KERNELS
 from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.optimizers.spectron import Spectron
-from megatron_eopt.optimizers.step_choice import STEP_KERNELS
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.weight_average import average_of
 from megatron_eopt.screen import megabytes

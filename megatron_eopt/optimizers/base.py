@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, overload
@@ -66,9 +66,12 @@ from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, set
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
 
-# Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
+# Settings of a group without which a resumed run is not bit-equal: kernels, and the rates of the plan.
 KERNEL = "symmetric_products"
+STEP_KERNELS = "step_kernels"
 RATES = "plan_rates"
+# What a state has in place of those that no step has decided yet: each value that DCP saves has a key of its own.
+UNDECIDED: Mapping[str, Any] = {KERNEL: None, STEP_KERNELS: None, RATES: dict.fromkeys(asdict(DEFAULT_RATES))}
 SIMPLE = (str, int, float, bool, type(None))  # types of values that are compared as they are
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
@@ -431,7 +434,18 @@ class BaseOptimizer(Optimizer):
         """
         self.refuse_half_step()
         self.init_state()
-        return super().state_dict()
+        state = super().state_dict()
+        self.name_undecided(state["param_groups"])
+        return state
+
+    def name_undecided(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Add what no step has decided yet to groups of a state.
+
+        ``torch.distributed.checkpoint`` loads and broadcasts only what a state has a key for.
+        """
+        for group in groups:
+            for key in self.carried_settings & UNDECIDED.keys() - group.keys():
+                group[key] = copy(UNDECIDED[key])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; groups keep settings that it lacks.
@@ -475,7 +489,8 @@ class BaseOptimizer(Optimizer):
         needed = self.defaults.keys() | self.settings_of_groups().keys() | self.carried_settings
         groups = []
         for of_state, own in zip(saved, self.param_groups, strict=True):
-            group = dict(of_state)
+            undecided = [key for key in UNDECIDED.keys() & of_state.keys() if of_state[key] == UNDECIDED[key]]
+            group = {key: value for key, value in of_state.items() if key not in undecided}
             of_groups.rename(name, group, self.defaults)
             for key in needed & own.keys():
                 group.setdefault(key, own[key])

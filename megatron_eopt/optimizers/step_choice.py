@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.base import STEP_KERNELS
 from megatron_eopt.optimizers.modifiers import by_torch
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
@@ -23,9 +24,6 @@ from megatron_eopt.parallel.attributes import is_cut_again, padding_of
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import on_one_rank
-
-STEP_KERNELS = "step_kernels"
-"""Setting of a group: the form of its step."""
 
 _SHAPE = (40, 72)  # of the matrices of a check: no tile fits
 _LIKE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # a few units in the last place

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports, second_moment
-from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer, fixed
+from megatron_eopt.optimizers.base import KERNEL, RATES, STEP_KERNELS, BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.loaded_state import check_writer
 from megatron_eopt.optimizers.muon import muon
@@ -33,7 +33,7 @@ from megatron_eopt.optimizers.parameters import (
 from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry
 from megatron_eopt.optimizers.step import Batch, Step, cast_to_average, of_parameters, scaled
-from megatron_eopt.optimizers.step_choice import STEP_KERNELS, agreed_kernels
+from megatron_eopt.optimizers.step_choice import agreed_kernels
 from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz

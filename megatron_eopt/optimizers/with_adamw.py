@@ -334,7 +334,9 @@ class Muon(Optimizer):
         """Return both states: see the class."""
         self.matrices.refuse_half_step()
         self.init_state()
-        return super().state_dict()
+        state = super().state_dict()
+        self.matrices.name_undecided(state["param_groups"][: len(self.matrices.param_groups)])
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load both states, also from KempnerForge's Muon.

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.wide
 
 EXPERTS = "muon of experts"
 NAMES = [*(row.name for row in OPTIMIZERS.values() if not row.vectors), EXPERTS]
+BROADCAST = ("muon", "adaptive_muon", "soap", "spectron")
 STEPS = 3
 FORMS = {"plain": None, "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
 
@@ -186,6 +187,34 @@ def test_both_states_go_through_rank_0(runs, name):
 def test_the_state_of_adamw_is_written_once(runs, name, form):
     metadata = dcp.FileSystemReader(runs[2] / f"{name}-{form}").read_metadata()
     assert sum("embedding.weight" in key and key.endswith("exp_avg") for key in metadata.state_dict_metadata) == 1
+
+
+def broadcast(rank, ranks):
+    """What only rank 0 was given, loaded into optimizers that name no kernel; what decides, and the next step."""
+    found = {}
+    for name in BROADCAST:
+        model, optimizer = made(ranks, name)
+        for number in range(STEPS):
+            step(model, optimizer, number)
+        gather = StateDictOptions(full_state_dict=True)
+        full = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=gather))
+        other = sharded(init_device_mesh("cpu", (ranks,)))
+        set_model_state_dict(other, get_model_state_dict(model))
+        its_optimizer = optimizer_of(other, name)
+        send = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(other, its_optimizer, full if rank == 0 else {}, options=send)
+        kernel = its_optimizer.param_groups[0]["symmetric_products"]
+        step(other, its_optimizer, STEPS)
+        step(model, optimizer, STEPS)
+        found[name] = kernel, parameters_of(other), parameters_of(model)
+    return found
+
+
+def test_all_ranks_go_on_by_the_state_of_rank_0():
+    for found in run_ranks(broadcast, 2):
+        for kernel, broadcasted, straight in found.values():
+            assert kernel == "torch"
+            assert_same(broadcasted, straight)
 
 
 def test_another_optimizer_refuses_both_states_on_each_rank(runs):

@@ -11,11 +11,9 @@ from megatron_eopt.checkpoints.states import BLOCK, blocks_of
 from megatron_eopt.megatron.checkpoints.stored import contents_of
 from megatron_eopt.megatron.checkpoints.whole import resumed
 from megatron_eopt.megatron.support.run import on
-from megatron_eopt.optimizers.base import KERNEL, RATES
-from megatron_eopt.optimizers.step_choice import STEP_KERNELS
+from megatron_eopt.optimizers.base import UNDECIDED
 from megatron_eopt.parallel.plan import TpMode
 
-_OF_GROUPS = (KERNEL, RATES, STEP_KERNELS)  # settings of groups that a run decides
 # With these Megatron loads no optimizer state, or chooses between two folders.
 _NOT_READ = ("finetune", "no_load_optim", "moe_use_upcycling", "non_persistent_ckpt_type")
 
@@ -65,7 +63,7 @@ def _decided(modes: Iterable[Any], groups: Iterable[tuple[str, Mapping[str, Any]
     settings: dict[str, dict[str, Any]] = {}
     for name, group in groups:
         of_class = settings.setdefault(name, {})
-        for key in _OF_GROUPS:
+        for key in UNDECIDED:
             if key in group:
                 of_class.setdefault(key, group[key])
     mode = next((mode for mode in modes if mode in get_args(TpMode)), None)

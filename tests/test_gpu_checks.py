@@ -1,6 +1,7 @@
 """`make gpu` without a GPU: its parts are listed, their code runs with small shapes, and bounds follow from rates."""
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 sys.path[:0] = [str(ROOT / "scripts" / "bench"), str(ROOT / "examples")]
 import gpu  # noqa: E402
+import gpu_evidence  # noqa: E402
+import gpu_megatron  # noqa: E402
 import gpu_optimizers  # noqa: E402
 import gpu_page  # noqa: E402
 import gpu_predictions  # noqa: E402
@@ -37,8 +40,8 @@ CPU = torch.device("cpu")
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
 # Verdicts that every part comes to, beside those that only a GPU can give; the others start processes.
 QUICK = {"fp16": 3, "newton-schulz": 0, "steps": 0, "family": 0, "nccl": 30, "memory": 0, "sweep": 0}
-SLOW = ("kernels", "optimizers", "ranks")
-TRAINING = ("resume", "gpt")
+SLOW = ("kernels", "optimizers", "profile", "ranks")
+TRAINING = ("megatron", "resume", "gpt", "evidence")
 
 
 @pytest.fixture
@@ -67,7 +70,8 @@ class TestCommand:
         assert gpu.main([]) == 0
         said = capsys.readouterr().out
         for name, part in gpu.PARTS.items():
-            assert re.search(rf"^{name} +{re.escape(part.__doc__.splitlines()[0])}$", said, re.MULTILINE)
+            told = re.search(rf"^{name} +{re.escape(part.__doc__.splitlines()[0])}$", said, re.MULTILINE)
+            assert bool(told) == (name != "evidence")
         assert "nothing was run" in said
 
     def test_a_part_leaves_json_and_others_stay_in_it(self, tmp_path, capsys):
@@ -186,7 +190,7 @@ def test_a_part_that_lacks_a_package_says_so_and_does_the_rest(tmp_path):
     packages = ("matplotlib", "emerging_optimizers", "pytest", "hypothesis", "megatron", "triton")
     code = f"OUT = {str(tmp_path)!r}\n{WITHOUT % (packages,)}"
     lacks = {"newton-schulz": "emerging_optimizers", "family": "emerging_optimizers", "kernels": "pytest"}
-    lacks |= {"gpt": "megatron"}
+    lacks |= {"gpt": "megatron", "megatron": "megatron"}
     parts = {*QUICK, "optimizers", *lacks}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code, *parts], cwd=ROOT, check=True, env=environment)
@@ -258,14 +262,18 @@ def test_a_step_that_is_another_one_is_seen(run, monkeypatch):
 
 
 @pytest.mark.wide
-def test_megatron_takes_the_flags_of_a_gpu(tmp_path):
+def test_megatron_takes_the_flags_of_a_gpu(tmp_path, monkeypatch):
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_eopt.megatron.arguments import amend
 
     run = Run(device=torch.device("cuda"), tiny=False, out=tmp_path, work=tmp_path)
     parser = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    for flags in (gpu_training.MUON, "--optimizer adam --deterministic-mode"):
+    rows = [row.flags for row in gpu_megatron.ROWS.values()]
+    named = [flags for flags, _ in gpu_evidence.RUNS.values()]
+    of_runs = ["--optimizer adam --deterministic-mode", *rows, *named]
+    for engine, flags in itertools.product([False, True], of_runs):
+        monkeypatch.setattr(gpu_training, "find_spec", lambda name, engine=engine: engine)
         before, _, given = gpu_training.command(run, flags, 5).partition("pretrain_gpt.py ")
         parsed = parser.parse_args(given.split())
         assert (parsed.hidden_size, parsed.bf16, parsed.distributed_backend) == (768, True, "nccl")

@@ -26,7 +26,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+import gpu_evidence  # noqa: E402
 import gpu_family  # noqa: E402
+import gpu_megatron  # noqa: E402
 import gpu_optimizers  # noqa: E402
 import gpu_products  # noqa: E402
 import gpu_ranks  # noqa: E402
@@ -44,13 +46,17 @@ PARTS: dict[str, Callable[[Run], None]] = {  # those first whose figures decide
     "newton-schulz": gpu_products.newton_schulz,
     "steps": gpu_optimizers.steps,
     "family": gpu_family.family,
+    "profile": gpu_family.profile,
     "nccl": gpu_ranks.nccl,
     "memory": gpu_optimizers.memory,
+    "megatron": gpu_megatron.iterations,
     "gpt": gpu_training.gpt,
     "sweep": gpu_products.sweep,
     "ranks": gpu_ranks.schemes,
     "resume": gpu_training.resume,
+    "evidence": gpu_evidence.evidence,
 }
+ALL = [name for name in PARTS if name != "evidence"]  # which is run by its name alone, with a text
 
 
 def about(name: str) -> str:
@@ -66,11 +72,14 @@ def run_here(name: str, run: Run) -> None:
         run.judge(name, False, "a verdict", reason="the part came to none")
 
 
-def run_apart(name: str, device: str, tiny: bool, out: Path, seconds: int = SECONDS) -> dict[str, Any]:
+def run_apart(
+    name: str, device: str, tiny: bool, out: Path, seconds: int = SECONDS, text: Path | None = None
+) -> dict[str, Any]:
     """Run a part in a process of its own; that it dies or is stopped is a verdict beside those it had reached."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [sys.executable, __file__, name, "--device", device, "--out", str(out)]
         command += ["--seconds", str(seconds), "--here", folder]
+        command += ["--text", str(text)] if text else []
         # all ranks are on this machine; without a GPU the Triton kernel runs in Triton's interpreter
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ}
         environment |= {} if device == "cuda" else {"TRITON_INTERPRET": "1"}
@@ -100,7 +109,7 @@ def run_apart(name: str, device: str, tiny: bool, out: Path, seconds: int = SECO
 def main(argv: Sequence[str] | None = None) -> int:
     """Run parts, or say what they are; the exit status is 1 where a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"by default all of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"by default all of {', '.join(ALL)}")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of gpu.json and of pictures")
     parser.add_argument("--list", action="store_true", help="say what the parts do, and run nothing")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default a GPU, where there is one")
@@ -111,9 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=SECONDS,
         help=f"after which a part is stopped, above {SPARE} (default: %(default)s)",
     )
+    parser.add_argument("--text", type=Path, help="text of evidence, of at least 100 MB")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # this process is that of the part, with a folder
     options = parser.parse_args(argv)
-    names = options.parts or list(PARTS)
+    names = options.parts or ALL
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
     if options.device == "cpu" and not options.tiny:
@@ -131,13 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.here:
         until = time.monotonic() + options.seconds - SPARE
         where = torch.device(device)
-        run_here(names[0], Run(device=where, tiny=options.tiny, out=options.out, work=options.here, until=until))
+        of_part = {"out": options.out, "work": options.here, "until": until, "text": options.text}
+        run_here(names[0], Run(device=where, tiny=options.tiny, **of_part))
         return 0
     path = options.out / "gpu.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
         print(f"\n{name}: {about(name)}", flush=True)
-        found[name] = run_apart(name, device, options.tiny, options.out, options.seconds)
+        found[name] = run_apart(name, device, options.tiny, options.out, options.seconds, options.text)
         path.write_text(json.dumps(finite(found), indent=1))
         print("\n".join(line(Verdict(**each)) for each in found[name]["verdicts"]), flush=True)
     states = [each["status"] for name in names for each in found[name]["verdicts"]]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from gpu_products import WORK
 from gpu_verdicts import (
-    ROOT,
     Rates,
     Run,
     execute,
@@ -41,8 +41,7 @@ from megatron_eopt.tools.plan.models import dealt_matrices
 from megatron_eopt.tools.plan.sizes import MODELS, Model, Parallel
 
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
-KERNEL_TESTS = [str(path) for path in (ROOT / "tests" / "orthogonalize").glob("test_*kernel*.py")]
-NATIVE_TESTS = [*KERNEL_TESTS, "tests/optimizers/test_graphs.py", "tests/optimizers/test_step_kernels.py"]
+NATIVE_TESTS = ("tests/optimizers/test_step_kernels.py", TRITON_TESTS, "tests/optimizers/test_graphs.py")
 
 # both sides odd, tall, stacked, and of two sizes of real layers
 CHECKED: tuple[tuple[int, ...], ...] = ((33, 70), (4096, 14336), (2, 70, 33), (8, 768, 2048), (2048, 2048))
@@ -88,10 +87,12 @@ def kernels(run: Run) -> None:
                 wrong = reason_against(name, shapes, [dtype], run.device, cast(Fp32Precision, precision))
                 run.judge(label, wrong is None, "right products", reason=wrong or "")
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *(["--collect-only"] if run.tiny else [])]
-    with run.check("tests of kernels and graphs"):
-        needs("pytest", "hypothesis")
-        code, said = execute(run, "native", [*pytest, *NATIVE_TESTS])
-        run.judge("tests of kernels and graphs", code == 0, "all pass", reason=said.strip().rpartition("\n")[2])
+    for tests in NATIVE_TESTS:
+        name = Path(tests).stem
+        with run.check(name):
+            needs("pytest", "hypothesis")
+            code, said = execute(run, name, [*pytest, tests])
+            run.judge(name, code == 0, "all pass", reason=said.strip().rpartition("\n")[2])
     checker = shutil.which("compute-sanitizer")
     for tool in ("memcheck", "racecheck"):
         name = f"Triton kernel under {tool}"

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import demo
@@ -17,7 +18,7 @@ from megatron_eopt.checkpoints.contents import newest, read_contents
 FSDP2 = "examples/train_fsdp2.py --optimizer muon --schedule restarts --restart-every 6 --steps 10"
 LOSS = re.compile(r"step (\d+) loss (\S+)")
 
-# A GPT of 124M on bytes with the vocabulary of GPT-2, in Megatron without Transformer Engine.
+# A GPT of 124M on bytes with the vocabulary of GPT-2.
 GPT = (
     "--num-layers 12 --hidden-size 768 --ffn-hidden-size 3072 --num-attention-heads 12 --normalization RMSNorm "
     "--disable-bias-linear --position-embedding-type rope --seq-length 1024 --max-position-embeddings 1024 "
@@ -26,10 +27,11 @@ GPT = (
 )
 OF_CPU = "--use-cpu-initialization --distributed-backend gloo "  # of the demo's flags
 RUN = (
-    "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --log-interval 1 --eval-iters 0 "
-    "--eval-interval 1000000 --split 100,0,0 --num-workers 0 --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine "
-    "--lr-warmup-fraction 0.05 --weight-decay 0.1"
+    "--bf16 --log-interval 1 --eval-iters 0 --eval-interval 1000000 --split 100,0,0 --num-workers 0 --lr 6e-4 "
+    "--min-lr 6e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1"
 )
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+OURS = "-m megatron_eopt.run"
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 # measured in no step, as Adam
 MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw --optimizer-metrics-interval 0"
@@ -37,17 +39,12 @@ STEPS = 250  # of Muon beside Adam
 
 
 def resume(run: Run) -> None:
-    """FSDP2 on one rank; Megatron in bf16 with the distributed optimizer and both overlaps: each resumed bitwise."""
-    with run.check("FSDP2, resumed: losses"):
-        straight = fsdp2(run, "straight", f"--save {run.work}/fsdp2 --save-every 8")
-        resumed = fsdp2(run, "resumed", f"--load {run.work}/fsdp2/8")
-        said = f"{straight}, {resumed}"
-        run.judge("FSDP2, resumed: losses", resumed == {k: straight[k] for k in (9, 10)}, "the same", reason=said)
+    """Megatron in bf16 with the distributed optimizer and both overlaps; FSDP2 on one rank: each resumed bitwise."""
     with run.check("Megatron, resumed"):
         needs("megatron")
         folders = [run.work / name for name in ("straight", "resumed")]
-        losses = megatron(run, "straight", f"{MUON} --save {folders[0]} --save-interval 3", 6)
-        onwards = f"{MUON} --load {folders[0]} --ckpt-step 3 --save {folders[1]} --save-interval 6"
+        losses = megatron(run, "straight", f"{DISTRIBUTED} {MUON} --save {folders[0]} --save-interval 3", 6)
+        onwards = f"{DISTRIBUTED} {MUON} --load {folders[0]} --ckpt-step 3 --save {folders[1]} --save-interval 6"
         resumed_losses = megatron(run, "resumed", onwards, 6, first=4)
         same = resumed_losses == {k: losses[k] for k in resumed_losses}
         run.judge("Megatron, resumed: losses", same, "the same", reason=f"{losses}, {resumed_losses}")
@@ -55,6 +52,11 @@ def resume(run: Run) -> None:
         differing = sorted(key for key in one.keys() | other if key not in one or key not in other)
         differing += [key for key in one.keys() & other if not torch.equal(one[key], other[key])]
         run.judge("Megatron, resumed: checkpoint", bool(one) and not differing, "the same", reason=f"{differing}")
+    with run.check("FSDP2, resumed: losses"):
+        straight = fsdp2(run, "straight", f"--save {run.work}/fsdp2 --save-every 8")
+        resumed = fsdp2(run, "resumed", f"--load {run.work}/fsdp2/8")
+        said = f"{straight}, {resumed}"
+        run.judge("FSDP2, resumed: losses", resumed == {k: straight[k] for k in (9, 10)}, "the same", reason=said)
 
 
 def fsdp2(run: Run, name: str, flags: str) -> dict[int, str]:
@@ -78,21 +80,31 @@ def launch(run: Run, name: str, program: str, **environment: str) -> str:
     return said
 
 
-def command(run: Run, flags: str, steps: int) -> str:
-    """A training in Megatron: of 124M on a GPU, of the demo's model in a dry run."""
+def command(run: Run, flags: str, steps: int, launcher: str = OURS) -> str:
+    """A training in Megatron: of 124M on a GPU, of the demo's model in a dry run; the last of a flag counts."""
     model = f"{demo.MODEL} --micro-batch-size 2 --global-batch-size 2" if run.tiny else GPT
-    local = demo.CPU.replace(OF_CPU, "") if run.on_gpu else demo.CPU
     data = f"--data-path {run.work}/stdlib --data-cache-path {run.work}/cache"
-    launcher = f"-m megatron_eopt.run {'' if run.on_gpu else '--cpu'} examples/pretrain_gpt.py"
-    return f"{launcher} {model} {local} {RUN} {data} --train-iters {steps} {flags}"
+    script = f"{launcher} {'' if run.on_gpu else '--cpu'} examples/pretrain_gpt.py"
+    return f"{script} {model} {kernels_of(run)} {RUN} {data} --train-iters {steps} {flags}"
 
 
-def megatron(run: Run, name: str, flags: str, steps: int, first: int = 1) -> demo.Losses:
+def kernels_of(run: Run) -> str:
+    """Flags of Transformer Engine's kernels where it is installed, otherwise of Megatron's own."""
+    if not run.on_gpu:
+        return demo.CPU
+    if find_spec("transformer_engine"):
+        return "--no-gradient-accumulation-fusion"  # which needs apex
+    return demo.CPU.replace(OF_CPU, "")
+
+
+def megatron(run: Run, name: str, flags: str, steps: int, first: int = 1, launcher: str = OURS) -> demo.Losses:
     """The losses of a training in Megatron, which is deterministic on a GPU if it is saved."""
     if not (run.work / "stdlib.bin").exists():
         launch(run, "data", f"examples/stdlib_dataset.py {run.work}/stdlib")
     exact = run.on_gpu and "--save" in flags
-    given = command(run, f"{flags} --deterministic-mode" if exact else flags, steps)
+    if exact:
+        flags += " --deterministic-mode" + (" --attention-backend fused" if find_spec("transformer_engine") else "")
+    given = command(run, flags, steps, launcher)
     said = launch(run, name, given, CUDA_DEVICE_MAX_CONNECTIONS="1", **(DETERMINISTIC if exact else {}))
     return demo.read_losses(said.splitlines(), first, steps)
 
@@ -109,7 +121,7 @@ def gpt(run: Run) -> None:
     needs("megatron")
     losses, steps = {}, 4 if run.tiny else STEPS
     for name, flags in {"muon": MUON, "adam": "--optimizer adam"}.items():
-        losses[name] = megatron(run, name, flags, steps)
+        losses[name] = megatron(run, name, f"{DISTRIBUTED} {flags}", steps)
         times = read_times((run.work / f"{name}.log").read_text().splitlines())
         run.figures[name] = {"losses": losses[name], "seconds of a step": sorted(times)[len(times) // 2]}
     ratio = demo.final_loss(losses["muon"]) / demo.final_loss(losses["adam"])

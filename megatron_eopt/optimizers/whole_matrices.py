@@ -33,6 +33,7 @@ from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import rounds
+from megatron_eopt.parallel.workspace import IN_FLIGHT
 from megatron_eopt.settings.values import Scalar
 
 CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
@@ -345,6 +346,11 @@ class StackedOptimizer(BaseOptimizer):
         itemsize: int = matrix.of.state[self.moments[0]].element_size()
         return itemsize * max([3 * prod(matrix.plan.layout.shape), *squares])
 
+    def _bytes_held(self, matrix: MatrixStep) -> int:
+        """What the shard of a matrix takes in a chunk on every rank, before and after the compute rank has it whole."""
+        itemsize: int = matrix.of.state[self.moments[0]].element_size()
+        return itemsize * 3 * max(shard.numel for shard in matrix.plan.layout.rectangles)
+
     def _most(self, matrices: Sequence[MatrixStep]) -> int:
         """How many of equal matrices a stack has at most."""
         return len(matrices)
@@ -359,14 +365,20 @@ class StackedOptimizer(BaseOptimizer):
         for _, kinds in sorted(together.items()):
             chunks: list[list[MatrixStep]] = [[]]
             loads = Counter[int | None]()
+            held = 0
             for matrices in kinds.values():
                 for matrix in matrices:
                     size = self._bytes(matrix)
+                    of_shard = self._bytes_held(matrix)
                     rank = matrix.plan.compute_rank
-                    if chunks[-1] and loads[rank] + size > MOST_BYTES:
+                    # where each rank holds a copy of each matrix, all copies of a chunk are there at once
+                    is_full = loads[rank] + size > MOST_BYTES or held + of_shard > self.workspace // IN_FLIGHT
+                    if chunks[-1] and is_full:
                         chunks.append([])
                         loads.clear()
+                        held = 0
                     loads[rank] += size
+                    held += of_shard
                     chunks[-1].append(matrix)
             yield chunks
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.parallel.collectives import Pending, all_gather, all_to_all
+from megatron_eopt.parallel.collectives import Pending, all_gather, all_to_all, broadcast
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, Shape, Strip, cut_dimension, strips
 
@@ -30,20 +30,25 @@ class OwnerExchange:
         rank = group.rank()
         self.here = runs[rank] or [(0, matrix)]
         self.arriving = self.here
-        self._copy = matrix.copy_of(rank)
+        self.copy = matrix.copy_of(rank)
         self._group = group
         if matrix.copies > 1:
-            self.arriving = [(count, replace(x, rectangles=x.rectangles[self._copy])) for count, x in self.here]
+            self.arriving = [(count, replace(x, rectangles=x.rectangles[self.copy])) for count, x in self.here]
         self._sent = []  # entries of this rank's shards of the matrices of each rank
         for of_rank in runs:
             self._sent.append(sum(count * x.rectangles[rank].numel for count, x in of_rank))
         self._received = entries_of(self.here)
 
     def send(self, flat: Tensor) -> Pending[Tensor]:
-        """Send shards, rank by rank, to the compute ranks of this rank's copy, which has all of each matrix."""
-        first = sum(self._sent[: self._copy.start])
-        end = sum(self._sent[: self._copy.stop])
-        return all_to_all(flat[first:end], self._in_copy(self._sent), self._in_copy(self._received), self._group)
+        """Send shards, rank by rank, to the compute ranks of this rank's copy, which has all of each matrix.
+
+        ``flat`` has shards of matrices that these compute, or of all.
+        """
+        sent = self._in_copy(self._sent)
+        if flat.numel() > sum(sent):
+            first = sum(self._sent[: self.copy.start])
+            flat = flat[first : first + sum(sent)]
+        return all_to_all(flat, sent, self._in_copy(self._received), self._group)
 
     def send_back(self, flat: Tensor) -> Pending[Tensor]:
         """Send what :func:`cut_up` made of matrices here; shards arrive as they were sent."""
@@ -51,7 +56,7 @@ class OwnerExchange:
 
     def _in_copy(self, sizes: Sequence[int]) -> list[int]:
         """Sizes for the ranks of this rank's copy, and 0 for all others."""
-        within = range(self._copy.start, self._copy.stop)
+        within = range(self.copy.start, self.copy.stop)
         return [size if rank in within else 0 for rank, size in enumerate(sizes)]
 
 
@@ -95,7 +100,7 @@ def bring(stacks: Sequence[Tensor], spread: Sequence[Spread], group: ProcessGrou
     if not spread[0].numbers:
         return gather(stacks, [kind.matrix for kind in spread], group)
     owners = _owners(spread, group)
-    pending = owners.send(_by_rank(stacks, spread))
+    pending = owners.send(_by_rank(stacks, spread, owners.copy))
     return lambda: assemble(pending.wait(), [[run] for run in owners.arriving])
 
 
@@ -105,9 +110,27 @@ def hand_out(stacks: Sequence[Tensor], spread: Sequence[Spread], group: ProcessG
     if not spread[0].numbers:
         return lambda: [cut_out(x, shard) for x, shard in zip(stacks, shards, strict=True)]
     shapes = [(sum(kind.numbers), *shard.shape) for kind, shard in zip(spread, shards, strict=True)]
+    if spread[0].matrix.copies == group.size():
+        return _hand_out_whole(stacks, spread, shapes, group)
     owners = _owners(spread, group)
     pending = owners.send_back(cut_up(stacks, owners.here))
     return lambda: _of_stacks(pending.wait(), spread, shapes)
+
+
+def _hand_out_whole(
+    stacks: Sequence[Tensor], spread: Sequence[Spread], shapes: Sequence[tuple[int, int, int]], group: ProcessGroup
+) -> Exchanged:
+    """:func:`hand_out` to ranks that each hold a copy: an all-to-all would need a buffer for every one of them."""
+    pending = []
+    for rank in range(group.size()):
+        size = sum(kind.numbers[rank] * rows * cols for kind, (_, rows, cols) in zip(spread, shapes, strict=True))
+        if rank == group.rank():
+            flat = torch.cat([stack.reshape(-1) for stack in stacks])
+        else:
+            flat = stacks[0].new_empty(size)
+        if size:
+            pending.append(broadcast(flat, rank, group))
+    return lambda: _of_stacks(torch.cat([each.wait() for each in pending]), spread, shapes)
 
 
 def _owners(spread: Sequence[Spread], group: ProcessGroup) -> OwnerExchange:
@@ -117,11 +140,11 @@ def _owners(spread: Sequence[Spread], group: ProcessGroup) -> OwnerExchange:
     return OwnerExchange(runs, spread[0].matrix, group)
 
 
-def _by_rank(stacks: Sequence[Tensor], spread: Sequence[Spread]) -> Tensor:
-    """Stacks as one tensor, rank by rank."""
+def _by_rank(stacks: Sequence[Tensor], spread: Sequence[Spread], ranks: slice) -> Tensor:
+    """What some ranks work on of stacks, as one tensor, rank by rank."""
     if len(stacks) == 1:
         return stacks[0].reshape(-1)
-    parts = [x.split(list(kind.numbers)) for x, kind in zip(stacks, spread, strict=True)]
+    parts = [x.split(list(kind.numbers))[ranks] for x, kind in zip(stacks, spread, strict=True)]
     flat = list[Tensor]()
     for of_rank in zip(*parts, strict=True):
         flat += [part.reshape(-1) for part in of_rank]

@@ -50,7 +50,8 @@ RESTARTS_IN_LOWER_PRECISION: dict[tuple[str, int], tuple[Restarts, Restarts]] = 
     ("cubic5", 5): ((3,), (2, 3)),
 }
 
-Watch = Callable[[int, Tensor], None]  # gets a step, from 0, and the Gram matrix before it, overwritten later
+# Gets a step, from 0, and the Gram matrix before it, overwritten later; the norm of a matrix, if that is not 1.
+Watch = Callable[..., None]
 
 
 # (A, B, out, divisor) writes A B over a power of two to `out`
@@ -230,8 +231,8 @@ def in_units(schedule: Sequence[Coefficients], unit: float) -> list[Coefficients
 
 
 def watch_in_units(watch: Watch | None, unit: float) -> Watch | None:
-    """What shows ``watch`` Gram matrices of norm 1."""
-    return None if watch is None else lambda step, R: watch(step, R.float() / unit**2)
+    """What shows ``watch`` Gram matrices of matrices of norm ``unit``."""
+    return None if watch is None else lambda step, R: watch(step, R, unit)
 
 
 UNIT_IN_FP16 = 128.0

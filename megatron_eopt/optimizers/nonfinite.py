@@ -98,14 +98,14 @@ class NonFinite:
     def _usable(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Which gradients have a norm of at most :data:`LARGEST_NORM`."""
         norms = [self._zero] * len(gradients)
-        for wide in (torch.float32, torch.float64):
-            of_dtype = {}
-            for i, x in enumerate(gradients):
-                if x is not None and x.numel() and (x.dtype == torch.float64) == (wide == torch.float64):
-                    of_dtype[i] = x
-            if of_dtype:
-                for i, norm in zip(of_dtype, torch._foreach_norm(list(of_dtype.values()), 2, dtype=wide), strict=True):
-                    norms[i] = norm
+        of_dtypes: dict[torch.dtype, dict[int, Tensor]] = {}
+        for i, x in enumerate(gradients):
+            if x is not None and x.numel():
+                wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+                of_dtypes.setdefault(wide, {})[i] = x
+        for wide, some in of_dtypes.items():
+            for i, norm in zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True):
+                norms[i] = norm
         return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
 
     def _report(self) -> None:

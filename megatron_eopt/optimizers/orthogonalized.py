@@ -16,7 +16,7 @@ from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.parameters import check_matrix, local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.step import Batch, Step
+from megatron_eopt.optimizers.step import Batch, Step, chosen
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
@@ -301,7 +301,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
         """One batch per group; ``masked`` ones are equal each step."""
         masked = masked or accepted.device.type != "cpu"
-        flags = accepted.unbind() if masked else accepted.tolist()
+        flags = None if masked else accepted.tolist()
         keys = self._state_keys()
         batches = []
         first = 0
@@ -316,13 +316,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                 for key in keys[i]:
                     if key not in state:  # also of a parameter whose gradient is left out
                         state = self._states.of(p)
-                if masked or flags[i]:
+                if flags is None or flags[i]:
                     indices.append(i)
                     parameters.append(p)
                     states.append({key: state[key] for key in keys[i]})
             first += len(group["params"])
             if indices:
-                mask = torch.stack([flags[i] for i in indices]) if masked else None
+                mask = chosen(accepted, indices) if masked else None
                 batches.append(self._batch(group, settings, indices, parameters, states, mask))
         return batches
 

@@ -17,6 +17,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.scheduler import Rows
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.values import Scalar
 
@@ -134,6 +135,9 @@ class StepKernels:
 
     def _readable(self, batch: Batch) -> Batch:
         """The batch with gradients of dtypes and strides that kernels read."""
+        kinds = {(x.dtype, x.ndim) for x in batch.gradients}
+        if all(dtype in DTYPES and ndim == 2 for dtype, ndim in kinds):
+            return batch
         gradients = []
         for i, x in zip(batch.indices, batch.gradients, strict=True):
             x = x if x.dtype in DTYPES else x.float()
@@ -151,21 +155,25 @@ class StepKernels:
         **constants: bool,
     ) -> list[Launch]:
         indices = tuple([i for batch in batches for i in batch.indices])
-        seen: list[object] = [tuple(scales)]
+        seen: list[object] = [scales]
         for batch in batches:
-            tensors = [*batch.weights, *batch.momenta, *batch.gradients] if momentum else batch.weights
-            seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
+            for tensors in (batch.weights, batch.momenta, batch.gradients) if momentum else (batch.weights,):
+                seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
             seen.append([isinstance(x, Tensor) for x in (batch.accepted, batch.lr, batch.weight_decay)])
             seen.append((batch.nesterov, batch.decays, batch.decay_method))
-        storages: dict[int, int] = {}
-        stacks = [storages.setdefault(where, len(storages)) for where in map(storage, others)]
-        seen += stacks, [*map(Tensor.storage_offset, others)], [*map(Tensor.stride, others)], [x.dtype for x in others]
+        whole = others
+        if isinstance(others, Rows):
+            seen.append(others.rows)
+            whole = []
+            for stack in others.stacks:
+                whole += [stack] if isinstance(stack, Tensor) else stack
+        seen += stacks_of(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
         key = (indices, momentum, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
             self._known.clear()
         if known != seen:
-            launches = self._made(batches, others, stacks, momentum, scales, constants)
+            launches = self._made(batches, others, stacks_of(others), momentum, scales, constants)
             self._known[key] = seen, launches
         return launches
 
@@ -362,9 +370,14 @@ def _flags(x: Launch, batch: Batch) -> Tensor:
     return x.table if batch.accepted is None else batch.accepted
 
 
-def address(x: Tensor) -> int:
-    """Where a tensor lies."""
-    return x.data_ptr()
+address = Tensor.data_ptr
+"""Where a tensor lies."""
+
+
+def stacks_of(tensors: Tensors) -> list[int]:
+    """Equal numbers for tensors that are views of one memory."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(storage(x), len(numbers)) for x in tensors]
 
 
 def storage(x: Tensor) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.optimizers.parameters import local, parameter_names, parameters_in
+from megatron_eopt.optimizers.parameters import has_dtensors, local, parameter_names, parameters_in
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +157,12 @@ def check_gradients(
     name: str, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]], placements: bool = True
 ) -> None:
     """Refuse gradients that are sparse or placed otherwise."""
-    for parameter in parameters:
-        gradient = parameter.grad
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters]
+    placements = placements and (has_dtensors(parameters) or has_dtensors(gradients))
+    if not placements and all(x is None or x.layout is torch.strided for x in gradients):
+        return
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
         if gradient.layout is not torch.strided:

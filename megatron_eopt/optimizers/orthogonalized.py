@@ -6,14 +6,20 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split, experts
 from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.modifiers import measures
 from megatron_eopt.optimizers.muon import muon
-from megatron_eopt.optimizers.parameters import check_matrix, local, names_of_last, parameter_names, rows_of
+from megatron_eopt.optimizers.parameters import (
+    check_matrix,
+    has_dtensors,
+    local,
+    names_of_last,
+    parameter_names,
+    rows_of,
+)
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.step import Batch, Step, chosen
@@ -339,7 +345,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         pairs = zip(parameters, states, strict=True)
         gradients = [state[MOMENTUM_BUFFER] if p.grad is None else p.grad for p, state in pairs]
         weights = parameters
-        if any(isinstance(p, DTensor) for p in parameters):
+        if has_dtensors(parameters):
             weights = list(map(local, parameters))
             gradients = list(map(local, gradients))
             states = [{key: local(x) for key, x in state.items()} for state in states]

@@ -309,27 +309,33 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         masked = masked or accepted.device.type != "cpu"
         flags = None if masked else accepted.tolist()
         keys = self._state_keys()
+        kept = self.state
         batches = []
         first = 0
         for group, settings in zip(self.param_groups, self._session.settings, strict=True):
             indices = []
             parameters = []
+            gradients = []
             states = []
             for i, p in enumerate(group["params"], first):
-                if p.grad is None and not self._waited_for(i):
+                gradient = p.grad
+                if gradient is None and not self._waited_for(i):
                     continue
-                state = self.state[p]
-                for key in keys[i]:
-                    if key not in state:  # also of a parameter whose gradient is left out
-                        state = self._states.of(p)
+                try:
+                    state = {key: kept[p][key] for key in keys[i]}
+                except KeyError:  # also of a parameter whose gradient is left out
+                    made = self._states.of(p)
+                    state = {key: made[key] for key in keys[i]}
                 if flags is None or flags[i]:
                     indices.append(i)
                     parameters.append(p)
-                    states.append({key: state[key] for key in keys[i]})
+                    # other ranks may wait for a parameter without a gradient: it is masked
+                    gradients.append(state[MOMENTUM_BUFFER] if gradient is None else gradient)
+                    states.append(state)
             first += len(group["params"])
             if indices:
                 mask = chosen(accepted, indices) if masked else None
-                batches.append(self._batch(group, settings, indices, parameters, states, mask))
+                batches.append(self._batch(group, settings, indices, parameters, gradients, states, mask))
         return batches
 
     def _batch(
@@ -338,12 +344,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         settings: Mapping[str, Any],
         indices: list[int],
         parameters: list[Tensor],
+        gradients: list[Tensor],
         states: list[dict[str, Tensor]],
         mask: Tensor | None,
     ) -> Batch:
-        # other ranks may wait for a parameter without a gradient: it is masked
-        pairs = zip(parameters, states, strict=True)
-        gradients = [state[MOMENTUM_BUFFER] if p.grad is None else p.grad for p, state in pairs]
         weights = parameters
         if has_dtensors(parameters):
             weights = list(map(local, parameters))

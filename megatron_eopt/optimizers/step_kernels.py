@@ -7,6 +7,7 @@ what a CPU takes; the kernels round where these do.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -73,12 +74,17 @@ class Launch:
     scale: float  # of each factor
     constants: dict[str, Any]
 
+    @cached_property
+    def fixed(self) -> tuple[tuple[str, Any], ...]:
+        """The constants, hashable."""
+        return tuple(self.constants.items())
+
     @property
     def programs(self) -> int:
         """How many tiles there are."""
         return len(self.pieces) * self.tiles
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """How many tiles a piece has."""
         piece = self.pieces[0]
@@ -106,9 +112,10 @@ class StepKernels:
         batches = [self._readable(batch) for batch in batches]
         for x in self._launches(batches, updates, momentum=True, HEAVY=heavy):
             batch = batches[x.batch]
+            beta = float(batch.beta)
             decay = _float(batch.weight_decay)
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
-            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], batch.beta, 1 - batch.beta, decay, step)
+            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], beta, 1 - beta, decay, step)
 
     def subtract(self, batches: Sequence[Batch], factors: Tensors, scales: Sequence[float | Tensor]) -> None:
         """Decay weights, and subtract factors times scale and learning rate.
@@ -123,7 +130,7 @@ class StepKernels:
         constants = {"SCALES_ON_DEVICE": stacked is not None, "ON_SPHERE": False}
         for x in self._launches(batches, factors, scales=on_host, **constants):
             batch = batches[x.batch]
-            scale = x.scale if stacked is None else stacked
+            scale = float(x.scale) if stacked is None else stacked
             launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
@@ -351,7 +358,7 @@ def _power(number: int) -> int:
 def _float(x: Scalar) -> Scalar:
     """A number for a kernel: by value, or in fp32 on the device."""
     if not isinstance(x, Tensor):
-        return x
+        return float(x)  # for integers kernels would be compiled anew
     return x.item() if x.device.type == "cpu" and not x.requires_grad else x.float()
 
 
@@ -392,7 +399,10 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
 
 def launch(kernel: Any, x: Launch, flags: Tensor, other: Tensor, *numbers: Any) -> None:
     """Start a kernel on the device of its tensors."""
-    from megatron_eopt.optimizers.triton_step import OPTIONS
+    from megatron_eopt.optimizers.triton_step import OPTIONS, launchers
 
-    with torch.cuda.device_of(other):  # triton takes the current one
-        kernel[(x.programs,)](x.table, flags, other, *numbers, x.tiles, **x.constants, **OPTIONS)
+    if any(isinstance(number, Tensor) for number in numbers):
+        with torch.cuda.device_of(other):  # triton takes the current one
+            kernel[(x.programs,)](x.table, flags, other, *numbers, x.tiles, **x.constants, **OPTIONS)
+    else:
+        launchers[kernel]((x.table, flags, other), (*numbers, x.tiles), x.programs, x.fixed)

@@ -1,75 +1,32 @@
 """What a launch that is known hands to a GPU is what Triton itself would. No GPU is needed: nothing is compiled."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import CompiledKernel  # noqa: E402
-
-from megatron_eopt.orthogonalize import triton_kernel  # noqa: E402
-from megatron_eopt.orthogonalize.triton_kernel import Tiles, symmetric_product  # noqa: E402
-from megatron_eopt.orthogonalize.triton_launch import Launcher  # noqa: E402
+from megatron_eopt.orthogonalize import triton_kernel
+from megatron_eopt.orthogonalize.triton_kernel import Tiles, symmetric_product
+from megatron_eopt.orthogonalize.triton_launch import Launcher
+from tests.orthogonalize.launched import binding
 
 pytestmark = pytest.mark.skipif(
     triton_kernel.INTERPRETED or torch.cuda.is_available(), reason="Triton would launch, or interpret"
 )
 
 
-class Compiled(CompiledKernel):
-    """Stands for what Triton compiled for a key, and notes what it is started with."""
-
-    module = None
-
-    def __init__(self, key, started):
-        self.key, self.started = key, started
-        self.function = self.packed_metadata = None
-
-    def _init_handles(self):
-        pass
-
-    def launch_metadata(self, *given):
-        return None
-
-    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
-        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        self.started.append((self.key, (x, y, z), stream, values))
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """Notes launches, and how often Triton looked for what it compiled."""
-    noted = SimpleNamespace(started=[], searches=0)
-
-    def compiled(key, *given):
-        noted.searches += 1
-        return Compiled(key, noted.started)
-
-    driver = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 7,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    )
-    monkeypatch.setattr(triton_kernel._kernel, "_do_compile", compiled)
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    yield noted
-    triton_kernel._kernel.device_caches.clear()
-
-
 def launcher():
     return Launcher(triton_kernel._kernel, triton_kernel._call)
 
 
-def test_an_equal_launch_is_not_searched_for_again(gpu, monkeypatch):
+def test_an_equal_launch_is_not_searched_for_again(monkeypatch):
+    gpu = binding(monkeypatch)
     monkeypatch.setattr(triton_kernel, "_launch", launcher())
     a = torch.zeros(3, 32, 48, dtype=torch.float16)
     for _ in range(3):
         symmetric_product(a, a, alpha=0.5, out=torch.empty(3, 32, 32, dtype=torch.float16))
     assert len(gpu.started) == 3
-    assert gpu.searches == 1
+    assert len(gpu.searched) == 1
 
 
 def products():
@@ -88,7 +45,14 @@ def products():
                 yield (square, square, square), {"beta": 0.0, "input_precision": "tf32"}
 
 
-def test_known_launches_are_those_of_triton(gpu, monkeypatch):
+def values(launched):
+    """What was started, tensors by their addresses."""
+    *others, arguments = launched
+    return others, [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def test_known_launches_are_those_of_triton(monkeypatch):
+    gpu = binding(monkeypatch)
     shared = launcher()
     cases = 0
     for arguments, settings in products():
@@ -97,8 +61,8 @@ def test_known_launches_are_those_of_triton(gpu, monkeypatch):
             monkeypatch.setattr(triton_kernel, "_launch", launch)
             symmetric_product(*arguments, out=out, **settings)
         if out.numel():
-            by_triton, *ours = gpu.started[-3:]
+            by_triton, *ours = map(values, gpu.started[-3:])
             assert ours == [by_triton] * 2
             cases += 1
     assert len(gpu.started) == 3 * cases
-    assert gpu.searches < 2.5 * cases  # some of ours were known
+    assert len(gpu.searched) < 2.5 * cases  # some of ours were known

@@ -1,6 +1,6 @@
 """A Triton kernel that computes half of a symmetric product.
 
-Only here and in ``triton_norms.py`` does an iteration import triton. On a CPU both are interpreted, for tests, if
+Only in files named ``triton_`` does an iteration import triton. On a CPU kernels are interpreted, for tests, if
 TRITON_INTERPRET=1 is set before that.
 """
 

@@ -35,6 +35,7 @@ from megatron_eopt.optimizers.parameters import (
     check_split,
     checked_split,
     comparable,
+    has_dtensors,
     in_order,
     local,
     matrix_layout,
@@ -657,7 +658,9 @@ class BaseOptimizer(Optimizer):
             warn_of_fp16(self._names(), parameters)
         engine.watched = session.watched
         assert session.nonfinite is not None  # prepared, too
-        gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+        gradients = [p.grad for p in parameters]
+        if has_dtensors(gradients):
+            gradients = [None if x is None else local(x) for x in gradients]
         accepted = session.nonfinite.accept(gradients, session.agree)
         try:
             self._take(accepted)

@@ -1,7 +1,8 @@
 """A step captured as a CUDA graph and replayed.
 
-Captured memory stays in place, so gradients, flags, learning rate and weight decay are copied to fixed tensors before
-each replay: schedulers keep working. All other settings of a group are part of the capture.
+Captured memory stays in place, so flags, learning rate and weight decay are copied to fixed tensors before each replay:
+schedulers keep working. Gradients are read where they are, as long as they stay there, as in Megatron's buffers; once
+one has moved, all are copied, too. All other settings of a group are part of the capture.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ class GraphedUpdate:
         self._update = update
         self._capture = capture
         self._replay: Replay | None = None
+        self._copies = False  # gradients, which do not stay where they are
+        self._places: list[object] = []  # of gradients
 
     def check(self, batches: Sequence[Batch]) -> None:
         """Raise a ``RuntimeError`` if something captured has changed since."""
@@ -49,12 +52,18 @@ class GraphedUpdate:
 
     def __call__(self, batches: Sequence[Batch]) -> None:
         """Update as ``update`` would; call :meth:`check` before."""
+        places: list[object] = [(x.data_ptr(), x.stride(), x.dtype) for batch in batches for x in batch.gradients]
+        if self._replay is not None and not self._copies and places != self._places:
+            self._copies = True
+            self._replay = None
         if self._replay is None:
+            self._places = places
             self._replay = self._record(batches)
         for batch, static in zip(batches, self._batches, strict=True):
             assert static.accepted is not None
             assert batch.accepted is not None  # both are masked
-            torch._foreach_copy_(static.gradients, batch.gradients)
+            if self._copies:
+                torch._foreach_copy_(static.gradients, batch.gradients)
             static.accepted.copy_(batch.accepted)
             for rate, static_rate in ((batch.lr, static.lr), (batch.weight_decay, static.weight_decay)):
                 assert isinstance(static_rate, Tensor)
@@ -63,25 +72,30 @@ class GraphedUpdate:
 
     def _record(self, batches: Sequence[Batch]) -> Replay:
         self._captured = self._key(batches)
-        self._batches = []  # the same ones, but for gradients, rates and flags, which get memory of their own
+        static = []  # the same ones, but for rates, flags and perhaps gradients, which get memory of their own
         device: torch.device | None = None
         for batch in batches:
             assert batch.accepted is not None
             device = batch.accepted.device
             accepted = batch.accepted.clone()
-            gradients = [gradient.clone() for gradient in batch.gradients]
+            gradients = batch.gradients
+            if self._copies:
+                gradients = [gradient.clone() for gradient in gradients]
             lr, decay = torch.zeros(2, dtype=torch.float64, device=device).unbind()
             fixed = replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, accepted=accepted)
-            self._batches.append(fixed)
+            static.append(fixed)
         # the runs before the capture change parameters and state, so these are put back
         changed = [t for batch in batches for t in chain(*batch.changed)]
         before = [t.clone() for t in changed]
         for _ in range(_WARM_UPS):
-            self._update(self._batches)
+            self._update(static)
         capture = self._capture or partial(capture_cuda, device=device)
-        replay = capture(lambda: self._update(self._batches))
+        replay = capture(lambda: self._update(static))
         for tensor, old in zip(changed, before, strict=True):
             tensor.copy_(old)
+        self._batches = static
+        if not self._copies:  # memory of gradients belongs to others
+            self._batches = [replace(batch, gradients=[]) for batch in static]
         return replay
 
     def _key(self, batches: Sequence[Batch]) -> list[object]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.optimizers.parameters import local, parameter_names, parameters_in
+from megatron_eopt.optimizers.parameters import has_dtensors, local, parameter_names, parameters_in
 
 logger = logging.getLogger(__name__)
 
@@ -98,14 +98,14 @@ class NonFinite:
     def _usable(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Which gradients have a norm of at most :data:`LARGEST_NORM`."""
         norms = [self._zero] * len(gradients)
-        for wide in (torch.float32, torch.float64):
-            of_dtype = {}
-            for i, x in enumerate(gradients):
-                if x is not None and x.numel() and (x.dtype == torch.float64) == (wide == torch.float64):
-                    of_dtype[i] = x
-            if of_dtype:
-                for i, norm in zip(of_dtype, torch._foreach_norm(list(of_dtype.values()), 2, dtype=wide), strict=True):
-                    norms[i] = norm
+        of_dtypes: dict[torch.dtype, dict[int, Tensor]] = {}
+        for i, x in enumerate(gradients):
+            if x is not None and x.numel():
+                wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+                of_dtypes.setdefault(wide, {})[i] = x
+        for wide, some in of_dtypes.items():
+            for i, norm in zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True):
+                norms[i] = norm
         return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
 
     def _report(self) -> None:
@@ -157,8 +157,12 @@ def check_gradients(
     name: str, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]], placements: bool = True
 ) -> None:
     """Refuse gradients that are sparse or placed otherwise."""
-    for parameter in parameters:
-        gradient = parameter.grad
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters]
+    placements = placements and (has_dtensors(parameters) or has_dtensors(gradients))
+    if not placements and all(x is None or x.layout is torch.strided for x in gradients):
+        return
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
         if gradient.layout is not torch.strided:

@@ -91,7 +91,7 @@ class Streamed:
         shards = next(running)
         momenta = list(chain(*(batch.momenta for batch in step.batches)))
 
-        def written(updates: list[Tensor]) -> None:
+        def written(updates: Sequence[Tensor]) -> None:
             assert callable(shards)
             shards(updates)
             self.take_back(momenta)

@@ -6,17 +6,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split, experts
 from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.modifiers import measures
 from megatron_eopt.optimizers.muon import muon
-from megatron_eopt.optimizers.parameters import check_matrix, local, names_of_last, parameter_names, rows_of
+from megatron_eopt.optimizers.parameters import (
+    check_matrix,
+    has_dtensors,
+    local,
+    names_of_last,
+    parameter_names,
+    rows_of,
+)
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.step import Batch, Step
+from megatron_eopt.optimizers.step import Batch, Step, chosen
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
@@ -301,29 +307,35 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
         """One batch per group; ``masked`` ones are equal each step."""
         masked = masked or accepted.device.type != "cpu"
-        flags = accepted.unbind() if masked else accepted.tolist()
+        flags = None if masked else accepted.tolist()
         keys = self._state_keys()
+        kept = self.state
         batches = []
         first = 0
         for group, settings in zip(self.param_groups, self._session.settings, strict=True):
             indices = []
             parameters = []
+            gradients = []
             states = []
             for i, p in enumerate(group["params"], first):
-                if p.grad is None and not self._waited_for(i):
+                gradient = p.grad
+                if gradient is None and not self._waited_for(i):
                     continue
-                state = self.state[p]
-                for key in keys[i]:
-                    if key not in state:  # also of a parameter whose gradient is left out
-                        state = self._states.of(p)
-                if masked or flags[i]:
+                try:
+                    state = {key: kept[p][key] for key in keys[i]}
+                except KeyError:  # also of a parameter whose gradient is left out
+                    made = self._states.of(p)
+                    state = {key: made[key] for key in keys[i]}
+                if flags is None or flags[i]:
                     indices.append(i)
                     parameters.append(p)
-                    states.append({key: state[key] for key in keys[i]})
+                    # other ranks may wait for a parameter without a gradient: it is masked
+                    gradients.append(state[MOMENTUM_BUFFER] if gradient is None else gradient)
+                    states.append(state)
             first += len(group["params"])
             if indices:
-                mask = torch.stack([flags[i] for i in indices]) if masked else None
-                batches.append(self._batch(group, settings, indices, parameters, states, mask))
+                mask = chosen(accepted, indices) if masked else None
+                batches.append(self._batch(group, settings, indices, parameters, gradients, states, mask))
         return batches
 
     def _batch(
@@ -332,14 +344,12 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         settings: Mapping[str, Any],
         indices: list[int],
         parameters: list[Tensor],
+        gradients: list[Tensor],
         states: list[dict[str, Tensor]],
         mask: Tensor | None,
     ) -> Batch:
-        # other ranks may wait for a parameter without a gradient: it is masked
-        pairs = zip(parameters, states, strict=True)
-        gradients = [state[MOMENTUM_BUFFER] if p.grad is None else p.grad for p, state in pairs]
         weights = parameters
-        if any(isinstance(p, DTensor) for p in parameters):
+        if has_dtensors(parameters):
             weights = list(map(local, parameters))
             gradients = list(map(local, gradients))
             states = [{key: local(x) for key, x in state.items()} for state in states]

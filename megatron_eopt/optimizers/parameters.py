@@ -59,6 +59,11 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def has_dtensors(tensors: Iterable[object]) -> bool:
+    """Whether there is a DTensor, by the few types that there are."""
+    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+
+
 def scale_rows(x: Tensor, factors: Tensor) -> None:
     """Multiply rows by their factors, in place, rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -88,8 +88,7 @@ class Batch:
         """The batch of the parameters at these positions in it."""
         accepted = self.accepted
         if accepted is not None:
-            flags = accepted.unbind()
-            accepted = torch.stack([flags[n] for n in positions])
+            accepted = chosen(accepted, positions)
         return replace(
             self,
             indices=[self.indices[n] for n in positions],
@@ -216,14 +215,14 @@ class Step:
         wanted = [StatisticsRequest(matrix=W, x=x, inner=y) for W, x, y in triples]
         return [of_matrix["inner_product"] for of_matrix in self.engine.statistics(wanted)]
 
-    def subtract(self, factors: list[Tensor], scales: Scales) -> None:
+    def subtract(self, factors: Tensors, scales: Scales) -> None:
         """``p -= lr * scale * factor``, as modifiers have it; may write to ``factors``."""
         if self.watch is not None:
             self.watch(self.indices, factors, scales)
         if self.kernels is not None:
             self._subtract_by_kernels(factors, scales)
             return
-        updates = scaled(factors, scales)
+        updates = scaled(list(factors), scales)
         pairs = list(zip(self.batches, self.by_batch(updates), strict=True))
         for batch, of_batch in pairs:
             if batch.decays and batch.cautious:
@@ -239,7 +238,7 @@ class Step:
             move(shards, of_batch, next(coefficients))
             write_back(self.engine, batch.indices, batch.weights, shards)
 
-    def _subtract_by_kernels(self, factors: list[Tensor], scales: Scales) -> None:
+    def _subtract_by_kernels(self, factors: Tensors, scales: Scales) -> None:
         if self.batches[0].measured:  # all hold norms, else kernels do not serve
             pairs = list(zip(self.batches, self.by_batch(factors), strict=True))
             self.kernels.rotate(self.batches, factors, torch.cat(self._coefficients(pairs)).float())
@@ -323,6 +322,14 @@ def cast_to_average(batches: Sequence[Batch]) -> list[Batch]:
             batch = replace(batch, gradients=gradients)
         cast.append(batch)
     return cast
+
+
+def chosen(flags: Tensor, indices: Sequence[int]) -> Tensor:
+    """Flags at ascending indices; themselves where these are all."""
+    if len(indices) == len(flags):
+        return flags
+    entries = flags.unbind()
+    return torch.stack([entries[i] for i in indices])
 
 
 def repeated(flags: Tensor, counts: Sequence[int]) -> Tensor:

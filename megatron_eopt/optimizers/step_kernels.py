@@ -7,6 +7,7 @@ what a CPU takes; the kernels round where these do.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.scheduler import Rows
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.values import Scalar
 
@@ -72,12 +74,17 @@ class Launch:
     scale: float  # of each factor
     constants: dict[str, Any]
 
+    @cached_property
+    def fixed(self) -> tuple[tuple[str, Any], ...]:
+        """The constants, hashable."""
+        return tuple(self.constants.items())
+
     @property
     def programs(self) -> int:
         """How many tiles there are."""
         return len(self.pieces) * self.tiles
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """How many tiles a piece has."""
         piece = self.pieces[0]
@@ -105,9 +112,10 @@ class StepKernels:
         batches = [self._readable(batch) for batch in batches]
         for x in self._launches(batches, updates, momentum=True, HEAVY=heavy):
             batch = batches[x.batch]
+            beta = float(batch.beta)
             decay = _float(batch.weight_decay)
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
-            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], batch.beta, 1 - batch.beta, decay, step)
+            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], beta, 1 - beta, decay, step)
 
     def subtract(self, batches: Sequence[Batch], factors: Tensors, scales: Sequence[float | Tensor]) -> None:
         """Decay weights, and subtract factors times scale and learning rate.
@@ -122,7 +130,7 @@ class StepKernels:
         constants = {"SCALES_ON_DEVICE": stacked is not None, "ON_SPHERE": False}
         for x in self._launches(batches, factors, scales=on_host, **constants):
             batch = batches[x.batch]
-            scale = x.scale if stacked is None else stacked
+            scale = float(x.scale) if stacked is None else stacked
             launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
@@ -134,6 +142,9 @@ class StepKernels:
 
     def _readable(self, batch: Batch) -> Batch:
         """The batch with gradients of dtypes and strides that kernels read."""
+        kinds = {(x.dtype, x.ndim) for x in batch.gradients}
+        if all(dtype in DTYPES and ndim == 2 for dtype, ndim in kinds):
+            return batch
         gradients = []
         for i, x in zip(batch.indices, batch.gradients, strict=True):
             x = x if x.dtype in DTYPES else x.float()
@@ -151,21 +162,25 @@ class StepKernels:
         **constants: bool,
     ) -> list[Launch]:
         indices = tuple([i for batch in batches for i in batch.indices])
-        seen: list[object] = [tuple(scales)]
+        seen: list[object] = [scales]
         for batch in batches:
-            tensors = [*batch.weights, *batch.momenta, *batch.gradients] if momentum else batch.weights
-            seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
+            for tensors in (batch.weights, batch.momenta, batch.gradients) if momentum else (batch.weights,):
+                seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
             seen.append([isinstance(x, Tensor) for x in (batch.accepted, batch.lr, batch.weight_decay)])
             seen.append((batch.nesterov, batch.decays, batch.decay_method))
-        storages: dict[int, int] = {}
-        stacks = [storages.setdefault(where, len(storages)) for where in map(storage, others)]
-        seen += stacks, [*map(Tensor.storage_offset, others)], [*map(Tensor.stride, others)], [x.dtype for x in others]
+        whole = others
+        if isinstance(others, Rows):
+            seen.append(others.rows)
+            whole = []
+            for stack in others.stacks:
+                whole += [stack] if isinstance(stack, Tensor) else stack
+        seen += stacks_of(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
         key = (indices, momentum, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
             self._known.clear()
         if known != seen:
-            launches = self._made(batches, others, stacks, momentum, scales, constants)
+            launches = self._made(batches, others, stacks_of(others), momentum, scales, constants)
             self._known[key] = seen, launches
         return launches
 
@@ -343,7 +358,7 @@ def _power(number: int) -> int:
 def _float(x: Scalar) -> Scalar:
     """A number for a kernel: by value, or in fp32 on the device."""
     if not isinstance(x, Tensor):
-        return x
+        return float(x)  # for integers kernels would be compiled anew
     return x.item() if x.device.type == "cpu" and not x.requires_grad else x.float()
 
 
@@ -362,9 +377,14 @@ def _flags(x: Launch, batch: Batch) -> Tensor:
     return x.table if batch.accepted is None else batch.accepted
 
 
-def address(x: Tensor) -> int:
-    """Where a tensor lies."""
-    return x.data_ptr()
+address = Tensor.data_ptr
+"""Where a tensor lies."""
+
+
+def stacks_of(tensors: Tensors) -> list[int]:
+    """Equal numbers for tensors that are views of one memory."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(storage(x), len(numbers)) for x in tensors]
 
 
 def storage(x: Tensor) -> int:
@@ -379,7 +399,10 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
 
 def launch(kernel: Any, x: Launch, flags: Tensor, other: Tensor, *numbers: Any) -> None:
     """Start a kernel on the device of its tensors."""
-    from megatron_eopt.optimizers.triton_step import OPTIONS
+    from megatron_eopt.optimizers.triton_step import OPTIONS, launchers
 
-    with torch.cuda.device_of(other):  # triton takes the current one
-        kernel[(x.programs,)](x.table, flags, other, *numbers, x.tiles, **x.constants, **OPTIONS)
+    if any(isinstance(number, Tensor) for number in numbers):
+        with torch.cuda.device_of(other):  # triton takes the current one
+            kernel[(x.programs,)](x.table, flags, other, *numbers, x.tiles, **x.constants, **OPTIONS)
+    else:
+        launchers[kernel]((x.table, flags, other), (*numbers, x.tiles), x.programs, x.fixed)

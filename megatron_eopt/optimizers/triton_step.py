@@ -5,11 +5,15 @@ that rounds. A table in memory of the device has a row of numbers for each piece
 :class:`~megatron_eopt.optimizers.step_kernels.Piece`. With TRITON_INTERPRET=1 they are interpreted, for tests.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from megatron_eopt.orthogonalize.triton_launch import Call, Launcher
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # only fma() is fused, as torch's lerp and add are
 
@@ -249,6 +253,12 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     """Triton's name of a dtype."""
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
+
+def _call(tensors: Sequence[Tensor], programs: int, constants: tuple[tuple[str, Any], ...]) -> Call:
+    return Call(programs, (), dict(constants), OPTIONS)
+
+
+launchers = {kernel: Launcher(kernel, _call) for kernel in (momentum_kernel, subtract_kernel)}
 
 INTERPRETED = not isinstance(momentum_kernel, triton.JITFunction)
 """Whether TRITON_INTERPRET was set when triton was imported."""

@@ -1,9 +1,10 @@
 """A Triton kernel that computes half of a symmetric product.
 
-Only here and in ``triton_norms.py`` does an iteration import triton. On a CPU both are interpreted, for tests, if
+Only in files named ``triton_`` does an iteration import triton. On a CPU kernels are interpreted, for tests, if
 TRITON_INTERPRET=1 is set before that.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize import triton_norms
 from megatron_eopt.orthogonalize.products import Fp32Precision, Products
+from megatron_eopt.orthogonalize.triton_launch import Call, Launcher
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -74,39 +76,40 @@ def symmetric_product(
     """
     if a.dtype not in _DTYPES or a.dtype != b.dtype:
         raise TypeError(f"expected factors of one dtype, fp16, bf16 or fp32, got {a.dtype} and {b.dtype}")
-    rows, cols = a.shape[-2:]
     if out is None:
-        out = a.new_empty(*a.shape[:-1], rows)
+        out = a.new_empty(*a.shape[:-1], a.size(-2))
     if out.numel() == 0:
         return out
     # torch does not read c either where beta is 0; the kernel gets something with strides instead
     use_c = c is not None and beta != 0.0
     addend = c if c is not None and use_c else out
+    _launch((a, b, addend, out), (float(alpha), float(beta)), use_c, input_precision, tiles)
+    return out
+
+
+def _call(tensors: Sequence[Tensor], use_c: bool, input_precision: Fp32Precision, tiles: Tiles | None) -> Call:
+    a = tensors[0]
+    rows, cols = a.shape[-2:]
     tiles = tiles or tiles_for(rows, a.dtype, input_precision)
     side = -(-rows // tiles.width)
     per_matrix = side * (side + 1) // 2
     stack = a.size(0) if a.ndim == 3 else 1
     # from matrix to matrix, row to row and column to column
     strides: list[int] = []
-    for x in (a, b, addend, out):
+    for x in tensors:
         strides += (x.stride(0) if x.ndim == 3 else 0, *x.stride()[-2:])
-    arguments = a, b, addend, out, float(alpha), float(beta), rows, cols, per_matrix, *strides
-    # triton launches on the current device, whatever device the tensors are on
-    with torch.cuda.device_of(a):
-        _kernel[(stack * per_matrix,)](
-            *arguments,
-            USE_C=use_c,
-            EVEN=rows % tiles.width == 0 and cols % tiles.depth == 0,
-            PRECISION=input_precision,
-            WIDTH=tiles.width,
-            DEPTH=tiles.depth,
-            BAND=tiles.band,
-            WIDEN=INTERPRETED and a.dtype == torch.bfloat16,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            enable_fp_fusion=True,  # releases of triton differ in the default, and so would bits
-        )
-    return out
+    constants = {
+        "USE_C": use_c,
+        "EVEN": rows % tiles.width == 0 and cols % tiles.depth == 0,
+        "PRECISION": input_precision,
+        "WIDTH": tiles.width,
+        "DEPTH": tiles.depth,
+        "BAND": tiles.band,
+        "WIDEN": INTERPRETED and a.dtype == torch.bfloat16,
+    }
+    # releases of triton differ in the default of the last one, and so would bits
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
+    return Call(stack * per_matrix, (rows, cols, per_matrix, *strides), constants, options)
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(here, result, mask=bounds)
         tl.store(mirrored, result, mask=bounds)
 
+
+_launch = Launcher(_kernel, _call)
 
 # Whether TRITON_INTERPRET was set when triton was imported. Its interpreter (3.9) multiplies the bits of bf16 as
 # integers, so the kernel widens them first, which is exact.

@@ -5,7 +5,7 @@ A program is an optimizer's algorithm for some parameters, which waits for the o
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,15 +17,48 @@ from megatron_eopt.parallel.schemes import SCHEMES
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 
-Shards = list[Tensor] | Callable[[list[Tensor]], None]
+
+class Rows(Sequence[Tensor]):
+    """Matrices of stacks, as views made when they are read.
+
+    Args:
+        stacks: of buckets.
+        rows: of each matrix its stack, and its row there.
+    """
+
+    def __init__(self, stacks: Sequence[Factors], rows: Sequence[tuple[int, int]]) -> None:
+        self.stacks = stacks
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        stack, row = self.rows[index]
+        return self.stacks[stack][row]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        matrices = list(map(list, self.stacks))  # of a stack by one operation
+        return (matrices[stack][row] for stack, row in self.rows)
+
+
+Shards = list[Tensor] | Callable[[Sequence[Tensor]], None]
 """This rank's shards of logical matrices, or what writes them into tensors, which may have a narrower dtype."""
 
-Program = Generator[Shards, list[Tensor], None]
+Program = Generator[Shards, Any, None]
 """Yields shards once, and receives their orthogonal factors.
 
 Shards in a list are copied, and the list is emptied, so that they can be freed; factors have memory of their own, and
-the shapes and dtypes of the updates. Where a program yields what writes, it receives views, of any strides and in the
-dtype that is exchanged, which are not to be written to.
+the shapes and dtypes of the updates. Where a program yields what writes, it receives :class:`Rows`, of any strides and
+in the dtype that is exchanged, which are not to be written to.
 """
 
 
@@ -103,7 +136,7 @@ class StartedChunk:
         self._factors: dict[int, Factors] = {}  # by the number of the bucket
         self._programs: list[_Running] = []
         self._stacks: list[Tensor] = []
-        shards_in: list[list[Tensor]] = []  # of each stack
+        rooms: list[Factors] = []  # shards of each stack
         for part in chunk.slices:
             running = program(part.parameters)
             if not isinstance(running, Generator):
@@ -115,14 +148,14 @@ class StartedChunk:
             self._programs.append(_Running(running, part, callable(shards)))
             if not self._stacks:
                 for job in chunk.jobs:
-                    stack, matrices = _room(device, job.shapes, job.dtype)
+                    stack, room = _room(device, job.shapes, job.dtype)
                     self._stacks.append(stack)
-                    shards_in.append(matrices)
-            stacked = [shards_in[bucket][row] for bucket, row in part.rows]
+                    rooms.append(room)
+            stacked = Rows(rooms, part.rows)
             if callable(shards):
                 shards(stacked)
             else:
-                torch._foreach_copy_(stacked, shards)
+                torch._foreach_copy_(list(stacked), shards)
                 shards.clear()
 
     def bucket(self, number: int, watched: Watched | None) -> Generator[None, None, None]:
@@ -139,19 +172,19 @@ class StartedChunk:
 
     def finish(self) -> None:
         """Resume each program with factors in its updates' dtypes."""
-        rows = {number: list(factors) for number, factors in self._factors.items()}  # of a stack by one operation
+        stacks = [self._factors[number] for number in range(len(self._factors))]
         self._factors.clear()
         last = self._programs[-1]
         for running in self._programs:
-            factors = [rows[bucket][row] for bucket, row in running.part.rows]
+            factors: Sequence[Tensor] = Rows(stacks, running.part.rows)
             if not running.takes_views:
-                factors = _copies(factors, running.part.dtypes)
-            if running is last:
-                rows.clear()
+                factors = _copies(list(factors), running.part.dtypes)
+                if running is last:
+                    stacks.clear()
             resume(running.program, factors)
 
 
-def resume(program: Program, factors: list[Tensor]) -> None:
+def resume(program: Program, factors: Sequence[Tensor]) -> None:
     """Run a program to its end with its factors."""
     try:
         program.send(factors)
@@ -160,7 +193,7 @@ def resume(program: Program, factors: list[Tensor]) -> None:
     raise AssertionError("a program orthogonalizes once")
 
 
-def _copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def _copies(tensors: list[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Contiguous copies, alike ones in one memory of their own."""
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for i, (x, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
@@ -170,15 +203,15 @@ def _copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Te
         stack = torch.empty(len(some), *shape, dtype=dtype, device=tensors[0].device)
         for i, x in zip(some, stack.unbind(), strict=True):
             copies[i] = x
-    torch._foreach_copy_(copies, list(tensors))
+    torch._foreach_copy_(copies, tensors)
     return copies
 
 
-def _room(device: torch.device, shapes: Shapes, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def _room(device: torch.device, shapes: Shapes, dtype: torch.dtype) -> tuple[Tensor, Factors]:
     """Memory of one stack, and its matrices."""
     if isinstance(shapes, tuple):
         stack = torch.empty(shapes, dtype=dtype, device=device)
-        return stack, list(stack.unbind())
+        return stack, stack
     entries = sum(rows * cols for rows, cols in shapes)
     stack = torch.empty(entries, dtype=dtype, device=device)
-    return stack, list(shards_of(stack, shapes))
+    return stack, shards_of(stack, shapes)

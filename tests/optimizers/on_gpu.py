@@ -5,17 +5,22 @@ import torch
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 
 
-class OnDevice:
-    """Flags as a GPU has them, which nobody may look at."""
+class OnDevice(torch.Tensor):
+    """Flags as a GPU has them, which nobody may look at; what is made of them is on the CPU."""
 
-    def __init__(self, flags):
-        self.device, self.unbind = torch.device("cuda"), flags.unbind
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = torch.device("cuda")
+
+    def tolist(self):
+        raise AssertionError("a step waits for the device")
+
+    __bool__ = item = tolist
 
 
 def masking(optimizer):
     """An optimizer that makes its steps as on a GPU, which is not asked which gradients are finite."""
     take = optimizer._take
-    optimizer._take = lambda accepted: take(OnDevice(accepted))
+    optimizer._take = lambda accepted: take(accepted.as_subclass(OnDevice))
     return optimizer
 
 

@@ -40,6 +40,30 @@ def test_a_captured_step_is_the_step_while_rates_change():
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(("stay", "captures"), [(True, 1), (False, 2)])
+def test_gradients_are_copied_only_where_they_do_not_stay(stay, captures):
+    device = "cuda" if CUDA else "cpu"
+    (plain_p, captured_p), plain, graphed = pair(device)
+    runs = []
+
+    def capture(run):
+        runs.append(run)
+        return capture_cuda(run) if CUDA else run
+
+    captured(graphed, capture)
+    kept = []  # memory of gradients, which is not given to the next ones
+    for step in range(4):
+        set_gradients(plain_p, step)
+        for p, q in zip(plain_p, captured_p, strict=True):
+            kept.append(q.grad)
+            q.grad = q.grad.copy_(p.grad) if stay and step else p.grad.clone()
+        plain.step()
+        graphed.step()
+    assert len(runs) == captures
+    for p, q in zip(plain_p, captured_p, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
 class Cuda:
     """What torch.cuda is asked for by a capture, in order; the replay is asked for, too."""
 

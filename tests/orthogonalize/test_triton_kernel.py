@@ -201,19 +201,19 @@ def empty():
 
 @case
 def half_the_tiles():
-    from megatron_eopt.orthogonalize import triton_kernel
+    from megatron_eopt.orthogonalize import triton_kernel, triton_launch
 
-    grids, kernel = [], triton_kernel._kernel
-    triton_kernel._kernel = type(
-        "Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]}
-    )()
+    grids, kernel, launch = [], triton_kernel._kernel, triton_kernel._launch
+    recorder = type("Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})()
+    recorder.arg_names = kernel.arg_names
+    triton_kernel._launch = triton_launch.Launcher(recorder, triton_kernel._call)
     try:
         for rows, side, stack in ((16, 1, ()), (17, 2, ()), (129, 9, ()), (64, 4, (3,))):
             x = gaussian(*stack, rows, 8)
             expect(product(x, x, tiles=tiles(16, 4)), x, x)
             assert grids.pop() == ((stack or (1,))[0] * side * (side + 1) // 2,)
     finally:
-        triton_kernel._kernel = kernel
+        triton_kernel._launch = launch
 
 
 @case

@@ -13,8 +13,7 @@ from megatron_eopt.orthogonalize.precision import fp32_products
 PANEL = 128  # columns of a panel
 PASSES = 3  # twice is enough for columns that span; the third is for those that are rounding of others
 SHIFT = 1e-13  # of the squares of a panel's columns, in fp64, so that rounding cannot make their products indefinite
-# The part of the columns of ``near`` that is added. It is far above rounding, so that no column is in the span of
-# others, and slows an iteration by no more than that.
+# The part of the columns of ``near`` that is added: so far above rounding that no column is in the span of others.
 ADDED = {torch.float32: 1e-4, torch.float64: 1e-7}
 
 
@@ -36,9 +35,9 @@ def orthonormal_columns(x: Tensor, near: Tensor | None = None) -> tuple[Tensor, 
 def by_products(x: Tensor, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """:func:`orthonormal_columns` by Gram-Schmidt; ``R`` has a diagonal of at least 0.
 
-    With ``near``, a ten-thousandth of its columns is added to those of ``x``, scaled to length 1 (1e-7 in fp64). It
-    changes no fixed point of an iteration, and its columns stay where those of ``x`` are zero, or rounding of others.
-    ``Q`` is then orthonormal whatever ``x`` is, as long as it is finite and ``near^T X`` is positive semidefinite up to
+    With ``near``, a ten-thousandth of its columns is added to those of ``x``, scaled to length 1 (1e-7 in fp64). That
+    leaves eigenvectors as they are, and slows an iteration towards them only where a column is nearly all in the span
+    of those before it. Where ``x`` is zero, ``Q`` is ``near``. ``Q`` is then orthonormal whatever ``x`` is, as long as it is finite and ``near^T X`` is positive semidefinite up to
     rounding. Without, columns in the span of those before them are whatever rounding makes of them, or zero.
 
     Products are exact fp32 whatever precision is set: rounding of TF32 would hide all but the largest columns.

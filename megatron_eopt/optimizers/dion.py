@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.whole_matrices import (
     StackedOptimizer,
     write_copies,
 )
+from megatron_eopt.orthogonalize.bases import orthonormal_columns
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
@@ -46,8 +47,8 @@ def orthonormal(x: Tensor, stack: MatrixStack, shard: Rectangle) -> Tensor:
     rows = slice(shard.top, shard.bottom)
     if 0 in x.shape:
         return x[:, rows]
-    Q, R = torch.linalg.qr(x)
-    lengths = R.diagonal(dim1=-2, dim2=-1)[:, None]
+    Q, diagonal = orthonormal_columns(x)
+    lengths = diagonal[:, None]
     significant = lengths.abs() > NOISE * torch.finfo(x.dtype).eps * lengths.abs().amax(-1, keepdim=True)
     return torch.where(significant & stack.accepted, Q[:, rows] * lengths.sign(), 0.0)
 

@@ -34,6 +34,7 @@ class SOAP(FactoredOptimizer):
        the columns of each basis are sorted by their eigenvalues, ``V`` with them, and ``Q <- QR(L Q)``, or the
        eigenvectors. The first basis always is that of the eigenvectors. ``sort_bases="after"`` sorts the columns of
        the new basis instead, and leaves ``V`` as it lies.
+       A GPU makes the QR decompositions by products: see :func:`~megatron_eopt.orthogonalize.bases.by_products`.
 
     The first nonzero gradient makes the bases alone, and moves nothing: seen in a basis made of itself, it is diagonal,
     and Adam makes full steps of the rounding beside the diagonal. ``basis_of="current"`` puts 3 and 4 in front of 1, as

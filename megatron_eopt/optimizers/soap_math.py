@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_eopt.optimizers.factored import Side, follow, gram
 from megatron_eopt.optimizers.whole_matrices import refreshes
+from megatron_eopt.orthogonalize.bases import orthonormal_columns
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 
@@ -131,16 +132,22 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
     """
     accepted = matrices.accepted
     columns = side.made
+    images = side.factor @ columns
     before = settings["sort_bases"] == "before"
     if before:
-        order = _eigenvalues(side).argsort(descending=True)
+        if settings["basis_of"] == "current":
+            values = _eigenvalues(side)  # rounded as in emerging-optimizers: that may decide their order
+        else:
+            values = (columns * images).sum(1)
+        order = values.argsort(descending=True)
         sorted_squares = _in_order(matrices.squares, order, dim)
         matrices.squares.copy_(torch.where(accepted, sorted_squares, matrices.squares))
         columns = _in_order(columns, order, 2)
+        images = _in_order(images, order, 2)
     if settings["basis_method"] == "eigh":
         new = _eigenbasis(side.factor)
     else:
-        new = torch.linalg.qr(side.factor @ columns).Q
+        new, _ = orthonormal_columns(images, near=columns)
         if not before:
             order = _eigenvalues(Side(side.factor, new)).argsort(descending=True)
             new = _in_order(new, order, 2)

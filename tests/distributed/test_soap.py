@@ -1,14 +1,16 @@
 """SOAP on several ranks: which rank has which factors, what it exchanges, and gradients that ranks have not."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.optimizers import whole_matrices
+from megatron_eopt.optimizers import soap_math, whole_matrices
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.orthogonalize.bases import by_products
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.layouts import PROGRAMS, TensorParallel, assert_as_one, found, set_gradients, trained
 from tests.distributed.ranks import run_ranks
@@ -40,6 +42,9 @@ def on_two(rank, ranks):
         optimizer, parameters, calls = trained(PROGRAMS[name], TWO, rank)
         results["small", name] = found(optimizer, parameters, TWO, rank), calls["all_to_all"]
         whole_matrices.MOST_BYTES = most
+    with patch.object(soap_math, "orthonormal_columns", by_products):  # as on a GPU
+        optimizer, parameters, _ = trained(program, TWO, rank)
+        results["by products"] = found(optimizer, parameters, TWO, rank)
     *model, said = without_gradients(program, TWO, rank, LEFT["one"] if rank else [])
     results["refused"] = found(*model, TWO, rank), said
     NonFinite._report = lambda self: None  # as on a GPU, where what happened is known two steps later
@@ -75,6 +80,13 @@ def test_small_stacks_take_more_exchanges_for_the_same_steps(of_two):
     for of_rank, _ in of_two:  # factors of a cut matrix are on one rank, and of all of them on both
         cut = [of for name, of in of_rank["small", "soap"][0].items() if "replicated" not in name]
         assert any(of["L"].x.numel() for of in cut if "L" in of)
+
+
+def test_bases_by_products_make_the_steps_of_one_rank(of_two):
+    program = PROGRAMS["soap"]
+    with patch.object(soap_math, "orthonormal_columns", by_products):
+        alone = trained(program)
+    assert_as_one(program, TWO, [of_rank["by products"] for of_rank, _ in of_two], alone)
 
 
 def test_the_first_step_asks_whose_gradients_are_zero_and_brings_no_updates_back(of_two):

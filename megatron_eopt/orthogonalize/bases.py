@@ -1,0 +1,82 @@
+"""Orthonormal bases of the columns of stacked matrices.
+
+A GPU has a QR decomposition of one matrix alone, and takes longer for it than for the products that do the same for a
+stack: Gram-Schmidt by halves, down to panels whose products have a Cholesky decomposition.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.orthogonalize.forms import nonzero
+from megatron_eopt.orthogonalize.precision import fp32_products
+
+PANEL = 128  # columns of a panel
+PASSES = 3  # twice is enough for columns that span; the third is for those that are rounding of others
+SHIFT = 1e-13  # of the squares of a panel's columns, in fp64, so that rounding cannot make their products indefinite
+# The part of the columns of ``near`` that is added: so far above rounding that no column is in the span of others.
+ADDED = {torch.float32: 1e-4, torch.float64: 1e-7}
+
+
+def orthonormal_columns(x: Tensor, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``Q`` and the diagonal of ``R`` of QR decompositions ``X = Q R``.
+
+    By LAPACK on a CPU, and by products, without a question to the device, on a GPU: see :func:`by_products`.
+
+    Args:
+        x: (n x rows x cols) in fp32 or fp64, with at least as many rows as columns.
+        near: orthonormal columns that an iteration of them has come from, of the same shape.
+    """
+    if x.is_cuda:
+        return by_products(x, near)
+    Q, R = torch.linalg.qr(x)
+    return Q, R.diagonal(dim1=1, dim2=2)
+
+
+def by_products(x: Tensor, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`orthonormal_columns` by Gram-Schmidt; ``R`` has a diagonal of at least 0.
+
+    With ``near``, a ten-thousandth of its columns is added to those of ``x``, scaled to length 1 (1e-7 in fp64). That
+    leaves eigenvectors as they are, and slows an iteration towards them only where a column is nearly all in the span
+    of those before it. Where ``x`` is zero, ``Q`` is ``near``. ``Q`` is then orthonormal whatever ``x`` is, as long as it is finite and ``near^T X`` is positive semidefinite up to
+    rounding. Without, columns in the span of those before them are whatever rounding makes of them, or zero.
+
+    Products are exact fp32 whatever precision is set: rounding of TF32 would hide all but the largest columns.
+    """
+    peaks = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True)
+    Q = x / nonzero(peaks)  # so that no square that matters vanishes or overflows
+    lengths = torch.linalg.vector_norm(Q, dim=1, keepdim=True)
+    Q.div_(nonzero(lengths))
+    if near is not None:
+        Q.add_(near, alpha=ADDED[x.dtype])
+    diagonal = (peaks * lengths)[:, 0]
+    identity = torch.eye(min(PANEL, x.size(2)), dtype=torch.float64, device=x.device)
+    identity.mul_((1 + SHIFT) ** 0.5)  # columns of length 1 keep it
+    with fp32_products("highest"):
+        for _ in range(PASSES):
+            diagonal = diagonal * torch.cat(_gram_schmidt(Q, identity), 1).to(x.dtype)
+    return Q, diagonal
+
+
+def _gram_schmidt(x: Tensor, identity: Tensor) -> list[Tensor]:
+    """Make columns orthonormal in place, as exactly as one pass can; the diagonal of ``R`` in parts (n x cols)."""
+    cols = x.size(2)
+    if cols <= PANEL:
+        return [_cholesky_panel(x, identity[:cols, :cols])]
+    half = -(-cols // (2 * PANEL)) * PANEL
+    left = x[..., :half]
+    right = x[..., half:]
+    of_left = _gram_schmidt(left, identity)
+    right.baddbmm_(left, left.mT @ right, alpha=-1)
+    return of_left + _gram_schmidt(right, identity)
+
+
+def _cholesky_panel(x: Tensor, identity: Tensor) -> Tensor:
+    """``X <- X L^-T`` with ``L L^T = X^T X``, in fp64; the diagonal of ``L``."""
+    wide = x.double()
+    products = wide.mT @ wide
+    # relative to each column, as rounding is; and so that a column of zeros, which stays as it is, divides nothing by 0
+    products.diagonal(dim1=1, dim2=2).mul_(1 + SHIFT).add_(torch.finfo(wide.dtype).tiny)
+    L = torch.linalg.cholesky_ex(products).L  # without a question to the device
+    inverse = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
+    x.copy_(wide @ inverse.mT)
+    return L.diagonal(dim1=1, dim2=2)

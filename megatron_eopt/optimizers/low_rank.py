@@ -218,11 +218,11 @@ class Chunk:
 
 
 def in_chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Sequence[Factor]]) -> Iterable[list[Tensor]]:
-    """Parameters to work on together, of bounded size, on all ranks the same."""
+    """Parameters of equal matrices to work on together, of bounded size, on all ranks the same."""
     chunks: dict[object, list[Tensor]] = {}
     nbytes: Counter[object] = Counter()
     for unit in units:
-        kind = tuple((p.dtype, known[p][0].matrix.label) for p in unit)
+        kind = tuple((p.dtype, *(id(factor.matrix) for factor in known[p][::2])) for p in unit)
         for p in unit:
             nbytes[kind] += sum(factor.nbytes for factor in known[p][::2])
         chunks.setdefault((kind, nbytes[kind] // whole_matrices.MOST_BYTES), []).extend(unit)

@@ -66,6 +66,11 @@ class Factor:
         return _side(self.matrix, self.dim, self.rank)
 
     @property
+    def partner(self) -> int:
+        """The index of its matrix's other factor: they are 0 and 1, 2 and 3, ..."""
+        return self.index ^ 1
+
+    @property
     def transposed(self) -> bool:
         """Whether it is a parameter (r x rows)."""
         return self.dim == 1 and not self.in_state
@@ -250,6 +255,38 @@ def stacked_pairs(
             B = FactorStack.of(of_b, numbers, accepted, group, tensors_of)
             pairs.append((A, B))
     return pairs
+
+
+def together(stacks: Sequence[FactorStack]) -> list[FactorStack]:
+    """Stacks of equal factors of whatever matrices, of bounded size."""
+    kinds: dict[tuple[object, ...], list[FactorStack]] = {}
+    nbytes: Counter[tuple[object, ...]] = Counter()
+    for stack in stacks:
+        first = stack.factors[0]
+        kind = (first.layout, first.dtype, first.transposed, stack.summed_over, id(stack.settings))
+        nbytes[kind] += len(stack.factors) * first.dtype.itemsize * max(x.numel for x in first.layout.rectangles)
+        kinds.setdefault((*kind, nbytes[kind] // whole_matrices.MOST_BYTES), []).append(stack)
+    return [_joined(equal) for equal in kinds.values()]
+
+
+def _joined(stacks: Sequence[FactorStack]) -> FactorStack:
+    """One stack of several, for the step alone: it knows no numbers."""
+    first = stacks[0]
+    if len(stacks) == 1:
+        return first
+    gradients: Sequence[Tensor] | Tensor = [x for stack in stacks for x in stack.gradients]
+    if first.factors[0].in_state:
+        gradients = torch.stack(list(gradients))
+    return replace(
+        first,
+        factors=[factor for stack in stacks for factor in stack.factors],
+        numbers=[],
+        accepted=torch.cat([stack.accepted for stack in stacks]),
+        values=[x for stack in stacks for x in stack.values],
+        momenta=[x for stack in stacks for x in stack.momenta],
+        us=[x for stack in stacks for x in stack.us],
+        gradients=gradients,
+    )
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:
 
 
 def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: int) -> None:
-    """Step first factors of equal matrices, then their second ones."""
+    """Step stacks of factors, with both of each pair among them."""
     _sum_gradients(stacks, engine)
     for stack in stacks:
         lr = stack.settings["lr"]
@@ -82,11 +82,13 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
     us = [torch.stack(stack.us) for stack in stacks]
     vectors = power_iterations([stack.stack for stack in stacks], us, power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in vectors])  # sA, sB
-    bounds = []  # lr' = lr / (sA + sB + 1)
-    for sA, sB in batched(norms, 2):
-        bounds += [sA + sB + 1] * 2
-    for stack, (u, _, _), bound in zip(stacks, vectors, bounds, strict=True):
-        torch._foreach_copy_(stack.us, foreach.masked(u.unbind(), stack.us, stack.accepted))
+    norm_of = {}
+    for stack, of_stack in zip(stacks, norms, strict=True):
+        norm_of |= zip([factor.index for factor in stack.factors], of_stack.unbind(), strict=True)
+    for stack, before, (u, _, _), own in zip(stacks, us, vectors, norms, strict=True):
+        torch._foreach_copy_(stack.us, list(torch.where(stack.accepted[:, None], u, before).unbind()))
+        others = torch.stack([norm_of[factor.partner] for factor in stack.factors])
+        bound = own + others + 1  # lr' = lr / (sA + sB + 1)
         updates = [stack.upright(directions.pop(factor.index)) for factor in stack.factors]
         foreach.subtract(stack.values, updates, stack.settings["lr"] / bound, stack.accepted)  # A -= lr' orth(mA)
 
@@ -386,7 +388,7 @@ class Spectron(BaseOptimizer):
             for chunk in chunks:
                 gradients_of_factors(chunk, self.engine)
                 stacks += chain(*chunk.pairs)
-            step_of_factors(stacks, self._plan.engine, self.num_power_iterations)
+            step_of_factors(low_rank.together(stacks), self._plan.engine, self.num_power_iterations)
             for chunk in chunks:
                 if chunk.in_state:
                     write_weights(chunk, self.engine)

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from counting import HOST_READ, Operations, launches
+from launches import SETS, launches_of_step
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, experts
@@ -152,6 +153,11 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
         for key, value in together.state[p].items():
             torch.testing.assert_close(value, kept[q][key], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_of_spectron_launches_no_kernel_for_each_matrix():
+    kernels = launches_of_step("spectron", SETS["124M"], rank=16).kernels
+    assert kernels.total() < 393 + 48, kernels
 
 
 def test_what_is_not_accepted_stays_bit_for_bit_among_equal_matrices():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.matrices import Split
-from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor
 from megatron_eopt.orthogonalize.spectral import low_rank_factors, start_vector
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
@@ -64,6 +64,11 @@ class Factor:
     def layout(self) -> Layout:
         """Its layout (rows x r)."""
         return _side(self.matrix, self.dim, self.rank)
+
+    @property
+    def partner(self) -> int:
+        """The index of its matrix's other factor: they are 0 and 1, 2 and 3, ..."""
+        return self.index ^ 1
 
     @property
     def transposed(self) -> bool:
@@ -218,14 +223,14 @@ class Chunk:
 
 
 def in_chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Sequence[Factor]]) -> Iterable[list[Tensor]]:
-    """Parameters to work on together, of bounded size, on all ranks the same."""
+    """Parameters of equal matrices to work on together, of bounded size, on all ranks the same."""
     chunks: dict[object, list[Tensor]] = {}
     nbytes: Counter[object] = Counter()
     for unit in units:
-        kind = tuple((p.dtype, known[p][0].matrix.label) for p in unit)
+        kind = tuple((p.dtype, *(id(factor.matrix) for factor in known[p][::2])) for p in unit)
         for p in unit:
             nbytes[kind] += sum(factor.nbytes for factor in known[p][::2])
-        chunks.setdefault((kind, nbytes[kind] // foreach.MOST_BYTES), []).extend(unit)
+        chunks.setdefault((kind, nbytes[kind] // whole_matrices.MOST_BYTES), []).extend(unit)
     return chunks.values()
 
 
@@ -242,7 +247,7 @@ def stacked_pairs(
     pairs = []
     for equal in kinds.values():
         _, first, second = equal[0]
-        most = max(1, foreach.MOST_BYTES // max(1, first.nbytes, second.nbytes))
+        most = max(1, whole_matrices.MOST_BYTES // max(1, first.nbytes, second.nbytes))
         for some in batched(equal, most):
             numbers, of_a, of_b = zip(*some, strict=True)
             accepted = torch.stack([flags[factor.parameter] for factor in (*of_a, *of_b)]).view(2, -1).all(0)
@@ -250,6 +255,38 @@ def stacked_pairs(
             B = FactorStack.of(of_b, numbers, accepted, group, tensors_of)
             pairs.append((A, B))
     return pairs
+
+
+def together(stacks: Sequence[FactorStack]) -> list[FactorStack]:
+    """Stacks of equal factors of whatever matrices, of bounded size."""
+    kinds: dict[tuple[object, ...], list[FactorStack]] = {}
+    nbytes: Counter[tuple[object, ...]] = Counter()
+    for stack in stacks:
+        first = stack.factors[0]
+        kind = (first.layout, first.dtype, first.transposed, stack.summed_over, id(stack.settings))
+        nbytes[kind] += len(stack.factors) * first.dtype.itemsize * max(x.numel for x in first.layout.rectangles)
+        kinds.setdefault((*kind, nbytes[kind] // whole_matrices.MOST_BYTES), []).append(stack)
+    return [_joined(equal) for equal in kinds.values()]
+
+
+def _joined(stacks: Sequence[FactorStack]) -> FactorStack:
+    """One stack of several, for the step alone: it knows no numbers."""
+    first = stacks[0]
+    if len(stacks) == 1:
+        return first
+    gradients: Sequence[Tensor] | Tensor = [x for stack in stacks for x in stack.gradients]
+    if first.factors[0].in_state:
+        gradients = torch.stack(list(gradients))
+    return replace(
+        first,
+        factors=[factor for stack in stacks for factor in stack.factors],
+        numbers=[],
+        accepted=torch.cat([stack.accepted for stack in stacks]),
+        values=[x for stack in stacks for x in stack.values],
+        momenta=[x for stack in stacks for x in stack.momenta],
+        us=[x for stack in stacks for x in stack.us],
+        gradients=gradients,
+    )
 
 
 @dataclass(frozen=True)

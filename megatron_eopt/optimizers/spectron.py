@@ -37,6 +37,7 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
@@ -63,7 +64,7 @@ def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:
 
 
 def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: int) -> None:
-    """Step first factors of equal matrices, then their second ones."""
+    """Step stacks of factors, with both of each pair among them."""
     _sum_gradients(stacks, engine)
     for stack in stacks:
         lr = stack.settings["lr"]
@@ -76,19 +77,41 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
     for stack in stacks:
         for factor, m in zip(stack.factors, stack.momenta, strict=True):
             momenta[factor.index] = stack.upright(m)
-    indices = sorted(momenta)
-    directions = dict(zip(indices, engine.factors(indices, [momenta[i] for i in indices]), strict=True))  # orth(mA)
+    directions = orthogonal(momenta, engine)  # orth(mA)
     summed = partial(engine.sums, labels=[stack.label for stack in stacks])
     us = [torch.stack(stack.us) for stack in stacks]
     vectors = power_iterations([stack.stack for stack in stacks], us, power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in vectors])  # sA, sB
-    bounds = []  # lr' = lr / (sA + sB + 1)
-    for sA, sB in batched(norms, 2):
-        bounds += [sA + sB + 1] * 2
-    for stack, (u, _, _), bound in zip(stacks, vectors, bounds, strict=True):
-        torch._foreach_copy_(stack.us, foreach.masked(u.unbind(), stack.us, stack.accepted))
-        updates = [stack.upright(directions.pop(factor.index)) for factor in stack.factors]
-        foreach.subtract(stack.values, updates, stack.settings["lr"] / bound, stack.accepted)  # A -= lr' orth(mA)
+    norm_of = dict[int, Tensor]()
+    for stack, of_stack in zip(stacks, norms, strict=True):
+        norm_of |= zip([factor.index for factor in stack.factors], of_stack.unbind(), strict=True)
+    for stack, before, (u, _, _), own in zip(stacks, us, vectors, norms, strict=True):
+        torch._foreach_copy_(stack.us, list(torch.where(stack.accepted[:, None], u, before).unbind()))
+        others = torch.stack([norm_of[factor.partner] for factor in stack.factors])
+        bound = own + others + 1  # lr' = lr / (sA + sB + 1)
+        dtype = stack.momenta[0].dtype
+        updates = stack.upright(torch.stack([directions.pop(factor.index) for factor in stack.factors]).to(dtype))
+        # A -= lr' orth(mA)
+        foreach.subtract(stack.values, updates.unbind(), stack.settings["lr"] / bound, stack.accepted)
+
+
+def orthogonal(matrices: Mapping[int, Tensor], engine: Engine) -> dict[int, Tensor]:
+    """Orthogonal factors by index, in dtypes of their own."""
+    found = dict[int, Tensor]()
+
+    def program(indices: Sequence[int]) -> Program:
+        def write(views: Sequence[Tensor]) -> None:
+            torch._foreach_copy_(list(views), [matrices[i] for i in indices])
+
+        factors = list((yield write))
+        # copies by stacks: a multi-tensor copy of transposed views would launch one kernel for each
+        for equal in foreach.alike(factors):
+            stack = torch.stack([factors[place] for place in equal])
+            for place, x in zip(equal, stack.unbind(), strict=True):
+                found[indices[place]] = x
+
+    engine.run(sorted(matrices), program)
+    return found
 
 
 def _sum_gradients(stacks: Sequence[FactorStack], engine: Engine) -> None:
@@ -386,7 +409,7 @@ class Spectron(BaseOptimizer):
             for chunk in chunks:
                 gradients_of_factors(chunk, self.engine)
                 stacks += chain(*chunk.pairs)
-            step_of_factors(stacks, self._plan.engine, self.num_power_iterations)
+            step_of_factors(low_rank.together(stacks), self._plan.engine, self.num_power_iterations)
             for chunk in chunks:
                 if chunk.in_state:
                     write_weights(chunk, self.engine)

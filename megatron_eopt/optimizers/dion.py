@@ -186,10 +186,6 @@ class Dion(StackedOptimizer):
         itemsize: int = matrix.of.state[MOMENTUM_BUFFER].element_size()
         return itemsize * max(shard.numel for shard in matrix.plan.layout.rectangles)
 
-    def _most(self, matrices: Sequence[MatrixStep]) -> int:
-        # of stacks, which are copies, no more than some; of one that is large there is none
-        return max(1, foreach.MOST_BYTES // max(1, self._bytes(matrices[0])))
-
     def program(self, stacks: list[MatrixStack]) -> Program:
         """One chunk's step; no rank needs whole matrices."""
         engine = self.engine

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.matrices import Split
-from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor
 from megatron_eopt.orthogonalize.spectral import low_rank_factors, start_vector
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
@@ -225,7 +225,7 @@ def in_chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Sequence
         kind = tuple((p.dtype, known[p][0].matrix.label) for p in unit)
         for p in unit:
             nbytes[kind] += sum(factor.nbytes for factor in known[p][::2])
-        chunks.setdefault((kind, nbytes[kind] // foreach.MOST_BYTES), []).extend(unit)
+        chunks.setdefault((kind, nbytes[kind] // whole_matrices.MOST_BYTES), []).extend(unit)
     return chunks.values()
 
 
@@ -242,7 +242,7 @@ def stacked_pairs(
     pairs = []
     for equal in kinds.values():
         _, first, second = equal[0]
-        most = max(1, foreach.MOST_BYTES // max(1, first.nbytes, second.nbytes))
+        most = max(1, whole_matrices.MOST_BYTES // max(1, first.nbytes, second.nbytes))
         for some in batched(equal, most):
             numbers, of_a, of_b = zip(*some, strict=True)
             accepted = torch.stack([flags[factor.parameter] for factor in (*of_a, *of_b)]).view(2, -1).all(0)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import batched, compress
+from itertools import compress
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -345,10 +345,6 @@ class StackedOptimizer(BaseOptimizer):
         itemsize: int = matrix.of.state[self.moments[0]].element_size()
         return itemsize * max([3 * prod(matrix.plan.layout.shape), *squares])
 
-    def _most(self, matrices: Sequence[MatrixStep]) -> int:
-        """How many of equal matrices a stack has at most."""
-        return len(matrices)
-
     def _chunks(self, steps: Sequence[ParameterStep]) -> Iterator[list[list[MatrixStep]]]:
         """Chunks of bounded size, listed by what goes together."""
         together: dict[tuple[Any, ...], dict[Hashable, list[MatrixStep]]] = {}
@@ -392,18 +388,17 @@ class StackedOptimizer(BaseOptimizer):
                 tensors = p.written | {GRADIENT: p.gradient}
                 shards[p] = {name: self.engine.split([p.index], [x]) for name, x in tensors.items()}
         stacks = []
-        for of_kind in kinds.values():
-            for matrices in batched(of_kind, self._most(of_kind)):
-                p, number = matrices[0]
-                numbers = []
-                if p.plans[number].compute_rank is not None:
-                    ranks = Counter(matrix.plan.compute_rank for matrix in matrices)
-                    numbers = [ranks[rank] for rank in range(p.plans[number].layout.ranks)]
-                of_stack = {name: [shards[of][name][i] for of, i in matrices] for name in shards[p]}
-                accepted = torch.stack([matrix.of.accepted for matrix in matrices])
-                accepted = accepted.view(-1, *[1] * of_stack[WEIGHT][0].ndim)
-                one = self.engine.matrices[p.index][number]
-                stacks.append(MatrixStack(matrices, one, numbers, accepted, of_stack))
+        for matrices in kinds.values():
+            p, number = matrices[0]
+            numbers = []
+            if p.plans[number].compute_rank is not None:
+                ranks = Counter(matrix.plan.compute_rank for matrix in matrices)
+                numbers = [ranks[rank] for rank in range(p.plans[number].layout.ranks)]
+            of_stack = {name: [shards[of][name][i] for of, i in matrices] for name in shards[p]}
+            accepted = torch.stack([matrix.of.accepted for matrix in matrices])
+            accepted = accepted.view(-1, *[1] * of_stack[WEIGHT][0].ndim)
+            one = self.engine.matrices[p.index][number]
+            stacks.append(MatrixStack(matrices, one, numbers, accepted, of_stack))
         return stacks
 
 

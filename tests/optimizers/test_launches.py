@@ -8,7 +8,7 @@ from counting import HOST_READ, Operations, launches
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, experts
-from megatron_eopt.optimizers import foreach, whole_matrices
+from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import factor_pairs
@@ -140,7 +140,7 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
     (weights, pairs), (alone, pairs_alone) = mixed(), mixed()
     params, each = [*weights, *sum(pairs, ())], [*alone, *sum(pairs_alone, ())]
     apart = [spectrons([p], []) for p in alone] + [spectrons([], [pair]) for pair in pairs_alone]
-    monkeypatch.setattr(foreach, "MOST_BYTES", most)
+    monkeypatch.setattr(whole_matrices, "MOST_BYTES", most)
     together = spectrons(weights, pairs)
     for step in range(3):
         set_gradients(params, step)
@@ -183,7 +183,7 @@ def test_stacks_of_spectron_are_of_bounded_size(stacked, monkeypatch):
     run_all(optimizer, params, [0])
     set_gradients(params, 1)
     assert operations(optimizer, params).largest["bmm"] == 8 * one
-    monkeypatch.setattr(foreach, "MOST_BYTES", 3 * one)
+    monkeypatch.setattr(whole_matrices, "MOST_BYTES", 3 * one)
     found = operations(optimizer, params)
     assert found.largest["bmm"] == 3 * one
     assert found.largest["stack"] <= 3 * one

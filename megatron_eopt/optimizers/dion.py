@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.optimizers.whole_matrices import (
     GRADIENT,
-    WEIGHT,
     MatrixStack,
     MatrixStep,
     ParameterStep,
     Planned,
     Program,
     StackedOptimizer,
+    subtract,
     write_copies,
 )
 from megatron_eopt.orthogonalize.bases import orthonormal_columns
@@ -199,25 +198,21 @@ class Dion(StackedOptimizer):
             for stack, x in zip(stacks, products, strict=True):
                 P.append(orthonormal(x, stack, engine.shard(stack.matrix)))
             R = engine.side_sums([b.mT @ p for b, p in zip(B, P, strict=True)], matrices, 1)  # R = B^T P
+            updates = []
             for (stack, b), p, r in zip(pairs, P, R, strict=True):
-                self._move(stack, b, p, r)
+                updates.append([self._moved(stack, b, p, r)])
+            subtract(stacks, updates, engine)  # W -= lr (weight_decay W + sqrt(m / n) P Q^T)
         write_copies(stacks, engine)
         yield from ()
 
     def _followed(self, stack: MatrixStack) -> Tensor:
-        """Decayed weights, and ``B = M + G``."""
-        accepted = stack.accepted.flatten()
-        weights = stack.shards[WEIGHT]
-        momenta = stack.shards[MOMENTUM_BUFFER]
-        weight_decay = stack.group["weight_decay"]
-        if isinstance(weight_decay, Tensor) or weight_decay != 0:
-            foreach.subtract(weights, weights, stack.group["lr"] * weight_decay, accepted)  # W -= lr weight_decay W
-        gradients = [g.to(m.dtype) for g, m in zip(stack.shards[GRADIENT], momenta, strict=True)]
-        torch._foreach_add_(momenta, foreach.masked(gradients, 0.0, accepted))
-        return stack.read(MOMENTUM_BUFFER)
+        """``B = M + G``."""
+        momenta = stack.read(MOMENTUM_BUFFER)
+        gradients = stack.read(GRADIENT).to(momenta.dtype)
+        return momenta + torch.where(stack.accepted, gradients, 0.0)
 
-    def _move(self, stack: MatrixStack, B: Tensor, P: Tensor, R: Tensor) -> None:
-        """``M = B - (1 - mu) P R^T``, ``Q = R / |R|`` and ``W -= lr sqrt(m / n) P Q^T``."""
+    def _moved(self, stack: MatrixStack, B: Tensor, P: Tensor, R: Tensor) -> Tensor:
+        """``M = B - (1 - mu) P R^T`` and ``Q = R / |R|``; returns ``sqrt(m / n) P Q^T``."""
         shard = self.engine.shard(stack.matrix)
         columns = R[:, shard.left : shard.right]
         B.baddbmm_(P, columns.mT, alpha=stack.group["momentum"] - 1)
@@ -226,5 +221,4 @@ class Dion(StackedOptimizer):
         # a column that is left out of P keeps its direction
         Q = torch.where(norms > 0, columns / nonzero(norms).to(R.dtype), stack.kept(BASIS))
         stack.keep(BASIS, Q)
-        steps = (P * muon_scale_factor(*stack.matrix.shape, "unit_rms_norm")) @ Q.mT
-        foreach.subtract(stack.shards[WEIGHT], list(steps.unbind()), stack.group["lr"], stack.accepted.flatten())
+        return (P * muon_scale_factor(*stack.matrix.shape, "unit_rms_norm")) @ Q.mT

@@ -20,7 +20,7 @@ Mask = Tensor | None  # which of several parameters step; None for all
 MomentumRule = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
 
 IN_CACHE = 2**20  # bytes of tensors that a CPU keeps at hand from operation to operation
-MOST_BYTES = 2**24  # of further copies that are in memory at a time, where a single tensor does not take more
+MOST_BYTES = 2**26  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
 def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:

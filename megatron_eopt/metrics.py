@@ -77,9 +77,10 @@ class Sampler:
             if watched is None or not any(group["params"] for group in optimizer.param_groups):
                 continue
             name = name_of(optimizer)
-            for figure, value in _summands(watched, squared_gradients.get(id(optimizer), math.nan)).items():
+            figures = watched.figures()
+            for figure, value in _summands(watched, figures, squared_gradients.get(id(optimizer), math.nan)).items():
                 sums[name][figure] += value
-            for figure, value in _peaks(optimizer, watched).items():
+            for figure, value in _peaks(optimizer, watched, figures).items():
                 largest[name][figure] = max(largest[name][figure], value)
         self._watched = {}
         if dist.is_initialized():
@@ -105,9 +106,9 @@ def _reduce(figures: Mapping[str, dict[str, float]], op: Any, device: torch.devi
         of_one.update(zip(of_one, row, strict=True))
 
 
-def _summands(watched: Watched, gradient: float) -> dict[str, float]:
+def _summands(watched: Watched, figures: Tensor, gradient: float) -> dict[str, float]:
     """What is summed over ranks."""
-    ranks, shares, residuals = watched.figures()
+    ranks, shares, residuals = figures
     squares, entries, predicted = watched.sizes()
     return {
         "matrices": len(ranks),
@@ -121,9 +122,9 @@ def _summands(watched: Watched, gradient: float) -> dict[str, float]:
     }
 
 
-def _peaks(optimizer: Optimizer, watched: Watched) -> dict[str, float]:
+def _peaks(optimizer: Optimizer, watched: Watched, figures: Tensor) -> dict[str, float]:
     """Of what the largest counts; of the smallest share, the negative."""
-    _, shares, residuals = watched.figures()
+    _, shares, residuals = figures
     peaks = {
         "largest_residual": max(residuals.tolist(), default=-math.inf),
         "smallest_effective_rank_share": -min(shares.tolist(), default=math.inf),
@@ -273,5 +274,7 @@ def _shards(x: DTensor) -> int:
 
 def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
     """Squared norms of this rank's shards; waits for the device."""
-    norms = [torch.linalg.vector_norm(local(x.detach()), dtype=torch.float32) for x in tensors]
-    return torch.stack(norms).double().square().tolist() if norms else []
+    if not tensors:
+        return []
+    norms = torch._foreach_norm([local(x.detach()) for x in tensors], dtype=torch.float32)
+    return torch.stack(norms).double().square().tolist()

@@ -78,7 +78,7 @@ def muown(step: Step) -> Program:
     u = step.with_gradients(of_directions).momentum()
     O = yield from step.orthogonalize(u)
     if step.watch is not None:
-        step.watch(step.indices, scaled([x.clone() for x in O], step.scales))
+        step.watch(step.indices, O, step.scales)
     move_rows(step, batches, of_norms, O)
 
 

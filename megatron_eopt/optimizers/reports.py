@@ -19,15 +19,25 @@ def show_updates(
     groups: Sequence[Mapping[str, Any]],
     predicted_rms: PredictedRms,
     indices: Sequence[int],
-    updates: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    scales: Sequence[float | Tensor],
 ) -> None:
-    """Show ``watched`` this rank's updates and their predicted RMS."""
-    of_all = iter(updates)
+    """Show ``watched`` this rank's updates, factors times scales, and their predicted RMS."""
+    of_all = zip(factors, scales, strict=True)
     shown = list[Tensor]()
+    of_shown = list[float | Tensor]()
     predicted = list[float | None]()
+    known = dict[tuple[int, tuple[int, int]], float | None]()  # by group and shape, which many matrices share
     for i in indices:
-        shards = list(islice(of_all, len(engine.matrices[i])))
-        if engine.counts(i):
-            shown += shards
-            predicted += [predicted_rms(*matrix.shape, groups[i]) for matrix in engine.matrices[i]]
-    watched.updates(shown, predicted)
+        matrices = engine.matrices[i]
+        shards = list(islice(of_all, len(matrices)))
+        if not engine.counts(i):
+            continue
+        for (factor, scale), matrix in zip(shards, matrices, strict=True):
+            kind = id(groups[i]), matrix.shape
+            if kind not in known:
+                known[kind] = predicted_rms(*matrix.shape, groups[i])
+            shown.append(factor)
+            of_shown.append(scale)
+            predicted.append(known[kind])
+    watched.updates(shown, of_shown, predicted)

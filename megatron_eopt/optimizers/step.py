@@ -112,7 +112,8 @@ class Step:
     indices: Sequence[int]  # of the parameters, ascending
     scales: list[float]  # what multiplies the orthogonal factor of each of their logical matrices
     engine: Engine
-    watch: Callable[[Sequence[int], Tensors], None] | None = None  # is shown the updates of logical matrices
+    # is shown the factors of logical matrices, and their scales
+    watch: Callable[[Sequence[int], Tensors, Scales], None] | None = None
     kernels: Any = None  # StepKernels, which do the elementwise work; None for torch
 
     @property
@@ -216,12 +217,12 @@ class Step:
 
     def subtract(self, factors: Tensors, scales: Scales) -> None:
         """``p -= lr * scale * factor``, as modifiers have it; may write to ``factors``."""
+        if self.watch is not None:
+            self.watch(self.indices, factors, scales)
         if self.kernels is not None:
             self._subtract_by_kernels(factors, scales)
             return
         updates = scaled(list(factors), scales)
-        if self.watch is not None:
-            self.watch(self.indices, updates)
         pairs = list(zip(self.batches, self.by_batch(updates), strict=True))
         for batch, of_batch in pairs:
             if batch.decays and batch.cautious:
@@ -238,17 +239,8 @@ class Step:
             write_back(self.engine, batch.indices, batch.weights, shards)
 
     def _subtract_by_kernels(self, factors: Tensors, scales: Scales) -> None:
-        pairs = []
-        if self.watch is not None or self.batches[0].measured:
-            pairs = list(zip(self.batches, self.by_batch(factors), strict=True))
-        if self.watch is not None:
-            copies = []
-            for batch, of_batch in pairs:
-                remaining = iter(of_batch)
-                for weight, count in zip(batch.weights, self.counts(batch), strict=True):
-                    copies += [x.to(weight.dtype, copy=True) for x in islice(remaining, count)]
-            self.watch(self.indices, scaled(copies, scales))
         if self.batches[0].measured:  # all hold norms, else kernels do not serve
+            pairs = list(zip(self.batches, self.by_batch(factors), strict=True))
             self.kernels.rotate(self.batches, factors, torch.cat(self._coefficients(pairs)).float())
         else:
             self.kernels.subtract(self.batches, factors, scales)

@@ -50,7 +50,21 @@ RESTARTS_IN_LOWER_PRECISION: dict[tuple[str, int], tuple[Restarts, Restarts]] = 
     ("cubic5", 5): ((3,), (2, 3)),
 }
 
-Watch = Callable[[int, Tensor], None]  # gets a step, from 0, and the Gram matrix before it, overwritten later
+# Gets a step, from 0, and the Gram matrix before it, overwritten later; the norm of a matrix, if that is not 1.
+Watch = Callable[..., None]
+
+
+# (A, B, out, divisor) writes A B over a power of two to `out`
+Apply = Callable[[Tensor, Tensor, Tensor, float], object]
+
+
+def multiplied(A: Tensor, B: Tensor, out: Tensor, divisor: float = 1.0) -> Tensor:
+    """``A B`` over a power of two, of matrices or stacks, written to ``out``."""
+    if divisor == 1:
+        product = torch.bmm if A.ndim == 3 else torch.mm
+        return product(A, B, out=out)
+    fused = torch.baddbmm if A.ndim == 3 else torch.addmm
+    return fused(out, A, B, beta=0.0, alpha=1 / divisor, out=out)
 
 
 def nonzero(norm: Tensor) -> Tensor:
@@ -75,38 +89,55 @@ class Iteration:
     def __call__(self, x: Tensor) -> Tensor:
         """The orthogonal factors of a matrix or a stack."""
         if x.ndim == 3 and x.size(0) > self.chunk:
-            return torch.cat([self.run(part) for part in x.split(self.chunk)])
+            out = torch.empty_like(x)
+            for part, of_part in zip(x.split(self.chunk), out.split(self.chunk), strict=True):
+                self.run(part, out=of_part)
+            return out
         return self.run(x)
 
-    def run(self, x: Tensor, watch: Watch | None = None, own: bool = False) -> Tensor:
-        """Orthogonalize at most ``chunk`` matrices, in their memory if ``own``."""
+    def run(self, x: Tensor, watch: Watch | None = None, out: Tensor | None = None) -> Tensor:
+        """Orthogonalize at most ``chunk`` matrices, into ``out``.
+
+        ``out`` may be the memory of ``x``, in the dtype of :meth:`factor_dtype`, which costs no pass. Without it the
+        result is a new tensor in the dtype of ``x``.
+        """
         if x.numel() == 0:
-            return torch.empty_like(x)
+            return torch.empty_like(x) if out is None else out
         X = x.mT if self.transposed else x
-        if x.device.type == "cpu" and not X.is_contiguous():  # it transposes a copy far faster than a quotient
+        last = out.mT if out is not None and self.transposed else out  # what the last product is written to
+        if last is not None and last.dtype != self.dtype:
+            last = None
+        if x.device.type == "cpu" and not X.is_contiguous():  # it transposes copies far faster
             X = X.clone(memory_format=torch.contiguous_format)
-            own = True
+            last = None
         with self.in_precision():
-            if self.restarts is None:
-                factor = self._standard(X, watch, own)
-            else:
-                factor = self._gram(X, self.restarts, watch, own, x.dtype)
+            factor = self._standard(X, watch, last) if self.restarts is None else self._gram(X, watch, last)
         if self.transposed:
             factor = factor.mT
-        return factor.to(x.dtype)
+        if out is None:
+            return factor.to(x.dtype)
+        if last is None:
+            out.copy_(factor)
+        return out
+
+    def factor_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of factors of matrices in ``dtype``: that of the products, if it has as many bytes."""
+        return self.dtype if self.dtype.itemsize == dtype.itemsize else dtype
 
     def in_precision(self) -> AbstractContextManager[None]:
         """A context in which products have this iteration's precision."""
         return nullcontext() if self.precision is None else in_precision(self.dtype, self.precision)
 
-    def _standard(self, x: Tensor, watch: Watch | None, own: bool) -> Tensor:
+    def _standard(self, x: Tensor, watch: Watch | None, last: Tensor | None) -> Tensor:
         """``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``, from ``x`` over its norm."""
         products = self.products
-        X = products.normalized(x, self.dtype, propagate_nan=self.propagate_nan, own=own)
+        X = products.normalized(x, self.dtype, propagate_nan=self.propagate_nan)
         fused = torch.baddbmm if X.ndim == 3 else torch.addmm
         gram, factor = square_work(X, 2)
         Y = torch.empty_like(X)
         for step, (a, b, c) in enumerate(self.schedule):
+            if last is not None and step + 1 == len(self.schedule):
+                Y = last
             A = products.gram(X, out=gram)
             if watch is not None:
                 watch(step, A)
@@ -118,27 +149,15 @@ class Iteration:
             X, Y = Y, X
         return X
 
-    def _gram(
-        self,
-        x: Tensor,
-        restarts: Restarts,
-        watch: Watch | None,
-        own: bool,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _gram(self, x: Tensor, watch: Watch | None, last: Tensor | None) -> Tensor:
+        assert self.restarts is not None
         products = self.products
+        keep = self.propagate_nan
         if self.dtype == torch.float16:
-            unit = UNIT_IN_FP16
-            X = products.normalized(
-                x,
-                self.dtype,
-                unit=unit,
-                propagate_nan=self.propagate_nan,
-                own=own,
-            )
-            return iterate_gram_fp16(X, self.schedule, restarts, products, watch=watch, dtype=dtype)
-        X, _ = scaled(x, self.dtype, self.propagate_nan, own)
-        return iterate_gram(X, self.schedule, restarts, products, watch=watch, normalize=True)
+            X = products.normalized(x, self.dtype, unit=UNIT_IN_FP16, propagate_nan=keep)
+            return iterate_gram_fp16(X, self.schedule, self.restarts, products, watch=watch, out=last)
+        X, _ = scaled(x, self.dtype, keep)
+        return iterate_gram(X, self.schedule, self.restarts, products, watch=watch, normalize=True, out=last)
 
 
 def iterate_gram(
@@ -146,9 +165,11 @@ def iterate_gram(
     schedule: Sequence[Coefficients],
     restarts: Sequence[int],
     products: Products,
-    apply: Callable[..., Tensor] | None = None,
+    apply: Apply = multiplied,
     watch: Watch | None = None,
     normalize: bool = False,
+    divisor: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Apply a schedule through the Gram matrix of ``X``.
 
@@ -163,12 +184,12 @@ def iterate_gram(
         X: (rows x cols) or (n x rows x cols), ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the form
             amplifies to errors of 0.3 and more. Overwritten where there are restarts.
         restarts: steps after which the Gram matrix is computed anew; ascending, below the number of steps.
-        apply: ``(Q, X, out=)`` computes ``Q X``; by default torch.
+        apply: computes ``Q X`` over a number, as :func:`multiplied`.
         normalize: ``X`` has any norm, as :func:`scaled` leaves it. It is divided out on the short side: its square is
             the trace of the first Gram matrix, which ``watch`` sees undivided.
+        divisor: a power of two by which the result is divided.
+        out: memory of the result, in the dtype of ``X``, and not that of ``X``.
     """
-    if apply is None:
-        apply = torch.bmm if X.ndim == 3 else torch.mm
     R, *work = square_work(X, 4)
     Y = torch.empty_like(X)
     for start, end in pairwise([0, *restarts, len(schedule)]):
@@ -181,7 +202,10 @@ def iterate_gram(
         Q = gram_factor(R, schedule[start:end], products, work, watch, start)
         if normalize and start == 0:
             Q.mul_(squared.rsqrt())
-        apply(Q, X, out=Y)
+        is_last = end == len(schedule)
+        if is_last and out is not None:
+            Y = out
+        apply(Q, X, Y, divisor if is_last else 1.0)
         X, Y = Y, X
     return X
 
@@ -191,15 +215,14 @@ def iterate_gram_fp16(
     schedule: Sequence[Coefficients],
     restarts: Sequence[int],
     products: Products,
-    apply: Callable[..., Tensor] | None = None,
+    apply: Apply = multiplied,
     watch: Watch | None = None,
-    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
 ) -> Tensor:
     """:func:`iterate_gram` for fp16 ``X`` of norm :data:`UNIT_IN_FP16`."""
     unit = UNIT_IN_FP16
     wanted = watch_in_units(watch, unit)
-    X = iterate_gram(X, in_units(schedule, unit), restarts, products, apply, wanted)
-    return products.rescaled(X, dtype, unit)
+    return iterate_gram(X, in_units(schedule, unit), restarts, products, apply, wanted, divisor=unit, out=out)
 
 
 def in_units(schedule: Sequence[Coefficients], unit: float) -> list[Coefficients]:
@@ -208,8 +231,8 @@ def in_units(schedule: Sequence[Coefficients], unit: float) -> list[Coefficients
 
 
 def watch_in_units(watch: Watch | None, unit: float) -> Watch | None:
-    """What shows ``watch`` Gram matrices of norm 1."""
-    return None if watch is None else lambda step, R: watch(step, R.float() / unit**2)
+    """What shows ``watch`` Gram matrices of matrices of norm ``unit``."""
+    return None if watch is None else lambda step, R: watch(step, R, unit)
 
 
 UNIT_IN_FP16 = 128.0

@@ -72,35 +72,28 @@ class Products:
         *,
         unit: float = 1.0,
         propagate_nan: bool = True,
-        own: bool = False,
     ) -> Tensor:
         """Matrices over their norms, times ``unit``, in ``dtype``.
 
-        Contiguous, and in the memory of ``x`` where ``own`` allows it; a zero matrix stays zero. Without
-        ``propagate_nan`` a matrix that is not finite becomes zero.
+        New and contiguous; a zero matrix stays zero. Without ``propagate_nan`` a matrix that is not finite becomes
+        zero.
         """
-        x, power = scaled(x, dtype, propagate_nan, own)
+        x, power = scaled(x, dtype, propagate_nan)
         norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
         return over_norms(x, norm, dtype, unit)
-
-    def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-        """``x`` over a power of two, in ``dtype``; overwrites ``x``."""
-        return x.to(dtype).div_(divisor)
 
 
 def scaled(
     x: Tensor,
     dtype: torch.dtype,
     propagate_nan: bool = True,
-    own: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Divide matrices by powers of two near their 1-norms, for products in ``dtype``.
 
     The division is exact. Squares of entries below 1e-19 vanish in fp32, above 1e19 they overflow: afterwards none that
-    matters does. Without ``propagate_nan`` a matrix that is not finite becomes zero; with ``own`` the result may take
-    the memory of ``x``, which has an entry at least. Returns a contiguous tensor in fp32 (fp64 for an fp64 ``x``, and
-    bf16 for a bf16 one whose products have 16 bits), and the divisors, (1 x 1) or (n x 1 x 1) in fp32 or fp64: not
-    finite where an entry is not.
+    matters does. Without ``propagate_nan`` a matrix that is not finite becomes zero. Returns a new contiguous tensor in
+    fp32 (fp64 for an fp64 ``x``, and bf16 for a bf16 one whose products have 16 bits), and the divisors, (1 x 1) or
+    (n x 1 x 1) in fp32 or fp64: not finite where an entry is not.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = torch.linalg.vector_norm(x, 1, dim=(-2, -1), keepdim=True, dtype=wide)
@@ -109,8 +102,7 @@ def scaled(
     power = sums.view(integer).bitwise_and_(exponent).clamp_(min=least).view(wide)
     # what is in bf16, and shall have 16 bits again, needs no more in between
     kept = torch.bfloat16 if x.dtype == torch.bfloat16 and dtype.itemsize == 2 else wide
-    reused = own and x.dtype == kept and x.is_contiguous()
-    result = x if reused else torch.empty(x.shape, dtype=kept, device=x.device)
+    result = torch.empty(x.shape, dtype=kept, device=x.device)
     torch.div(x, power, out=result)
     if not propagate_nan:
         bad = ~power.isfinite()

@@ -165,15 +165,10 @@ class Triton(Products):
         *,
         unit: float = 1.0,
         propagate_nan: bool = True,
-        own: bool = False,
     ) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else super().normalized
-        return serves(x, dtype, unit=unit, propagate_nan=propagate_nan, own=own)
-
-    def rescaled(self, x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
-        return triton_norms.rescaled(x, dtype, divisor)
+        return serves(x, dtype, unit=unit, propagate_nan=propagate_nan)
 
 
 @triton.jit

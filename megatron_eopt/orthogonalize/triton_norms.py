@@ -4,10 +4,14 @@ torch takes four, and is four times slower than memory where the result has anot
 2.11). A matrix is read in blocks, so that it gives the same bits alone and in a stack.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_eopt.orthogonalize.triton_launch import Call, Launcher
 
 _BLOCK = 8192  # entries of which a program adds the squares
 _WIDE, _SIDE = 4096, 64  # entries of a tile of a quotient; a side, where one of both is transposed
@@ -20,46 +24,37 @@ def normalized(
     *,
     unit: float,
     propagate_nan: bool,
-    own: bool,
 ) -> Tensor:
     """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
     if not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()
-        own = True
-    same = own and x.is_contiguous() and x.element_size() == dtype.itemsize
-    # each entry takes the place of its own, perhaps as another 16 bits
-    out = x.view(dtype) if same else torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     entries = x.size(-2) * x.size(-1)
     count = x.numel() // entries
-    blocks = -(-entries // _BLOCK)
-    powers, squares = x.new_empty(2, count * blocks, dtype=torch.float32)
-    power, norm = x.new_empty(2, count, dtype=torch.float32)
-    with torch.cuda.device_of(x):  # triton launches on the current one
-        _squares_of_blocks[(count * blocks,)](x, powers, squares, entries, blocks, BLOCK=_BLOCK, **_OPTIONS)
-        _norms_of_matrices[(count,)](powers, squares, power, norm, blocks, WIDTH=1024, **_OPTIONS)
-        _divide(x, out, power, norm, unit, DIVIDED=True, KEEP_BAD=propagate_nan)
+    # each in memory of its own, whose address is a multiple of 16
+    powers = x.new_empty(count * -(-entries // _BLOCK), dtype=torch.float32)
+    squares = torch.empty_like(powers)
+    power = x.new_empty(count, dtype=torch.float32)
+    norm = torch.empty_like(power)
+    _launch_squares((x, powers, squares), ())
+    _launch_norms((powers, squares, power, norm), ())
+    _launch_quotients((x, out, power, norm), (float(unit),), propagate_nan)
     return out
 
 
-def rescaled(x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-    """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
-    out = x.view(dtype) if x.element_size() == dtype.itemsize else torch.empty(x.shape, dtype=dtype, device=x.device)
-    with torch.cuda.device_of(x):
-        _divide(x, out, x, x, 1 / divisor, DIVIDED=False, KEEP_BAD=True)
-    return out
+def _call_squares(tensors: Sequence[Tensor]) -> Call:
+    x, powers, _ = tensors
+    entries = x.size(-2) * x.size(-1)
+    return Call(len(powers), (entries, -(-entries // _BLOCK)), {"BLOCK": _BLOCK}, _OPTIONS)
 
 
-def _divide(
-    x: Tensor,
-    out: Tensor,
-    power: Tensor,
-    norm: Tensor,
-    unit: float,
-    *,
-    DIVIDED: bool,
-    KEEP_BAD: bool,
-) -> None:
-    count = x[..., 0, 0].numel()
+def _call_norms(tensors: Sequence[Tensor]) -> Call:
+    powers, _, power, _ = tensors
+    return Call(len(power), (len(powers) // len(power),), {"WIDTH": 1024}, _OPTIONS)
+
+
+def _call_quotients(tensors: Sequence[Tensor], propagate_nan: bool) -> Call:
+    x, out, power, _ = tensors
     rows, cols = x.shape[-2:]
     if x.is_contiguous():
         rows, cols, height, width = 1, rows * cols, 1, _WIDE
@@ -69,23 +64,8 @@ def _divide(
         strides = [s for y in (x, out) for s in (y.stride(0) if y.ndim == 3 else 0, *y.stride()[-2:])]
     across = -(-cols // width)
     per_matrix = across * -(-rows // height)
-    _quotients[(count * per_matrix,)](
-        x,
-        out,
-        power,
-        norm,
-        float(unit),
-        rows,
-        cols,
-        across,
-        per_matrix,
-        *strides,
-        DIVIDED=DIVIDED,
-        KEEP_BAD=KEEP_BAD,
-        HEIGHT=height,
-        WIDTH=width,
-        **_OPTIONS,
-    )
+    constants = {"KEEP_BAD": propagate_nan, "HEIGHT": height, "WIDTH": width}
+    return Call(len(power) * per_matrix, (rows, cols, across, per_matrix, *strides), constants, _OPTIONS)
 
 
 @triton.jit
@@ -144,7 +124,6 @@ def _quotients(  # type: ignore[no-untyped-def]
     out_matrix,
     out_row,
     out_col,
-    DIVIDED: tl.constexpr,
     KEEP_BAD: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -160,14 +139,16 @@ def _quotients(  # type: ignore[no-untyped-def]
     inside = (down < rows - top) & (along < cols - left)
     x += matrix * x_matrix + top * x_row + left * x_col
     values = tl.load(x + down * x_row + along * x_col, mask=inside, other=0.0).to(tl.float32)
-    if DIVIDED:
-        of_matrix = tl.load(norm + matrix)
-        # the norm is 0 or, as the largest entry is near the power, at least that of the smallest number
-        divisor = tl.div_rn(tl.maximum(of_matrix, 2.0**-30, propagate_nan=tl.PropagateNan.ALL), unit)
-        values = tl.div_rn(tl.div_rn(values, tl.load(power + matrix)), divisor)
-        if not KEEP_BAD:
-            values = tl.where(of_matrix == of_matrix, values, 0.0)
-    else:
-        values *= unit
+    of_matrix = tl.load(norm + matrix)
+    # the norm is 0 or, as the largest entry is near the power, at least that of the smallest number
+    divisor = tl.div_rn(tl.maximum(of_matrix, 2.0**-30, propagate_nan=tl.PropagateNan.ALL), unit)
+    values = tl.div_rn(tl.div_rn(values, tl.load(power + matrix)), divisor)
+    if not KEEP_BAD:
+        values = tl.where(of_matrix == of_matrix, values, 0.0)
     out += matrix * out_matrix + top * out_row + left * out_col
     tl.store(out + down * out_row + along * out_col, values.to(out.dtype.element_ty), mask=inside)
+
+
+_launch_squares = Launcher(_squares_of_blocks, _call_squares)
+_launch_norms = Launcher(_norms_of_matrices, _call_norms)
+_launch_quotients = Launcher(_quotients, _call_quotients)

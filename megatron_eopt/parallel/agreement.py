@@ -1,5 +1,6 @@
 """How ranks agree on groups, plans and rates."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from megatron_eopt.parallel.collectives import all_gather, all_reduce, gather_nu
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Plan
+
+logger = logging.getLogger(__name__)
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label
 KernelProducts = tuple[Shapes, Sequence[torch.dtype], torch.device, Fp32Precision]  # of a kernel that is chosen
@@ -106,21 +109,28 @@ def agreed_kernel(
     """
     stacks, dtypes, device, precision = products
     compiles = groups if timing.is_timed(device) else {}
+    timed = None
     if times_kernels(kernel, kept, device):
-        times = in_turns(lambda: timing.times(*products), groups)
-        kept = timing.fastest(-lowest_of_all(-times, groups))
-        compiles = {}  # what was timed is compiled
+        times = in_turns(lambda: timing.times(*products, tell=_tell), groups)
+        timed = timing.fastest(-lowest_of_all(-times, groups))
     choice = choose(
         stacks,
         dtypes,
         device,
         kernel=kernel,
         kept=kept,
+        timed=timed,
         fp32_precision=precision,
         agree=lambda serves: lowest_of_all(serves, groups),
         take_turns=lambda check: in_turns(check, compiles),
     )
     return choice.kernel
+
+
+def _tell(message: str) -> None:
+    """Log on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(message)
 
 
 def check_same_on_replicas(

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_eopt.optimizers import step_choice, step_kernels
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.parallel.schemes import whole
+from megatron_eopt.parallel.watched import Watched
 from tests.optimizers.family import build
 
 pytest.importorskip("triton")
@@ -49,7 +50,7 @@ class Costs(TorchDispatchMode):
         return result
 
 
-def cost_of_step(shapes, monkeypatch, name="muon", **settings):
+def cost_of_step(shapes, monkeypatch, name="muon", watched=False, **settings):
     """Operations and bytes beside the iteration in the fourth step, and its entries."""
     costs = Costs()
 
@@ -91,6 +92,9 @@ def cost_of_step(shapes, monkeypatch, name="muon", **settings):
                 costs.operations, costs.bytes, costs.sent = {}, 0, 0
                 modes.enter_context(costs)
                 modes.enter_context(costs.allocated)
+                if watched:
+                    monkeypatch.setattr(Watched, "_mark", lambda self, name: None)  # events need a GPU
+                    optimizer.watch(Watched(torch.device("cuda")))
             optimizer.step()
         assert optimizer.param_groups[0]["step_kernels"] == settings.get("step_kernels", "triton")
     return costs, sum(p.numel() for p in parameters)
@@ -105,6 +109,18 @@ def test_a_step_of_muon_costs_few_operations_and_bytes(shapes, of_each, monkeypa
     assert sum(costs.operations.values()) <= MOST_OPERATIONS, str(costs.operations)
     assert costs.bytes / entries <= MOST_BYTES, costs.operations
     assert costs.sent == 0  # nothing is copied from the host
+
+
+def test_figures_of_a_step_read_its_updates_once_and_copy_none(monkeypatch):
+    counted = []
+    for watched in (False, True):
+        with monkeypatch.context() as patches:
+            costs, entries = cost_of_step(SMALL * 60, patches, watched=watched)
+        counted.append((sum(costs.operations.values()), costs.bytes / entries, costs.allocated.peak))
+    (without, of_without, peak), (operations, of_entry, peak_watched) = counted
+    assert operations <= without + 5
+    assert of_entry <= of_without + 2.5  # 2 in bf16
+    assert peak_watched <= 1.01 * peak
 
 
 @pytest.mark.parametrize(

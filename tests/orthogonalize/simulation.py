@@ -80,9 +80,9 @@ class Rounded(Products):
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         return _into(out, self._symmetric(beta * self.round(c) + alpha * (self.round(a) @ self.round(b))))
 
-    def apply(self, q: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``Q X``, which is not symmetric."""
-        return _into(out, self.round(self.round(q) @ self.round(x)))
+    def apply(self, q: Tensor, x: Tensor, out: Tensor | None = None, divisor: float = 1.0) -> Tensor:
+        """``Q X`` over a number, which is not symmetric."""
+        return _into(out, self.round(self.round(q) @ self.round(x) / divisor))
 
     def round(self, x: Tensor) -> Tensor:
         """``x`` to the precision of ``dtype``, in fp32."""
@@ -107,8 +107,8 @@ class RoundedTF32(Rounded):
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         return _into(out, self._symmetric(beta * c + alpha * (self.round(a) @ self.round(b))))
 
-    def apply(self, q: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _into(out, self.round(q) @ self.round(x))
+    def apply(self, q: Tensor, x: Tensor, out: Tensor | None = None, divisor: float = 1.0) -> Tensor:
+        return _into(out, self.round(q) @ self.round(x) / divisor)
 
     def _symmetric(self, x: Tensor) -> Tensor:
         return (x + x.mT) / 2

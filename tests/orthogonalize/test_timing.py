@@ -99,6 +99,41 @@ def test_the_times_of_all_stacks_of_a_size_count():
     assert fastest(found) == "triton/64x64x8x4x3"
 
 
+def test_what_decides_nothing_is_not_timed():
+    """Compilers take most of a first start: they run once for 16 bits, and not for a router beside experts."""
+    seen = set()
+
+    def cost(tiles, shape):
+        seen.add((tiles, shape))
+        return 1.0 if tiles == TILES[0] else 2.0
+
+    clocked(cost)
+    stacks = [(8, 100), (16, 80, 80)]
+    found = times(stacks, [BF16, torch.float16], CPU)
+    assert found[3].count_nonzero() == 0  # of 8 rows
+    assert {shape for _, shape in seen} <= {(2, 80, 80), (16, 80, 80)}
+    seconds = sum(1.0 if tiles == TILES[0] else 2.0 for tiles in ((), *TILES))
+    assert found.sum() == seconds  # for one dtype
+    assert made(fastest(found), 8) == Clocked(TILES[0])
+
+
+def test_a_kernel_that_fails_where_it_was_not_timed_is_dropped():
+    clocked(lambda tiles, shape: 1.0 if tiles else 2.0, wrong=(8,))
+    stacks = [(8, 100), (16, 80, 80)]
+    timed = fastest(times(stacks, [BF16], CPU))
+    assert timed == "triton/64x64x8x4x3"
+    with pytest.warns(UserWarning, match=r"triton/64x64x8x4x3 is dropped, torch serves: X X\^T of \(8, 100\)"):
+        assert choose(stacks, BF16, "cpu", timed=timed).kernel == "torch"
+
+
+def test_a_line_tells_what_takes_long():
+    for seconds, lines in ((1e-3, 0), (1.0, 1)):
+        clocked(lambda tiles, shape, seconds=seconds: seconds)
+        told = []
+        times([(20, 24), (70, 80)], [BF16], CPU, tell=told.append)
+        assert len(told) == lines
+
+
 def test_nothing_to_time():
     clocked(by_size)
     assert fastest(times([], [BF16], CPU)) is None
@@ -125,7 +160,7 @@ def test_an_error_while_a_kernel_is_timed_is_an_answer(tiles, monkeypatch):
     clocked(no_memory((3, 40, 50), tiles))
     with pytest.warns(UserWarning, match="is dropped: OutOfMemoryError: CUDA out of memory"):
         found = times([(20, 24), (3, 40, 50)], [BF16], CPU)
-    assert (found[5] == torch.inf).tolist() == [each == tiles for each in [(), (), *TILES]]
+    assert (found[5] == torch.inf).tolist() == [each == tiles for each in [(), None, *TILES]]
     assert found[4].isfinite().all()
     assert freed
     found[5] = torch.inf  # where no kernel can be timed, torch serves

@@ -8,7 +8,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, in_units, nonzero, watch_in_units
+from megatron_eopt.orthogonalize.forms import (
+    UNIT_IN_FP16,
+    Watch,
+    gram_factor,
+    in_units,
+    multiplied,
+    nonzero,
+    watch_in_units,
+)
 from megatron_eopt.orthogonalize.products import over_norms, scaled, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.exchange import Factors
@@ -142,9 +150,10 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
             Q = Q * undo * unit
         Q = Q.to(iteration.dtype)
         with job.phase(), iteration.in_precision():
-            X = torch.bmm(X, Q) if dim == 0 else torch.bmm(Q, X)
-    X = X if unit == 1 else X.float().div_(unit)
-    return X.to(dtype)
+            pair = (X, Q) if dim == 0 else (Q, X)
+            divisor = unit if end == len(iteration.schedule) else 1.0
+            X = multiplied(*pair, torch.empty_like(X), divisor)
+    return X.to(iteration.factor_dtype(dtype))
 
 
 def _factors(

@@ -70,10 +70,10 @@ Run = Callable[[Job, Tensor], Generator[None, None, Factors]]
 """``(job, stack)``, with this rank's shards of the bucket's matrices, of :data:`Shapes`, which may be empty.
 
 The generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It
-returns the shards of the orthogonal factors, in the dtype of the stack, in which they are exchanged. The stack is
-contiguous, and the generator writes to it and frees it. For ``owner`` and ``share`` its matrices, and those of the
-result, are in the order of their compute ranks. A zero matrix gives zeros; one with an entry that is not finite gives
-NaN on all ranks, without effect on the others."""
+returns the shards of the orthogonal factors, in ``Iteration.factor_dtype``, which has as many bytes as the stack's, and
+is exchanged, too. The stack is contiguous, and the generator writes to it and frees it. For ``owner`` and ``share`` its
+matrices, and those of the result, are in the order of their compute ranks. A zero matrix gives zeros; one with an entry
+that is not finite gives NaN on all ranks, without effect on the others."""
 
 
 def local(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
@@ -116,6 +116,7 @@ def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``share``: computes before it waits, while earlier results travel."""
     group = job.ranks
+    dtype = job.iteration.factor_dtype(stack.dtype)
     counts = [job.bucket.compute_ranks.count(rank) for rank in range(group.size())]
     first = sum(counts[: group.rank()])
     count = counts[group.rank()]
@@ -123,12 +124,8 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     sent = stack.new_zeros(max(counts), *job.matrix.shape)
     mine = sent[:count].copy_(stack[first : first + count])
     del stack
-    if count:
-        factors = orthogonalized(mine, job)
-        if factors is not mine:
-            mine.copy_(factors)
-        del factors
-    pending = all_gather(sent, group)
+    orthogonalized(mine, job)
+    pending = all_gather(sent.view(dtype), group)
     del sent, mine
     yield
     factors_of_all = list[Tensor]()
@@ -141,14 +138,13 @@ def orthogonalized(stack: Tensor, job: Job) -> Tensor:
     """Orthogonal factors of a stack, perhaps empty, in its memory."""
     iteration = job.iteration
     watch = job.watch()
+    factors = stack.view(iteration.factor_dtype(stack.dtype))
     with job.phase():
         if iteration.one_by_one:
             # a matrix alone, where stacks are not worked on as such, takes another kernel than a stack of one
-            parts = stack.unbind()
-        elif len(stack) > iteration.chunk:
-            parts = stack.split(iteration.chunk)
+            parts = zip(stack.unbind(), factors.unbind(), strict=True)
         else:
-            return iteration.run(stack, watch, own=True)
-        for part in parts:
-            part.copy_(iteration.run(part, watch, own=True))
-    return stack
+            parts = zip(stack.split(iteration.chunk), factors.split(iteration.chunk), strict=True)
+        for part, of_part in parts:
+            iteration.run(part, watch, of_part)
+    return factors

@@ -4,10 +4,14 @@ torch takes four, and is four times slower than memory where the result has anot
 2.11). A matrix is read in blocks, so that it gives the same bits alone and in a stack.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_eopt.orthogonalize.triton_launch import Call, Launcher
 
 _BLOCK = 8192  # entries of which a program adds the squares
 _WIDE, _SIDE = 4096, 64  # entries of a tile of a quotient; a side, where one of both is transposed
@@ -25,40 +29,43 @@ def normalized(
     if not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    rows, cols = x.shape[-2:]
-    entries = rows * cols
+    entries = x.size(-2) * x.size(-1)
     count = x.numel() // entries
-    blocks = -(-entries // _BLOCK)
-    powers, squares = x.new_empty(2, count * blocks, dtype=torch.float32)
-    power, norm = x.new_empty(2, count, dtype=torch.float32)
+    # each in memory of its own, whose address is a multiple of 16
+    powers = x.new_empty(count * -(-entries // _BLOCK), dtype=torch.float32)
+    squares = torch.empty_like(powers)
+    power = x.new_empty(count, dtype=torch.float32)
+    norm = torch.empty_like(power)
+    _launch_squares((x, powers, squares), ())
+    _launch_norms((powers, squares, power, norm), ())
+    _launch_quotients((x, out, power, norm), (float(unit),), propagate_nan)
+    return out
+
+
+def _call_squares(tensors: Sequence[Tensor]) -> Call:
+    x, powers, _ = tensors
+    entries = x.size(-2) * x.size(-1)
+    return Call(len(powers), (entries, -(-entries // _BLOCK)), {"BLOCK": _BLOCK}, _OPTIONS)
+
+
+def _call_norms(tensors: Sequence[Tensor]) -> Call:
+    powers, _, power, _ = tensors
+    return Call(len(power), (len(powers) // len(power),), {"WIDTH": 1024}, _OPTIONS)
+
+
+def _call_quotients(tensors: Sequence[Tensor], propagate_nan: bool) -> Call:
+    x, out, power, _ = tensors
+    rows, cols = x.shape[-2:]
     if x.is_contiguous():
-        rows, cols, height, width = 1, entries, 1, _WIDE
+        rows, cols, height, width = 1, rows * cols, 1, _WIDE
         strides = [cols, cols, 1] * 2
     else:
         height = width = _SIDE
         strides = [s for y in (x, out) for s in (y.stride(0) if y.ndim == 3 else 0, *y.stride()[-2:])]
     across = -(-cols // width)
     per_matrix = across * -(-rows // height)
-    with torch.cuda.device_of(x):  # triton launches on the current one
-        _squares_of_blocks[(count * blocks,)](x, powers, squares, entries, blocks, BLOCK=_BLOCK, **_OPTIONS)
-        _norms_of_matrices[(count,)](powers, squares, power, norm, blocks, WIDTH=1024, **_OPTIONS)
-        _quotients[(count * per_matrix,)](
-            x,
-            out,
-            power,
-            norm,
-            float(unit),
-            rows,
-            cols,
-            across,
-            per_matrix,
-            *strides,
-            KEEP_BAD=propagate_nan,
-            HEIGHT=height,
-            WIDTH=width,
-            **_OPTIONS,
-        )
-    return out
+    constants = {"KEEP_BAD": propagate_nan, "HEIGHT": height, "WIDTH": width}
+    return Call(len(power) * per_matrix, (rows, cols, across, per_matrix, *strides), constants, _OPTIONS)
 
 
 @triton.jit
@@ -140,3 +147,8 @@ def _quotients(  # type: ignore[no-untyped-def]
         values = tl.where(of_matrix == of_matrix, values, 0.0)
     out += matrix * out_matrix + top * out_row + left * out_col
     tl.store(out + down * out_row + along * out_col, values.to(out.dtype.element_ty), mask=inside)
+
+
+_launch_squares = Launcher(_squares_of_blocks, _call_squares)
+_launch_norms = Launcher(_norms_of_matrices, _call_norms)
+_launch_quotients = Launcher(_quotients, _call_quotients)

@@ -305,8 +305,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _reads_all(self) -> bool:
         """Whether the program has copies of all entries of a chunk, and reads gradients."""
-        own = type(self).program is not TensorParallelMuon.program
-        return own or any(settings["moment2_method"] != "none" for settings in self._session.settings)
+        if self._has_own_program():
+            return True
+        of_groups = self._session.settings
+        return any(each["moment2_method"] != "none" and modifiers.measures(each) for each in of_groups)
+
+    def _has_own_program(self) -> bool:
+        """Whether a relative's, or a user's, program steps."""
+        return type(self).program is not TensorParallelMuon.program
 
     def _take(self, accepted: Tensor) -> None:
         session = self._session

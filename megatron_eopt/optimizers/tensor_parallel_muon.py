@@ -180,7 +180,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         beta2: of the second moment, in [0, 1).
         eps: above 0, bounds that division.
         align_rms: whether updates of ``adamuon`` have Muon's size.
-        step_kernels: what does the elementwise work of a step: ``triton``, two kernels for many parameters at once, or
+        step_kernels: what does the elementwise work of a step: ``triton``, kernels for many parameters at once, or
             ``torch``. By default that of the checkpoint; else, on a GPU, ``triton`` where it serves.
 
     Attributes:

@@ -189,13 +189,14 @@ def test_heavy_balls_of_more_dimensions_take_the_same_steps():
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_gradients_may_be_wider_and_lie_otherwise(dtype):
+@pytest.mark.parametrize(("dtype", "method"), [(None, "none"), *((torch.float32, each) for each in ("none", *METHODS))])
+def test_gradients_may_be_wider_and_lie_otherwise(dtype, method):
     def make(form):
         parameters = [nn.Parameter(drawn((12, 20), 1).to(BF16).T), nn.Parameter(drawn((24, 24), 2).to(BF16)[::2, ::2])]
-        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form), parameters
+        parameters += [nn.Parameter(drawn(shape, 3)) for shape in ((0, 5), (1, 5), (3, 1100), (1100, 3))]
+        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form, moment2_method=method), parameters
 
-    assert_equal(both(make, dtype=dtype))
+    assert_equal(both(make, dtype=dtype), rooted=method in ROOTS)
 
 
 @interpreted
@@ -291,16 +292,17 @@ def test_groups_have_their_own_settings(method):
 
 
 @interpreted
-def test_rates_may_be_tensors_as_in_a_captured_step():
+@pytest.mark.parametrize("method", ["none", "adamuon", "normuon"])
+def test_rates_may_be_tensors_as_in_a_captured_step(method):
     def make(form):
         parameters = of_shapes()
         groups = [
             {"params": parameters[:2]},
             {"params": parameters[2:], "weight_decay": 0.3, "weight_decay_method": "l2"},
         ]
-        return captured(TensorParallelMuon(groups, lr=0.1, step_kernels=form)), parameters
+        return captured(TensorParallelMuon(groups, lr=0.1, step_kernels=form, moment2_method=method)), parameters
 
-    assert_equal(both(make, steps=2))
+    assert_equal(both(make, steps=2), rooted=method in ROOTS)
 
 
 @interpreted

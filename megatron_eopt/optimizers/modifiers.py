@@ -61,8 +61,6 @@ def sizes(settings: Mapping[str, Any]) -> str | None:
 def by_torch(settings: Mapping[str, Any]) -> str:
     """What kernels of steps do not do; empty if they serve."""
     others = []
-    if settings["cautious_weight_decay"]:
-        others.append("cautious_weight_decay")
     if settings["relative_update"] != "none":
         others.append("relative_update")
     if settings["weight_norm"] == "brake":

@@ -39,28 +39,37 @@ from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, nor
 
 def adaptive_muon(step: Step) -> Program:
     """Muon's step with second moments, in the groups that have one."""
+    methods = {batch.settings["moment2_method"] for batch in step.batches}
     step.decay()  # p -= lr * weight_decay * p
-    u = step.momentum_tensors()  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
-    kept = list(u) if any(batch.settings["moment2_method"] == "namo" for batch in step.batches) else []
+    u, *compared = step.compared_momentum("namo" in methods)  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
     O = yield from step.orthogonalize(u)  # of each whole logical matrix
-    scales = second_moment(step, O, kept)  # U
-    step.subtract(O, scales)  # p -= lr * s U
+    scales = second_moment(step, O, *compared)  # U
+    step.subtract(O, scales, divide=step.has_views and "adamuon" in methods)  # p -= lr * s U
 
 
-def second_moment(step: Step, factors: list[Tensor], updates: Tensors) -> list[float | Tensor]:
-    """The scale of each factor; adamuon and normuon scale factors themselves, in place."""
+def second_moment(step: Step, factors: list[Tensor], gradients: Tensors, updates: Tensors) -> list[float | Tensor]:
+    """The scale of each factor; without kernels adamuon changes factors themselves.
+
+    ``gradients`` and ``updates``, of namo, are shards with their norms.
+    """
     engine = step.engine
     scales = list[float | Tensor](step.scales)
     for method, (batches, positions) in by_method(step).items():
         of_method = [factors[n] for n in positions]
         of_muon = [step.scales[n] for n in positions]
-        new: Sequence[float | Tensor] = [1.0] * len(positions)
-        if method == "adamuon":
-            adamuon(engine, batches, of_method, of_muon)
+        new: Sequence[float | Tensor]
+        if method == "namo":
+            new = namo(engine, batches, [gradients[n] for n in positions], [updates[n] for n in positions], of_muon)
         elif method == "normuon":
-            normuon(engine, batches, of_method, of_muon)
+            if step.has_views:
+                tall = [_tall(matrix.shape) for matrix in engine.flat(step.indices)]
+                of_method = step.kernels.norms_of_lines(step.batches, factors, tall)
+            new = normuon(engine, batches, of_method, of_muon)
+        elif step.has_views:
+            new = adamuon_by_kernels(step, factors)
         else:
-            new = namo(engine, batches, [updates[n] for n in positions], of_muon)
+            adamuon(engine, batches, of_method, of_muon)
+            new = [1.0] * len(positions)
         for n, scale in zip(positions, new, strict=True):
             scales[n] = scale
     return scales
@@ -174,8 +183,22 @@ def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
     torch._foreach_copy_(factors, new)
 
 
-def normuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], scales: list[float]) -> None:
-    """``U = O rsqrt(max(v, eps))`` in place of ``O``, aligned and times scales; one reduction."""
+def adamuon_by_kernels(step: Step, factors: list[Tensor]) -> Sequence[float | Tensor]:
+    """``v <- EMA(O^2)``; scales of ``O / (sqrt(v) + eps)``, which kernels make when they subtract."""
+    aligned = all(batch.settings["align_rms"] for batch in step.batches)
+    norms = step.kernels.moments(step.batches, factors, aligned)
+    if not aligned:
+        return step.scales
+    ratios = list(_alignment(*squares_of_shards(step.engine, step.indices, *norms)).unbind())
+    torch._foreach_mul_(ratios, step.scales)
+    return ratios
+
+
+def normuon(engine: Engine, batches: Sequence[Batch], factors: Tensors, scales: list[float]) -> list[Tensor]:
+    """``rsqrt(max(v, eps))`` of rows or columns, aligned and times scales; one reduction.
+
+    Of ``factors`` the norms of rows or columns are enough, as kernels leave them.
+    """
     matrices = engine.flat([i for batch in batches for i in batch.indices])
     moments = moments_of(batches)
     tall = [_tall(matrix.shape) for matrix in matrices]
@@ -206,7 +229,7 @@ def normuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
         align(new, squared_norms(lengths))
     of_lines = [steps[i][:, None] if tall[i] else steps[i][None] for i in range(len(matrices))]
     torch._foreach_mul_(of_lines, scales)
-    foreach.scale_each(factors, of_lines)
+    return of_lines
 
 
 def followed(moments: Sequence[Moment], statistics: Sequence[Statistics]) -> tuple[list[Tensor], list[Tensor]]:
@@ -223,11 +246,12 @@ def align(steps: list[Tensor], squares: Tensor) -> None:
     foreach.scale_each(steps, _alignment(*squares.chunk(2)).unbind())
 
 
-def namo(engine: Engine, batches: Sequence[Batch], updates: Tensors, scales: list[float]) -> list[Tensor]:
+def namo(
+    engine: Engine, batches: Sequence[Batch], gradients: Tensors, updates: Tensors, scales: list[float]
+) -> list[Tensor]:
     """``||g'|| / (sqrt(v) + eps)`` of each matrix, ``v <- EMA(||G||^2)``, times scales."""
     indices = [i for batch in batches for i in batch.indices]
     moments = moments_of(batches)
-    gradients = engine.split(indices, [gradient for batch in batches for gradient in batch.gradients])
     of_gradients, of_updates = squares_of_shards(engine, indices, gradients, updates)
     roots = torch._foreach_sqrt(average(moments, of_gradients.float().unbind()))
     torch._foreach_add_(roots, [moment.eps for moment in moments])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
-from megatron_eopt.optimizers.modifiers import RADIUS, holds
+from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER, RADIUS, holds
 from megatron_eopt.optimizers.rounding import Numbered, store
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.weight_step import (
@@ -126,6 +126,11 @@ class Step:
         """Gradients of the parameters."""
         return [gradient for batch in self.batches for gradient in batch.gradients]
 
+    @property
+    def has_views(self) -> bool:
+        """Whether kernels read factors where they lie, which nothing may write to."""
+        return self.kernels is not None and not self.batches[0].measured
+
     def split(self, tensors: list[Tensor]) -> list[Tensor]:
         """Logical matrices of tensors as the parameters; empties the list."""
         return self.engine.split(self.indices, tensors)
@@ -190,6 +195,27 @@ class Step:
             updates += u
         return self.split(updates)
 
+    def compared_momentum(self, compared: bool) -> tuple[Shards, list[Tensor], list[Tensor]]:
+        """As :meth:`momentum`, and, to be compared, shards with the norms of gradients and of updates.
+
+        Kernels leave these when they write the matrices. Without kernels that read factors where they lie these are
+        copies, to write to.
+        """
+        if not self.has_views:
+            updates = self.momentum_tensors()
+            return updates, *((self.split(self.gradients), list(updates)) if compared else ([], []))
+        if not compared:
+            return self.momentum(), [], []
+        of_gradients = list[Tensor]()
+        of_updates = list[Tensor]()
+
+        def written(updates: Tensors) -> None:
+            norms = self.kernels.measured_momentum(self.batches, updates)
+            of_gradients.extend(norms[0])
+            of_updates.extend(norms[1])
+
+        return written, of_gradients, of_updates
+
     def momentum_tensors(self) -> list[Tensor]:
         """Logical matrices of :meth:`momentum`, for programs that read them."""
         shards = self.momentum()
@@ -215,12 +241,16 @@ class Step:
         wanted = [StatisticsRequest(matrix=W, x=x, inner=y) for W, x, y in triples]
         return [of_matrix["inner_product"] for of_matrix in self.engine.statistics(wanted)]
 
-    def subtract(self, factors: Tensors, scales: Scales) -> None:
-        """``p -= lr * scale * factor``, as modifiers have it; may write to ``factors``."""
+    def subtract(self, factors: Tensors, scales: Scales, divide: bool = False) -> None:
+        """``p -= lr * scale * factor``, as modifiers have it; may write to ``factors``.
+
+        A scale is a number, or a tensor () of a matrix, (rows x 1) of its rows, or (1 x columns). With ``divide``
+        kernels divide factors by ``sqrt(v) + eps`` before.
+        """
         if self.watch is not None:
-            self.watch(self.indices, factors, scales)
+            self._show(factors, scales, divide)
         if self.kernels is not None:
-            self._subtract_by_kernels(factors, scales)
+            self._subtract_by_kernels(factors, scales, divide)
             return
         updates = scaled(list(factors), scales)
         pairs = list(zip(self.batches, self.by_batch(updates), strict=True))
@@ -238,12 +268,29 @@ class Step:
             move(shards, of_batch, next(coefficients))
             write_back(self.engine, batch.indices, batch.weights, shards)
 
-    def _subtract_by_kernels(self, factors: Tensors, scales: Scales) -> None:
+    def _show(self, factors: Tensors, scales: Scales, divide: bool) -> None:
+        """Show updates to who watches; copies where a scale is not of a whole matrix."""
+        assert self.watch is not None
+        if divide or any(isinstance(scale, Tensor) and scale.ndim for scale in scales):
+            copies = [x.to(torch.float32, copy=True) for x in factors]
+            if divide:
+                copies = self._divided(copies)
+            factors = scaled(copies, scales)
+            scales = [1.0] * len(copies)
+        self.watch(self.indices, factors, scales)
+
+    def _subtract_by_kernels(self, factors: Tensors, scales: Scales, divide: bool) -> None:
         if self.batches[0].measured:  # all hold norms, else kernels do not serve
+            factors = scaled(list(factors), scales)
             pairs = list(zip(self.batches, self.by_batch(factors), strict=True))
             self.kernels.rotate(self.batches, factors, torch.cat(self._coefficients(pairs)).float())
         else:
-            self.kernels.subtract(self.batches, factors, scales)
+            self.kernels.subtract(self.batches, factors, scales, divide)
+
+    def _divided(self, factors: list[Tensor]) -> list[Tensor]:
+        """``O / (sqrt(v) + eps)``."""
+        roots = [v.sqrt() + batch.settings["eps"] for batch in self.batches for v in batch.states(MOMENT2_BUFFER)]
+        return self.split([x / root for x, root in zip(self.merge(factors), roots, strict=True)])
 
     def _merged(self, batch: Batch, updates: Tensors) -> list[Tensor]:
         """Updates in the shapes of the weights."""

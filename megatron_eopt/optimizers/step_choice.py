@@ -6,26 +6,35 @@ It is chosen once, on all ranks, and kept in the checkpoint, since torch's own k
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import STEP_KERNELS
-from megatron_eopt.optimizers.modifiers import by_torch
+from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER, by_torch
+from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
-from megatron_eopt.optimizers.step import Batch
+from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.step_kernels import DTYPES, StepKernels
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.parallel.attributes import is_cut_again, padding_of
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import on_one_rank
+from megatron_eopt.parallel.scheduler import resume
 
 _SHAPE = (40, 72)  # of the matrices of a check: no tile fits
+_OF_MOMENT: dict[str, Callable[[tuple[int, int]], tuple[int, ...]]] = {  # shapes
+    "none": lambda shape: (),
+    "adamuon": lambda shape: shape,
+    "normuon": lambda shape: (max(shape),),
+    "namo": lambda shape: (),
+}
 _LIKE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # a few units in the last place
 
 
@@ -82,6 +91,9 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
     reason = KERNELS["triton"].missing(device) or _modified(optimizer)
     if reason:
         return reason
+    of_groups = [optimizer.effective(group) for group in optimizer.param_groups]
+    methods = {settings["moment2_method"] for settings in of_groups}
+    cautious = {settings["cautious_weight_decay"] for settings in of_groups}
     kinds = dict[tuple[torch.dtype, torch.dtype], None]()
     for name, parameter in zip(optimizer._names(), optimizer._parameters(), strict=True):
         weight = local(parameter)
@@ -96,7 +108,8 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
             return f"{name} is read as a matrix, but its strides are {weight.stride()}"
         kinds[weight.dtype, momentum] = None
     try:
-        return next(filter(None, (fault(*kind, device) for kind in kinds)), None)
+        checks = product(kinds, methods, cautious)
+        return next(filter(None, (fault(*kind, device, *more) for kind, *more in checks)), None)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -111,51 +124,69 @@ def _modified(optimizer: OrthogonalizedOptimizer) -> str:
     return f"groups differ in {' and '.join(differ)}" if differ else ""
 
 
-def fault(weight: torch.dtype, momentum: torch.dtype, device: torch.device) -> str | None:
-    """What is wrong with a step of the kernels, beside torch's."""
+def fault(
+    weight: torch.dtype, momentum: torch.dtype, device: torch.device, method: str = "none", cautious: bool = False
+) -> str | None:
+    """What is wrong with a step of the kernels, beside torch's.
+
+    Those of a second moment are asked only for a ``method`` that has one: each is compiled.
+    """
     generator = torch.Generator(device).manual_seed(0)
+    shapes: list[tuple[int, int]] = [_SHAPE] * 3
+    if method == "normuon":
+        shapes[2] = shapes[2][::-1]  # whose rows have moments, not its columns
+    specs = [ParamSpec(f"matrix {n}", weight, on_one_rank(shape)) for n, shape in enumerate(shapes)]
+    engine = Engine(specs, device)
 
     def drawn(dtype: torch.dtype) -> list[Tensor]:
-        return [torch.randn(_SHAPE, generator=generator, device=device).to(dtype) for _ in range(3)]
+        return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
     weights = drawn(weight)
     momenta = drawn(momentum)
     gradients = drawn(torch.float32)
     factors = drawn(weight)
-    accepted = torch.tensor([True, False, True], device=device)
-    batch = Batch(
-        indices=[0, 1, 2],
-        parameters=weights,
-        weights=[x.clone() for x in weights],
-        gradients=gradients,
-        state=[{MOMENTUM_BUFFER: x.clone()} for x in momenta],
-        settings={},
-        group_settings={},
-        lr=0.02,
-        beta=0.9,
-        nesterov=True,
-        weight_decay=0.5,
-        decays=True,
-        decay_method="decoupled",
-        accepted=accepted,
-    )
-    specs = [ParamSpec(f"matrix {n}", weight, on_one_rank(_SHAPE)) for n in range(3)]
-    kernels = StepKernels(Engine(specs, device))
-    updates = [torch.empty_like(x) for x in weights]
-    kernels.momentum([batch], updates)
-    kernels.subtract([batch], factors, [0.5] * 3)
-    wide = [x.float() for x in momenta]
-    looked_ahead = foreach.average(wide, [x.to(weight).float() for x in gradients], 0.9, True, accepted)
-    foreach.scale(weights, 0.99, accepted)
-    foreach.subtract(weights, [x * 0.5 for x in factors], 0.02, accepted)
-    several = {
-        "momenta": (batch.momenta, wide),
-        "updates": (updates, looked_ahead),
-        "weights": (batch.weights, weights),
-    }
-    for called, (found, expected) in several.items():
-        for x, y in zip(found, expected, strict=True):
-            error = (x.double() - y.double()).abs().max().item()
+    moments = [torch.rand(shape, generator=generator, device=device) for shape in map(_OF_MOMENT[method], shapes)]
+    settings = {"moment2_method": method, "beta2": 0.9, "eps": 1e-8, "align_rms": True}
+
+    def stepped(kernels: StepKernels | None) -> dict[str, list[Tensor]]:
+        # momenta in bf16 are rounded at random, which is left out here, and averaged in fp32
+        average = momentum if kernels is not None else torch.promote_types(momentum, weight)
+        batch = Batch(
+            indices=[0, 1, 2],
+            parameters=weights,
+            weights=[x.clone() for x in weights],
+            gradients=[x if kernels is not None else x.to(average) for x in gradients],
+            state=[
+                {MOMENTUM_BUFFER: m.to(average, copy=True), MOMENT2_BUFFER: v.clone()}
+                for m, v in zip(momenta, moments, strict=True)
+            ],
+            settings=settings,
+            group_settings={},
+            lr=0.02,
+            beta=0.9,
+            nesterov=True,
+            weight_decay=0.5,
+            decays=True,
+            decay_method="decoupled",
+            cautious=cautious,
+            accepted=torch.tensor([True, False, True], device=device),
+        )
+        step = Step([batch], batch.indices, [0.5] * len(shapes), engine, kernels=kernels)
+        running = muon(step) if method == "none" else adaptive_muon(step)
+        shards = next(running)
+        if callable(shards):
+            updates = [torch.empty_like(x) for x in weights]
+            shards(updates)
+        else:
+            updates = [x.clone() for x in shards]
+        resume(running, [x.clone() for x in factors])
+        moved = {"updates": updates, "weights": batch.weights, "momenta": batch.momenta}
+        return moved | {"second moments": batch.states(MOMENT2_BUFFER)}
+
+    expected = stepped(None)
+    for called, tensors in stepped(StepKernels(engine)).items():
+        for x, y in zip(tensors, expected[called], strict=True):
+            error = ((x.double() - y.double()).abs() / (1 + y.double().abs())).max().item()
             if not error <= 4 * _LIKE[x.dtype]:
                 return f"{called} in {x.dtype} are off by {error:.1e}"
     return None

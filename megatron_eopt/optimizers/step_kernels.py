@@ -1,13 +1,18 @@
 """The elementwise half of a step in two launches for many shards.
 
 What :mod:`~megatron_eopt.optimizers.foreach` does in several passes over memory, two kernels of Triton do in one each:
-from the gradient to the bucket, and from the orthogonal factor to the weight. torch's passes are the reference, and
-what a CPU takes; the kernels round where these do.
+from the gradient to the bucket, and from the orthogonal factor to the weight. A second moment is a third pass between
+them. torch's passes are the reference, and what a CPU takes; the kernels round where these do.
+
+Some leave norms of tiles in fp64: (rows x tiles), (tiles x columns) or (tiles,) of a matrix. These have the norms of
+its rows, its columns or of itself, and so statistics take them in place of the matrix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +21,7 @@ from torch import Tensor
 from megatron_eopt.matrices import LocalRows
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
+from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
 from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Rows
@@ -33,6 +39,10 @@ _ALIGNED = 16  # bytes, and entries of a row, with which a thread reads several 
 _BY_COLUMNS = 0
 _BY_ROWS = 1
 _SCATTERED = 2
+# what of a matrix has a scale of its own
+_WHOLE = 0
+_ROWS = 1
+_COLUMNS = 2
 
 
 class Piece(NamedTuple):
@@ -56,7 +66,11 @@ class Piece(NamedTuple):
     other: int  # an offset: of the update in its bucket, or of the factor
     other_row: int
     other_col: int
+    moment: int
+    moment_row: int
+    moment_col: int
     matrix: int  # of the chunk
+    scale: int  # an offset: of its first scale among all
     first_word: int  # of the seed of random bits
     second_word: int
     top: int  # of its first entry in the logical matrix
@@ -87,12 +101,18 @@ class Launch:
     @cached_property
     def tiles(self) -> int:
         """How many tiles a piece has."""
+        down, across = self.grid
+        return down * across
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """How many tiles of a piece lie below and beside each other."""
         piece = self.pieces[0]
-        return -(-piece.rows // self.constants["HEIGHT"]) * -(-piece.cols // self.constants["WIDTH"])
+        return -(-piece.rows // self.constants["HEIGHT"]), -(-piece.cols // self.constants["WIDTH"])
 
 
 class StepKernels:
-    """Runs both kernels for chunks of an engine's parameters.
+    """Runs kernels for chunks of an engine's parameters.
 
     Tables of addresses are kept, and sent to the device anew only after an address has changed.
     """
@@ -107,38 +127,86 @@ class StepKernels:
         These are this rank's shards of all logical matrices, in any dtype. ``heavy`` takes
         :func:`~megatron_eopt.optimizers.foreach.heavy_ball` in place of the average.
         """
+        self._momentum(batches, updates, heavy, measured=False)
+
+    def measured_momentum(self, batches: Sequence[Batch], updates: Tensors) -> tuple[list[Tensor], ...]:
+        """As :meth:`momentum`; returns norms of gradients' and of updates' tiles."""
+        return self._momentum(batches, updates, heavy=False, measured=True)
+
+    def _momentum(
+        self, batches: Sequence[Batch], updates: Tensors, heavy: bool, measured: bool
+    ) -> tuple[list[Tensor], ...]:
         from megatron_eopt.optimizers.triton_step import momentum_kernel
 
         batches = [self._readable(batch) for batch in batches]
-        for x in self._launches(batches, updates, momentum=True, HEAVY=heavy):
+        constants = {"HEAVY": heavy, "MEASURED": measured}
+        launches = self._launches(batches, updates, ("gradient", "momentum", "weight"), constants)
+        norms = [_room(x, updates, measured) for x in launches]
+        for x, out in zip(launches, norms, strict=True):
             batch = batches[x.batch]
             beta = float(batch.beta)
             decay = _float(batch.weight_decay)
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
-            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], beta, 1 - beta, decay, step)
+            numbers = (beta, 1 - beta, decay, step)
+            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], out, *numbers)
+        return _by_matrix(launches, norms, updates) if measured else ()
 
-    def subtract(self, batches: Sequence[Batch], factors: Tensors, scales: Sequence[float | Tensor]) -> None:
+    def moments(self, batches: Sequence[Batch], factors: Tensors, measured: bool) -> tuple[list[Tensor], ...]:
+        """``v <- EMA(O^2)``; norms of tiles of ``O``, and of ``O / (sqrt(v) + eps)``, if measured."""
+        from megatron_eopt.optimizers.triton_step import moment_kernel
+
+        launches = self._launches(batches, factors, ("moment",), {"MEASURED": measured})
+        norms = [_room(x, factors, measured) for x in launches]
+        for x, out in zip(launches, norms, strict=True):
+            batch = batches[x.batch]
+            numbers = (1 - batch.settings["beta2"], batch.settings["eps"])
+            launch(moment_kernel, x, _flags(x, batch), factors[x.first], out, *numbers)
+        return _by_matrix(launches, norms, factors) if measured else ()
+
+    def norms_of_lines(self, batches: Sequence[Batch], factors: Tensors, by_rows: Sequence[bool]) -> list[Tensor]:
+        """Norms of parts of rows, (rows x tiles), or of columns, (tiles x columns)."""
+        from megatron_eopt.optimizers.triton_step import lines_kernel
+
+        lines = [_ROWS if of_rows else _COLUMNS for of_rows in by_rows]
+        norms = [x.new_empty(x.shape if x.numel() == 0 else (0, 0), dtype=torch.float64) for x in factors]
+        for x in self._launches(batches, factors, (), {}, lines=lines):
+            piece = x.pieces[0]
+            down, across = x.grid
+            shape = (piece.rows, across) if x.constants["LINES"] == _ROWS else (down, piece.cols)
+            out = norms[x.first].new_empty(len(x.pieces), *shape)
+            launch(lines_kernel, x, x.table, factors[x.first], out)
+            for of_matrix, some in zip(x.pieces, out.unbind(), strict=True):
+                norms[of_matrix.matrix] = some
+        return norms
+
+    def subtract(
+        self, batches: Sequence[Batch], factors: Tensors, scales: Sequence[float | Tensor], divided: bool = False
+    ) -> None:
         """Decay weights, and subtract factors times scale and learning rate.
 
-        ``scales`` are one for each logical matrix: numbers, or tensors on the device.
+        ``scales`` are one for each logical matrix: numbers, or tensors on the device, () or for its rows, (rows x 1),
+        or columns, (1 x columns). ``divided`` divides factors by ``sqrt(v) + eps`` of second moments before.
         """
         from megatron_eopt.optimizers.triton_step import subtract_kernel
 
         of_matrices = [scale for scale in scales if isinstance(scale, Tensor)]
-        stacked = torch.stack(of_matrices).float() if of_matrices else None
+        joined = torch.cat([scale.view(-1) for scale in of_matrices]).float() if of_matrices else None
         on_host = [scale for scale in scales if not isinstance(scale, Tensor)]
-        constants = {"SCALES_ON_DEVICE": stacked is not None, "ON_SPHERE": False}
-        for x in self._launches(batches, factors, scales=on_host, **constants):
+        sides = ("moment", "weight") if divided else ("weight",)
+        constants = {"SCALES_ON_DEVICE": joined is not None, "DIVIDED": divided, "ON_SPHERE": False}
+        for x in self._launches(batches, factors, sides, constants, on_host, list(map(_lines, scales))):
             batch = batches[x.batch]
-            scale = float(x.scale) if stacked is None else stacked
-            launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale)
+            scale = float(x.scale) if joined is None else joined
+            eps = batch.settings["eps"] if divided else 0.0
+            launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale, eps)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
         """Apply :func:`~megatron_eopt.optimizers.weight_step.move` with coefficients in fp32."""
         from megatron_eopt.optimizers.triton_step import subtract_kernel
 
-        for x in self._launches(batches, factors, SCALES_ON_DEVICE=True, ON_SPHERE=True):
-            launch(subtract_kernel, x, _flags(x, batches[x.batch]), factors[x.first], 0.0, 1.0, coefficients)
+        constants = {"SCALES_ON_DEVICE": True, "DIVIDED": False, "ON_SPHERE": True}
+        for x in self._launches(batches, factors, ("weight",), constants):
+            launch(subtract_kernel, x, _flags(x, batches[x.batch]), factors[x.first], 0.0, 1.0, coefficients, 0.0)
 
     def _readable(self, batch: Batch) -> Batch:
         """The batch with gradients of dtypes and strides that kernels read."""
@@ -156,18 +224,22 @@ class StepKernels:
         self,
         batches: Sequence[Batch],
         others: Tensors,
-        *,
-        momentum: bool = False,
+        sides: Sequence[str],
+        constants: dict[str, bool],
         scales: Sequence[float] = (),
-        **constants: bool,
+        lines: Sequence[int] = (),
     ) -> list[Launch]:
+        """Launches for tensors called ``sides``, and for ``others``; without sides for whole matrices of these.
+
+        ``lines`` say what of each matrix has a scale on the device, or a norm.
+        """
         indices = tuple([i for batch in batches for i in batch.indices])
-        seen: list[object] = [scales]
+        seen: list[object] = [scales, lines]
         for batch in batches:
-            for tensors in (batch.weights, batch.momenta, batch.gradients) if momentum else (batch.weights,):
-                seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
+            tensors = list(chain(*(_tensors(batch, side) for side in sides)))
+            seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
             seen.append([isinstance(x, Tensor) for x in (batch.accepted, batch.lr, batch.weight_decay)])
-            seen.append((batch.nesterov, batch.decays, batch.decay_method))
+            seen.append((batch.nesterov, batch.decays, batch.decay_method, batch.cautious))
         whole = others
         if isinstance(others, Rows):
             seen.append(others.rows)
@@ -175,12 +247,12 @@ class StepKernels:
             for stack in others.stacks:
                 whole += [stack] if isinstance(stack, Tensor) else stack
         seen += stacks_of(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
-        key = (indices, momentum, *constants.items())
+        key = (indices, *sides, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
             self._known.clear()
         if known != seen:
-            launches = self._made(batches, others, stacks_of(others), momentum, scales, constants)
+            launches = self._made(batches, others, stacks_of(others), sides, scales, lines, constants)
             self._known[key] = seen, launches
         return launches
 
@@ -189,42 +261,92 @@ class StepKernels:
         batches: Sequence[Batch],
         others: Tensors,
         stacks: Sequence[int],
-        momentum: bool,
+        sides: Sequence[str],
         scales: Sequence[float],
+        lines: Sequence[int],
         constants: dict[str, bool],
     ) -> list[Launch]:
+        of_device = list(map(_scales_of, others, lines)) if lines else [1] * len(others)
+        firsts = list(accumulate(of_device, initial=0))
         alike: dict[tuple[Any, ...], list[Piece]] = {}
         matrix = 0  # the first of the parameter
         for number, batch in enumerate(batches):
             for n, index in enumerate(batch.indices):
                 rows = self._engine.rows(index)
-                sides = [batch.weights[n]]
-                words = None
-                if momentum:
-                    sides = [batch.gradients[n], batch.momenta[n], *sides]
-                    words = None if batch.rounded is None else batch.rounded[n].words
-                dtypes = [x.dtype for x in sides]
-                for piece in _pieces(rows, n, sides, others, matrix, words):
+                tensors = {side: _tensors(batch, side)[n] for side in sides}
+                words = batch.rounded[n].words if batch.rounded is not None and "momentum" in sides else None
+                dtypes = [batch.weights[n].dtype, *(x.dtype for x in tensors.values())]
+                for piece in _pieces(rows, n, tensors, others, matrix, words, firsts, lines):
                     other = others[piece.matrix].dtype, stacks[piece.matrix]
                     scale = scales[piece.matrix] if scales else 1.0
-                    alike.setdefault((number, *dtypes, *other, scale, piece.rows, piece.cols), []).append(piece)
+                    of_lines = lines[piece.matrix] if lines else _WHOLE
+                    kind = (number, of_lines, scale, *dtypes, *other, piece.rows, piece.cols)
+                    alike.setdefault(kind, []).append(piece)
                 matrix += len(rows.runs)
         launches = []
-        for (number, *_), pieces in alike.items():
-            scale = scales[pieces[0].matrix] if scales else 1.0
-            launches.append(_compiled(batches[number], number, pieces, others, scale, momentum, constants))
+        for (number, of_lines, scale, *_), pieces in alike.items():
+            launches.append(_compiled(batches[number], number, pieces, others, sides, scale, of_lines, constants))
         return launches
+
+
+def _tensors(batch: Batch, side: str) -> list[Tensor]:
+    """One tensor of each parameter, by what it is."""
+    if side == "gradient":
+        return batch.gradients
+    if side == "momentum":
+        return batch.momenta
+    if side == "moment":
+        return batch.states(MOMENT2_BUFFER)
+    return batch.weights
+
+
+def _lines(scale: float | Tensor) -> int:
+    """What of a matrix has a scale of its own."""
+    if not isinstance(scale, Tensor) or scale.ndim == 0:
+        return _WHOLE
+    return _ROWS if scale.size(1) == 1 else _COLUMNS
+
+
+def _scales_of(other: Tensor, lines: int) -> int:
+    """How many scales a matrix has."""
+    return 1 if lines == _WHOLE else other.size(lines - 1)
+
+
+def _room(x: Launch, others: Tensors, measured: bool) -> Tensor:
+    """Memory for two norms of each tile; without, what a kernel does not write to."""
+    return others[x.first].new_empty(2, x.programs, dtype=torch.float64) if measured else x.table
+
+
+def _by_matrix(launches: Sequence[Launch], norms: Sequence[Tensor], others: Tensors) -> tuple[list[Tensor], ...]:
+    """Both norms of the tiles of each matrix."""
+    found: list[list[list[Tensor]]] = [[[] for _ in others] for _ in range(2)]
+    for x, out in zip(launches, norms, strict=True):
+        tiles_of = Counter(piece.matrix for piece in x.pieces)  # in their order: those of a matrix are neighbours
+        sizes = [count * x.tiles for count in tiles_of.values()]
+        for of_matrices, of_launch in zip(found, out.unbind(), strict=True):
+            for matrix, some in zip(tiles_of, of_launch.split(sizes), strict=True):
+                of_matrices[matrix].append(some)
+    return tuple([_joined(some, other) for some, other in zip(each, others, strict=True)] for each in found)
+
+
+def _joined(norms: list[Tensor], other: Tensor) -> Tensor:
+    """The norms that launches left of one matrix, perhaps none."""
+    if not norms:
+        return other.new_empty(0, dtype=torch.float64)
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 def _pieces(
     rows: LocalRows,
     parameter: int,
-    sides: Sequence[Tensor],
+    sides: Mapping[str, Tensor],
     others: Tensors,
     first_matrix: int,
     words: Sequence[tuple[int, int, int, int]] | None,
+    firsts: Sequence[int],
+    lines: Sequence[int],
 ) -> Iterator[Piece]:
-    """Pieces of a parameter: ``sides`` are its tensors, the weight last."""
+    """Pieces of a parameter, whose tensors are ``sides``; without, its matrices of ``others``."""
     for matrix, runs in enumerate(rows.runs, first_matrix):
         other = others[matrix]
         if not other.numel():
@@ -233,21 +355,23 @@ def _pieces(
         of_row, of_col = map(int, other.stride())
         first_word, second_word, row, left = (0, 0, 0, 0) if words is None else words[matrix - first_matrix]
         top = 0
-        for layer, first, count, step in runs:
-            places = [(0, 0, 0)] * (3 - len(sides))
-            places += [_place(x, rows.stacked, rows.transposed, layer, first, step) for x in sides]
-            gradient, momentum, weight = places
+        for layer, first, count, step in runs if sides else [(0, 0, int(other.size(0)), 1)]:
+            places = dict.fromkeys(("gradient", "momentum", "weight", "moment"), (0, 0, 0))
+            for side, x in sides.items():
+                places[side] = _place(x, rows.stacked, rows.transposed, layer, first, step)
             yield Piece(
                 count,
                 int(other.size(1)),
                 parameter,
-                *gradient,
-                *momentum,
-                *weight,
+                *places["gradient"],
+                *places["momentum"],
+                *places["weight"],
                 start + top * of_row,
                 of_row,
                 of_col,
+                *places["moment"],
                 matrix,
+                firsts[matrix] + (top if lines and lines[matrix] == _ROWS else 0),
                 first_word % 2**32,
                 second_word % 2**32,
                 row + top,
@@ -284,8 +408,9 @@ def _compiled(
     number: int,
     pieces: list[Piece],
     others: Tensors,
+    sides: Sequence[str],
     scale: float,
-    momentum: bool,
+    lines: int,
     constants: dict[str, bool],
 ) -> Launch:
     from megatron_eopt.optimizers.triton_step import INTERPRETED, triton_dtype
@@ -294,18 +419,20 @@ def _compiled(
     n = pieces[0].parameter
     start = int(others[first].storage_offset())
     pieces = [piece._replace(other=piece.other - start) for piece in pieces]
-    sides = ("gradient", "momentum", "weight") if momentum else ("weight",)
     lie = _lies(pieces, sides)
     others_lie = _lies(pieces, ("other",))
     starts = [getattr(piece, name) for piece in pieces for name in (*sides, "other", "cols")]
     between = [_distance(piece, name, lie) for piece in pieces for name in sides]
     between += [_distance(piece, "other", others_lie) for piece in pieces]
-    width = _SQUARE if lie != _BY_ROWS or others_lie == _BY_COLUMNS else min(_WIDEST, _power(pieces[0].cols))
+    # norms of lines have as many tiles however a matrix lies, which statistics stack
+    square = lie != _BY_ROWS or others_lie == _BY_COLUMNS or not sides
+    width = _SQUARE if square else min(_WIDEST, _power(pieces[0].cols))
     weight = batch.weights[n].dtype
     l2 = batch.decay_method == "l2"
-    if momentum:
+    of_kind: dict[str, Any] = {"MASKED": batch.accepted is not None, "LIE": lie}
+    if "gradient" in sides:
         average = torch.promote_types(batch.momenta[n].dtype, weight)
-        of_kind = {
+        of_kind |= {
             "GRADIENT": triton_dtype(batch.gradients[n].dtype),
             "MOMENTUM": triton_dtype(batch.momenta[n].dtype),
             "AVERAGE": triton_dtype(average),
@@ -314,18 +441,20 @@ def _compiled(
             "NESTEROV": batch.nesterov,
             "AT_RANDOM": batch.rounded is not None,
         }
-    else:
-        of_kind = {
+    elif "weight" in sides:
+        of_kind |= {
             "DECAYS": batch.decays and not l2,
+            "CAUTIOUS": batch.cautious,
             "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
             "SCALED": scale != 1 or constants["SCALES_ON_DEVICE"],
+            "LINES": lines,
         }
+    elif not sides:
+        of_kind = {"LINES": lines}
     of_kind |= constants | {
         "HEIGHT": min(_TILE // width, _power(pieces[0].rows)),
         "WIDTH": width,
         "PARAMETER": triton_dtype(weight),
-        "MASKED": batch.accepted is not None,
-        "LIE": lie,
         "OTHERS_LIE": others_lie,
         "ALIGNED": all(number % _ALIGNED == 0 for number in (*starts, *between)),
         "INTERPRETED": INTERPRETED,
@@ -397,12 +526,14 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def launch(kernel: Any, x: Launch, flags: Tensor, other: Tensor, *numbers: Any) -> None:
-    """Start a kernel on the device of its tensors."""
+def launch(kernel: Any, x: Launch, flags: Tensor, *numbers: Any) -> None:
+    """Start a kernel on the device of its tensors, which come before its numbers."""
     from megatron_eopt.optimizers.triton_step import OPTIONS, launchers
 
-    if any(isinstance(number, Tensor) for number in numbers):
-        with torch.cuda.device_of(other):  # triton takes the current one
-            kernel[(x.programs,)](x.table, flags, other, *numbers, x.tiles, **x.constants, **OPTIONS)
+    tensors = [x.table, flags, *takewhile(lambda y: isinstance(y, Tensor), numbers)]
+    rest = (*numbers[len(tensors) - 2 :], x.tiles)
+    if any(isinstance(number, Tensor) for number in rest):
+        with torch.cuda.device_of(x.table):  # triton takes the current one
+            kernel[(x.programs,)](*tensors, *rest, **x.constants, **OPTIONS)
     else:
-        launchers[kernel]((x.table, flags, other), (*numbers, x.tiles), x.programs, x.fixed)
+        launchers[kernel](tensors, rest, x.programs, x.fixed)

@@ -180,7 +180,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         beta2: of the second moment, in [0, 1).
         eps: above 0, bounds that division.
         align_rms: whether updates of ``adamuon`` have Muon's size.
-        step_kernels: what does the elementwise work of a step: ``triton``, two kernels for many parameters at once, or
+        step_kernels: what does the elementwise work of a step: ``triton``, kernels for many parameters at once, or
             ``torch``. By default that of the checkpoint; else, on a GPU, ``triton`` where it serves.
 
     Attributes:
@@ -305,8 +305,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _reads_all(self) -> bool:
         """Whether the program has copies of all entries of a chunk, and reads gradients."""
-        own = type(self).program is not TensorParallelMuon.program
-        return own or any(settings["moment2_method"] != "none" for settings in self._session.settings)
+        if self._has_own_program():
+            return True
+        of_groups = self._session.settings
+        return any(each["moment2_method"] != "none" and modifiers.measures(each) for each in of_groups)
+
+    def _has_own_program(self) -> bool:
+        """Whether a relative's, or a user's, program steps."""
+        return type(self).program is not TensorParallelMuon.program
 
     def _take(self, accepted: Tensor) -> None:
         session = self._session

@@ -1,4 +1,4 @@
-"""Two Triton kernels for the elementwise half of a step.
+"""Triton kernels for the elementwise half of a step, and for second moments.
 
 Each does for many shards at once what :mod:`~megatron_eopt.optimizers.foreach` does in several passes, and rounds where
 that rounds. A table in memory of the device has a row of numbers for each piece: see
@@ -25,10 +25,14 @@ OF_GRADIENT = tl.constexpr(3)  # address, distance of rows, distance of columns
 OF_MOMENTUM = tl.constexpr(6)
 OF_WEIGHT = tl.constexpr(9)
 OF_OTHER = tl.constexpr(12)
-MATRIX = tl.constexpr(15)
-SEEDS = tl.constexpr(16)
-CORNER = tl.constexpr(18)
-FIELDS = tl.constexpr(20)
+OF_MOMENT = tl.constexpr(15)
+MATRIX = tl.constexpr(18)
+SCALE = tl.constexpr(19)
+SEEDS = tl.constexpr(20)
+CORNER = tl.constexpr(22)
+FIELDS = tl.constexpr(24)
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
 
 @triton.jit
@@ -118,11 +122,25 @@ def _places(  # type: ignore[no-untyped-def]
     return start + _entries(row, FIELD, r, c, ALIGNED, LIE)
 
 
+@triton.jit
+def _norm(x):  # type: ignore[no-untyped-def]
+    """The norm of a tile in fp64, whatever the order of its entries."""
+    wide = x.to(tl.float64)
+    return tl.sqrt(tl.sum(tl.sum(wide * wide, 1), 0))
+
+
+@triton.jit
+def _divided(x, v, eps):  # type: ignore[no-untyped-def]
+    """``x / (sqrt(v) + eps)``, rounded as torch does."""
+    return tl.div_rn(x, tl.sqrt_rn(v) + eps)
+
+
 @triton.jit(do_not_specialize=["step", "tiles"])
 def momentum_kernel(  # type: ignore[no-untyped-def]
     table,
     flags,
     out,
+    norms,
     beta,
     weight,
     weight_decay,
@@ -140,12 +158,16 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     HEAVY: tl.constexpr,
     NESTEROV: tl.constexpr,
     AT_RANDOM: tl.constexpr,
+    MEASURED: tl.constexpr,
     LIE: tl.constexpr,
     OTHERS_LIE: tl.constexpr,
     ALIGNED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Momentum, look-ahead and cast of a tile, from gradient to bucket."""
+    """Momentum, look-ahead and cast of a tile, from gradient to bucket.
+
+    Norms of its gradients, and behind them of all tiles' updates, if they are measured.
+    """
     program = tl.program_id(0)
     row = table + (program // tiles) * FIELDS
     rows = tl.load(row + ROWS)
@@ -156,6 +178,8 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     g = tl.load(of_g, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
     g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
+    if MEASURED:
+        tl.store(norms + program, _norm(g))
     WORK: tl.constexpr = tl.float32 if AT_RANDOM else AVERAGE  # the dtype that averages are rounded to
     if L2:
         of_p = _places(row, OF_WEIGHT, PARAMETER, r, c, ALIGNED, LIE)
@@ -192,8 +216,89 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     else:
         tl.store(of_m, _rounded(m, MOMENTUM, INTERPRETED), mask=inside)
     u = _rounded(_rounded(u, WORK, INTERPRETED).to(tl.float32), PARAMETER, INTERPRETED).to(tl.float32)
+    if MEASURED:
+        tl.store(norms + tl.num_programs(0) + program, _norm(tl.where(inside, u, 0.0)))
     of_u = out + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
     tl.store(of_u, _rounded(u, out.dtype.element_ty, INTERPRETED), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def moment_kernel(  # type: ignore[no-untyped-def]
+    table,
+    flags,
+    factors,
+    norms,
+    weight,
+    eps,
+    tiles,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    MASKED: tl.constexpr,
+    MEASURED: tl.constexpr,
+    LIE: tl.constexpr,
+    OTHERS_LIE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Average a tile's squared factors.
+
+    Norms of its factors, and behind them of all tiles' factors divided by roots, if they are measured.
+    """
+    program = tl.program_id(0)
+    row = table + (program // tiles) * FIELDS
+    rows = tl.load(row + ROWS)
+    cols = _number(row, COLS, ALIGNED)
+    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    of_v = _places(row, OF_MOMENT, tl.float32, r, c, ALIGNED, LIE)
+    of_x = factors + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
+    v = tl.load(of_v, mask=inside, other=0.0)
+    x = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)
+    x = _rounded(x, PARAMETER, INTERPRETED).to(tl.float32)
+    square = x * x
+    square = tl.where(square > LARGEST, LARGEST, square)
+    if MASKED:
+        square = tl.where(tl.load(flags + tl.load(row + FLAG)) != 0, square, v)
+    v = _lerp(v, square, _number_of(weight, False), INTERPRETED)
+    tl.store(of_v, v, mask=inside)
+    if MEASURED:
+        tl.store(norms + program, _norm(x))
+        tl.store(norms + tl.num_programs(0) + program, _norm(_divided(x, v, _number_of(eps, False))))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def lines_kernel(  # type: ignore[no-untyped-def]
+    table,
+    flags,
+    factors,
+    norms,
+    tiles,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    LINES: tl.constexpr,
+    OTHERS_LIE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Norms in fp64 of a tile's rows, (rows x tiles), or columns, (tiles x columns)."""
+    program = tl.program_id(0)
+    piece = program // tiles
+    index = (program % tiles).to(tl.int64)
+    row = table + piece * FIELDS
+    rows = tl.load(row + ROWS)
+    cols = _number(row, COLS, ALIGNED)
+    r, c, inside = _tile(index, rows, cols, HEIGHT, WIDTH)
+    of_x = factors + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
+    x = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)
+    x = _rounded(x, PARAMETER, INTERPRETED).to(tl.float64)
+    across = tl.cdiv(cols, WIDTH)
+    if LINES == 1:
+        of_lines = norms + (piece * rows + r) * across + index % across
+        tl.store(of_lines, tl.sqrt(tl.sum(x * x, 1)), mask=r < rows)
+    else:
+        of_lines = norms + (piece * tl.cdiv(rows, HEIGHT) + index // across) * cols + c
+        tl.store(of_lines, tl.sqrt(tl.sum(x * x, 0)), mask=c < cols)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -204,22 +309,29 @@ def subtract_kernel(  # type: ignore[no-untyped-def]
     lr,
     decay,
     scale,
+    eps,
     tiles,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PARAMETER: tl.constexpr,
     MASKED: tl.constexpr,
     DECAYS: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     RATES_ON_DEVICE: tl.constexpr,
     SCALED: tl.constexpr,
     SCALES_ON_DEVICE: tl.constexpr,
+    LINES: tl.constexpr,
+    DIVIDED: tl.constexpr,
     ON_SPHERE: tl.constexpr,
     LIE: tl.constexpr,
     OTHERS_LIE: tl.constexpr,
     ALIGNED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Decay a tile of weights, and subtract its scaled factors."""
+    """Decay a tile of weights, and subtract its scaled factors.
+
+    There is one scale for all, for each matrix, or for each of its rows (``LINES`` 1) or columns (2).
+    """
     program = tl.program_id(0)
     row = table + (program // tiles) * FIELDS
     rows = tl.load(row + ROWS)
@@ -239,13 +351,24 @@ def subtract_kernel(  # type: ignore[no-untyped-def]
         moved = _rounded((p - x * tl.load(scale + 1)) * tl.load(scale + 2), PARAMETER, INTERPRETED)
         tl.store(of_p, moved, mask=inside)
     else:
+        if DIVIDED:
+            of_v = _places(row, OF_MOMENT, tl.float32, r, c, ALIGNED, LIE)
+            x = _divided(x, tl.load(of_v, mask=inside, other=0.0), _number_of(eps, False))
         if SCALES_ON_DEVICE:
-            scale += tl.load(row + MATRIX)
-        if SCALED:
-            x = _rounded(x * _number_of(scale, SCALES_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
-        x = _rounded(x * _number_of(lr, RATES_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
+            scale += tl.load(row + SCALE)
+        if LINES == 1:
+            x *= tl.load(scale + r, mask=r < rows, other=0.0)[:, None]
+        elif LINES == 2:
+            x *= tl.load(scale + c, mask=c < cols, other=0.0)[None, :]
+        elif SCALED:
+            x *= _number_of(scale, SCALES_ON_DEVICE)
+        x = _rounded(x, PARAMETER, INTERPRETED).to(tl.float32)
         if DECAYS:
-            p = _rounded(p * _number_of(decay, RATES_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
+            decayed = _rounded(p * _number_of(decay, RATES_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
+            if CAUTIOUS:
+                decayed = tl.where(((p > 0) & (x < 0)) | ((p < 0) & (x > 0)), p, decayed)
+            p = decayed
+        x = _rounded(x * _number_of(lr, RATES_ON_DEVICE), PARAMETER, INTERPRETED).to(tl.float32)
         tl.store(of_p, _rounded(p - x, PARAMETER, INTERPRETED), mask=inside)
 
 
@@ -258,7 +381,9 @@ def _call(tensors: Sequence[Tensor], programs: int, constants: tuple[tuple[str, 
     return Call(programs, (), dict(constants), OPTIONS)
 
 
-launchers = {kernel: Launcher(kernel, _call) for kernel in (momentum_kernel, subtract_kernel)}
+launchers = {
+    kernel: Launcher(kernel, _call) for kernel in (momentum_kernel, moment_kernel, lines_kernel, subtract_kernel)
+}
 
 INTERPRETED = not isinstance(momentum_kernel, triton.JITFunction)
 """Whether TRITON_INTERPRET was set when triton was imported."""

@@ -21,6 +21,22 @@ def launches(func: Any) -> bool:
     return not func.is_view and func.overloadpacket.__name__ not in _FREE
 
 
+def bytes_of_kernel(kernel: Any, x: Any, other: torch.Tensor) -> int:
+    """What one launch of a step's kernels reads and writes, beside tables and norms."""
+    size = {}
+    for key in ("PARAMETER", "GRADIENT", "MOMENTUM"):
+        if key in x.constants:
+            size[key] = x.constants[key].primitive_bitwidth // 8
+    of_entry: int = other.itemsize
+    if kernel.__name__ == "momentum_kernel":  # the momentum is read and written
+        of_entry += size["GRADIENT"] + 2 * size["MOMENTUM"] + x.constants["L2"] * size["PARAMETER"]
+    elif kernel.__name__ == "moment_kernel":  # so is the moment, in fp32
+        of_entry += 8
+    elif kernel.__name__ == "subtract_kernel":  # and so is the weight
+        of_entry += 2 * size["PARAMETER"] + 4 * x.constants["DIVIDED"]
+    return of_entry * sum(piece.rows * piece.cols for piece in x.pieces)
+
+
 class Operations(TorchDispatchMode):
     """Counts the operations inside, by name: one on many tensors as one, and views and memory not at all."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from counting import HOST_READ, launches
+from counting import HOST_READ, bytes_of_kernel, launches
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,16 +105,8 @@ def without_kernels(counted: Launches) -> Iterator[None]:
     """Count the kernels of Triton in place of running them."""
 
     def launch(kernel: Any, x: Any, flags: Tensor, other: Tensor, *numbers: Any) -> None:
-        entries = sum(piece.rows * piece.cols for piece in x.pieces)
-        sizes = {}
-        for key in ("PARAMETER", "GRADIENT", "MOMENTUM", "MOMENT"):
-            if key in x.constants:
-                sizes[key] = x.constants[key].primitive_bitwidth // 8
-        momentum = sizes.get("MOMENTUM")
-        # gradient and momentum are read and the momentum is written; or the weight is read and written
-        of_entry = 2 * sizes["PARAMETER"] if momentum is None else sizes["GRADIENT"] + 2 * momentum
         counted.kernels[kernel.__name__] += 1
-        counted.bytes[kernel.__name__] += entries * (of_entry + other.itemsize)
+        counted.bytes[kernel.__name__] += bytes_of_kernel(kernel, x, other)
 
     def symmetric_product(a: Tensor, b: Tensor, c: Any = None, *, out: Any = None, **settings: Any) -> Tensor:
         result: Tensor = a.new_empty(*a.shape[:-1], a.size(-2)) if out is None else out

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from counting import Allocations, launches
+from counting import Allocations, bytes_of_kernel, launches
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,13 +61,8 @@ def cost_of_step(shapes, monkeypatch, name="muon", watched=False, **settings):
         return factors
 
     def launch(kernel, x, flags, other, *numbers):
-        fixed, entries = x.constants, sum(piece.rows * piece.cols for piece in x.pieces)
-        sizes = [fixed[key].primitive_bitwidth // 8 for key in ("PARAMETER", "GRADIENT", "MOMENTUM") if key in fixed]
-        weight, *of_momenta = sizes
-        # gradient and momentum are read and the momentum is written; or the weight is read and written
-        of_entry = of_momenta[0] + 2 * of_momenta[1] + fixed["L2"] * weight if of_momenta else 2 * weight
         costs.operations[kernel.__name__] = costs.operations.get(kernel.__name__, 0) + 1
-        costs.bytes += entries * (of_entry + other.itemsize) + x.table.numel() * 8
+        costs.bytes += bytes_of_kernel(kernel, x, other) + x.table.numel() * 8
 
     monkeypatch.setattr(whole, "orthogonalized", orthogonalized)
     monkeypatch.setattr(NonFinite, "_report", lambda self: None)
@@ -121,6 +116,21 @@ def test_figures_of_a_step_read_its_updates_once_and_copy_none(monkeypatch):
     assert operations <= without + 5
     assert of_entry <= of_without + 2.5  # 2 in bf16
     assert peak_watched <= 1.01 * peak
+
+
+# more than Muon's: operations, above all statistics of five shapes; bytes of an entry, of passes over factors and v
+MORE = {"adamuon": (32, 15), "normuon": (80, 6), "namo": (35, 1)}
+
+
+@pytest.mark.parametrize("method", MORE)
+def test_a_second_moment_costs_one_pass_and_no_copies(method, monkeypatch):
+    operations, of_entry = MORE[method]
+    with monkeypatch.context() as patches:
+        muon, _ = cost_of_step(SMALL * 12, patches)
+    costs, entries = cost_of_step(SMALL * 12, monkeypatch, "adaptive_muon", moment2_method=method)
+    assert sum(costs.operations.values()) <= sum(muon.operations.values()) + operations, costs.operations
+    assert (costs.bytes - muon.bytes) / entries <= of_entry, costs.operations
+    assert costs.sent == 0
 
 
 @pytest.mark.parametrize(

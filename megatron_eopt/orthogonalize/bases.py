@@ -38,8 +38,8 @@ def by_products(x: Tensor, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
     With ``near``, a ten-thousandth of its columns is added to those of ``x``, scaled to length 1 (1e-7 in fp64). That
     leaves eigenvectors as they are, and slows an iteration towards them only where a column is nearly all in the span
     of those before it. Where ``x`` is zero, ``Q`` is ``near``. ``Q`` is then orthonormal whatever ``x`` is, as long as
-    it is finite and ``near^T X`` is positive semidefinite up to rounding. Without ``near``, columns in the span of those
-    before them are whatever rounding makes of them, or zero.
+    it is finite and ``near^T X`` is positive semidefinite up to rounding. Without ``near``, columns in the span of
+    those before them are whatever rounding makes of them, or zero.
 
     Products are exact fp32 whatever precision is set: rounding of TF32 would hide all but the largest columns.
     """

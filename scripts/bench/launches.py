@@ -51,12 +51,12 @@ _BLOCK = 65536  # entries
 _BLOCKS = 320
 
 
-def multi_tensor_launches(lists: Sequence[Sequence[Tensor]]) -> int:
-    """Kernels of one multi-tensor call."""
+def multi_tensor_launches(lists: Sequence[Sequence[Tensor]], casts: bool) -> int:
+    """Kernels of one multi-tensor call, which may cast."""
     first = lists[0]
     for tensors in lists:
         for x, y in zip(first, tensors, strict=True):
-            if x.dtype != y.dtype or x.shape != y.shape or x.stride() != y.stride():
+            if (x.dtype != y.dtype and not casts) or x.shape != y.shape or x.stride() != y.stride():
                 return len(first)
     blocks = sum(-(-x.numel() // _BLOCK) for x in first)
     return max(-(-len(first) // _TENSORS[len(lists)]), -(-blocks // _BLOCKS))
@@ -89,11 +89,11 @@ class Launches(TorchDispatchMode):
             if name.startswith("_foreach"):
                 lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
                 if name == "_foreach_norm":
-                    launched = 1 + multi_tensor_launches(lists)  # sums of blocks, and of these
+                    launched = 1 + multi_tensor_launches(lists, casts=True)  # sums of blocks, and of these
                 else:
                     if len(written) == len(lists[0]):
                         lists.append(written)
-                    launched = multi_tensor_launches(lists)
+                    launched = multi_tensor_launches(lists, casts=name == "_foreach_copy_")
             if name in ("copy_", "_foreach_copy_"):
                 read = read[len(read) // 2 :]  # what is copied over is not read
             self.count(name, [*read, *written], launched)
@@ -114,16 +114,9 @@ def without_kernels(counted: Launches) -> Iterator[None]:
         counted.count("symmetric_product", [*read, *([] if c is None else [c]), result])
         return result
 
-    def normalized(x: Tensor, dtype: torch.dtype, *, own: bool, **settings: Any) -> Tensor:
-        same = own and x.is_contiguous() and x.element_size() == dtype.itemsize
-        result = x.view(dtype) if same else torch.empty(x.shape, dtype=dtype, device=x.device)
+    def normalized(x: Tensor, dtype: torch.dtype, **settings: Any) -> Tensor:
+        result = torch.empty(x.shape, dtype=dtype, device=x.device)
         counted.count("normalized", [x, x, result], 3)
-        return result
-
-    def rescaled(x: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-        same = x.element_size() == dtype.itemsize
-        result = x.view(dtype) if same else torch.empty(x.shape, dtype=dtype, device=x.device)
-        counted.count("rescaled", [x, result])
         return result
 
     def on_device(table: Tensor, device: torch.device) -> Any:
@@ -139,7 +132,6 @@ def without_kernels(counted: Launches) -> Iterator[None]:
         (kernels, "reason_against", lambda *given: None),
         (triton_kernel, "symmetric_product", symmetric_product),
         (triton_norms, "normalized", normalized),
-        (triton_norms, "rescaled", rescaled),
         (NonFinite, "_report", lambda self: None),
     )
     with ExitStack() as patches:

@@ -67,6 +67,21 @@ def multiplied(A: Tensor, B: Tensor, out: Tensor, divisor: float = 1.0) -> Tenso
     return fused(out, A, B, beta=0.0, alpha=1 / divisor, out=out)
 
 
+def begins_in(out: Tensor | None, products: int) -> Tensor | None:
+    """Memory of the result, if ``X`` is to begin there: with its successor in turn, it ends there.
+
+    Only where entries of rows lie side by side: what is read as rows in each step is slower elsewhere.
+    """
+    return out if out is not None and out.is_contiguous() and products % 2 == 0 else None
+
+
+def successor(X: Tensor, out: Tensor | None, products: int) -> Tensor:
+    """Memory of what is made of ``X`` by the first of so many products."""
+    if out is not None and (products == 1 or (out.is_contiguous() and products % 2)):
+        return out
+    return torch.empty_like(X)
+
+
 def nonzero(norm: Tensor) -> Tensor:
     """1 in place of zeros, without asking the device."""
     return torch.where(norm == 0, torch.ones_like(norm), norm)
@@ -131,12 +146,14 @@ class Iteration:
     def _standard(self, x: Tensor, watch: Watch | None, last: Tensor | None) -> Tensor:
         """``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``, from ``x`` over its norm."""
         products = self.products
-        X = products.normalized(x, self.dtype, propagate_nan=self.propagate_nan)
+        steps = len(self.schedule)
+        into = begins_in(last, steps)
+        X = products.normalized(x, self.dtype, propagate_nan=self.propagate_nan, into=into)
         fused = torch.baddbmm if X.ndim == 3 else torch.addmm
         gram, factor = square_work(X, 2)
-        Y = torch.empty_like(X)
+        Y = successor(X, last, steps)
         for step, (a, b, c) in enumerate(self.schedule):
-            if last is not None and step + 1 == len(self.schedule):
+            if last is not None and step + 1 == steps:
                 Y = last
             A = products.gram(X, out=gram)
             if watch is not None:
@@ -153,10 +170,11 @@ class Iteration:
         assert self.restarts is not None
         products = self.products
         keep = self.propagate_nan
+        into = begins_in(last, 1 + len(self.restarts))
         if self.dtype == torch.float16:
-            X = products.normalized(x, self.dtype, unit=UNIT_IN_FP16, propagate_nan=keep)
+            X = products.normalized(x, self.dtype, unit=UNIT_IN_FP16, propagate_nan=keep, into=into)
             return iterate_gram_fp16(X, self.schedule, self.restarts, products, watch=watch, out=last)
-        X, _ = scaled(x, self.dtype, keep)
+        X, _ = scaled(x, self.dtype, keep, into)
         return iterate_gram(X, self.schedule, self.restarts, products, watch=watch, normalize=True, out=last)
 
 
@@ -188,10 +206,10 @@ def iterate_gram(
         normalize: ``X`` has any norm, as :func:`scaled` leaves it. It is divided out on the short side: its square is
             the trace of the first Gram matrix, which ``watch`` sees undivided.
         divisor: a power of two by which the result is divided.
-        out: memory of the result, in the dtype of ``X``, and not that of ``X``.
+        out: memory of the result, in the dtype of ``X``: that of ``X`` only if :func:`begins_in` says so.
     """
     R, *work = square_work(X, 4)
-    Y = torch.empty_like(X)
+    Y = successor(X, out, 1 + len(restarts))
     for start, end in pairwise([0, *restarts, len(schedule)]):
         R = products.gram(X, out=R)
         if watch is not None:

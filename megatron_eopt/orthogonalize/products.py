@@ -72,28 +72,32 @@ class Products:
         *,
         unit: float = 1.0,
         propagate_nan: bool = True,
+        into: Tensor | None = None,
     ) -> Tensor:
         """Matrices over their norms, times ``unit``, in ``dtype``.
 
-        New and contiguous; a zero matrix stays zero. Without ``propagate_nan`` a matrix that is not finite becomes
-        zero.
+        Contiguous, and ``into``, which may be the memory of ``x``, or new; a zero matrix stays zero. Without
+        ``propagate_nan`` a matrix that is not finite becomes zero.
         """
-        x, power = scaled(x, dtype, propagate_nan)
+        x, power = scaled(x, dtype, propagate_nan, into)
         norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
-        return over_norms(x, norm, dtype, unit)
+        return over_norms(x, norm, dtype, unit, into)
 
 
 def scaled(
     x: Tensor,
     dtype: torch.dtype,
     propagate_nan: bool = True,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Divide matrices by powers of two near their 1-norms, for products in ``dtype``.
 
     The division is exact. Squares of entries below 1e-19 vanish in fp32, above 1e19 they overflow: afterwards none that
-    matters does. Without ``propagate_nan`` a matrix that is not finite becomes zero. Returns a new contiguous tensor in
-    fp32 (fp64 for an fp64 ``x``, and bf16 for a bf16 one whose products have 16 bits), and the divisors, (1 x 1) or
-    (n x 1 x 1) in fp32 or fp64: not finite where an entry is not.
+    matters does. Without ``propagate_nan`` a matrix that is not finite becomes zero.
+
+    Returns a contiguous tensor in fp32 (fp64 for an fp64 ``x``, and bf16 for a bf16 one whose products have 16 bits),
+    in the memory of ``into`` if that has as many bytes, and the divisors, (1 x 1) or (n x 1 x 1) in fp32 or fp64: not
+    finite where an entry is not.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = torch.linalg.vector_norm(x, 1, dim=(-2, -1), keepdim=True, dtype=wide)
@@ -102,7 +106,10 @@ def scaled(
     power = sums.view(integer).bitwise_and_(exponent).clamp_(min=least).view(wide)
     # what is in bf16, and shall have 16 bits again, needs no more in between
     kept = torch.bfloat16 if x.dtype == torch.bfloat16 and dtype.itemsize == 2 else wide
-    result = torch.empty(x.shape, dtype=kept, device=x.device)
+    if into is not None and into.dtype.itemsize == kept.itemsize:
+        result = into.view(kept)
+    else:
+        result = torch.empty(x.shape, dtype=kept, device=x.device)
     torch.div(x, power, out=result)
     if not propagate_nan:
         bad = ~power.isfinite()
@@ -124,19 +131,22 @@ def over_norms(
     norm: Tensor,
     dtype: torch.dtype,
     unit: float = 1.0,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Scaled matrices over their norms, times ``unit``, in ``dtype``.
 
-    A zero matrix stays zero. The result is contiguous, and takes the memory of ``x`` where it has as many bytes.
+    A zero matrix stays zero. The result is contiguous, and ``into``, or takes the memory of ``x`` where it has as many
+    bytes.
     """
     # the norm is 0 or, as magnitudes add up to 1 or more, at least one over the root of their number
     divisor = norm.clamp(min=2.0**-30)
     if unit != 1:
         divisor = divisor / unit
-    # each entry takes the place of its own, perhaps as another 16 bits
-    reused = x.dtype.itemsize == dtype.itemsize
-    result = x.view(dtype) if reused else torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.div(x, divisor, out=result)
+    if into is None:
+        # each entry takes the place of its own, perhaps as another 16 bits
+        reused = x.dtype.itemsize == dtype.itemsize
+        into = x.view(dtype) if reused else torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.div(x, divisor, out=into)
 
 
 def mean_of_triangles(

@@ -165,10 +165,11 @@ class Triton(Products):
         *,
         unit: float = 1.0,
         propagate_nan: bool = True,
+        into: Tensor | None = None,
     ) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else super().normalized
-        return serves(x, dtype, unit=unit, propagate_nan=propagate_nan)
+        return serves(x, dtype, unit=unit, propagate_nan=propagate_nan, into=into)
 
 
 @triton.jit

@@ -24,11 +24,12 @@ def normalized(
     *,
     unit: float,
     propagate_nan: bool,
+    into: Tensor | None,
 ) -> Tensor:
     """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
     if not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device) if into is None else into
     entries = x.size(-2) * x.size(-1)
     count = x.numel() // entries
     # each in memory of its own, whose address is a multiple of 16

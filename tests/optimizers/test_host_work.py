@@ -26,7 +26,8 @@ LAUNCHERS = (
     triton_norms._launch_squares,
     triton_norms._launch_norms,
     triton_norms._launch_quotients,
-    *triton_step.launchers.values(),
+    triton_step.launchers[triton_step.momentum_kernel],
+    triton_step.launchers[triton_step.subtract_kernel],
 )
 
 

@@ -92,7 +92,9 @@ def kernels(run: Run) -> None:
         with run.check(name):
             needs("pytest", "hypothesis")
             code, said = execute(run, name, [*pytest, tests])
-            run.judge(name, code == 0, "all pass", reason=said.strip().rpartition("\n")[2])
+            run.judge(
+                name, code == 0, "are collected" if run.tiny else "all pass", reason=said.strip().rpartition("\n")[2]
+            )
     checker = shutil.which("compute-sanitizer")
     for tool in ("memcheck", "racecheck"):
         name = f"Triton kernel under {tool}"

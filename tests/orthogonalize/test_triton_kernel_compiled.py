@@ -98,12 +98,10 @@ def quotients():
 
     flat = {"HEIGHT": 1, "WIDTH": norms._WIDE, "x_col": 1, "out_col": 1}
     crossed = {"HEIGHT": norms._SIDE, "WIDTH": norms._SIDE, "x_row": 1, "out_col": 1}
-    divided = {"DIVIDED": True, "KEEP_BAD": True}
     cases = [
         (norms._squares_of_blocks, {"BLOCK": norms._BLOCK}),
         (norms._norms_of_matrices, {"WIDTH": 1024}),
-        *((norms._quotients, {**lie, **divided}) for lie in (flat, crossed)),
-        (norms._quotients, {**flat, "DIVIDED": False, "KEEP_BAD": True}),
+        *((norms._quotients, {**lie, "KEEP_BAD": True}) for lie in (flat, crossed)),
     ]
     pointers = {"x": "*bf16", "out": "*fp16"} | dict.fromkeys(("powers", "squares", "power", "norm"), "*fp32")
     for kernel, fixed in cases:

@@ -210,7 +210,7 @@ class Step:
         of_updates = list[Tensor]()
 
         def written(updates: Tensors) -> None:
-            norms = self.kernels.measured_momentum(self.batches, updates)
+            norms = self.kernels.momentum(self.batches, updates, measured=True)
             of_gradients.extend(norms[0])
             of_updates.extend(norms[1])
 

@@ -121,21 +121,15 @@ class StepKernels:
         self._engine = engine
         self._known: dict[object, tuple[list[object], list[Launch]]] = {}
 
-    def momentum(self, batches: Sequence[Batch], updates: Tensors, heavy: bool = False) -> None:
+    def momentum(
+        self, batches: Sequence[Batch], updates: Tensors, heavy: bool = False, measured: bool = False
+    ) -> tuple[list[Tensor], ...]:
         """Update momenta, and write what is orthogonalized to ``updates``.
 
         These are this rank's shards of all logical matrices, in any dtype. ``heavy`` takes
-        :func:`~megatron_eopt.optimizers.foreach.heavy_ball` in place of the average.
+        :func:`~megatron_eopt.optimizers.foreach.heavy_ball` in place of the average. Returns norms of gradients' and of
+        updates' tiles, if measured.
         """
-        self._momentum(batches, updates, heavy, measured=False)
-
-    def measured_momentum(self, batches: Sequence[Batch], updates: Tensors) -> tuple[list[Tensor], ...]:
-        """As :meth:`momentum`; returns norms of gradients' and of updates' tiles."""
-        return self._momentum(batches, updates, heavy=False, measured=True)
-
-    def _momentum(
-        self, batches: Sequence[Batch], updates: Tensors, heavy: bool, measured: bool
-    ) -> tuple[list[Tensor], ...]:
         from megatron_eopt.optimizers.triton_step import momentum_kernel
 
         batches = [self._readable(batch) for batch in batches]

@@ -123,6 +123,24 @@ def _places(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _factor(  # type: ignore[no-untyped-def]
+    factors,
+    row,
+    r,
+    c,
+    inside,
+    PARAMETER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    OTHERS_LIE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A tile of factors in fp32, rounded to the dtype of the parameter."""
+    of_x = factors + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
+    x = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)
+    return _rounded(x, PARAMETER, INTERPRETED).to(tl.float32)
+
+
+@triton.jit
 def _norm(x):  # type: ignore[no-untyped-def]
     """The norm of a tile in fp64, whatever the order of its entries."""
     wide = x.to(tl.float64)
@@ -251,10 +269,8 @@ def moment_kernel(  # type: ignore[no-untyped-def]
     cols = _number(row, COLS, ALIGNED)
     r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
     of_v = _places(row, OF_MOMENT, tl.float32, r, c, ALIGNED, LIE)
-    of_x = factors + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
     v = tl.load(of_v, mask=inside, other=0.0)
-    x = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)
-    x = _rounded(x, PARAMETER, INTERPRETED).to(tl.float32)
+    x = _factor(factors, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED)
     square = x * x
     square = tl.where(square > LARGEST, LARGEST, square)
     if MASKED:
@@ -289,9 +305,7 @@ def lines_kernel(  # type: ignore[no-untyped-def]
     rows = tl.load(row + ROWS)
     cols = _number(row, COLS, ALIGNED)
     r, c, inside = _tile(index, rows, cols, HEIGHT, WIDTH)
-    of_x = factors + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
-    x = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)
-    x = _rounded(x, PARAMETER, INTERPRETED).to(tl.float64)
+    x = _factor(factors, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED).to(tl.float64)
     across = tl.cdiv(cols, WIDTH)
     if LINES == 1:
         of_lines = norms + (piece * rows + r) * across + index % across
@@ -343,10 +357,8 @@ def subtract_kernel(  # type: ignore[no-untyped-def]
         rows = tl.where(tl.load(scale) > 0, rows, 0)
     r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
     of_p = _places(row, OF_WEIGHT, PARAMETER, r, c, ALIGNED, LIE)
-    of_x = factors + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
     p = tl.load(of_p, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)
-    x = _rounded(x, PARAMETER, INTERPRETED).to(tl.float32)
+    x = _factor(factors, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED)
     if ON_SPHERE:
         moved = _rounded((p - x * tl.load(scale + 1)) * tl.load(scale + 2), PARAMETER, INTERPRETED)
         tl.store(of_p, moved, mask=inside)

@@ -2,11 +2,18 @@
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron_eopt.optimizers import step_choice, step_kernels
+from megatron_eopt.optimizers.nonfinite import NonFinite
 
 _FREE = frozenset(
     "split split_with_sizes unbind reshape _unsafe_view _reshape_alias lift_fresh empty empty_like new_empty "
@@ -35,6 +42,34 @@ def bytes_of_kernel(kernel: Any, x: Any, other: torch.Tensor) -> int:
     elif kernel.__name__ == "subtract_kernel":  # and so is the weight
         of_entry += 2 * size["PARAMETER"] + 4 * x.constants["DIVIDED"]
     return of_entry * sum(piece.rows * piece.cols for piece in x.pieces)
+
+
+@contextmanager
+def counted_kernels(launched: Callable[[Any, Any, torch.Tensor], object], sent: Callable[[], object]) -> Iterator[None]:
+    """Let steps take their kernels on CUDA tensors without numbers, to count them in place of running them.
+
+    ``launched`` gets the kernel, the launch and the tensor of updates or factors; ``sent`` is called for each table.
+    """
+
+    def launch(kernel: Any, x: Any, flags: torch.Tensor, other: torch.Tensor, *numbers: Any) -> None:
+        launched(kernel, x, other)
+
+    def on_device(table: torch.Tensor, device: torch.device) -> Any:
+        sent()
+        return SimpleNamespace(numel=table.numel)
+
+    stubs = (
+        (step_kernels, "launch", launch),
+        (step_kernels, "address", lambda x: 512 * id(x)),
+        (step_kernels, "storage", lambda x: x.untyped_storage()._cdata),
+        (step_kernels, "on_device", on_device),
+        (step_choice, "reason_against", lambda *given: None),
+        (NonFinite, "_report", lambda self: None),
+    )
+    with ExitStack() as patches:
+        for module, name, stub in stubs:
+            patches.enter_context(patch.object(module, name, stub))
+        yield
 
 
 class Operations(TorchDispatchMode):

@@ -10,20 +10,17 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from counting import HOST_READ, bytes_of_kernel, launches
+from counting import HOST_READ, bytes_of_kernel, counted_kernels, launches
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.optimizers import step_choice, step_kernels
-from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.orthogonalize import kernels, triton_kernel, triton_norms
 
 LAYER: tuple[tuple[int, ...], ...] = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # of a GPT of 124M
@@ -105,7 +102,7 @@ class Launches(TorchDispatchMode):
 def without_kernels(counted: Launches) -> Iterator[None]:
     """Count the kernels of Triton in place of running them."""
 
-    def launch(kernel: Any, x: Any, flags: Tensor, other: Tensor, *numbers: Any) -> None:
+    def launched(kernel: Any, x: Any, other: Tensor) -> None:
         counted.kernels[kernel.__name__] += 1
         counted.bytes[kernel.__name__] += bytes_of_kernel(kernel, x, other)
 
@@ -120,24 +117,11 @@ def without_kernels(counted: Launches) -> Iterator[None]:
         counted.count("normalized", [x, x, result], 3)
         return result
 
-    def on_device(table: Tensor, device: torch.device) -> Any:
-        counted.count("table", [])
-        return SimpleNamespace(numel=table.numel)
-
-    stubs = (
-        (step_kernels, "launch", launch),
-        (step_kernels, "address", lambda x: 512 * id(x)),
-        (step_kernels, "storage", lambda x: x.untyped_storage()._cdata),
-        (step_kernels, "on_device", on_device),
-        (step_choice, "reason_against", lambda *given: None),
-        (kernels, "reason_against", lambda *given: None),
-        (triton_kernel, "symmetric_product", symmetric_product),
-        (triton_norms, "normalized", normalized),
-        (NonFinite, "_report", lambda self: None),
-    )
     with ExitStack() as patches:
-        for module, name, stub in stubs:
-            patches.enter_context(patch.object(module, name, stub))
+        patches.enter_context(counted_kernels(launched, lambda: counted.count("table", [])))
+        patches.enter_context(patch.object(kernels, "reason_against", lambda *given: None))
+        patches.enter_context(patch.object(triton_kernel, "symmetric_product", symmetric_product))
+        patches.enter_context(patch.object(triton_norms, "normalized", normalized))
         yield
 
 

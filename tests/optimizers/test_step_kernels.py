@@ -245,19 +245,24 @@ LOGICAL = {
 }
 
 
-@pytest.mark.wide
-@interpreted
-@pytest.mark.parametrize("momentum_dtype", [None, BF16])
-@pytest.mark.parametrize("name", LOGICAL)
-def test_logical_matrices_take_the_same_steps(name, momentum_dtype):
+def logical(name, **settings):
+    """What makes Muon, in a form, for a parameter of several logical matrices and one of a single one."""
     shape, split = LOGICAL[name]
 
     def make(form):
         parameters = of_shapes(shapes=[shape, (12, 8)])
         setattr(parameters[0], ATTRIBUTE, split)
-        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form, momentum_dtype=momentum_dtype), parameters
+        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form, **settings), parameters
 
-    assert_equal(both(make))
+    return make
+
+
+@pytest.mark.wide
+@interpreted
+@pytest.mark.parametrize("momentum_dtype", [None, BF16])
+@pytest.mark.parametrize("name", LOGICAL)
+def test_logical_matrices_take_the_same_steps(name, momentum_dtype):
+    assert_equal(both(logical(name, momentum_dtype=momentum_dtype)))
 
 
 @pytest.mark.wide
@@ -265,14 +270,7 @@ def test_logical_matrices_take_the_same_steps(name, momentum_dtype):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", LOGICAL)
 def test_second_moments_of_logical_matrices_are_those_of_torch(name, method):
-    shape, split = LOGICAL[name]
-
-    def make(form):
-        parameters = of_shapes(shapes=[shape, (12, 8)])
-        setattr(parameters[0], ATTRIBUTE, split)
-        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form, moment2_method=method), parameters
-
-    assert_equal(both(make), rooted=method in ROOTS)
+    assert_equal(both(logical(name, moment2_method=method)), rooted=method in ROOTS)
 
 
 @interpreted

@@ -2,17 +2,14 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from counting import Allocations, bytes_of_kernel, launches
+from counting import Allocations, bytes_of_kernel, counted_kernels, launches
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_eopt.optimizers import step_choice, step_kernels
-from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.parallel.schemes import whole
 from megatron_eopt.parallel.watched import Watched
 from tests.optimizers.family import build
@@ -60,23 +57,16 @@ def cost_of_step(shapes, monkeypatch, name="muon", watched=False, **settings):
         costs.beside = True
         return factors
 
-    def launch(kernel, x, flags, other, *numbers):
+    def launched(kernel, x, other):
         costs.operations[kernel.__name__] = costs.operations.get(kernel.__name__, 0) + 1
         costs.bytes += bytes_of_kernel(kernel, x, other) + x.table.numel() * 8
 
-    monkeypatch.setattr(whole, "orthogonalized", orthogonalized)
-    monkeypatch.setattr(NonFinite, "_report", lambda self: None)
-    monkeypatch.setattr(step_choice, "reason_against", lambda *given: None)
-    monkeypatch.setattr(step_kernels, "launch", launch)
-    monkeypatch.setattr(step_kernels, "address", lambda x: 512 * id(x))
-    monkeypatch.setattr(step_kernels, "storage", lambda x: x.untyped_storage()._cdata)
-
-    def on_device(table, device):
+    def sent():
         costs.sent += 1
-        return SimpleNamespace(numel=table.numel)
 
-    monkeypatch.setattr(step_kernels, "on_device", on_device)
+    monkeypatch.setattr(whole, "orthogonalized", orthogonalized)
     with ExitStack() as modes:
+        modes.enter_context(counted_kernels(launched, sent))
         modes.enter_context(FakeTensorMode())
         parameters = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes]
         for p in parameters:

@@ -13,14 +13,6 @@ import pages
 FOUND = Path(pages.DOCS, "h200.json")
 PAGE = "measured.md"
 STATES = ("passed", "failed", "skipped", "measured")
-CONTESTANTS = {
-    "emerging-optimizers": "emerging-optimizers",
-    "emerging-optimizers, its batch": "its batch",
-    "torch.optim.Muon": "torch.optim.Muon",
-    "ours, standard": "ours, standard",
-    "ours, default": "ours, default",
-    "ours, fast": "ours, `fast`",
-}
 COLUMNS = ("ms", "host ms", "GiB of state", "GiB at the peak of a step")
 PEERS = ("AdamW, fused", "torch.optim.Muon", "emerging-optimizers, Muon")
 
@@ -45,19 +37,6 @@ def missed(found: Mapping[str, Any]) -> str:
     return pages.markdown(("part", "check", "found", "expected", "reason"), rows)
 
 
-def newton_schulz(found: Mapping[str, Any]) -> str:
-    """Milliseconds of each contestant, and errors, of each shape."""
-    rows = []
-    for name, contestants in found["newton-schulz"]["figures"].items():
-        if isinstance(contestants, list):
-            by = {each["contestant"]: each for each in contestants}
-            times = [f"{by[key]['milliseconds']:.3g}" if key in by else "-" for key in CONTESTANTS]
-            shape = " x ".join(map(str, contestants[0]["shape"]))
-            errors = (f"{by[key]['error']:.1e}" for key in ("emerging-optimizers", "ours, default"))
-            rows.append((f"{name}: {shape}", *times, *errors))
-    return pages.markdown(("ms", *CONTESTANTS.values(), "error, emerging-optimizers", "error, ours"), rows)
-
-
 def family(found: Mapping[str, Any]) -> str:
     """Steps of optimizers for the matrices of 124M."""
     rows = []
@@ -69,7 +48,7 @@ def family(found: Mapping[str, Any]) -> str:
 
 
 # mark on the page -> what it shows
-TABLES = {"parts": parts, "missed": missed, "newton-schulz": newton_schulz, "family": family}
+TABLES = {"parts": parts, "missed": missed, "family": family}
 
 
 def tables() -> dict[str, str]:

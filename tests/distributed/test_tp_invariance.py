@@ -42,19 +42,28 @@ def modes_of(program, layout):
     return [{"tp_mode": mode} for mode in (program.modes if type(layout) is TensorParallel else ("owner",))]
 
 
-def serves(program, name, layout):
-    """Whether a program is tried on a layout."""
-    shares = program.takes("data_parallel_group") or program.takes("share_over_dp")
-    return name not in program.without and (shares or not isinstance(layout, Copies | Grid))
+# The first program of each optimizer, and of each of its second moments.
+FIRST = {(each.name, each.settings.get("moment2_method")): key for key, each in reversed(PROGRAMS.items())}.values()
 
 
-def on_all(rank, ranks):
-    results = {}
+def tried(ranks, every):
+    """Layouts and the programs that are tried on them: (layout, its name, program, its key).
+
+    Without ``every``, those that differ from one of ``FIRST`` by settings are tried on plain shards alone.
+    """
     for name, layout in LAYOUTS[ranks].items():
         for key, program in PROGRAMS.items():
-            if serves(program, name, layout):
-                results[name, key] = [ran(program, layout, rank, **mode) for mode in modes_of(program, layout)]
-    return results
+            shares = program.takes("data_parallel_group") or program.takes("share_over_dp")
+            serves = name not in program.without and (shares or not isinstance(layout, Copies | Grid))
+            if serves and (every or type(layout) is TensorParallel or key in FIRST):
+                yield layout, name, program, key
+
+
+def on_all(rank, ranks, every):
+    return {
+        (name, key): [ran(program, layout, rank, **mode) for mode in modes_of(program, layout)]
+        for layout, name, program, key in tried(ranks, every)
+    }
 
 
 def ran(program, layout, rank, **mode):
@@ -71,9 +80,16 @@ def ran(program, layout, rank, **mode):
     return results, {name: number for name, (number, _) in calls.items()}, counts, same
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, True), id="2"),
+        pytest.param((4, False), id="4", marks=pytest.mark.wide),
+        pytest.param((4, True), id="4, every program", marks=pytest.mark.full),
+    ],
+)
 def results(request):
-    return request.param, run_ranks(on_all, request.param)
+    return request.param, run_ranks(on_all, *request.param)
 
 
 @functools.cache
@@ -84,10 +100,9 @@ def alone(key, kind):
 
 @pytest.mark.parametrize("key", PROGRAMS)
 def test_update_equals_that_of_one_rank(results, key):
-    ranks, of_ranks = results
-    program = PROGRAMS[key]
-    for name, layout in LAYOUTS[ranks].items():
-        if not serves(program, name, layout):
+    which, of_ranks = results
+    for layout, name, program, of in tried(*which):
+        if of != key:
             continue
         of_one = alone(key, type(layout))
         skipped = {each: 1 for each in BAD if each in layout.cases}

@@ -22,6 +22,7 @@ import threading
 import time
 
 import megatron.core.models.mimo
+import megatron.core.tokenizers.text  # which imports transformers where they are installed
 import megatron.training.training  # noqa: F401
 import torch._dynamo
 from megatron.core.dist_checkpointing.strategies import filesystem_async

@@ -94,6 +94,8 @@ def compile_all(target):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(each, marks=[pytest.mark.full] if each == 80 else []) for each in TARGETS]
+)
 def test_compiles(target, tmp_path):
     compiles(__name__, target, tmp_path)

@@ -25,6 +25,7 @@ class Settled:
     numbered: dict[Tensor, Numbered] | None = None  # entries of momenta in bf16
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
+    graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels
     norms_measured: bool = False  # those that are to be held
 
 
@@ -38,7 +39,6 @@ class Session:
     settled: Settled = field(default_factory=Settled)  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
     said: list[tuple[torch.Size, dict[str, Any]]] = field(default_factory=list)  # by the parameters that were added
-    graphed: GraphedUpdate | None = None
     nonfinite: NonFinite | None = None
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory

@@ -325,7 +325,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             batches = self._batches(accepted, masked=self.cuda_graphs)
             run = self._run
             if self.cuda_graphs:
-                run = session.graphed = session.graphed or GraphedUpdate(self._run)
+                run = session.settled.graphed = session.settled.graphed or GraphedUpdate(self._run)
                 run.check(batches)
             session.changing = True
             run(batches)
@@ -637,7 +637,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             saved = [{MOMENTUM_STEPS: self.momentum_warmup, **group} for group in state_dict["param_groups"]]
             state_dict = {**state_dict, "param_groups": saved}
         super().load_state_dict(state_dict)
-        self._session.graphed = None  # the momenta that it was captured with are gone
         dropped = held_norms.drop_unused(self)
         if dropped:
             warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")

@@ -4,6 +4,7 @@ Triton looks at every argument in every launch, to find what it compiled for suc
 a product of small matrices takes a GPU.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 _ALIGNED = 16  # bytes: by this Triton tells addresses apart
-# older releases start what they compiled without its constants
-_TAKES_CONSTANTS = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 3)
+_OTHERWISE = (AttributeError, TypeError, ValueError)  # of a release whose compiled kernels take other arguments
 
 
 class Call(NamedTuple):
@@ -29,8 +31,11 @@ class Launcher:
     """Launches a kernel whose parameters are tensors, floats, integers and constants, in this order.
 
     ``call`` finds integers and constants from tensors, whose numbers it does not read, and ``settings``; it is called
-    once for those that lie alike.
+    once for those that lie alike. Among ``floats`` may be integers that the kernel does not specialize. What is known
+    is started as releases 3.3 to 3.9 of triton do; where another one takes other arguments, all launches are its own.
     """
+
+    starts_known = True
 
     def __init__(self, kernel: Any, call: Callable[..., Call]) -> None:
         self._kernel = kernel
@@ -49,12 +54,27 @@ class Launcher:
         aligned = addresses % _ALIGNED == 0
         # triton launches on the current device, whatever device the tensors are on
         with torch.cuda.device_of(first):
-            if aligned and key in self._known:
+            if aligned and Launcher.starts_known and key in self._known:
                 start, following = self._known[key]
-                start(*tensors, *floats, *following)
-                return
+                try:
+                    start(*tensors, *floats, *following)
+                    return
+                except _OTHERWISE as error:  # of arguments: nothing was started
+                    _stop(error)
             programs, integers, constants, options = self._call(tensors, *settings)
             compiled = self._kernel[(programs,)](*tensors, *floats, *integers, **constants, **options)
-        if aligned and _TAKES_CONSTANTS and compiled is not None:  # the interpreter compiles nothing
-            ordered = [constants[name] for name in self._kernel.arg_names if name in constants]
-            self._known[key] = compiled[(programs, 1, 1)], (*integers, *ordered)
+            if aligned and Launcher.starts_known and compiled is not None:  # the interpreter compiles nothing
+                ordered = [constants[name] for name in self._kernel.arg_names if name in constants]
+                try:
+                    self._known[key] = compiled[(programs, 1, 1)], (*integers, *ordered)
+                except _OTHERWISE as error:
+                    _stop(error)
+
+
+def _stop(error: Exception) -> None:
+    """Let triton make all launches itself."""
+    Launcher.starts_known = False
+    logger.warning(
+        f"triton {triton.__version__} starts compiled kernels otherwise than 3.3 to 3.9 ({type(error).__name__}: "
+        f"{error}): it looks each of them up again, which takes the host longer and changes no number"
+    )

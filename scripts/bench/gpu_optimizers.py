@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,6 +30,8 @@ from torch.nn.functional import cross_entropy
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.optimizers import step_choice
+from megatron_eopt.orthogonalize.bases import by_products
 from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.timing import CANDIDATES
@@ -43,8 +45,13 @@ from megatron_eopt.tools.plan.sizes import MODELS, Model, Parallel
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 NATIVE_TESTS = ("tests/optimizers/test_step_kernels.py", TRITON_TESTS, "tests/optimizers/test_graphs.py")
 
+STEPPED = ("none", "adamuon", "normuon", "namo")  # second moments; without one, decay is cautious
+
 # both sides odd, tall, stacked, and of two sizes of real layers
 CHECKED: tuple[tuple[int, ...], ...] = ((33, 70), (4096, 14336), (2, 70, 33), (8, 768, 2048), (2048, 2048))
+# a panel alone, several panels, one matrix of several, and a last panel that is not full
+BASES: tuple[tuple[int, ...], ...] = ((16, 256, 96), (8, 768, 768), (1, 4096, 1024), (3, 700, 300))
+BASIS_OFF = 1e-5
 STEPS, BAD, WATCHED = 10, 5, 4  # the step, from 1, with a NaN gradient, and that from which nothing may wait
 # How far a path may be from that on the CPU, of its length. Gradients that are off by 3e-7 part Muon's by 1e-6 and
 # SOAP's by 3e-4 (seen on a CPU); one sign of a zero that rounding decides is 4e-3.
@@ -75,7 +82,7 @@ GROWTH = 1.1  # of temporaries, from five layers to ten
 
 
 def kernels(run: Run) -> None:
-    """Every kernel against torch, as at a start; the tests of kernels and graphs; the kernel under sanitizers."""
+    """Every kernel against torch, as at a start; bases; tests of kernels and graphs; the kernel under sanitizers."""
     for dtype, precision in ((torch.float16, "ieee"), (torch.bfloat16, "ieee"), (torch.float32, "tf32")):
         for name in CANDIDATES[1 : 2 if dtype == torch.float32 else None]:
             label = f"{name} in {dtype}".replace("torch.", "")
@@ -86,12 +93,30 @@ def kernels(run: Run) -> None:
                 shapes = CHECKED[:1] if run.tiny else CHECKED
                 wrong = reason_against(name, shapes, [dtype], run.device, cast(Fp32Precision, precision))
                 run.judge(label, wrong is None, "right products", reason=wrong or "")
+    for number, (weight, method) in enumerate(product((torch.float32, torch.bfloat16, torch.float16), STEPPED)):
+        label = f"step of {weight}, {method}".replace("torch.", "")
+        missing = KERNELS["triton"].missing(run.device)
+        if missing or (run.tiny and number):
+            run.judge(label, None, "as torch", reason=missing or "a dry run makes one step")
+            continue
+        with run.check(label):
+            wrong = step_choice.fault(weight, weight, run.device, method, cautious=method == "none")
+            run.judge(label, wrong is None, "as torch", reason=wrong or "")
+    for shape in BASES[:1] if run.tiny else BASES:
+        label = f"basis by products of {shape}"
+        with run.check(label):
+            off_from_columns, off_from_orthonormal = of_basis(shape, run.device)
+            run.at_most(f"{label}: off from the columns", off_from_columns, BASIS_OFF)
+            run.at_most(f"{label}: off from orthonormal", off_from_orthonormal, BASIS_OFF)
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *(["--collect-only"] if run.tiny else [])]
-    for tests in NATIVE_TESTS:
-        name = Path(tests).stem
+    for name, subset in (("native tests", "not wide and not full"), ("native tests, wide", "wide and not full")):
         with run.check(name):
             needs("pytest", "hypothesis")
-            code, said = execute(run, name, [*pytest, tests])
+            try:
+                code, said = execute(run, name, [*pytest, "-m", subset, *NATIVE_TESTS])
+            except subprocess.TimeoutExpired:  # each compiles its kernels
+                run.judge(name, None, "all pass", reason="no time was left")
+                continue
             run.judge(
                 name, code == 0, "are collected" if run.tiny else "all pass", reason=said.strip().rpartition("\n")[2]
             )
@@ -110,6 +135,19 @@ def kernels(run: Run) -> None:
                 run.judge(name, None, "no error", reason="no time was left")
                 continue
             run.judge(name, code == 0, "no error", reason=said.strip().rpartition("\n")[2])
+
+
+def of_basis(shape: tuple[int, ...], device: torch.device) -> tuple[float, float]:
+    """How far a basis by products is from spanning the columns of stacks, and from orthonormal ones."""
+    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
+    torch.linalg.cholesky_ex(torch.eye(2, device=device))  # a library's first call may wait
+    wait(device)
+    with without_waiting(device):
+        Q, _ = by_products(x)
+    Q = Q.double()
+    left_out = x.double() - Q @ (Q.mT @ x.double())
+    identity = torch.eye(shape[-1], dtype=torch.float64, device=device)
+    return (left_out.norm() / x.norm()).item(), (Q.mT @ Q - identity).abs().max().item()
 
 
 def optimizers(run: Run) -> None:

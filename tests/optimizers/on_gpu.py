@@ -27,5 +27,6 @@ def masking(optimizer):
 def captured(optimizer, capture=lambda run: run):
     """An optimizer whose step is captured; by default the capture is a function that is called again."""
     vars(optimizer)["cuda_graphs"] = True
-    optimizer._session.graphed = GraphedUpdate(optimizer._run, capture)
+    optimizer.prepare()
+    optimizer._session.settled.graphed = GraphedUpdate(optimizer._run, capture)
     return optimizer

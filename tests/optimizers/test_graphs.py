@@ -112,6 +112,21 @@ def test_what_was_captured_may_not_change():
 
 
 @pytest.mark.skipif(CUDA, reason="there is a CUDA device")
+def test_a_step_is_captured_anew_after_a_new_plan(monkeypatch):
+    """What was captured reads tables of the old one, whose memory is given back."""
+    cuda = Cuda(monkeypatch)
+    (_, parameters), _, graphed = pair("cpu")
+    captured(graphed, None)
+    set_gradients(parameters, 0)
+    graphed.step()
+    graphed.param_groups[0]["num_ns_steps"] = 3
+    graphed.prepare()
+    graphed.param_groups[0]["num_ns_steps"] = 5
+    graphed.step()
+    assert cuda.calls.count("end of graph") == 2
+
+
+@pytest.mark.skipif(CUDA, reason="there is a CUDA device")
 def test_without_a_cuda_device_it_is_refused():
     with pytest.raises(ValueError, match=r"cuda_graphs cannot work .* not on a CUDA device, got one on cpu"):
         TensorParallelMuon([matrix()], cuda_graphs=True)

@@ -40,6 +40,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SERVES = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(not SERVES, reason="runs in a process that interprets Triton")
+ranks_interpret = pytest.mark.skipif(not INTERPRETED, reason="the ranks are on the CPU, and interpret Triton")
 without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 BF16 = torch.bfloat16
@@ -192,8 +193,9 @@ def test_heavy_balls_of_more_dimensions_take_the_same_steps():
 @pytest.mark.parametrize(("dtype", "method"), [(None, "none"), *((torch.float32, each) for each in ("none", *METHODS))])
 def test_gradients_may_be_wider_and_lie_otherwise(dtype, method):
     def make(form):
-        parameters = [nn.Parameter(drawn((12, 20), 1).to(BF16).T), nn.Parameter(drawn((24, 24), 2).to(BF16)[::2, ::2])]
-        parameters += [nn.Parameter(drawn(shape, 3)) for shape in ((0, 5), (1, 5), (3, 1100), (1100, 3))]
+        narrow = of_shapes(BF16, [(12, 20), (24, 24)])
+        parameters = [nn.Parameter(narrow[0].detach().T), nn.Parameter(narrow[1].detach()[::2, ::2])]
+        parameters += of_shapes(shapes=[(0, 5), (1, 5), (3, 1100), (1100, 3)])
         return TensorParallelMuon(parameters, lr=0.02, step_kernels=form, moment2_method=method), parameters
 
     assert_equal(both(make, dtype=dtype), rooted=method in ROOTS)
@@ -320,8 +322,9 @@ def test_metrics_show_the_same_updates(method):
         for form in ("torch", "triton")
     )
     assert by_torch
-    for expected, found in zip(by_torch, by_triton, strict=True):  # sums of other orders
-        assert found == pytest.approx(expected, rel=1e-6)
+    tolerance = 1e-6 if DEVICE == "cpu" else 1e-2  # sums of other orders, and what assert_equal allows
+    for expected, found in zip(by_torch, by_triton, strict=True):
+        assert found == pytest.approx(expected, rel=tolerance)
 
 
 def of_ranks(rank, ranks, form, tp_mode, method):
@@ -345,7 +348,7 @@ def of_ranks(rank, ranks, form, tp_mode, method):
 
 
 @pytest.mark.wide
-@interpreted
+@ranks_interpret
 @pytest.mark.parametrize(
     ("tp_mode", "method"),
     [*((mode, "none") for mode in ("duplicated", "owner", "gram")), *(("gram", method) for method in METHODS)],
@@ -372,7 +375,7 @@ def on_some_ranks(rank, ranks, method):
 
 
 @pytest.mark.wide
-@interpreted
+@ranks_interpret
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_step_as_one_does(method):
     [(tall, wide)] = run_ranks(on_some_ranks, 1, method)

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from megatron_eopt.orthogonalize import triton_kernel
 from megatron_eopt.orthogonalize.triton_kernel import Tiles, symmetric_product
 from megatron_eopt.orthogonalize.triton_launch import Launcher
-from tests.orthogonalize.launched import binding
+from tests.orthogonalize.launched import Compiled, binding
 
 pytestmark = pytest.mark.skipif(
     triton_kernel.INTERPRETED or torch.cuda.is_available(), reason="Triton would launch, or interpret"
@@ -27,6 +27,29 @@ def test_an_equal_launch_is_not_searched_for_again(monkeypatch):
         symmetric_product(a, a, alpha=0.5, out=torch.empty(3, 32, 32, dtype=torch.float16))
     assert len(gpu.started) == 3
     assert len(gpu.searched) == 1
+
+
+def takes_less(self, grid):
+    return lambda: None
+
+
+def has_no_grids(self, grid):
+    raise TypeError("not subscriptable")
+
+
+@pytest.mark.parametrize("other", [takes_less, has_no_grids])
+def test_where_triton_starts_kernels_otherwise_all_launches_are_its_own(other, monkeypatch, caplog):
+    gpu = binding(monkeypatch)
+    monkeypatch.setattr(Compiled, "__getitem__", other)
+    monkeypatch.setattr(Launcher, "starts_known", True)
+    monkeypatch.setattr(triton_kernel, "_launch", launcher())
+    a = torch.zeros(3, 32, 48, dtype=torch.float16)
+    out = torch.empty(3, 32, 32, dtype=torch.float16)
+    for _ in range(3):
+        symmetric_product(a, a, out=out)
+    first, *others = map(values, gpu.started)
+    assert others == [first] * 2
+    assert len(caplog.records) == 1
 
 
 def products():

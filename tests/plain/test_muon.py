@@ -265,6 +265,15 @@ def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
             torch.testing.assert_close(p, q)
 
 
+def test_a_second_moment_is_refused_with_what_has_one():
+    matrix, other = parameters((4, 4), (4, 4))
+    with pytest.raises(ValueError, match="Muon beside AdamW has no moment2_method 'normuon': take adaptive_muon by"):
+        Muon([matrix], [], moment2_method="normuon")
+    optimizer = Muon([matrix], [])
+    with pytest.raises(ValueError, match="take adaptive_muon by"):
+        optimizer.add_param_group({"params": [other], "moment2_method": "normuon"})
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"), [("nestrov", "nesterov"), ("num_ns_steps", "ns_steps"), ("adam_beta", "adam_betas")]
 )

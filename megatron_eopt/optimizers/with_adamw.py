@@ -382,6 +382,12 @@ class Muon(Optimizer):
     def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
         """Refuse groups and state that AdamW could not go on from."""
         groups = self._adam_groups
+        if groups and not of_adamw["param_groups"]:
+            raise ValueError(
+                f"{self._called} has AdamW inside, and the state dict has none. optimizer.matrices.load_state_dict takes "
+                "a state of the matrices alone. One of another optimizer, such as AdamW for all parameters, has no "
+                "momenta for them: load the weights alone, and begin with fresh state"
+            )
         own = [len(group["params"]) for group in groups]
         saved = [len(group["params"]) for group in of_adamw["param_groups"]]
         if own != saved:
@@ -403,8 +409,7 @@ class Muon(Optimizer):
                 elif parameter.requires_grad:
                     lacking.append(called[parameter])
         check_loaded(self._of_adamw, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
-        if loaded:
-            note_begun_anew(self._of_adamw, lacking)
+        note_begun_anew(self._of_adamw, lacking)
 
 
 def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> AdamW | None:

@@ -28,13 +28,23 @@ from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.settings.groups import plain, warn
 from megatron_eopt.settings.of_class import check_values, misspelt, settings_of
-from megatron_eopt.settings.records import ADAM, RECORDS
+from megatron_eopt.settings.records import ADAM, RECORDS, Setting
+from megatron_eopt.settings.values import AT_LEAST_0
 
 # In AdamW's groups: their first rate, and that of the first group of matrices at that time.
 ADAM_LR = "adam_lr"
 ADAM_LR_AT = "adam_lr_at"
 
-OF_ADAMW = {record.name: record for record in (RECORDS["lr"], RECORDS["weight_decay"], *ADAM)}
+OF_ADAMW = {
+    record.name: record
+    for record in (
+        RECORDS["lr"],
+        RECORDS["weight_decay"],
+        *ADAM,
+        Setting(ADAM_LR, check=AT_LEAST_0),
+        Setting(ADAM_LR_AT, check=AT_LEAST_0),
+    )
+}
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -238,7 +248,8 @@ class Muon(Optimizer):
             return []
         groups = self.adamw.param_groups
         for group in groups:  # users may add one to AdamW
-            group.setdefault(ADAM_LR, float(group["lr"]))  # a tensor may be changed in place
+            if ADAM_LR not in group:
+                group[ADAM_LR] = float(group["lr"])  # a tensor may be changed in place
             group.setdefault(ADAM_LR_AT, groups[0][ADAM_LR_AT])
             group.setdefault(STATE_OF, name_in_states(type(self.matrices)))
         return groups
@@ -301,7 +312,9 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self._adam_groups  # AdamW would refuse its gradients when the matrices have made their step
+        groups = self._adam_groups  # AdamW would refuse them when the matrices have made their step
+        for group in groups:
+            check_values(self._of_adamw, OF_ADAMW, group)
         parameters = parameters_in(groups)
         check_gradients(self._of_adamw, parameters, groups, False)
         if self._refusing is None:
@@ -384,7 +397,7 @@ class Muon(Optimizer):
         groups = self._adam_groups
         if groups and not of_adamw["param_groups"]:
             raise ValueError(
-                f"{self._called} has AdamW inside, and the state dict has none. optimizer.matrices.load_state_dict takes "
+                f"{self._called} has AdamW inside, and the state has none. optimizer.matrices.load_state_dict takes "
                 "a state of the matrices alone. One of another optimizer, such as AdamW for all parameters, has no "
                 "momenta for them: load the weights alone, and begin with fresh state"
             )
@@ -396,6 +409,8 @@ class Muon(Optimizer):
                 "build the optimizer for the model as it was, or load what there is of the matrices by "
                 "optimizer.matrices.load_state_dict"
             )
+        for group in of_adamw["param_groups"]:
+            check_values(self._of_adamw, OF_ADAMW, group)
         parameters = parameters_in(self.param_groups)
         called = dict(zip(parameters, parameter_names(self.param_groups), strict=True))
         described: dict[Tensor, list[StateTensor]] = {}

@@ -178,3 +178,21 @@ def test_a_gradient_that_adamw_took_on_a_gpu_is_an_error_two_steps_later_or_in_t
         assert [step() for _ in range(3)][1:] == [[], []]
         with pytest.raises(RuntimeError, match=r"AdamW in Muon got gradients .* of norm: .* go on from the last"):
             (optimizer.state_dict if saves else step)()
+
+
+def test_a_rate_on_a_gpu_is_not_read_for_adamw(monkeypatch):
+    monkeypatch.setattr(NonFinite, "_report", lambda self: None)
+    monkeypatch.setattr(nonfinite, "to_host", lambda x, device: lambda: SimpleNamespace(tolist=lambda: [True]))
+    with FakeTensorMode():
+        params = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in [(8, 8), (7,)]]
+        optimizer = Muon(
+            params[:1], params[1:], adam_fused=True, fp32_matmul_prec="highest", symmetric_products="torch"
+        )
+        optimizer.adamw.step = lambda: None  # which torch cannot make of a tensor without numbers
+        for _ in range(3):
+            optimizer.param_groups[0]["lr"] = torch.empty((), device="cuda")
+            for p in params:
+                p.grad = torch.empty_like(p)
+            with HostWaits() as waits:
+                optimizer.step()
+        assert waits.found == []

@@ -265,6 +265,24 @@ def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
             torch.testing.assert_close(p, q)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("adam_lr", -1.0), ("adam_lr", torch.nan), ("lr", None), ("betas", (1.0, 0.9)), ("eps", 0), ("weight_decay", -1)],
+)
+def test_a_setting_that_adamw_cannot_have_is_refused_in_a_step_and_a_load_before_anything_changes(key, value):
+    params = parameters((4, 4), (3,))
+    optimizer = Muon(params[:1], params[1:])
+    run(optimizer, params, gradients(params, 1))
+    before, state = values(params), copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][1][key] = value
+    with pytest.raises((TypeError, ValueError), match=f"AdamW in Muon: {key} must "):
+        optimizer.load_state_dict(state)
+    optimizer.param_groups[1][key] = value
+    with pytest.raises((TypeError, ValueError), match=f"AdamW in Muon: {key} must "):
+        run(optimizer, params, gradients(params, 1))
+    assert all(map(torch.equal, params, before))
+
+
 def test_a_second_moment_is_refused_with_what_has_one():
     matrix, other = parameters((4, 4), (4, 4))
     with pytest.raises(ValueError, match="Muon beside AdamW has no moment2_method 'normuon': take adaptive_muon by"):

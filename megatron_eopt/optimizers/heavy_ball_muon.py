@@ -49,6 +49,14 @@ class HeavyBallMuon(TensorParallelMuon):
         values["num_ns_steps"] = values["ns_steps"]
         super()._settle(values)
 
+    def _check_place(self, values: Mapping[str, Any]) -> None:
+        if values.get("moment2_method", "none") != "none":
+            raise ValueError(
+                f"{type(self).__name__} beside AdamW has no moment2_method {values['moment2_method']!r}: take "
+                "adaptive_muon by build_optimizer, or TensorParallelAdaptiveMuon"
+            )
+        super()._check_place(values)
+
     def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a group in a step: its Newton-Schulz steps are ``ns_steps``."""
         settings = super().effective(group)

@@ -169,7 +169,7 @@ def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -
 
 
 def note_begun_anew(name: str, lacking: Sequence[str]) -> None:
-    """Warn of parameters without any state where others have theirs."""
+    """Warn of parameters without any state, as after a save before the first step."""
     if lacking:  # on every rank, each of which may lack other ones
         logger.warning(
             f"{name} loads a state without any of {listed(lacking)}: it begins anew, as that of a parameter that never "
@@ -198,16 +198,13 @@ def with_steps(states: States, saved: Saved) -> list[tuple[Tensor, Mapping[str, 
 
 
 def lacking(states: States, saved: Saved) -> list[Tensor]:
-    """Parameters that train and have no state, where others have theirs."""
-    with_state = False
+    """Parameters that train, and have no state."""
     without = []
     for p, state in saved:
         needed = {tensor.key for tensor in states.described(p) if not tensor.optional}
-        if needed & state.keys():
-            with_state = True
-        elif needed and p.requires_grad:
+        if needed and p.requires_grad and not needed & state.keys():
             without.append(p)
-    return without if with_state else []
+    return without
 
 
 def without_host(states: States, parameters: Iterable[tuple[Tensor, int]], saved: Mapping[int, Any]) -> dict[int, Any]:

@@ -98,14 +98,9 @@ class NonFinite:
     def _usable(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Which gradients have a norm of at most :data:`LARGEST_NORM`."""
         norms = [self._zero] * len(gradients)
-        of_dtypes: dict[torch.dtype, dict[int, Tensor]] = {}
-        for i, x in enumerate(gradients):
-            if x is not None and x.numel():
-                wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-                of_dtypes.setdefault(wide, {})[i] = x
-        for wide, some in of_dtypes.items():
-            for i, norm in zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True):
-                norms[i] = norm
+        nonempty = {i: x for i, x in enumerate(gradients) if x is not None and x.numel()}
+        for i, norm in zip(nonempty, norms_of(nonempty.values()), strict=True):
+            norms[i] = norm
         return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
 
     def _report(self) -> None:
@@ -134,6 +129,67 @@ class NonFinite:
         skipped = f"their steps are skipped, {total} in all so far"
         logger.warning(f"{self._looked_at} are not finite, or above 2^50 in norm, of {listed(names)}: {skipped}")
         self._reported = total
+
+
+class Refusing:
+    """Refuses gradients that an optimizer can neither leave out nor go on from.
+
+    Args:
+        name: of the optimizer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # of each step and device: parameters, and which of their gradients are usable
+        self._pending: deque[list[tuple[list[Tensor], Callable[[], Tensor]]]] = deque()
+
+    def look(self, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]]) -> None:
+        """Look at the gradients of a step; a GPU tells of those two steps before.
+
+        A ``RuntimeError`` as :meth:`read`.
+        """
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None and local(parameter.grad).numel():
+                by_device.setdefault(local(parameter.grad).device, []).append(parameter)
+        of_step = []
+        for device, some in by_device.items():
+            gradients = [local(parameter.grad) for parameter in some if parameter.grad is not None]
+            usable = torch.stack(norms_of(gradients)) <= LARGEST_NORM
+            of_step.append((some, to_host(usable, device)))
+        self._pending.append(of_step)
+        on_cpu = {device.type for device in by_device} == {"cpu"}  # which knows at once
+        self.read(groups, 0 if on_cpu else _DELAY)
+
+    def read(self, groups: Sequence[dict[str, Any]], but: int = 0) -> None:
+        """Refuse, by a ``RuntimeError``, gradients of all ``but`` the last steps.
+
+        ``groups`` say what parameters are called.
+        """
+        while len(self._pending) > but:
+            refused = []
+            for some, usable in self._pending.popleft():
+                refused += [p for p, is_usable in zip(some, usable().tolist(), strict=True) if not is_usable]
+            if refused:
+                raise RuntimeError(
+                    f"{self._name} got gradients that are not finite, or above 2^50 in norm, of "
+                    f"{listed(_called(p, groups) for p in refused)}: it leaves out no step, and would keep them in its "
+                    "state for ever. Look for a learning rate that is too high, or for a loss that overflows, and let "
+                    "a clipper or scaler look before the step. On a GPU the step is made: go on from the last "
+                    "checkpoint"
+                )
+
+
+def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Norms of tensors that have entries, in fp32, or in fp64 where they are."""
+    of_dtypes: dict[torch.dtype, dict[int, Tensor]] = {}
+    for i, x in enumerate(tensors):
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        of_dtypes.setdefault(wide, {})[i] = x
+    norms: dict[int, Tensor] = {}
+    for wide, some in of_dtypes.items():
+        norms |= zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True)
+    return [norms[i] for i in sorted(norms)]
 
 
 def to_host(x: Tensor, device: torch.device) -> Callable[[], Tensor]:

@@ -21,20 +21,30 @@ from megatron_eopt.optimizers.loaded_state import (
     name_in_states,
     note_begun_anew,
 )
-from megatron_eopt.optimizers.nonfinite import check_gradients
+from megatron_eopt.optimizers.nonfinite import Refusing, check_gradients
 from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names, parameters_in
 from megatron_eopt.optimizers.state import STATE_OF, StateTensor, forget_replaced
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.settings.groups import plain, warn
 from megatron_eopt.settings.of_class import check_values, misspelt, settings_of
-from megatron_eopt.settings.records import ADAM, RECORDS
+from megatron_eopt.settings.records import ADAM, RECORDS, Setting
+from megatron_eopt.settings.values import AT_LEAST_0
 
 # In AdamW's groups: their first rate, and that of the first group of matrices at that time.
 ADAM_LR = "adam_lr"
 ADAM_LR_AT = "adam_lr_at"
 
-OF_ADAMW = {record.name: record for record in (RECORDS["lr"], RECORDS["weight_decay"], *ADAM)}
+OF_ADAMW = {
+    record.name: record
+    for record in (
+        RECORDS["lr"],
+        RECORDS["weight_decay"],
+        *ADAM,
+        Setting(ADAM_LR, check=AT_LEAST_0),
+        Setting(ADAM_LR_AT, check=AT_LEAST_0),
+    )
+}
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -92,8 +102,9 @@ class Muon(Optimizer):
     ``state`` and ``state_dict`` have both states, each parameter's by itself. State that is missing is made where
     ``state`` is first read, and by ``state_dict``.
 
-    A step leaves out matrices whose gradient is not finite. torch's AdamW does not: let a gradient clipper or scaler
-    check, or its parameters become NaN. torch's ``GradScaler`` unscales both, and skips both steps.
+    A step leaves out matrices whose gradient is not finite, or above 2^50 in norm. torch's AdamW cannot: the first such
+    gradient is an error, on a CPU before anything changes, on a GPU two steps later or in ``state_dict``. Let a
+    gradient clipper or scaler look before. torch's ``GradScaler`` unscales both, and skips both steps.
 
     Args:
         muon_params: matrices, named ones or groups of them; embeddings and output layers better go below.
@@ -128,6 +139,7 @@ class Muon(Optimizer):
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _rates: list[Any] | None = None  # of AdamW's groups after the last step
     _warned: bool = False  # whether a change of AdamW's rates was warned of
+    _refusing: Refusing | None = None  # gradients that AdamW could not go on from
 
     def __init__(
         self,
@@ -186,7 +198,7 @@ class Muon(Optimizer):
 
     def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self.matrices = matrices
-        adamw = _adamw_of(f"AdamW in {self._called}", list(adam_params), adam_settings)
+        adamw = _adamw_of(self._of_adamw, list(adam_params), adam_settings)
         # torch's constructor would set the groups, which are properties here
         super().__setstate__({"defaults": dict(matrices.defaults), "adamw": adamw})
         self._groups_at_first = len(matrices.param_groups)
@@ -197,7 +209,7 @@ class Muon(Optimizer):
             self._rates = [group["lr"] for group in adamw.param_groups]
         beside = {}
         for number, group in enumerate(self._adam_groups):
-            check_parameters(f"AdamW in {self._called}", self._adam_groups[: number + 1])
+            check_parameters(self._of_adamw, self._adam_groups[: number + 1])
             for key, x in plain(group).items():
                 beside[f"AdamW's {key} of group {number}"] = x
         matrices._session.beside = beside
@@ -206,6 +218,10 @@ class Muon(Optimizer):
     @property
     def _called(self) -> str:
         return type(self if isinstance(self.matrices, HeavyBallMuon) else self.matrices).__name__
+
+    @property
+    def _of_adamw(self) -> str:
+        return f"AdamW in {self._called}"
 
     def __repr__(self) -> str:
         return super().__repr__().replace(type(self).__name__, self._called, 1)
@@ -232,7 +248,8 @@ class Muon(Optimizer):
             return []
         groups = self.adamw.param_groups
         for group in groups:  # users may add one to AdamW
-            group.setdefault(ADAM_LR, float(group["lr"]))  # a tensor may be changed in place
+            if ADAM_LR not in group:
+                group[ADAM_LR] = float(group["lr"])  # a tensor may be changed in place
             group.setdefault(ADAM_LR_AT, groups[0][ADAM_LR_AT])
             group.setdefault(STATE_OF, name_in_states(type(self.matrices)))
         return groups
@@ -295,8 +312,14 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self._adam_groups  # AdamW would refuse its gradients when the matrices have made their step
-        check_gradients(f"AdamW in {self._called}", parameters_in(groups), groups, False)
+        groups = self._adam_groups  # AdamW would refuse them when the matrices have made their step
+        for group in groups:
+            check_values(self._of_adamw, OF_ADAMW, group)
+        parameters = parameters_in(groups)
+        check_gradients(self._of_adamw, parameters, groups, False)
+        if self._refusing is None:
+            self._refusing = Refusing(self._of_adamw)
+        self._refusing.look(parameters, groups)
         self.matrices._session.also = self._step_adamw
         try:
             self.matrices.step()
@@ -323,7 +346,7 @@ class Muon(Optimizer):
         """Create all state, as a checkpoint load needs it."""
         self.matrices.init_state()
         if self.adamw is not None:
-            forget_replaced(f"AdamW in {self._called}", self.adamw.state, parameters_in(self._adam_groups))
+            forget_replaced(self._of_adamw, self.adamw.state, parameters_in(self._adam_groups))
             _init_adamw(self.adamw)
         for part in (self.matrices, self.adamw):
             average = average_of(part) if part is not None else None
@@ -333,6 +356,8 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return both states: see the class."""
         self.matrices.refuse_half_step()
+        if self._refusing is not None:
+            self._refusing.read(self._adam_groups)
         self.init_state()
         state = super().state_dict()
         self.matrices.name_undecided(state["param_groups"][: len(self.matrices.param_groups)])
@@ -363,13 +388,19 @@ class Muon(Optimizer):
         self.matrices.load_state_dict(of_matrices)
         if self.adamw is not None:
             self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
-        self._rates = None
+        self._rates = self._refusing = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
         """Refuse groups and state that AdamW could not go on from."""
         groups = self._adam_groups
+        if groups and not of_adamw["param_groups"]:
+            raise ValueError(
+                f"{self._called} has AdamW inside, and the state has none. optimizer.matrices.load_state_dict takes "
+                "a state of the matrices alone. One of another optimizer, such as AdamW for all parameters, has no "
+                "momenta for them: load the weights alone, and begin with fresh state"
+            )
         own = [len(group["params"]) for group in groups]
         saved = [len(group["params"]) for group in of_adamw["param_groups"]]
         if own != saved:
@@ -378,7 +409,8 @@ class Muon(Optimizer):
                 "build the optimizer for the model as it was, or load what there is of the matrices by "
                 "optimizer.matrices.load_state_dict"
             )
-        name = f"AdamW in {self._called}"
+        for group in of_adamw["param_groups"]:
+            check_values(self._of_adamw, OF_ADAMW, group)
         parameters = parameters_in(self.param_groups)
         called = dict(zip(parameters, parameter_names(self.param_groups), strict=True))
         described: dict[Tensor, list[StateTensor]] = {}
@@ -391,9 +423,8 @@ class Muon(Optimizer):
                     loaded.append((parameter, of_adamw["state"][index]))
                 elif parameter.requires_grad:
                     lacking.append(called[parameter])
-        check_loaded(name, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
-        if loaded:
-            note_begun_anew(name, lacking)
+        check_loaded(self._of_adamw, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
+        note_begun_anew(self._of_adamw, lacking)
 
 
 def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> AdamW | None:

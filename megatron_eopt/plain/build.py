@@ -45,6 +45,16 @@ _OWN_FIELDS = {  # of the config, beside those that are arguments of the class
     "schedule_free_adamw": {"schedule_free_warmup_steps"},
     "spectron": {"spectron_factor_pairs"},
 }
+_FIELD_OF = {  # argument of a class -> field of the config, where it has another name
+    "momentum": "muon_momentum",
+    "ns_steps": "muon_ns_steps",
+    "num_ns_steps": "muon_ns_steps",
+    "adam_lr": "muon_adam_lr",
+    "adam_betas": "betas",
+    "adam_eps": "eps",
+    "adam_fused": "fused",
+    "warmup_steps": "schedule_free_warmup_steps",
+}
 ADAM_BETAS = (0.9, 0.95)
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 
@@ -357,9 +367,13 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
         if value is not None and name in signature(cls).parameters:
             known[name] = value
     known |= own
-    both = sorted(known.keys() & config.options.keys())
+    of_fields = {*known, "num_ns_steps"} if cls is Muon else known.keys()
+    both = [f"{key} ({_FIELD_OF.get(key, key)})" for key in sorted(of_fields & config.options.keys())]
     if both:
-        raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set the fields instead")
+        raise ValueError(
+            f"options of the config have what its fields say: take it out, and set the fields in brackets instead, of "
+            f"{', '.join(both)}"
+        )
     check_arguments(cls, config.options)
     return {**known, **config.options}
 

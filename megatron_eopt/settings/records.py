@@ -21,6 +21,7 @@ from megatron_eopt.settings.values import (
     Check,
     count,
     one_of,
+    process_group_or_none,
     two_below_1,
 )
 
@@ -222,7 +223,7 @@ SECOND_MOMENT = (
 )
 
 EXECUTION = (
-    Setting("data_parallel_group", whole=True),
+    Setting("data_parallel_group", check=process_group_or_none, whole=True),
     Setting("cuda_graphs", whole=True),
     Setting("plan_rates", check=_check_rates, whole=True),
     Setting(

@@ -6,6 +6,7 @@ from numbers import Real
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.choices import check_count
 
@@ -62,6 +63,15 @@ def flag_or_none(called: str, value: Any) -> None:
     """True, False, or None."""
     if value is not None:
         flag(called, value)
+
+
+def process_group_or_none(called: str, value: Any) -> None:
+    """A process group, or None."""
+    if value is not None and not isinstance(value, ProcessGroup):
+        raise TypeError(
+            f"{called} must be a process group, such as torch.distributed.group.WORLD or a mesh's get_group(), or "
+            f"None, got {value!r}"
+        )
 
 
 def two_below_1(called: str, value: Any) -> None:

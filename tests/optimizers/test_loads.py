@@ -157,6 +157,17 @@ def test_states_that_say_all_there_is_are_loaded_without_a_word(name, caplog):
     assert not [record.getMessage() for record in caplog.records if "anew" in record.getMessage()]
 
 
+@every
+def test_a_state_of_groups_alone_is_told(name, caplog):
+    """As torch's optimizers save it before their first step, and as a lost one looks."""
+    saved, optimizer = saved_and_other(name)
+    with caplog.at_level(logging.WARNING):
+        optimizer.load_state_dict({**saved, "state": {}})
+    told = [record.getMessage() for record in caplog.records if "begins anew" in record.getMessage()]
+    assert [("parameter 0" in message, "parameter 1" in message) for message in told] == [(True, True)]
+    take(optimizer, 1, start=5)
+
+
 @every_class
 def test_what_belongs_to_no_parameter_stays_and_changes_no_step(name):
     """As torch keeps it, which has no other place for what belongs to a whole optimizer."""
@@ -410,7 +421,7 @@ def test_a_state_without_a_mark_is_warned_of_once_where_it_has_tensors(of_each, 
         optimizer.load_state_dict(read(of_each[name]))
         unmarked = without_mark(read(of_each[name]))
         optimizer.load_state_dict({**unmarked, "state": {}} if name == "Lion" else unmarked)
-    assert [message.split(":")[0] for message in caplog.messages] == [
+    assert [message.split(":")[0] for message in caplog.messages if "begins anew" not in message] == [
         f"{name} loads a state that does not say which optimizer wrote it, and takes it for one of its own"
         for name in ("Muon", "TensorParallelMuon")
     ]

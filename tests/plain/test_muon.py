@@ -213,6 +213,38 @@ def test_a_gradient_that_adamw_refuses_moves_no_matrix():
     assert torch.equal(params[0], before[0])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf, 1e20, 1e16])
+def test_a_gradient_that_adamw_could_not_go_on_from_is_an_error_before_anything_changes(bad, fused):
+    """The second moment of 1e20 would be infinite, and its parameter never move again."""
+    matrix, embedding, vector = params = parameters((4, 4), (6, 4), (3,))
+    optimizer = Muon([("weight", matrix)], [("embedding", embedding), ("norm", vector)], adam_fused=fused)
+    first, second, third = gradients(params, 3)
+    run(optimizer, params, [first])
+    before, state = values(params), copy.deepcopy(optimizer.state_dict())
+    second[2][1] = bad
+    with pytest.raises(RuntimeError, match=r"AdamW in Muon got .* not finite, or above 2\^50 in norm, of norm: "):
+        run(optimizer, params, [second])
+    assert all(map(torch.equal, params, before))
+    run(optimizer, params, [third])
+    after = values(params)
+    for p, x in zip(params, before, strict=True):
+        p.data.copy_(x)
+    optimizer.load_state_dict(state)
+    run(optimizer, params, [third])
+    assert all(map(torch.equal, params, after))
+
+
+def test_large_and_empty_gradients_of_adamw_are_taken():
+    params = parameters((4, 4), (5,), (0, 3))
+    optimizer = Muon(params[:1], params[1:])
+    steps = gradients(params, 2)
+    steps[0][1].fill_(1e14)
+    before = values(params)
+    run(optimizer, params, steps)
+    assert not any(map(torch.equal, params[:2], before))
+
+
 def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
     params, others = parameters((6, 4), (4, 9), (5,)), parameters((6, 4), (4, 9), (5,))
     optimizer, reference = (Muon(each[:2], each[2:], momentum=0.9, weight_decay=0.1) for each in (params, others))
@@ -231,6 +263,33 @@ def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
         for p, q in zip(params[:2], others[:2], strict=True):
             assert torch.equal(optimizer.state[p]["momentum_buffer"], reference.state[q]["momentum_buffer"])
             torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("adam_lr", -1.0), ("adam_lr", torch.nan), ("lr", None), ("betas", (1.0, 0.9)), ("eps", 0), ("weight_decay", -1)],
+)
+def test_a_setting_that_adamw_cannot_have_is_refused_in_a_step_and_a_load_before_anything_changes(key, value):
+    params = parameters((4, 4), (3,))
+    optimizer = Muon(params[:1], params[1:])
+    run(optimizer, params, gradients(params, 1))
+    before, state = values(params), copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][1][key] = value
+    with pytest.raises((TypeError, ValueError), match=f"AdamW in Muon: {key} must "):
+        optimizer.load_state_dict(state)
+    optimizer.param_groups[1][key] = value
+    with pytest.raises((TypeError, ValueError), match=f"AdamW in Muon: {key} must "):
+        run(optimizer, params, gradients(params, 1))
+    assert all(map(torch.equal, params, before))
+
+
+def test_a_second_moment_is_refused_with_what_has_one():
+    matrix, other = parameters((4, 4), (4, 4))
+    with pytest.raises(ValueError, match="Muon beside AdamW has no moment2_method 'normuon': take adaptive_muon by"):
+        Muon([matrix], [], moment2_method="normuon")
+    optimizer = Muon([matrix], [])
+    with pytest.raises(ValueError, match="take adaptive_muon by"):
+        optimizer.add_param_group({"params": [other], "moment2_method": "normuon"})
 
 
 @pytest.mark.parametrize(

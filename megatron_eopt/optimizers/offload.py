@@ -1,12 +1,13 @@
 """State in host memory, copied to devices by chunks.
 
-On a GPU host memory is pinned and each direction has a stream: the next chunk's state arrives, and the last one's
-leaves, while this one is computed. The host never waits. On a CPU copies are made at once.
+On a GPU each direction has a stream: the next chunk's state arrives, and the last one's leaves, while this one is
+computed. The host never waits. State of a chunk lies together in pinned memory, so that one copy moves it. On a CPU
+copies are made at once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from megatron_eopt.parallel.scheduler import Program, resume
 
 Event = torch.cuda.Event | None  # None on a CPU, where all that was asked for is done
 
-_ALIGNED = 256  # bytes: where tensors begin in a slot
+_ALIGNED = 256  # bytes: where tensors begin in a memory
 
 
 class Streamed:
@@ -47,9 +48,13 @@ class Streamed:
                 if kept(p):
                     homes[i] = [x for x in state.values() if x.shape == weight.shape]
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
-        self._waiting = []
-        if homes:
-            self._waiting = [list(chain(*(homes.get(i, ()) for i in chunk))) for chunk in chunks]
+        for chunk in chunks if homes else ():
+            by_parameter = (homes.get(i, ()) for i in chunk)
+            by_key = chain(*zip_longest(*by_parameter))  # as they leave: all momenta first
+            self._waiting.append([x for x in by_key if x is not None])
+        if self._device.type == "cuda":
+            for tensors in self._waiting:
+                _pin([x for x in tensors if not x.is_pinned()])  # before the first step, and what was loaded
         sizes = [sum(map(_room, tensors)) for tensors in self._waiting]
         of_slots = [max(sizes[number::2], default=0) for number in range(2)]
         self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in of_slots]
@@ -115,6 +120,7 @@ class Streamed:
     def end(self) -> None:
         """Release the slots when all copies are done."""
         for slot in self._slots:
+            self._arriving.keep(slot)  # a step that failed may not have waited for it
             self._leaving.keep(slot)
         self._slots = []
         self._waiting = []
@@ -130,16 +136,11 @@ class Streamed:
     def _fetch(self, number: int) -> None:
         if number >= len(self._waiting):
             return
-        slot = self._slots[number % 2]
-        start = 0
-        self._pairs = []
-        for home in self._waiting[number]:
-            here = slot[start : start + home.nbytes].view(home.dtype).view(home.shape)
-            self._pairs.append((home, here))
-            start += _room(home)
+        homes = self._waiting[number]
+        self._pairs = list(zip(homes, _like(homes, self._slots[number % 2]), strict=True))
         to_here = [(here, home) for home, here in self._pairs]
         self._arrived = self._arriving.copy(to_here, [_now(self._device), self._left])
-        self.fetched += sum(home.nbytes for home in self._waiting[number])
+        self.fetched += sum(home.nbytes for home in homes)
 
 
 class _Lane:
@@ -158,7 +159,7 @@ class _Lane:
             if event is not None:
                 self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
-            for to, x in pairs:
+            for to, x in _joined(pairs):
                 to.copy_(x, non_blocking=True)
             return self._stream.record_event()
 
@@ -174,3 +175,49 @@ def _now(device: torch.device) -> Event:
 
 def _room(x: Tensor) -> int:
     return -(-x.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _like(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
+    """Tensors of the same shapes in a memory of bytes, one after another."""
+    made = []
+    start = 0
+    for x in tensors:
+        made.append(memory.view(x.dtype).as_strided(x.shape, x.stride(), start // x.itemsize))
+        start += _room(x)
+    return made
+
+
+def _pin(tensors: Sequence[Tensor]) -> None:
+    """Move tensors to pinned memory, one after another."""
+    if not tensors:
+        return
+    memory = torch.zeros(sum(map(_room, tensors)), dtype=torch.uint8, pin_memory=True)
+    for x, pinned in zip(tensors, _like(tensors, memory), strict=True):
+        x.data = pinned.copy_(x)
+
+
+def _joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The memory of pairs, of those that follow one another on both sides as one."""
+    runs: list[list[tuple[Tensor, Tensor]]] = []
+    for pair in pairs:
+        if runs and all(map(_follows, pair, runs[-1][-1])):
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+    for run in runs:
+        to, x = zip(*run, strict=True)
+        yield _memory(to), _memory(x)
+
+
+def _follows(x: Tensor, other: Tensor) -> bool:
+    """Whether a tensor lies behind another one in the same memory."""
+    if x.data_ptr() != other.data_ptr() + _room(other):
+        return False
+    return x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _memory(tensors: Sequence[Tensor]) -> Tensor:
+    """All from the first tensor to the last, in the dtype of the first."""
+    first = tensors[0]
+    nbytes = tensors[-1].data_ptr() + tensors[-1].nbytes - first.data_ptr()
+    return first.as_strided((-(-nbytes // first.itemsize),), (1,))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
-from megatron_eopt.optimizers.psgd_math import Whitened, preconditioned, refreshed, started, where
+from megatron_eopt.optimizers.psgd_math import Whitened, preconditioned, refreshed, start
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.whole_matrices import (
     CLOCK,
@@ -177,18 +177,18 @@ class PSGDKron(StackedOptimizer):
             return [momentum]
         group = stack.group
         accepted = stack.accepted[stack.own]
-        old = Whitened(momentum, [stack.kept(key) for key in FACTORS], stack.kept(BOUNDS))
-        new = started(old, group["precond_init_scale"])
+        # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
+        steps = accepted.view(-1) & momentum.flatten(1).any(1)
+        whitened = Whitened(momentum, [stack.kept(key) for key in FACTORS], stack.kept(BOUNDS))
+        start(whitened, steps, group["precond_init_scale"])
         with fp32_products(group["fp32_matmul_prec"]):
             if refreshes(group):
-                new = refreshed(new, group[CLOCK], group)
-            update = preconditioned(new.factors, momentum)
-        # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
-        new = where(accepted & (momentum != 0).flatten(1).any(1).view(-1, 1, 1), new, old)
-        for key, factor in zip(FACTORS, new.factors, strict=True):
+                whitened = refreshed(whitened, steps, group[CLOCK], group)
+            update = preconditioned(whitened.factors, momentum)
+        for key, factor in zip(FACTORS, whitened.factors, strict=True):
             stack.keep(key, factor)
-        stack.keep(BOUNDS, new.bounds)
+        stack.keep(BOUNDS, whitened.bounds)
         if group["max_update_rms"]:
-            rms = update.square().mean((1, 2), keepdim=True).sqrt()
-            update = update * (group["max_update_rms"] / rms).clamp(max=1)
-        return [torch.where(accepted, update, 0.0)]
+            rms = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True) / momentum[0].numel() ** 0.5
+            update.mul_((group["max_update_rms"] / rms).clamp(max=1))
+        return [update]

@@ -30,26 +30,16 @@ class Whitened:
     bounds: Tensor  # of the curvature of each factor's fit, (n x 2); 0 before the first
 
 
-def started(x: Whitened, scale: float) -> Whitened:
-    """Identities as factors that no fit has changed."""
-    first = x.bounds[:, 0] == 0
-    factors = []
+def start(x: Whitened, steps: Tensor, scale: float) -> None:
+    """Make identities of factors that no fit has changed, of matrices that step."""
+    first = steps & (x.bounds[:, 0] == 0)
     for factor in x.factors:
-        unit = factor.new_ones(factor.shape[1])
-        if factor.ndim == 3:
-            unit = unit.diag()
-        factors.append(torch.where(over(factor, first), scale * unit, factor))
-    return replace(x, factors=factors)
+        diagonal = factor if factor.ndim == 2 else _diagonal(factor)
+        diagonal.copy_(torch.where(first[:, None], scale, diagonal))  # all else is zero
 
 
-def where(flags: Tensor, new: Whitened, old: Whitened) -> Whitened:
-    """Factors and bounds of ``new`` where flags say so, else of ``old``."""
-    factors = [torch.where(over(x, flags), x, y) for x, y in zip(new.factors, old.factors, strict=True)]
-    return replace(old, factors=factors, bounds=torch.where(over(old.bounds, flags), new.bounds, old.bounds))
-
-
-def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
-    """Factors after a step of their fit, where that is finite.
+def refreshed(x: Whitened, steps: Tensor, step: int, settings: Mapping[str, Any]) -> Whitened:
+    """Factors after a step of their fit, where that is finite and ``steps`` says so.
 
     With ``Q`` of each side and ``P X = (Q_L^T Q_L) X (Q_R^T Q_R)``, ``G = P (M + noise)`` is to have rows and columns
     with a covariance of the identity: ``Q <- Q - rate / bound (G G^T - c I) Q``, ``c = entries / length``. It is turned
@@ -60,33 +50,44 @@ def refreshed(x: Whitened, step: int, settings: Mapping[str, Any]) -> Whitened:
     _, rows, cols = momentum.shape
     sizes = [entries, PROBES * rows, PROBES * rows, PROBES * cols, PROBES * cols]
     noise, *probes = normals(step, sum(sizes), momentum).split(sizes)
-    damping = settings["damping_noise_scale"] + 1e-7 * momentum.abs()
-    seen = preconditioned(x.factors, momentum + damping * noise.view(momentum.shape[1:]))
+    noise = noise.view(rows, cols)
+    noisy = torch.add(momentum, noise, alpha=settings["damping_noise_scale"])
+    noisy.addcmul_(momentum.abs(), noise, value=1e-7)
+    seen = preconditioned(x.factors, noisy)
     rate = settings["precond_lr"] / (1 + (step - 1) / settings["precond_decay_steps"]) ** 0.5
     rate = max(rate, settings["min_precond_lr"])
     beta = settings["beta_lip"]
     factors = []
     bounds = []
     for side, factor in enumerate(x.factors):
-        target = entries / factor.shape[1]
+        length = factor.shape[1]
+        target = entries / length
+        lines = seen if side == 0 else seen.mT
         dense = factor.ndim == 3
         if dense:
-            covariance = seen @ seen.mT if side == 0 else seen.mT @ seen
-            norm = largest_singular_value(covariance, probes[2 * side], covariance.diagonal(dim1=1, dim2=2).amax(1))
+            covariance = lines @ lines.mT
+            norm = largest_singular_value(covariance, probes[2 * side], _diagonal(covariance).amax(1))
         else:
-            covariance = seen.square().sum(2 - side)
+            covariance = lines.square().sum(2)
             norm = covariance.amax(1)
         bound = torch.maximum(beta * x.bounds[:, side] + (1 - beta) * (norm + target), norm + target)
         share = over(factor, rate / bound)
         if dense:
-            factor = turned(factor - share * (covariance @ factor - target * factor), probes[2 * side + 1])
+            left = covariance
+            right = factor
+            if length > lines.shape[2]:  # G (G^T Q) takes fewer operations than (G G^T) Q
+                left = lines
+                right = lines.mT @ factor
+            factor = (factor * (1 + share * target)).baddbmm_(left * -share, right)
+            turn(factor, probes[2 * side + 1])
         else:
             factor = factor * (1 - share * (covariance - target))
         factors.append(factor)
         bounds.append(bound)
-    new = replace(x, factors=balanced(factors), bounds=torch.stack(bounds, 1))
-    finite = torch.stack([y.isfinite().flatten(1).all(1) for y in (*new.factors, new.bounds)]).all(0)
-    return where(finite, new, x)
+    new_bounds = torch.stack(bounds, 1)
+    taken = steps & balance(factors) & new_bounds.isfinite().all(1)
+    factors = [torch.where(over(y, taken), y, old) for y, old in zip(factors, x.factors, strict=True)]
+    return replace(x, factors=factors, bounds=torch.where(taken[:, None], new_bounds, x.bounds))
 
 
 def over(x: Tensor, of_each: Tensor) -> Tensor:
@@ -101,29 +102,32 @@ def preconditioned(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     return (x @ right.mT) @ right if right.ndim == 3 else x * right.square()[:, None]
 
 
-def balanced(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Factors with the same largest entry, and the same product."""
-    largest = torch.stack([factor.abs().flatten(1).amax(1) for factor in factors])
-    mean = largest.prod(0) ** 0.5
-    return [factor * over(factor, mean / most) for factor, most in zip(factors, largest, strict=True)]
+def balance(factors: Sequence[Tensor]) -> Tensor:
+    """Let factors have the same largest entry, and the same product; whether those of each matrix are finite."""
+    largest = torch.stack([torch.linalg.vector_norm(factor.flatten(1), torch.inf, dim=1) for factor in factors])
+    changes = largest.prod(0) ** 0.5 / largest
+    for factor, change in zip(factors, changes, strict=True):
+        factor.mul_(over(factor, change))
+    return (largest.isfinite() & changes.isfinite()).all(0)
 
 
-def turned(factor: Tensor, probes: Tensor) -> Tensor:
+def turn(factor: Tensor, probes: Tensor) -> None:
     """One step towards ``min |U Q - I|``, over rotations ``U``.
 
-    ``Q <- (I + a R + a^2 R^2 / 2) Q`` with ``R = Q^T - Q``, divided by its norm, and the ``a`` that makes the trace
-    largest.
+    ``Q <- (I + a R + a^2 R^2 / 2) Q`` with ``R = Q^T - Q`` and the ``a`` that makes the trace largest, at most
+    :data:`LARGEST_TURN` over its norm.
     """
     with fp32_products("highest"):
-        turn = factor.mT - factor
-        norm = largest_singular_value(turn, probes, turn.abs().flatten(1).amax(1))
-        turn = turn / norm.clamp(min=_EPS)[:, None, None]
-        once = turn @ factor
-        twice = turn @ once
-    slope = once.diagonal(dim1=1, dim2=2).sum(1)
-    curvature = twice.diagonal(dim1=1, dim2=2).sum(1)
-    angle = torch.where(curvature < 0, (-slope / curvature).clamp(0, LARGEST_TURN), LARGEST_TURN)[:, None, None]
-    return factor + angle * (once + 0.5 * angle * twice)
+        skew = factor.mT - factor
+        norm = largest_singular_value(skew, probes, skew.amax((1, 2)))
+        once = skew @ factor
+        twice = skew @ once
+    most = LARGEST_TURN / norm.clamp(min=_EPS)
+    slope = _diagonal(once).sum(1)
+    curvature = _diagonal(twice).sum(1)
+    best = torch.minimum((-slope / curvature).clamp(min=0), most)
+    angle = torch.where(curvature < 0, best, most)[:, None, None]
+    factor.addcmul_(once.addcmul_(twice, 0.5 * angle), angle)
 
 
 def largest_singular_value(x: Tensor, probes: Tensor, scale: Tensor) -> Tensor:
@@ -132,18 +136,20 @@ def largest_singular_value(x: Tensor, probes: Tensor, scale: Tensor) -> Tensor:
     Args:
         x: (n x length x length).
         probes: random entries of :data:`PROBES` rows, which are turned towards the largest row of ``x``.
-        scale: of the entries of each, so that no product overflows.
+        scale: of the entries of each, by which rows are divided, so that no product overflows.
     """
-    scale = scale.clamp(min=_EPS)
-    x = x / scale[:, None, None]
-    row = x.gather(1, x.norm(dim=2).argmax(1)[:, None, None].expand(-1, 1, x.shape[2]))
+    scale = scale.clamp(min=_EPS)[:, None, None]
+    row = x.gather(1, x.norm(dim=2).argmax(1)[:, None, None].expand(-1, 1, x.shape[2])) / scale
     probes = probes.view(PROBES, -1)
     rows = row + (row @ probes.mT).sign().mT * probes
     for _ in range(HALF_ITERATIONS):
-        rows = rows @ x
-        rows = rows / (rows.norm(dim=2, keepdim=True) + _EPS)
-        rows = rows @ x
-    return scale * rows.norm(dim=2).amax(1)
+        rows = (rows / scale) @ x
+        rows = (rows / ((rows.norm(dim=2, keepdim=True) + _EPS) * scale)) @ x
+    return scale[:, 0, 0] * rows.norm(dim=2).amax(1)
+
+
+def _diagonal(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=1, dim2=2)
 
 
 def normals(step: int, count: int, like: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ class Preconditioning(FactoredOptimizer):
             if stack.one.first or refreshes(group):
                 order: Literal[2, 4] = 4 if both and not self.whitens else 2
                 new = inverse_root(side.factor, order, float(group["damping"]), group["root_method"])
-                side.made.copy_(torch.where(accepted, new, side.made))
+                torch.where(accepted, new, side.made, out=side.made)
 
     def _scale(self, rows: int, cols: int, mode: Scale) -> float:
         """Factor of the preconditioned momentum of a (rows x cols) matrix."""

@@ -141,7 +141,7 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
             values = (columns * images).sum(1)
         order = values.argsort(descending=True)
         sorted_squares = _in_order(matrices.squares, order, dim)
-        matrices.squares.copy_(torch.where(accepted, sorted_squares, matrices.squares))
+        torch.where(accepted, sorted_squares, matrices.squares, out=matrices.squares)
         columns = _in_order(columns, order, 2)
         images = _in_order(images, order, 2)
     if settings["basis_method"] == "eigh":
@@ -151,7 +151,7 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
         if not before:
             order = _eigenvalues(Side(side.factor, new)).argsort(descending=True)
             new = _in_order(new, order, 2)
-    side.made.copy_(torch.where(accepted, new, side.made))
+    torch.where(accepted, new, side.made, out=side.made)
 
 
 def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any], first: bool) -> Tensor:

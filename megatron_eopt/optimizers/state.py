@@ -134,8 +134,7 @@ class States:
         """A state tensor before the first step."""
         dtype = tensor.dtype or parameter.dtype
         if self.is_on_host(parameter, tensor):
-            pinned = parameter.device.type == "cuda"
-            return torch.zeros(parameter.shape, dtype=dtype, device="cpu", pin_memory=pinned)
+            return torch.zeros(parameter.shape, dtype=dtype, device="cpu")  # the first step pins it
         if tensor.like_parameter:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         shape, local_shape, placements = expected_shape(parameter, tensor, self.layouts)

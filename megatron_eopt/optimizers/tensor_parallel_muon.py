@@ -349,13 +349,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             groups = list(map(self.group_of, self._parameters()))
             watch = partial(reports.show_updates, engine.watched, engine, groups, self.predicted_rms)
 
-        def program(chunk: Sequence[int]) -> Program:
-            of_chunk = of_parameters(batches, chunk)
+        def on_device(step: Step) -> Program:
             if reads_all or kernels is None:  # kernels cast by themselves
-                of_chunk = cast_to_average(of_chunk)
+                step = replace(step, batches=cast_to_average(step.batches))
+            return self.program(step)
+
+        def program(chunk: Sequence[int]) -> Program:
             scales_of_chunk = [scale for i in chunk for scale in scales[i]]
-            step = Step(of_chunk, chunk, scales_of_chunk, engine, watch, kernels)
-            return self.streamed.around(step, self.program) if offloads else self.program(step)
+            step = Step(of_parameters(batches, chunk), chunk, scales_of_chunk, engine, watch, kernels)
+            return self.streamed.around(step, on_device) if offloads else on_device(step)
 
         offloads = self.offload_fraction > 0
         if offloads:

@@ -12,6 +12,7 @@ from megatron_eopt.parallel.rectangles import cut_dimension
 
 IN_FLIGHT = 3  # buckets at work: one whose shards arrive, one that is computed, one whose results leave
 OFFLOADED_CHUNKS = 8  # at least, with state in host memory: the first, which is waited for, is small
+SMALL_CHUNK = 8  # part of the workspace: less takes longer to launch than to copy
 OF_ENTRY = 24  # most bytes of an entry in hooks: masked copies of gradient, momentum, direction and update
 
 
@@ -76,7 +77,8 @@ def in_chunks(
     workspace, a chunk takes a third of it, so that three are at work; more to give each compute rank a matrix of a
     bucket; and if these do not fit at all, one parameter at a time. Buckets are in the order of execution; ``largest``
     is what an iteration of the largest matrix takes. With state in host memory one chunk is at work while the state of
-    the next arrives, and a chunk takes at most a share of the plan: see :data:`OFFLOADED_CHUNKS`.
+    the next arrives, and a chunk takes at most a share of the plan, or of the workspace if that is more: see
+    :data:`OFFLOADED_CHUNKS` and :data:`SMALL_CHUNK`. A bucket that fits into a chunk is not cut.
     """
     like = _like(plan)
     bucket_of = dict[int, int]()
@@ -99,7 +101,7 @@ def in_chunks(
     most = room // IN_FLIGHT
     of_all = needed(counted(list(matrices_of)))
     if workspace.state:
-        most = min(most, of_all // OFFLOADED_CHUNKS)
+        most = min(most, max(of_all // OFFLOADED_CHUNKS, workspace.bytes // SMALL_CHUNK))
     elif of_all <= room:
         return dict.fromkeys(bucket_of, 0)
     chunk = 0
@@ -108,6 +110,10 @@ def in_chunks(
     for number, bucket in enumerate(plan.buckets):
         ranks = plan.one_of(bucket).ranks if bucket.compute_ranks else 1
         waiting = list(dict.fromkeys(parameters[i] for i in bucket.matrices if parameters[i] not in chunk_of))
+        of_bucket = counted(waiting)
+        if held and needed(of_bucket) <= most < needed(held + of_bucket):  # cut, it would take twice the launches
+            chunk += 1
+            held = Counter()
         while waiting:
             of_parameter = sum(bucket_of[i] == number for i in matrices_of[waiting[0]])
             some = waiting[: -(-ranks // of_parameter)]

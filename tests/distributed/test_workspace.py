@@ -96,6 +96,7 @@ def offloaded(name, mode, fraction, rank, ranks):
     parameters, optimizer = stepped(
         *((OPTIMIZERS | {"mars": MarsMuon})[name], rank, ranks),
         tp_mode=mode,
+        workspace=2**17,
         offload_fraction=fraction,
         watch=lambda optimizer: moved.append((optimizer.streamed.stored, sum(optimizer.engine.offloaded()))),
     )

@@ -160,6 +160,13 @@ def test_a_step_of_spectron_launches_no_kernel_for_each_matrix():
     assert kernels.total() < 393 + 48, kernels
 
 
+def test_a_step_of_psgd_moves_little_beside_its_products():
+    """Factors of a GPT of 124M have four times the entries of its matrices, and products read and write those most."""
+    moved = launches_of_step("psgd_kron", SETS["124M"]).bytes
+    products = moved["bmm"] + moved["baddbmm_"]
+    assert moved.total() < 2.5 * products, moved.most_common()
+
+
 def test_what_is_not_accepted_stays_bit_for_bit_among_equal_matrices():
     (weights, pairs), (others, other_pairs) = mixed(), mixed()
     params, all_step = [*weights, *sum(pairs, ())], [*others, *sum(other_pairs, ())]

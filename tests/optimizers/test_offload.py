@@ -1,4 +1,7 @@
-"""State in host memory changes no bit of a step, is on the device for two chunks at a time, and is never waited for."""
+"""State in host memory changes no bit of a step, is on the device for two chunks at a time, and is never waited for.
+
+It moves by as few copies as there are chunks.
+"""
 
 import copy
 import re
@@ -19,6 +22,7 @@ from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.state import on_host
 from tests.optimizers.family import build, having
 from tests.optimizers.field import drawn
+from tests.optimizers.on_gpu import masking
 
 KINDS = {
     **{name: (name, {}) for name in having("offload_fraction") if name != "adaptive_muon"},
@@ -28,6 +32,7 @@ KINDS = {
 }
 SHAPES = [(24, 16)] * 5 + [(16, 40)] * 4 + [(8, 8)] * 3
 STEPS = 4
+WORKSPACE = 2**16  # of which a step takes several chunks
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 IN_BF16 = "muon in bf16"
@@ -42,7 +47,7 @@ def start(kind, params=None, dtype=torch.float32, **settings):
     name, own = KINDS.get(kind, ("muon", {"momentum_dtype": torch.bfloat16}))
     split = {"split_qkv": True, "is_qkv_fn": lambda p: getattr(p, "fused", False), "qkv_split_shapes": (4, 2, 2)}
     groups = [{"params": params[:7]}, {"params": params[7:], "lr": 0.02}]
-    return build(name, groups, **{**split, **own, **settings}), params
+    return build(name, groups, **{**split, **own, "workspace": WORKSPACE, **settings}), params
 
 
 def run(optimizer, params, steps):
@@ -173,14 +178,18 @@ class Device(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.clock, self.lane, self.used = 0, None, {}
+        self.clock, self.lane, self.used, self.copies, self.pinned = 0, None, {}, 0, set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if self.lane is not None and function is torch.Tensor.copy_:
             for memory in memories(args):
                 assert self.used.get(memory, 0) <= self.lane.seen, "a copy that does not wait for the computation"
+            self.copies += 1
             self.lane.waiting.append(lambda: args[0].copy_(args[1]))
             return args[0]
+        if self.lane is not None:  # views of what is copied
+            return function(*args, **(kwargs or {}))
+        assert function is not torch.Tensor.to or self.pinned.isdisjoint(memories(args)), "a cast in host memory"
         self.clock += 1
         self.used |= dict.fromkeys(memories(args), self.clock)
         return function(*args, **(kwargs or {}))
@@ -209,27 +218,79 @@ def memories(args):
             yield each.untyped_storage().data_ptr()
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Streams of a GPU, whose pinned memory is what was made as such."""
+    device = Device()
+
+    def zeros(size, dtype, pin_memory):
+        memory = torch.zeros(size, dtype=dtype)
+        device.pinned.add(memory.untyped_storage().data_ptr())
+        kept.append(memory)  # no other memory is to have its address
+        return memory
+
+    kept = []
+    empty = lambda size, dtype, device: torch.empty(size, dtype=dtype)  # noqa: E731
+    calls = {"Stream": Lane, "Event": Event, "stream": device.copying, "current_stream": lambda _: device}
+    names = SimpleNamespace(cuda=SimpleNamespace(**calls), empty=empty, zeros=zeros, uint8=torch.uint8)
+    monkeypatch.setattr(offload, "torch", names)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda slot, lane: lane.freed.append(slot))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x.untyped_storage().data_ptr() in device.pinned)
+    return device
+
+
+def start_on(gpu, kind, **settings):
+    optimizer, params = start(kind, offload_fraction=1.0, **settings)
+    optimizer.init_state()
+    optimizer._session.streamed = Streamed(torch.device("cuda"))
+    return optimizer, params
+
+
 @pytest.mark.parametrize("kind", ["muon", "mars_muon", "polargrad", "adamuon", "namo without look-ahead"])
-def test_on_streams_nothing_is_read_or_written_too_early(kind, monkeypatch):
-    plain, streaming = start(kind), start(kind, offload_fraction=1.0)
+def test_on_streams_nothing_is_read_or_written_too_early(kind, gpu):
+    plain, streaming = start(kind), start_on(gpu, kind)
     run(*plain, range(STEPS))
     optimizer, params = streaming
-    optimizer.init_state()
-    gpu = Device()
-    calls = {"Stream": Lane, "Event": Event, "stream": gpu.copying, "current_stream": lambda device: gpu}
-    empty = lambda size, dtype, device: torch.empty(size, dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(
-        offload, "torch", SimpleNamespace(cuda=SimpleNamespace(**calls), empty=empty, uint8=torch.uint8)
-    )
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda slot, lane: lane.freed.append(slot))
-    optimizer._session.streamed = Streamed(torch.device("cuda"))
     with gpu:
         run(optimizer, params, range(STEPS))
         assert optimizer.streamed._leaving._stream.waiting  # no step waits for the last to leave
-        assert len(optimizer.streamed._leaving._stream.freed) == 2 * STEPS
+        for lane in (optimizer.streamed._arriving, optimizer.streamed._leaving):
+            assert len(lane._stream.freed) == 2 * STEPS
         optimizer.state_dict()
     assert not optimizer.streamed._leaving._stream.waiting
     assert_same(streaming, plain)
+
+
+@pytest.mark.parametrize(("kind", "back"), [("muon", 1), ("adamuon", 2), (IN_BF16, 1)])
+def test_a_chunk_arrives_by_one_copy_and_leaves_by_one_from_each_half_of_its_programs(kind, back, gpu):
+    optimizer, params = start_on(gpu, kind)
+    with gpu:
+        run(optimizer, params, [0])
+        for resumed in (False, True):
+            if resumed:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            gpu.copies = 0
+            run(optimizer, params, [0])
+            chunks = optimizer.engine._chunks_of(range(len(params)))
+            assert gpu.copies == len(chunks) + back * sum(len(chunk.slices) for chunk in chunks)
+    assert len(chunks) > 1
+
+
+def test_a_momentum_in_place_of_a_gradient_is_cast_on_the_device(gpu, monkeypatch):
+    """Where other ranks wait for a parameter without a gradient."""
+    optimizer, params = start_on(gpu, IN_BF16)
+    monkeypatch.setattr(masking(optimizer), "_waited_for", lambda index: True)
+    with gpu:
+        run(optimizer, params, [0, 2])  # the last without one of the gradients
+
+
+def test_state_of_which_some_stays_moves_without_it(gpu):
+    """Or what a step leaves alone would be copied in each."""
+    optimizer, params = start_on(gpu, "muon")
+    with gpu:
+        run(optimizer, params, [0, 2])  # the last without one of the gradients
+    everything = sum(4 * p.numel() for p in params)
+    assert optimizer.streamed.fetched == optimizer.streamed.stored == 2 * everything - 4 * params[6].numel()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from megatron_eopt.parallel.cost import largest_iteration, step_bytes
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.workspace import IN_FLIGHT, Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import IN_FLIGHT, OFFLOADED_CHUNKS, Workspace, chunk_bytes
 from tests.parallel.plans import flat, matrices, modes, works
 from tests.parallel.test_plan import summary
 
@@ -50,6 +50,22 @@ def test_chunks_are_whole_parameters_within_the_workspace(given_matrices, mode, 
             if group_of[a] == group_of[b]:  # whose chunks do not depend on what else there is, nor does their room
                 largest = largest_iteration([each for each in plan.matrices if each.group == group_of[a]], work)
                 assert needed[a] + needed[b] > workspace.for_chunks(largest) // IN_FLIGHT
+
+
+def test_momenta_of_a_small_model_cut_no_bucket():
+    """Of a GPT of 124M, whose buckets fit into a chunk each; in larger models chunks are as the workspace has them."""
+    chunks = []
+    for layers in (12, 120):
+        shapes = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * layers
+        parameters = [
+            ParamSpec(str(i), torch.float32, on_one_rank(each), iteration=NewtonSchulz())
+            for i, each in enumerate(shapes)
+        ]
+        engine = Engine(parameters, torch.device("cpu"), workspace=Workspace(state=4, kept=4))
+        buckets = engine.plan.buckets
+        chunks.append(1 + buckets[-1].chunk)
+        assert layers > 12 or len(buckets) == len(set(shapes))
+    assert 1 < chunks[0] < OFFLOADED_CHUNKS <= chunks[1]
 
 
 @pytest.fixture(scope="module")

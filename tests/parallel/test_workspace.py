@@ -5,13 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from counting import Allocations
 from hypothesis import given
 from hypothesis import strategies as st
 from step import CASES, MODES, RANKS, counted_step
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.orthogonalize import NewtonSchulz
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -50,14 +48,6 @@ def test_chunks_are_whole_parameters_within_the_workspace(given_matrices, mode, 
             if group_of[a] == group_of[b]:  # whose chunks do not depend on what else there is, nor does their room
                 largest = largest_iteration([each for each in plan.matrices if each.group == group_of[a]], work)
                 assert needed[a] + needed[b] > workspace.for_chunks(largest) // IN_FLIGHT
-
-
-@pytest.fixture(scope="module")
-def fake_group():
-    """A group of eight ranks of which one is there: what it receives has no numbers."""
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

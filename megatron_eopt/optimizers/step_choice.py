@@ -60,11 +60,11 @@ def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: 
 
 
 def agreed_kernels(
-    optimizer: OrthogonalizedOptimizer, engine: Engine, asked: str | None, whole: bool
+    optimizer: OrthogonalizedOptimizer, engine: Engine, asked: str | None, copied: int
 ) -> StepKernels | None:
     """The kernels of Muon's steps, or None for torch; groups keep the choice.
 
-    ``asked`` is the user's. With ``whole`` the program has no copies of all entries of a chunk.
+    ``asked`` is the user's. ``copied`` are the bytes of each entry that a program copies where kernels serve.
     """
     kept = next(filter(None, (group.get(STEP_KERNELS) for group in optimizer.param_groups)), None)
     if asked is None and kept is None and engine.device.type == "cpu":
@@ -78,8 +78,7 @@ def agreed_kernels(
             group[STEP_KERNELS] = form
     if form == "torch":
         return None
-    if whole:
-        engine.take_chunks_whole()
+    engine.slice_chunks(copied)
     return StepKernels(engine)
 
 

@@ -502,7 +502,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if settled.scales is None:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             scales = [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            settled.kernels = agreed_kernels(self, engine, self.step_kernels, self._copied())
+            settled.kernels = agreed_kernels(self, engine, self.step_kernels)
+            if settled.kernels is not None:
+                engine.slice_chunks(self._copied())
             settled.scales = scales
         form = "torch" if settled.kernels is None else "triton"
         for group in self.param_groups:

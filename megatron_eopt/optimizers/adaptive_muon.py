@@ -108,9 +108,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         [factor] = engine.merge([index], self._factors(engine, index, engine.split([index], [local(grad)])))
         return factor
 
-    def _has_own_program(self) -> bool:
-        return type(self).program is not TensorParallelAdaptiveMuon.program
-
     def program(self, step: Step) -> Program:
         """One chunk's step."""
         # not those of the chunk: a function of the user's in place of Newton-Schulz leaves factors unscaled here

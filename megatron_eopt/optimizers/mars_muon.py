@@ -68,6 +68,7 @@ class MarsMuon(TensorParallelMuon):
         Setting("gamma", "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients.", AT_LEAST_0),
     )
     group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "gamma")
+    copied = 12  # cast and corrected gradients, and those of fused matrices apart
     only = MappingProxyType({"moment2_method": ("none",)})
 
     @with_settings(Transport, TensorParallelMuon)

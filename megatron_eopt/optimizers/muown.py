@@ -1,8 +1,8 @@
 """Muown: Muon of directions beside Adam of the norms of rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, islice
+from itertools import chain, compress
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -39,42 +39,65 @@ SMALLEST = 1e-12  # norm that a row of zeros starts with
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """State of the rows of a batch."""
+    """State of the rows of a batch, of equal matrices one after another."""
 
     batch: Batch
-    state: dict[str, list[Tensor]]  # by key, of each logical matrix
+    kinds: list[list[int]]  # equal matrices, among those of the chunk
+    heights: list[int]  # rows of a matrix of each kind
+    state: dict[str, list[Tensor]]  # by key, of each matrix in the order of the kinds
     before: dict[str, Tensor]  # copies, one matrix after another
-    lengths: list[int]  # rows of each parameter
+    parameters: list[int]  # of each matrix, among those of the batch
     steps: Tensor  # of each parameter so far
     moved: Tensor  # whether it makes one
 
-    def split(self, x: Tensor) -> list[Tensor]:
-        """What belongs to the rows of each matrix."""
-        return list(x.split([len(g) for g in self.state[NORM]]))
+    @property
+    def lengths(self) -> list[int]:
+        """The rows of each matrix."""
+        return [rows for kind, rows in zip(self.kinds, self.heights, strict=True) for _ in kind]
+
+    def joined(self, of_matrices: Tensors) -> Tensor:
+        """Vectors of the chunk's matrices, one after another for those of the batch."""
+        return torch.cat([of_matrices[i] for i in chain(*self.kinds)])
+
+    def stacks(self, x: Tensor) -> list[Tensor]:
+        """What belongs to the matrices of each kind, (matrices x rows)."""
+        shapes = [(len(kind), rows) for kind, rows in zip(self.kinds, self.heights, strict=True)]
+        parts = x.split([count * rows for count, rows in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def repeated(self, x: Tensor) -> Tensor:
         """What is of each parameter, for each of its rows."""
-        return torch.cat([entry.expand(length) for entry, length in zip(x.unbind(), self.lengths, strict=True)])
+        entries = x.unbind()
+        return torch.cat([entries[n].expand(rows) for n, rows in zip(self.parameters, self.lengths, strict=True)])
 
 
-def rows_of(batch: Batch) -> Rows:
-    """Read the state of a batch's rows."""
-    state = {}
-    before = {}
-    for key in ROWS:
-        state[key] = list(chain(*batch.matrix_states(key)))
-        before[key] = torch.cat(state[key])
-    lengths = [sum(map(len, of_matrices)) for of_matrices in batch.matrix_states(NORM)]
-    steps = torch.stack(batch.states(STEPS))
-    accepted = torch.ones_like(steps).bool() if batch.accepted is None else batch.accepted
-    moved = accepted & torch.as_tensor(batch.lr != 0)
-    return Rows(batch, state, before, lengths, steps, moved)
+def rows_of(step: Step, G: Tensors, W: Tensors) -> list[Rows]:
+    """Read the state of the rows of each batch; the others are shards of the chunk's matrices."""
+    found = []
+    first = 0
+    for batch, *of_batch in zip(step.batches, step.by_batch(G), step.by_batch(W), strict=True):
+        order = list(foreach.alike(*of_batch))
+        state = {}
+        before = {}
+        for key in ROWS:
+            of_matrices = list(chain(*batch.matrix_states(key)))
+            state[key] = [of_matrices[n] for n in chain(*order)]
+            before[key] = torch.cat(state[key])
+        parameters = [n for n, count in enumerate(step.counts(batch)) for _ in range(count)]
+        steps = torch.stack(batch.states(STEPS))
+        accepted = torch.ones_like(steps).bool() if batch.accepted is None else batch.accepted
+        moved = accepted & torch.as_tensor(batch.lr != 0)
+        kinds = [[first + n for n in equal] for equal in order]
+        heights = [len(W[kind[0]]) for kind in kinds]
+        parameters = [parameters[n] for n in chain(*order)]
+        found.append(Rows(batch, kinds, heights, state, before, parameters, steps, moved))
+        first += len(parameters)
+    return found
 
 
 def muown(step: Step) -> Program:
     """Muown's step of the parameters of a chunk: see :class:`Muown`."""
-    batches = [rows_of(batch) for batch in step.batches]
-    of_norms, of_directions = gradients_of(step, batches)
+    batches, of_norms, of_directions = gradients_of(step)
     u = step.with_gradients(of_directions).momentum()
     O = yield from step.orthogonalize(u)
     if step.watch is not None:
@@ -82,48 +105,58 @@ def muown(step: Step) -> Program:
     move_rows(step, batches, of_norms, O)
 
 
-def gradients_of(step: Step, batches: Sequence[Rows]) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of the norms ``g`` of each batch, and of the directions ``v`` of each parameter."""
-    G = step.split(step.gradients)
+def gradients_of(step: Step) -> tuple[list[Rows], list[Tensor], list[Tensor]]:
+    """Rows and gradients of the norms ``g`` of each batch, and gradients of the directions ``v`` of each parameter."""
+    found = step.split(step.gradients)
     W = step.split(list(step.weights))
-    products = over_columns(step.engine, step.indices, on_stacks(row_products, G, W))
+    batches = rows_of(step, found, W)
+    stacks = []
+    for kind in chain(*(rows.kinds for rows in batches)):
+        stacks.append((foreach.stacked(found, kind), foreach.stacked(W, kind)))
+        put(found, kind, row_products(*stacks[-1]))
+    W.clear()
+    products = over_columns(step.engine, step.indices, found)
     of_norms = list[Tensor]()
-    a = list[Tensor]()
-    b = list[Tensor]()
-    for rows, x in zip(batches, by_batch(batches, products), strict=True):
-        gradient = x.to(rows.before[NORM].dtype) / nonzero(rows.before[NORM])  # <G, W> / g
-        of_norms.append(gradient)
-        a += rows.split(rows.before[NORM] / nonzero(rows.before[V_NORM]))
-        b += rows.split(gradient / nonzero(rows.before[V_NORM]))
-    of_directions = step.merge(on_stacks(combined, a, G, b, W))  # (g G - grad_g W) / ||v||
-    return of_norms, [x.to(w.dtype).view(w.shape) for x, w in zip(of_directions, step.weights, strict=True)]
-
-
-def move_rows(step: Step, batches: Sequence[Rows], of_norms: Sequence[Tensor], O: list[Tensor]) -> None:
-    """``v <- v - lr s O``, Adam's step of ``g``, and ``W = g v / ||v||``."""
-    a = list[Tensor]()
-    b = list[Tensor]()
     for rows in batches:
-        a += rows.split(rows.before[V_NORM] / nonzero(rows.before[NORM]))
-        b += rows.split(torch.ones_like(rows.before[NORM]) * rows.batch.lr)
-    b = scaled(b, step.scales)
+        gradient = rows.joined(products).to(rows.before[NORM].dtype) / nonzero(rows.before[NORM])  # <G, W> / g
+        of_norms.append(gradient)
+        v_norm = nonzero(rows.before[V_NORM])
+        a = rows.stacks(rows.before[NORM] / v_norm)
+        b = rows.stacks(gradient / v_norm)
+        for kind, of_g, of_w in zip(rows.kinds, a, b, strict=True):
+            G, of_weights = stacks.pop(0)
+            put(found, kind, combined(of_g, G, of_w, of_weights))  # (g G - grad_g W) / ||v||
+    of_directions = step.merge(found)
+    of_directions = [x.to(w.dtype).view(w.shape) for x, w in zip(of_directions, step.weights, strict=True)]
+    return batches, of_norms, of_directions
+
+
+def move_rows(step: Step, batches: Sequence[Rows], of_norms: Sequence[Tensor], O: Tensors) -> None:
+    """``v <- v - lr s O``, Adam's step of ``g``, and ``W = g v / ||v||``."""
     weights = step.weights
     W = step.split(list(weights))
-    # v - lr s O, which is made twice, so that there is no copy of all of it
-    squares = over_columns(step.engine, step.indices, on_stacks(row_squares, a, W, b, O))
-    shrinks = list[Tensor]()
-    moves = list[Tensor]()
-    for rows, gradient, x in zip(batches, of_norms, by_batch(batches, squares), strict=True):
-        v_norm = x.sqrt().to(gradient.dtype)
+    squares = list(W)
+    stacks = []
+    for rows in batches:
+        a = rows.stacks(rows.before[V_NORM] / nonzero(rows.before[NORM]))
+        b = rows.stacks(torch.ones_like(rows.before[NORM]) * rows.batch.lr)
+        b = scaled(b, [step.scales[kind[0]] for kind in rows.kinds])
+        for kind, of_w, of_o in zip(rows.kinds, a, b, strict=True):
+            old = foreach.stacked(W, kind)
+            v = combined(of_w, old, of_o, foreach.stacked(O, kind))
+            put(squares, kind, v.square().sum(-1, dtype=torch.float64))
+            stacks.append((old, v))
+    squares = over_columns(step.engine, step.indices, squares)
+    for rows, gradient in zip(batches, of_norms, strict=True):
+        v_norm = rows.joined(squares).sqrt().to(gradient.dtype)
         g = step_of_rows(rows, gradient, v_norm)
-        shrinks += rows.split(g / nonzero(v_norm))
-        moves += rows.split(rows.repeated(rows.moved))
-    for equal in foreach.alike(W):
-        old = foreach.stacked(W, equal)
-        new = combined(*(foreach.stacked(xs, equal) for xs in (a, W, b, O)))
-        new = new * foreach.stacked(shrinks, equal)[..., None]  # g v / ||v||
-        stack = torch.where(foreach.stacked(moves, equal)[..., None], new.to(old.dtype), old)
-        torch._foreach_copy_([W[i] for i in equal], list(stack.unbind()))
+        shrinks = rows.stacks(g / nonzero(v_norm))
+        moves = rows.stacks(rows.repeated(rows.moved))
+        for kind, shrink, moved in zip(rows.kinds, shrinks, moves, strict=True):
+            old, v = stacks.pop(0)
+            new = (v * shrink[..., None]).to(old.dtype)  # g v / ||v||
+            stack = torch.where(moved[..., None], new, old)
+            torch._foreach_copy_([W[i] for i in kind], list(stack.unbind()))
     write_back(step.engine, step.indices, weights, W)
 
 
@@ -144,20 +177,16 @@ def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
     new = {NORM: g, V_NORM: v_norm, EXP_AVG: m, EXP_AVG_SQ: v}
     for key, x in new.items():
         new[key] = torch.where(moves, x, rows.before[key])
-        torch._foreach_copy_(rows.state[key], rows.split(new[key]))
+        torch._foreach_copy_(rows.state[key], new[key].split(rows.lengths))
     steps_of_parameters = rows.batch.states(STEPS)
     torch._foreach_copy_(steps_of_parameters, list((rows.steps + rows.moved).unbind()))
     return new[NORM]
 
 
-def on_stacks(function: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]:
-    """What a function makes of stacks of equal tensors, for each of them."""
-    results = list(lists[0])
-    for equal in foreach.alike(*lists):
-        made = function(*(foreach.stacked(xs, equal) for xs in lists))
-        for i, x in zip(equal, made.unbind(), strict=True):
-            results[i] = x
-    return results
+def put(found: list[Tensor], kind: Sequence[int], stack: Tensor) -> None:
+    """Put what is of equal matrices in the place of each."""
+    for i, x in zip(kind, stack.unbind(), strict=True):
+        found[i] = x
 
 
 def combined(a: Tensor, X: Tensor, b: Tensor, Y: Tensor) -> Tensor:
@@ -171,11 +200,6 @@ def row_products(X: Tensor, Y: Tensor) -> Tensor:
     return (X.to(torch.promote_types(X.dtype, torch.float32)) * Y).sum(-1, dtype=torch.float64)
 
 
-def row_squares(a: Tensor, X: Tensor, b: Tensor, Y: Tensor) -> Tensor:
-    """Squared norms of the rows of ``a X - b Y``, in fp64."""
-    return combined(a, X, b, Y).square().sum(-1, dtype=torch.float64)
-
-
 def over_columns(engine: Engine, indices: Sequence[int], sums: list[Tensor]) -> list[Tensor]:
     """Sums of whole rows where shards have a part of them: one all-reduce."""
     cut = {}
@@ -187,12 +211,6 @@ def over_columns(engine: Engine, indices: Sequence[int], sums: list[Tensor]) -> 
         shard = engine.shard(W)
         sums[i] = x[shard.top : shard.bottom, 0]
     return sums
-
-
-def by_batch(batches: Sequence[Rows], of_matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Vectors of matrices, one after another for each batch."""
-    remaining = iter(of_matrices)
-    return [torch.cat(list(islice(remaining, len(rows.state[NORM])))) for rows in batches]
 
 
 class Muown(TensorParallelMuon):
@@ -257,6 +275,7 @@ class Muown(TensorParallelMuon):
         }
     )
 
+    copied = 16  # cast gradients and those of directions; of fused matrices both, and weights, apart
     _begun: frozenset[Tensor] = frozenset()  # parameters that are known to have made a step
 
     @with_settings(Transport, TensorParallelMuon)
@@ -319,12 +338,16 @@ class Muown(TensorParallelMuon):
         new = [p for p in waiting if p not in self._begun]
         indices = self._indices_of(new)
         W = self.engine.split(indices, [local(p.detach()) for p in new])
-        squares = iter(over_columns(self.engine, indices, on_stacks(row_products, W, W)))
+        squares = list(W)
+        for kind in foreach.alike(W):
+            x = foreach.stacked(W, kind)
+            put(squares, kind, row_products(x, x))
+        remaining = iter(over_columns(self.engine, indices, squares))
         for p in new:
             state = self._states.of(p)
             for end in self.key_ends(p):
                 g = local(state[NORM + end])
-                g.copy_(torch.where(accepted[p], next(squares).sqrt().clamp(min=SMALLEST).to(g.dtype), g))
+                g.copy_(torch.where(accepted[p], next(remaining).sqrt().clamp(min=SMALLEST).to(g.dtype), g))
                 local(state[V_NORM + end]).copy_(g)
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:

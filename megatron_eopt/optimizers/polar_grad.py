@@ -73,5 +73,5 @@ class PolarGrad(TensorParallelMuon):
         """One chunk's step."""
         step.decay()
         M = step.momentum_tensors()
-        U = yield from step.orthogonalize(list(M))
+        U = yield from step.orthogonalize(list(M), read_only=True)
         step.subtract(U, step.inner_products(M, U))

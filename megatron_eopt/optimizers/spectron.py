@@ -37,7 +37,6 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
-from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
@@ -77,7 +76,8 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
     for stack in stacks:
         for factor, m in zip(stack.factors, stack.momenta, strict=True):
             momenta[factor.index] = stack.upright(m)
-    directions = orthogonal(momenta, engine)  # orth(mA)
+    indices = sorted(momenta)
+    directions = dict(zip(indices, engine.factors(indices, [momenta[i] for i in indices]), strict=True))  # orth(mA)
     summed = partial(engine.sums, labels=[stack.label for stack in stacks])
     us = [torch.stack(stack.us) for stack in stacks]
     vectors = power_iterations([stack.stack for stack in stacks], us, power_steps, summed)
@@ -89,29 +89,9 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
         torch._foreach_copy_(stack.us, list(torch.where(stack.accepted[:, None], u, before).unbind()))
         others = torch.stack([norm_of[factor.partner] for factor in stack.factors])
         bound = own + others + 1  # lr' = lr / (sA + sB + 1)
-        dtype = stack.momenta[0].dtype
-        updates = stack.upright(torch.stack([directions.pop(factor.index) for factor in stack.factors]).to(dtype))
+        updates = stack.upright(torch.stack([directions.pop(factor.index) for factor in stack.factors]))
         # A -= lr' orth(mA)
         foreach.subtract(stack.values, updates.unbind(), stack.settings["lr"] / bound, stack.accepted)
-
-
-def orthogonal(matrices: Mapping[int, Tensor], engine: Engine) -> dict[int, Tensor]:
-    """Orthogonal factors by index, in dtypes of their own."""
-    found = dict[int, Tensor]()
-
-    def program(indices: Sequence[int]) -> Program:
-        def write(views: Sequence[Tensor]) -> None:
-            torch._foreach_copy_(list(views), [matrices[i] for i in indices])
-
-        factors = list((yield write))
-        # copies by stacks: a multi-tensor copy of transposed views would launch one kernel for each
-        for equal in foreach.alike(factors):
-            stack = torch.stack([factors[place] for place in equal])
-            for place, x in zip(equal, stack.unbind(), strict=True):
-                found[indices[place]] = x
-
-    engine.run(sorted(matrices), program)
-    return found
 
 
 def _sum_gradients(stacks: Sequence[FactorStack], engine: Engine) -> None:

@@ -1,6 +1,7 @@
 """A step as a program sees it: parameters of a chunk, their state by name, and the verbs of papers."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -25,6 +26,7 @@ from megatron_eopt.optimizers.weight_step import (
 )
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.scheduler import Shards
 from megatron_eopt.parallel.statistics import StatisticsRequest
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
@@ -221,14 +223,24 @@ class Step:
         shards = self.momentum()
         if not callable(shards):
             return shards
-        updates = list[Tensor]()
+        kinds = list[tuple[Shape, torch.dtype]]()
         for i, weight in zip(self.indices, self.weights, strict=True):
-            updates += [weight.new_empty(shape) for shape in self.engine.shapes(i)]
+            kinds += [(shape, weight.dtype) for shape in self.engine.shapes(i)]
+        stacks = dict[tuple[Shape, torch.dtype], Iterator[Tensor]]()  # one launch serves what is in one memory
+        for (shape, dtype), count in Counter(kinds).items():
+            stack = torch.empty(count, *shape, dtype=dtype, device=self.engine.device)
+            stacks[shape, dtype] = iter(stack.unbind())
+        updates = [next(stacks[kind]) for kind in kinds]
         shards(updates)
         return updates
 
-    def orthogonalize(self, u: Shards) -> Generator[Shards, list[Tensor], list[Tensor]]:
-        """Wait for the orthogonal factors of whole logical matrices."""
+    def orthogonalize(self, u: Shards, read_only: bool = False) -> Generator[Shards, list[Tensor], list[Tensor]]:
+        """Wait for the orthogonal factors of whole logical matrices.
+
+        Kernels get what is ``read_only`` where it lies, in the dtype that is exchanged.
+        """
+        if read_only and self.has_views and not callable(u):
+            u = partial(copied, u)
         return (yield u)
 
     def norms(self, shards: Sequence[Tensor]) -> Tensor:
@@ -323,6 +335,11 @@ class Step:
                 rates = batch.column(batch.lr, counts)
                 coefficients.append(resized(norms, products, rates, batch.settings))
         return coefficients
+
+
+def copied(matrices: Tensors, views: Sequence[Tensor]) -> None:
+    """Write matrices where they are orthogonalized."""
+    torch._foreach_copy_(list(views), list(matrices))
 
 
 def scaled(factors: list[Tensor], scales: Scales) -> list[Tensor]:

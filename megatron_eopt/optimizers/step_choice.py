@@ -59,13 +59,8 @@ def agreed_form(asked: str | None, kept: str | None, reason: str | None, agree: 
     return "torch"
 
 
-def agreed_kernels(
-    optimizer: OrthogonalizedOptimizer, engine: Engine, asked: str | None, whole: bool
-) -> StepKernels | None:
-    """The kernels of Muon's steps, or None for torch; groups keep the choice.
-
-    ``asked`` is the user's. With ``whole`` the program has no copies of all entries of a chunk.
-    """
+def agreed_kernels(optimizer: OrthogonalizedOptimizer, engine: Engine, asked: str | None) -> StepKernels | None:
+    """The kernels of Muon's steps, or None for torch; groups keep the choice, ``asked`` is the user's."""
     kept = next(filter(None, (group.get(STEP_KERNELS) for group in optimizer.param_groups)), None)
     if asked is None and kept is None and engine.device.type == "cpu":
         return None
@@ -76,11 +71,7 @@ def agreed_kernels(
     for group in optimizer.param_groups:
         if asked is not None or group.get(STEP_KERNELS) is None:
             group[STEP_KERNELS] = form
-    if form == "torch":
-        return None
-    if whole:
-        engine.take_chunks_whole()
-    return StepKernels(engine)
+    return None if form == "torch" else StepKernels(engine)
 
 
 def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> str | None:

@@ -48,6 +48,7 @@ from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.watched import Watched
+from megatron_eopt.parallel.workspace import OF_ENTRY
 from megatron_eopt.settings.groups import (
     DECOUPLED,
     METHOD,
@@ -202,6 +203,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     size_rule: ClassVar[str | None] = None  # how large an update is, where the scale settings have no effect
     instead_of_decay: ClassVar[str] = ""  # what replaces weight decay, for messages
     measures: ClassVar[bool] = False  # whether each step measures global matrices for the size of updates
+    copied: ClassVar[int] = 0  # bytes of each entry, by a program that has kernels, beside momenta that it keeps
 
     newton_schulz: NewtonSchulz = fixed("newton_schulz")
     scale_mode: ScaleMode = fixed("scale_mode", "spectral")
@@ -303,16 +305,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         adapts = any(batch.settings["moment2_method"] != "none" for batch in step.batches)
         return adaptive_muon(step) if adapts else muon(step)
 
-    def _reads_all(self) -> bool:
-        """Whether the program has copies of all entries of a chunk, and reads gradients."""
-        if self._has_own_program():
-            return True
+    def _copied(self) -> int:
+        """Bytes of each entry that the program copies where kernels serve; if any, it may read gradients."""
         of_groups = self._session.settings
-        return any(each["moment2_method"] != "none" and modifiers.measures(each) for each in of_groups)
-
-    def _has_own_program(self) -> bool:
-        """Whether a relative's, or a user's, program steps."""
-        return type(self).program is not TensorParallelMuon.program
+        measures = any(each["moment2_method"] != "none" and modifiers.measures(each) for each in of_groups)
+        return OF_ENTRY if measures or self._of_user("program") else self.copied
 
     def _take(self, accepted: Tensor) -> None:
         session = self._session
@@ -342,7 +339,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine = self._session.engine
         kernels = self._session.settled.kernels
         scales = self._session.settled.scales
-        reads_all = self._reads_all()
+        copied = self._copied()
         assert engine is not None, "prepare() made it"
         assert scales is not None, "prepare() found them"
         if engine.watched is not None:
@@ -350,7 +347,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             watch = partial(reports.show_updates, engine.watched, engine, groups, self.predicted_rms)
 
         def on_device(step: Step) -> Program:
-            if reads_all or kernels is None:  # kernels cast by themselves
+            if copied or kernels is None:  # kernels cast by themselves
                 step = replace(step, batches=cast_to_average(step.batches))
             return self.program(step)
 
@@ -507,7 +504,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if settled.scales is None:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             scales = [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            settled.kernels = agreed_kernels(self, engine, self.step_kernels, whole=not self._reads_all())
+            settled.kernels = agreed_kernels(self, engine, self.step_kernels)
+            if settled.kernels is not None:
+                engine.slice_chunks(self._copied())
             settled.scales = scales
         form = "torch" if settled.kernels is None else "triton"
         for group in self.param_groups:

@@ -20,7 +20,7 @@ from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, grouped
 from megatron_eopt.parallel.rectangles import Rectangle, Shape
 from megatron_eopt.parallel.schemes.whole import Job
-from megatron_eopt.parallel.workspace import OF_ENTRY, Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import Workspace, chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ class Compiler:
         plan: Plan,
         parameters: Sequence[int],
         products: Callable[[int], Products | None],
-        sliced: bool = True,
+        copied: int,
     ) -> list[Chunk]:
         """A plan's chunks with these parameters; ``products`` go by rows.
 
-        Those that are ``sliced`` have programs for as many parameters as the workspace has room to copy.
+        Programs are for as many parameters as the workspace has room to copy, of each entry so many bytes.
         """
         kept = set(parameters)
         numbers = {m for m, i in enumerate(self.parameter_of) if i in kept}
@@ -186,7 +186,7 @@ class Compiler:
                 order, runs = in_order(plan, bucket)
                 stacked.append(order)
                 jobs.append(self._job(plan, bucket, order, runs, products))
-            compiled.append(Chunk(jobs, self._slices(plan, stacked, sliced), needed[number]))
+            compiled.append(Chunk(jobs, self._slices(plan, stacked, copied), needed[number]))
         return compiled
 
     def _job(
@@ -222,29 +222,36 @@ class Compiler:
             first=self.is_first,
         )
 
-    def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]], sliced: bool) -> list[ParamSlice]:
-        """A chunk's parameters, as many at once as hooks take."""
+    def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]], copied: int) -> list[ParamSlice]:
+        """A chunk's parameters, as many at once as programs copy.
+
+        They follow one another bucket by bucket, so that a slice has few shapes.
+        """
         rows = dict[int, tuple[int, int]]()
         for bucket, of_bucket in enumerate(stacked):
             for row, m in enumerate(of_bucket):
                 rows[m] = (bucket, row)
-        slices = list[ParamSlice]()
-        held = dict[str, Counter[int]]()  # entries of ranks, by their group
+        matrices_of: dict[int, list[int]] = {}  # of each parameter
         for m in sorted(rows):
-            i = self.parameter_of[m]
-            matrix = plan.matrices[m]
-            entries = Counter(dict(matrix.held))
-            held.setdefault(matrix.group, Counter()).update(entries)
+            matrices_of.setdefault(self.parameter_of[m], []).append(m)
+        parts: list[list[int]] = []
+        held = dict[str, Counter[int]]()  # entries of ranks, by their group
+        for i in dict.fromkeys(self.parameter_of[m] for m in rows):
+            group = plan.matrices[matrices_of[i][0]].group
+            own = Counter[int]()
+            for m in matrices_of[i]:
+                own.update(dict(plan.matrices[m].held))
+            held[group] = held.get(group, Counter()) + own
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
-            is_next = not slices or slices[-1].parameters[-1] != i  # the first matrix of a parameter
-            too_many = sliced and most * OF_ENTRY > self._workspace.iteration
-            if not slices or (is_next and too_many):
-                slices.append(ParamSlice([], [], []))
-                held = {matrix.group: entries}
-            if is_next:
-                slices[-1].parameters.append(i)
-            slices[-1].rows.append(rows[m])
-            slices[-1].dtypes.append(self._dtypes[m])
+            if not parts or most * copied > self._workspace.iteration:
+                parts.append([])
+                held = {group: own}
+            parts[-1].append(i)
+        slices = []
+        for part in parts:
+            parameters = sorted(part)
+            matrices = [m for i in parameters for m in matrices_of[i]]
+            slices.append(ParamSlice(parameters, [rows[m] for m in matrices], [self._dtypes[m] for m in matrices]))
         return slices
 
     def _worked_on(self, bucket: Bucket, matrix: Matrix) -> Shape:

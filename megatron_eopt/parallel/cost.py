@@ -128,7 +128,7 @@ def bucket_traffic(
         of_one = matrix.shape[0] * matrix.shape[1] * matrix.itemsize
         return {"all_gather": (1, sent_bytes("all_gather", most * of_one, ranks))}
     work = work_of(matrix, work)
-    gram = matrix.shape[_kept_dim(matrix)] ** 2 * 4  # summed in fp32
+    gram = matrix.shape[_kept_dim(matrix)] ** 2 * max(4, matrix.itemsize)  # summed in fp32, or fp64
     sums = sent_bytes("all_reduce", count * gram, ranks)
     if bucket.scheme == "distributed":
         steps = len(work.schedule)

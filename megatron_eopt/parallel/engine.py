@@ -38,7 +38,7 @@ from megatron_eopt.parallel.rectangles import Rectangle, Shape, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
 from megatron_eopt.parallel.watched import Watched
-from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace
 
 _MOST_PLANS = 1024  # kept, one for each set of parameters with gradients
 
@@ -106,7 +106,7 @@ class Engine:
         if workspace.state:
             self._room = 0  # its slots on the device are those of the chunk at work and of the next
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
-        self._sliced = True
+        self._copied = OF_ENTRY
         self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
 
     def prepare(
@@ -143,9 +143,9 @@ class Engine:
         self._chunks.clear()
         return choice
 
-    def take_chunks_whole(self) -> None:
-        """Start one program a chunk: none has copies of all its entries."""
-        self._sliced = False
+    def slice_chunks(self, copied: int) -> None:
+        """Let programs take as many parameters as the workspace lets them copy; they copy some bytes of each entry."""
+        self._copied = copied
         self._chunks.clear()
 
     def explain(self) -> str:
@@ -195,7 +195,7 @@ class Engine:
         if wanted not in self._chunks:
             if len(self._chunks) > _MOST_PLANS:
                 self._chunks.clear()
-            self._chunks[wanted] = self._compiler.chunks(self.plan, wanted, self._products, self._sliced)
+            self._chunks[wanted] = self._compiler.chunks(self.plan, wanted, self._products, self._copied)
         return self._chunks[wanted]
 
     def agree(self, flags: Tensor) -> Tensor:

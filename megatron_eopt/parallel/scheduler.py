@@ -176,11 +176,13 @@ class StartedChunk:
         self._factors.clear()
         last = self._programs[-1]
         for running in self._programs:
-            factors: Sequence[Tensor] = Rows(stacks, running.part.rows)
-            if not running.takes_views:
-                factors = _copies(list(factors), running.part.dtypes)
-                if running is last:
-                    stacks.clear()
+            views = Rows(stacks, running.part.rows)
+            if running.takes_views:
+                resume(running.program, views)
+                continue
+            factors = _owned(views, running.part.dtypes)
+            if running is last:
+                stacks.clear()
             resume(running.program, factors)
 
 
@@ -193,18 +195,27 @@ def resume(program: Program, factors: Sequence[Tensor]) -> None:
     raise AssertionError("a program orthogonalizes once")
 
 
-def _copies(tensors: list[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Contiguous copies, alike ones in one memory of their own."""
-    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
-    for i, (x, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
-        alike.setdefault((x.shape, dtype), []).append(i)
-    copies = list(tensors)
-    for (shape, dtype), some in alike.items():
-        stack = torch.empty(len(some), *shape, dtype=dtype, device=tensors[0].device)
-        for i, x in zip(some, stack.unbind(), strict=True):
-            copies[i] = x
-    torch._foreach_copy_(copies, tensors)
-    return copies
+def _owned(factors: Rows, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Contiguous matrices in memory of their own; neighbours in a stack are copied together.
+
+    What has its dtype and lies back to back stays where it is: each row of a stack belongs to one program.
+    """
+    places = sorted(range(len(dtypes)), key=factors.rows.__getitem__)
+    owned = list(factors)
+    alike: dict[tuple[int, torch.dtype, torch.Size], list[int]] = {}
+    for place in places:
+        alike.setdefault((factors.rows[place][0], dtypes[place], owned[place].shape), []).append(place)
+    for (number, dtype, _), some in alike.items():
+        stack = factors.stacks[number]
+        first = factors.rows[some[0]][1]
+        last = factors.rows[some[-1]][1]
+        if isinstance(stack, Tensor) and last - first + 1 == len(some):
+            matrices = stack[first : last + 1]
+        else:
+            matrices = torch.stack([owned[place] for place in some])
+        for place, x in zip(some, matrices.contiguous().to(dtype).unbind(), strict=True):
+            owned[place] = x
+    return owned
 
 
 def _room(device: torch.device, shapes: Shapes, dtype: torch.dtype) -> tuple[Tensor, Factors]:

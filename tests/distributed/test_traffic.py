@@ -15,6 +15,7 @@ SHAPES = {"q": (512, 512, 0), "k": (128, 512, 0), "v": (128, 512, 0), "o": (512,
 SHAPES |= {"gate": (1792, 512, 0), "up": (1792, 512, 0), "down": (512, 1792, 1)}
 MODES = ("owner", "gram", "auto", "duplicated", "distributed", "blockwise")
 RUNS = [*((mode, "highest") for mode in MODES), ("owner", "medium"), ("duplicated", "medium")]
+RUNS += [("gram", "fp64"), ("distributed", "fp64")]  # of parameters in fp64
 
 
 def steps(rank, world_size):
@@ -23,15 +24,16 @@ def steps(rank, world_size):
     found = {}
     for tp_mode, precision in RUNS:
         parameters = []
+        dtype = torch.float64 if precision == "fp64" else torch.float32
         for layer in range(LAYERS):
             for name, (rows, cols, dim) in SHAPES.items():
-                parameter = placed(torch.randn(rows, cols), sharded(dim), rank, world_size)
+                parameter = placed(torch.randn(rows, cols, dtype=dtype), sharded(dim), rank, world_size)
                 parameter.grad = torch.randn_like(parameter)
                 parameters.append((f"{layer}.{name}", parameter))
         optimizer = TensorParallelMuon(
             parameters,
             coefficient_type="cubic5",
-            fp32_matmul_prec=precision,
+            fp32_matmul_prec="highest" if precision == "fp64" else precision,
             pg_collection=groups_of(),
             tp_mode=tp_mode,
         )

@@ -475,7 +475,7 @@ def test_ranks_that_make_no_optimizer_are_not_asked_where_a_kernel_is_named(monk
     monkeypatch.setattr(step_choice, "reason_against", lambda *given: None)
     for products in (None, "torch"):
         optimizer = TensorParallelMuon([nn.Parameter(torch.ones(3, 2))], symmetric_products=products)
-        step_choice.agreed_kernels(optimizer, engine, None, whole=False)
+        step_choice.agreed_kernels(optimizer, engine, None)
     assert asked == [{"asked": None, "kept": None}, {"asked": "torch", "kept": None}]
 
 

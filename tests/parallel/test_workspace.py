@@ -5,13 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from counting import Allocations
 from hypothesis import given
 from hypothesis import strategies as st
 from step import CASES, MODES, RANKS, counted_step
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.orthogonalize import NewtonSchulz
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -66,14 +64,6 @@ def test_momenta_of_a_small_model_cut_no_bucket():
         chunks.append(1 + buckets[-1].chunk)
         assert layers > 12 or len(buckets) == len(set(shapes))
     assert 1 < chunks[0] < OFFLOADED_CHUNKS <= chunks[1]
-
-
-@pytest.fixture(scope="module")
-def fake_group():
-    """A group of eight ranks of which one is there: what it receives has no numbers."""
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,6 @@ from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import MOMENTUM_DTYPES, SECOND_MOMENT, names_of
 from megatron_eopt.settings.values import ABOVE_0, Check, count
 
-TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
-UNNAMED = "default"
 _WARNED = "flags_warned_of"  # on arguments, of which a script may make configs more than once
 OF_LAUNCHER = {"--cpu": "put it before the script, after -m megatron_eopt.run"}  # flags that are not the script's
 
@@ -104,12 +102,6 @@ _KNOWN = (*(flag for row in OPTIMIZERS.values() for flag in row.flags), *LATER) 
 FLAGS = (*(flag for flag in _KNOWN if not flag.megatrons), *RUN_FLAGS)
 
 
-class _StoreNamed(argparse._StoreAction):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        super().__call__(parser, namespace, values, option_string)
-        setattr(namespace, TP_MODE_SOURCE, option_string)
-
-
 class _Noted(argparse.Action):
     """Notes that its flag was given, which a value equal to the default does not tell."""
 
@@ -134,8 +126,7 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     tp_mode.choices = list(get_args(TpMode))
     tp_mode.default = DEFAULT_TP_MODE
     tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
-    tp_mode.__class__ = _StoreNamed
-    parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED, PRESET_FLAGS_GIVEN: ()})
+    parser.set_defaults(**{PRESET_FLAGS_GIVEN: ()})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     group = parser.add_argument_group("megatron_eopt")
@@ -271,7 +262,7 @@ def with_flags(make_config: Original, args: argparse.Namespace) -> Any:
         refuse_different(of_command_line(args))
     config, overrides = make_config(args)
     warnings = []
-    if builds(args) and not hasattr(args, TP_MODE_SOURCE):
+    if builds(args) and not hasattr(args, PRESET_FLAGS_GIVEN):
         warnings.append(
             f"activate() came after Megatron had parsed its arguments, so its own defaults hold, such as "
             f"--muon-tp-mode {args.muon_tp_mode}, and flags of this package are unknown: call it before, or start the "
@@ -285,9 +276,9 @@ def with_flags(make_config: Original, args: argparse.Namespace) -> Any:
         for warning in warnings:
             print(f"megatron_eopt: warning: {warning}", flush=True)
     setattr(args, _WARNED, True)
-    for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
-        if hasattr(args, dest) and not hasattr(config, dest):
-            setattr(config, dest, getattr(args, dest))
+    for flag in FLAGS:
+        if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
+            setattr(config, flag.dest, getattr(args, flag.dest))
     # of the scheduler, not of the optimizer: whether overrides may let a weight decay change, and where rates end
     for dest in ("weight_decay_incr_style", "lr_decay_style"):
         setattr(config, dest, getattr(args, dest, None))
@@ -346,7 +337,7 @@ def without_effect(args: argparse.Namespace, built: Collection[str]) -> list[str
     """Warnings of given flags that none of the optimizers built reads."""
     name = primary_of(args)
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
-    all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
+    all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, PRESET_FLAGS_GIVEN)
     ignored: dict[str, list[str]] = {}  # by those that read them
     for flag in _KNOWN:
         given = getattr(args, flag.dest, None) not in (None, flag.default)

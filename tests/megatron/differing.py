@@ -23,13 +23,12 @@ from megatron.core.optimizer import OptimizerConfig  # isort: skip
 
 
 class OfEnvironment(TensorParallelMuon):
-    """A user's, which takes a setting from where no flag says it: for all of its groups, or for each."""
+    """A user's, which takes a setting of its groups from where no flag says it."""
 
-    of_rank, of_group = 1e-8, 0.0
+    of_group = 0.0
 
     def __init__(self, params, **settings):
         super().__init__(params, **settings)
-        self.defaults["my_eps"] = self.of_rank
         for group in self.param_groups:
             group["my_rate"] = self.of_group
 
@@ -63,9 +62,8 @@ def main(axis):
         config = OptimizerConfig(optimizer=optimizer, lr=1e-2, min_lr=1e-3, **settings)
         return megatron_eopt.get_megatron_optimizer(config, [model], overrides)
 
-    def of_environment(**values):
-        for name, value in values.items():
-            setattr(OfEnvironment, name, value)
+    def of_environment(rate):
+        OfEnvironment.of_group = rate
         return build(optimizer="of_environment")
 
     def frozen(parameter):
@@ -96,8 +94,7 @@ def main(axis):
         "{'lr': 0.1}) on rank 0 and": partial(build, {fc1: {"lr": (0.1, 0.2)[rank]}}),
         "the version of torch is": partial(with_versions, torch="2.0"),
         "the version of megatron_eopt is": partial(with_versions, megatron_eopt="0.0.1"),
-        "my_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(of_environment, of_rank=(1e-8, 1e-3)[rank]),
-        "my_rate 0.0 and my_rate 0.5": partial(of_environment, of_rank=0.0, of_group=(0.0, 0.5)[rank]),
+        "my_rate 0.0 and my_rate 0.5": partial(of_environment, (0.0, 0.5)[rank]),
     }
     if axis == "pipeline":  # stages have no parameter in common: what a group has is of its own
         cases.popitem()

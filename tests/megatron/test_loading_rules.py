@@ -35,7 +35,7 @@ from megatron_eopt.megatron.checkpoints.refusals import (
     stacks_layers,
 )
 from megatron_eopt.megatron.checkpoints.stored import Stored
-from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed, named_disk
+from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
 
@@ -230,18 +230,6 @@ def test_only_a_run_that_keeps_layers_apart_minds_that_they_are_stacked():
         ["decoder.layers.mlp.weight", "optimizer.state.m.decoder.layers.mlp.weight"]
     )
     assert stacks_layers(["decoder.layers.mlp.weight", "optimizer.state.m.decoder.layers.0.mlp.weight"]) is None
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_an_error_of_a_save_on_a_disk_that_takes_data_stays(monkeypatch, tmp_path, exists):
-    folder = tmp_path if exists else "storage://bucket/checkpoints"
-    monkeypatch.setattr("megatron_eopt.megatron.releases.training_args", lambda: SimpleNamespace(save=str(folder)))
-
-    def save():
-        raise OSError("so it is")
-
-    with pytest.raises(OSError, match=r"^so it is$"):
-        named_disk(save)()
 
 
 class Code:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron import activation
-from megatron_eopt.megatron.agreement import differences, of_command_line, of_config, of_entries, of_optimizers
+from megatron_eopt.megatron.agreement import differences, of_command_line, of_config, of_entries
 from megatron_eopt.megatron.entries import all_entries
 from tests.megatron.runs import HERE, LAUNCHER, MUON, SMALL_GPT, start
 
@@ -102,22 +101,6 @@ def test_overrides_are_compared_wherever_they_stand(flags, tmp_path):
     assert "('linear_fc1.weight', {'lr': 0.1}) on rank 0 and ('linear_fc1.weight', {'lr': 0.2})" in line
     (line,) = differences({0: one, 1: written("four.yaml", "{linear_fc1.weight: {lr: 0.1}, '*': {lr: 0.2}}")})
     assert line.startswith("the number of overrides is ")
-
-
-def test_optimizers_are_compared_by_class_and_what_a_rank_lacks_is_not():
-    def parameters():
-        return [torch.nn.Parameter(torch.ones(3, 3))]
-
-    adam, muon = torch.optim.AdamW(parameters(), eps=1e-3), TensorParallelMuon(parameters(), momentum=0.5)
-    ranks = {0: [adam], 1: [muon], 2: [ScheduleFreeAdamW(parameters())], 3: []}
-    assert differences({rank: of_optimizers(each) for rank, each in ranks.items()}) == []
-    ranks[3] = [TensorParallelMuon(parameters()), torch.optim.AdamW(parameters(), eps=1e-4)]
-    assert differences({rank: of_optimizers(each) for rank, each in ranks.items()}) == [
-        "AdamW eps is 0.001 on rank 0 and 0.0001 on rank 3",
-        "TensorParallelMuon momentum is 0.5 on rank 1 and 0.95 on rank 3",
-    ]
-    ranks[3].append(torch.optim.AdamW(parameters(), eps=1e-3))  # of its two, one is as rank 0's
-    assert len(differences({rank: of_optimizers(each) for rank, each in ranks.items()})) == 1
 
 
 @pytest.mark.wide

@@ -76,7 +76,6 @@ class SavedShards:
         run = {
             "format": FORMAT,
             "manifest": to_json(self._run.families),
-            "tp_mode": self._run.tp_mode,
             "settings": {type(each).__name__: each.settings() for each in ours},
         }
         return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
@@ -88,7 +87,6 @@ class SavedShards:
             _refuse(f"it holds no settings of optimizers: another program wrote it; {FRESH}")
         run = json.loads(written)
         _refuse(too_new(run["format"]))
-        self._run.adopt_tp_mode(run["tp_mode"])
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
         for problem in union(self._problems(saved)):

@@ -52,7 +52,7 @@ _OVERRIDES = frozenset(
         *names_of(MODIFIERS),
     )
 )
-_SAID_ELSEWHERE = frozenset({"tp_mode", "momentum_dtype", "of_groups"})  # when their change is found
+_SAID_ELSEWHERE = frozenset({"momentum_dtype", "of_groups"})  # when their change is found
 FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"  # Megatron's flag: the schedule of the checkpoint counts
 _CHANGED = "goes on with other settings than the checkpoint has"
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
@@ -266,8 +266,7 @@ def _completed(requested: StateDict, loaded: StateDict, common: Any) -> StateDic
     if blocks:
         block["groups"] = [group for each in blocks for group in each["groups"]]
     for each in reversed(blocks):  # the first that has something counts
-        found = each | each["settings"]
-        block |= {key: found[key] for key in ("tp_mode", "manifest", "average") if key in found}
+        block |= {key: each[key] for key in ("manifest", "average") if key in each}
     if "optimizer" not in requested:
         return inner | {BLOCK: block}
     main = loaded.get(MAIN_PARAMETERS, [])

@@ -158,8 +158,6 @@ class SavedState:
             return
         block = state_dict.pop(BLOCK, {})
         if self._run is not None:
-            if "tp_mode" in block:
-                self._run.adopt_tp_mode(block["tp_mode"])
             report_changes(block.get("manifest"), self._run.families)
         self._join(block.get("state", {}), inner["state"])
         average = block.get("average", {})

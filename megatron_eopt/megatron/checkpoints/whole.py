@@ -1,15 +1,12 @@
-"""Whether the files of a checkpoint are whole, before Megatron reads them and after it writes them."""
+"""Whether the files of a checkpoint are whole, before Megatron reads them."""
 
-import tempfile
 from collections.abc import Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.checkpoints.bounds import printable, read_text
 from megatron_eopt.checkpoints.contents import (
@@ -115,32 +112,4 @@ def damage_of_resumed(
             return f"{path}: {problem.what}. {problem.advice}"
     except Exception as error:  # what is damaged or hostile raises anything
         return str(error)
-    return None
-
-
-@around
-def named_disk(save: Original, *args: Any, **kwargs: Any) -> Any:
-    """Around saves: name a disk that takes no more."""
-    try:
-        return save(*args, **kwargs)
-    except (Exception, CheckpointException) as error:
-        folder = Path(getattr(releases.training_args(), "save", None) or "")
-        full = _full_disk(folder)
-        if full is None:
-            raise
-        raise CheckpointError(
-            f"the checkpoint was not written: {full} in {folder}, where {disk_usage(folder).free:,} bytes are free. "
-            f"Those before it are untouched, and --load takes the newest complete one: make room, or give another "
-            f"folder to --save, and start the run again"
-        ) from error
-
-
-def _full_disk(folder: Path) -> str | None:
-    """Why a folder takes no file, of which writers of Megatron's raise other errors."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(2**20))
-    except OSError as error:
-        if folder.is_dir():  # and not one that Megatron has by other means
-            return error.strerror or str(error)
     return None

@@ -120,7 +120,7 @@ def test_a_flag_of_one_rank_ends_the_run_on_all(flag):
 @pytest.mark.wide
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "data"])
 def test_what_a_program_makes_different_on_one_rank_is_refused_on_all(axis):
-    """A config, overrides, and what a user's optimizer takes from elsewhere: the program says what was refused."""
+    """A config, and overrides: the program says what was refused."""
     done = start(2, axis, program=[*LAUNCHER[:-1], str(HERE / "differing.py")])
     assert not done.returncode, done.stdout[-3000:]
     assert done.stdout.count("all were refused") == 2

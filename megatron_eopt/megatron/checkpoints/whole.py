@@ -17,11 +17,11 @@ from megatron_eopt.checkpoints.contents import (
     read_contents,
     read_layout,
 )
-from megatron_eopt.checkpoints.faults import Problem, check_counts, check_files, check_pickles
+from megatron_eopt.checkpoints.faults import check_pickles
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
 from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_ours, loading, trusted_by
-from megatron_eopt.megatron.checkpoints.stored import contents_of
+from megatron_eopt.megatron.checkpoints.stored import contents_of, damage_of
 from megatron_eopt.redirect import Original, around
 
 
@@ -42,9 +42,8 @@ def _refuse_damage(load_dir: Path, args: Any) -> None:
     folders: list[tuple[Path, int | None]] = [(load_dir, getattr(args, "ckpt_step", None))]
     if getattr(args, "non_persistent_ckpt_type", None) == "global":
         folders.append((Path(args.non_persistent_global_ckpt_dir or load_dir / "non_persistent"), None))
-    counts = not getattr(args, "finetune", False)  # which starts at iteration 0
     for folder, step in folders:
-        find = partial(damage_of_resumed, folder, step, args.ckpt_format, trusted_by(args).keys(), counts)
+        find = partial(damage_of_resumed, folder, step, args.ckpt_format, trusted_by(args).keys())
         problem = from_rank_0(find) if dist.is_initialized() else find()
         if problem:
             raise CheckpointError(printable(problem))
@@ -88,27 +87,25 @@ def damage_of_resumed(
     step: int | None,
     ckpt_format: str = "torch_dist",
     trusted: Set[str] = frozenset({"all"}),
-    counts: bool = True,
 ) -> str | None:
     """What is wrong with the files that Megatron will read.
 
-    ``trusted`` are names that pickles may have; ``counts``: whether Megatron goes on from the checkpoint's iteration.
+    ``trusted`` are names that pickles may have.
     """
     try:
         path = resumed(folder, step)
         if path is None or (path.is_dir() and is_legacy(path)):
             return None
-        problems: list[Problem] = []
         if ckpt_format == "torch_dist":
             contents = contents_of(path) if dist.is_initialized() else read_contents(path)
-            problems += check_files(contents)
-            if counts:
-                problems += check_counts(contents)
+            damage = damage_of(contents)
+            if damage is not None:
+                return f"{path}: {damage}"
             if not dist.is_initialized():  # Megatron reads arguments only
                 contents = replace(contents, blobs={})
         else:
             contents = read_layout(path)
-        for problem in problems or check_pickles(contents, trusted):
+        for problem in check_pickles(contents, trusted):
             return f"{path}: {problem.what}. {problem.advice}"
     except Exception as error:  # what is damaged or hostile raises anything
         return str(error)

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -16,9 +16,6 @@ from megatron_eopt.megatron.config import PRESET_FLAGS_GIVEN, refuse_settings
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.megatron.support.run import on, primary_of
 from megatron_eopt.optimizers.weight_average import AverageRule
-from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.redirect import Original, Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
@@ -114,16 +111,7 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     optimizer = actions["--optimizer"]
     optimizer.type = _check_tested
     optimizer.choices = list(dict.fromkeys([*(optimizer.choices or ()), *list_optimizers()]))
-    coefficients = actions["--muon-coefficient-type"]
-    coefficients.choices = list(get_supported_coefficient_types())
-    precision = actions["--muon-fp32-matmul-prec"]
-    precision.choices = list(get_args(MatmulPrecision))
-    for action in (coefficients, precision):
-        action.help = f"{(action.help or '').split(' Valid types')[0]} One of {', '.join(action.choices or ())}."
-    tp_mode = actions["--muon-tp-mode"]
-    tp_mode.choices = list(get_args(TpMode))
-    tp_mode.default = DEFAULT_TP_MODE
-    tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
+    actions["--muon-tp-mode"].default = DEFAULT_TP_MODE
     parser.set_defaults(**{PRESET_FLAGS_GIVEN: ()})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
@@ -139,8 +127,13 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if action.dest in set_by_presets:
             action.__class__ = type("Noted", (_Noted, type(action)), {})
     for flag in (*_KNOWN, *RUN_FLAGS):
-        taken = actions.get(flag.name)  # none for a flag of a later Megatron
-        if taken is not None and flag.check is not None and callable(taken.type) and not taken.choices:
+        taken = actions.get(flag.name)
+        if taken is None:  # of a later Megatron
+            continue
+        if flag.megatrons and flag.choices:
+            taken.choices = list(flag.choices)
+            taken.help = flag.help
+        if flag.check is not None and callable(taken.type) and not taken.choices:
             taken.type = _checked(taken.type, flag.check)
     return parser
 

@@ -33,7 +33,6 @@ from megatron_eopt.megatron.wrappers import (
 )
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import parameters_in
-from megatron_eopt.optimizers.weight_average import AverageRule
 
 
 class OptimizerOfRun:
@@ -51,8 +50,6 @@ class OptimizerOfRun:
         self.model_chunks = model_chunks
         self.groups = pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
-        if self.facts.weight_average is not None:
-            AverageRule.parse(self.facts.weight_average)
         self.seconds: dict[str, float] = {}  # of the phases of the start
         self.began = time.perf_counter()  # the phase at work
 

@@ -20,7 +20,7 @@ from megatron_eopt.checkpoints.contents import (
 from megatron_eopt.checkpoints.faults import check_pickles
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
-from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_ours, loading, trusted_by
+from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_our_run, loading, trusted_by
 from megatron_eopt.megatron.checkpoints.stored import contents_of, damage_of
 from megatron_eopt.redirect import Original, around
 
@@ -28,7 +28,7 @@ from megatron_eopt.redirect import Original, around
 @around
 def checked_base(load_base: Original, load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
     """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
-    if not is_ours(args):
+    if not is_our_run(args):
         return load_base(load_dir, args, rank0, *rest, **kwargs)
     if rank0 and load_dir is not None:
         _refuse_damage(Path(load_dir), args)
@@ -55,7 +55,7 @@ def checked_tracker(read_metadata: Original, tracker_filename: str) -> Any:
     file = Path(tracker_filename)
     iteration = None
     args = releases.training_args()
-    if is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
+    if is_our_run(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
         iteration = from_rank_0(lambda: None if read_text(file).strip() else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)

@@ -2,12 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL, STEP_KERNELS
 from megatron_eopt.optimizers.parameters import local, parameters_in
@@ -16,11 +13,6 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.weight_average import average_of
 from megatron_eopt.screen import megabytes
 from megatron_eopt.settings.groups import iteration_of
-
-
-def print_summary(optimizer: Any) -> None:
-    """Print :func:`summary` of an optimizer of Megatron's, on rank 0."""
-    say(summary(list(torch_optimizers(optimizer))))
 
 
 def summary(optimizers: Sequence[Optimizer]) -> str:

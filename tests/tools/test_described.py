@@ -150,7 +150,7 @@ def test_what_the_run_would_warn_of(capsys):
     out = capsys.readouterr().out
     unused = "without effect, with --optimizer muon: leave out, or take --optimizer soap"
     assert f"\nwarning: --soap-nesterov {unused}\n" in out
-    assert "\nTensorParallelMuon, tp_mode owner (--muon-tp-mode)\n" in out
+    assert "\nTensorParallelMuon, tp_mode owner\n" in out
     assert "--muon-preset match_adamw" in out
 
 

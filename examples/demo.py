@@ -259,13 +259,10 @@ def draw(losses: dict[str, Losses], picture: Path) -> None:
     matplotlib.use("Agg")  # there may be no screen
     from matplotlib import pyplot as plt
 
-    from megatron_eopt.tools.colors import LINES, shade
-
-    muon = LINES["muon"].color
     styles = {
-        "adam": {"color": LINES["adam"].color, "linewidth": 1.2},
-        "muon": {"color": shade(muon, 1), "linewidth": 3},
-        "muon-resumed": {"color": muon, "linewidth": 1, "linestyle": (0, (4, 3))},
+        "adam": {"color": "#000000", "linewidth": 1.2},
+        "muon": {"color": "#e69082", "linewidth": 3},
+        "muon-resumed": {"color": "#d1361b", "linewidth": 1, "linestyle": (0, (4, 3))},
     }
     figure, axes = plt.subplots(figsize=(7.2, 5.4))
     for run in RUNS:

@@ -35,7 +35,6 @@ COMMANDS = {
         "what is in a torch_dist checkpoint, and whether it is whole and finite",
     ),
     "doctor": Command(f"{_TOOLS}.doctor", f"{_TOOLS}.doctor", "what is wrong with what is installed, and what to do"),
-    "plot": Command(f"{_TOOLS}.plot", f"{_TOOLS}.plot", "losses and figures of optimizers from TensorBoard files"),
 }
 
 
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == [name]:
             import_module(command.flags).add_flags(parser_of)
     options, unknown = parser.parse_known_args(given)
-    takes_flags = "[-- " in str(options.parser.usage)
+    takes_flags = "-- FLAGS" in str(options.parser.usage)
     if flags and not takes_flags:
         options.parser.error(f"nothing is expected after --, got {' '.join(flags)}")
     if unknown:

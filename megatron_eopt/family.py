@@ -8,11 +8,9 @@ A new optimizer needs its file, its import here, and its row.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from inspect import Parameter
 from typing import Any, Literal, get_args
 
-import torch
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.from_config import (
@@ -40,7 +38,6 @@ from megatron_eopt.optimizers.shampoo import KLShampoo as KLShampoo
 from megatron_eopt.optimizers.shampoo import Shampoo as Shampoo
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.parallel.records import TpMode
@@ -132,8 +129,6 @@ class OptimizerSpec:
     of_muon: tuple[str, ...] = ()  # settings that it takes from Muon's flags
     betas: str = ""  # prefix of the flags for its betas and ``eps``
     flags: tuple[Any, ...] = ()  # given as flags, or as names of settings; then flags
-    state_settings: tuple[dict[str, Any], ...] = ()  # arguments of the constructor that change its state
-    state_depends_on: tuple[str, ...] = ()  # fields of the config that change its state
     update_rms: float | None = None  # RMS of an update's entries, before the rate, where no matrix has one of its own
 
     def __post_init__(self) -> None:
@@ -141,26 +136,6 @@ class OptimizerSpec:
         known = settings_of(self.cls)
         flags = [Flag(each) if isinstance(each, str) else each for each in self.flags]
         object.__setattr__(self, "flags", tuple(flag.completed(self.name, known) for flag in flags))
-
-    def state_tensors(self, shape: tuple[int, int] = (128, 128), **settings: Any) -> list[StateTensor]:
-        """State of an fp32 matrix; ``settings`` are the constructor's."""
-        matrix = torch.empty(shape, dtype=torch.float32, device="meta")
-        return self.cls([matrix], **settings).state_tensors(matrix)
-
-    @cached_property
-    def state(self) -> tuple[StateTensor, ...]:
-        """State with the defaults, then with each of :attr:`state_settings`."""
-        return tuple(tensor for settings in ({}, *self.state_settings) for tensor in self.state_tensors(**settings))
-
-    @property
-    def state_keys(self) -> set[str]:
-        """Keys of :attr:`state`."""
-        return {tensor.key for tensor in self.state}
-
-    @property
-    def takes_adams(self) -> bool:
-        """Whether it can start from Adam's first moment."""
-        return self.state_keys == {MOMENTUM_BUFFER}
 
     @property
     def arguments(self) -> Mapping[str, Parameter]:
@@ -216,8 +191,6 @@ OF_ITERATION = (*names_of(ITERATION + EXECUTION), "split_qkv")
 
 MUON = (*OF_ITERATION, *names_of(DECAY + MOMENTUM + SCALE + CAUTION + BOUNDS))
 """Settings of Muon that its flags give to relatives, too."""
-
-_SPLITS = ("muon_split", "muon_split_qkv")  # fields of the config that decide which logical matrices there are
 
 _SHARED = (
     Flag(
@@ -294,8 +267,6 @@ _SPECS = (
         cls=TensorParallelAdaptiveMuon,
         of_muon=MUON,
         flags=(Flag("moment2_method", "What the second moment is taken of."), "beta2", "eps", "align_rms"),
-        state_settings=({"moment2_method": "normuon"}, {"moment2_method": "namo"}),
-        state_depends_on=("adaptive_muon_moment2_method",),
     ),
     OptimizerSpec(
         name="spectron",
@@ -306,7 +277,6 @@ _SPECS = (
             "momentum_beta",
             "num_power_iterations",
         ),
-        state_depends_on=("spectron_rank", *_SPLITS),
     ),
     OptimizerSpec(
         name="soap",
@@ -333,8 +303,6 @@ _SPECS = (
             "max_dim",
             Flag("share_over_dp", default=True),
         ),
-        state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("soap_max_dim", "soap_weight_norm", *_SPLITS),
         update_rms=ADAMW_RMS,
     ),
     OptimizerSpec(
@@ -342,16 +310,12 @@ _SPECS = (
         cls=Shampoo,
         of_muon=("symmetric_products", "split_qkv"),
         flags=_OF_SHAMPOO,
-        state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("shampoo_max_dim", "shampoo_weight_norm", *_SPLITS),
     ),
     OptimizerSpec(
         name="kl_shampoo",
         cls=KLShampoo,
         of_muon=("symmetric_products", "split_qkv"),
         flags=_OF_SHAMPOO,
-        state_settings=({"weight_norm": "hold"},),
-        state_depends_on=("kl_shampoo_max_dim", "kl_shampoo_weight_norm", *_SPLITS),
     ),
     OptimizerSpec(
         name="psgd_kron",
@@ -368,8 +332,6 @@ _SPECS = (
             "max_update_rms",
             "max_dim",
         ),
-        state_settings=({"max_dim": 110},),
-        state_depends_on=("psgd_kron_max_dim", *_SPLITS),
     ),
     OptimizerSpec(
         name="lion",
@@ -407,7 +369,6 @@ _SPECS = (
             "weight_lr_power",
         ),
         update_rms=ADAMW_RMS,
-        state_settings=({"betas": (0.4, 0.95)},),  # below 0.5 the average is kept
     ),
     OptimizerSpec(
         name="ademamix",
@@ -442,7 +403,6 @@ _SPECS = (
         name="muon_hyperball",
         cls=MuonHyperball,
         of_muon=(*OF_ITERATION, *names_of(MOMENTUM + SECOND_MOMENT)),
-        state_depends_on=_SPLITS,
     ),
     OptimizerSpec(
         name="mars_muon",
@@ -458,7 +418,6 @@ _SPECS = (
             "rank_fraction",
             Flag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
         ),
-        state_depends_on=("dion_rank_fraction", *_SPLITS),
     ),
     OptimizerSpec(
         name="dion2",
@@ -478,7 +437,6 @@ _SPECS = (
             "beta2",
             "eps",
         ),
-        state_depends_on=_SPLITS,
     ),
 )
 """In the order of the docs."""

@@ -335,7 +335,7 @@ def takes_matrices(name: str) -> bool:
     return counts or issubclass(cls, OrthogonalizedOptimizer)
 
 
-def class_of_ours(name: str) -> type[BaseOptimizer]:
+def class_named(name: str) -> type[BaseOptimizer]:
     """Class of a registered optimizer; the base of ours for others."""
     cls = optimizer_class(name)
     return cls if issubclass(cls, BaseOptimizer) else BaseOptimizer

@@ -4,16 +4,20 @@ Nothing is measured. What is whole on every rank, and what is shared, was read i
 shared the busiest rank has follows from the planner's deal, or from how rows are cut.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.rectangles import Rectangle
-from megatron_eopt.tools.plan.models import dealt_matrices
-from megatron_eopt.tools.plan.sizes import MODELS, Parallel
+
+sys.path.append(str(Path(__file__).parent / "bench"))
+from model_matrices import dealt_matrices
+from model_sizes import MODELS, Parallel
 
 TENSOR, DATA = 8, (16, 64)
 NEWTON_SCHULZ = NewtonSchulz()

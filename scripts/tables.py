@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from state_bytes import DATA, bytes_rows, share_rows
@@ -23,7 +23,7 @@ from support_matrix import RELEASES, support_matrix
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.releases import MAIN
-from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -53,6 +53,31 @@ MEANINGS = {
     "exclude": "no optimizer updates the parameter, and it keeps its value",
 }
 """What settings of overrides mean, for the table of them."""
+
+
+STATE_SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "adaptive_muon": ({"moment2_method": "normuon"}, {"moment2_method": "namo"}),
+    "soap": ({"weight_norm": "hold"},),
+    "shampoo": ({"weight_norm": "hold"},),
+    "kl_shampoo": ({"weight_norm": "hold"},),
+    "psgd_kron": ({"max_dim": 110},),
+    "schedule_free_adamw": ({"betas": (0.4, 0.95)},),  # below 0.5 the average is kept
+}
+"""Arguments of constructors that change the state."""
+
+
+def state_tensors(row: OptimizerSpec, shape: tuple[int, int] = (128, 128), **settings: Any) -> list[StateTensor]:
+    """State of an fp32 matrix; ``settings`` are the constructor's."""
+    matrix = torch.empty(shape, dtype=torch.float32, device="meta")
+    return row.cls([matrix], **settings).state_tensors(matrix)
+
+
+def all_state(row: OptimizerSpec) -> list[StateTensor]:
+    """State with the defaults, then with each of :data:`STATE_SETTINGS`."""
+    found = []
+    for settings in ({}, *STATE_SETTINGS.get(row.name, ())):
+        found += state_tensors(row, **settings)
+    return found
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
@@ -90,8 +115,8 @@ def state() -> str:
     """The state tensors of each optimizer; those that keep the same share a line."""
     kept: dict[tuple[str, str], list[str]] = {}
     for row in OPTIMIZERS.values():
-        for settings in ({}, *row.state_settings):
-            tensors = row.state_tensors(MATRIX, **settings)
+        for settings in ({}, *STATE_SETTINGS.get(row.name, ())):
+            tensors = state_tensors(row, MATRIX, **settings)
             said = code([row.name]) + "".join(f", `{key}={value!r}`" for key, value in settings.items())
             kept.setdefault((", ".join(map(_described, tensors)), _bytes(tensors)), []).append(said)
     rows = [(", ".join(names), *what) for what, names in kept.items()]
@@ -278,7 +303,7 @@ def _holds_for(flag: Flag, row: OptimizerSpec) -> bool:
     if flag.setting == "preset":
         return row.name in LIKE_MUON
     if flag.setting == "momentum_from_adam":
-        return row.takes_adams
+        return {tensor.key for tensor in all_state(row)} == {MOMENTUM_BUFFER}
     return flag.shared and row.owns == "matrices"
 
 
@@ -358,8 +383,10 @@ Other optimizers of matrices take some of Muon's flags: each names the groups an
 
 def _bytes_of(row: OptimizerSpec) -> str:
     """Bytes by its settings, each formula once."""
-    formulas = [_bytes(row.state_tensors(MATRIX, **settings), False) for settings in ({}, *row.state_settings)]
-    return ", ".join(dict.fromkeys(formulas))
+    formulas = {}
+    for settings in ({}, *STATE_SETTINGS.get(row.name, ())):
+        formulas[_bytes(state_tensors(row, MATRIX, **settings), False)] = None
+    return ", ".join(formulas)
 
 
 def costs() -> str:

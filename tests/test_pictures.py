@@ -5,14 +5,14 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pictures
+import plot_runs as plot
 import pytest
+from colors import LINES, MAIN, shade
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.tools import plot
-from megatron_eopt.tools.colors import LINES, MAIN, shade
 
 # Linear RGB as those see it who lack the cones of long or of middle waves (Machado, Oliveira, Fernandes 2009).
 SIGHT = {

@@ -227,9 +227,9 @@ def test_what_makes_an_optimizer_may_be_a_partial_or_a_function(made_by, known):
     assert type(optimizer) is TensorParallelMuon
     assert (optimizer.param_groups[0]["lr"], name_of(optimizer)) == (5, "made")
     assert registry.takes_matrices("made") is known
-    assert not registry.class_of_ours("made").pairs_rows
+    assert not registry.class_named("made").pairs_rows
     registry.register_optimizer("factors", registry.EmergingOptimizerEntry(partial(SOAP)))
-    assert registry.class_of_ours("factors").pairs_rows
+    assert registry.class_named("factors").pairs_rows
 
 
 class Traced(torch.optim.SGD):

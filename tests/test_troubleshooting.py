@@ -5,8 +5,6 @@ A page has them in the fence after ``<!-- message: NAME -->``, with ``...`` for 
 
 import contextlib
 import re
-import resource
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +21,6 @@ from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.arguments import with_flags
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checkpoints.refusals import mismatch, of_another, stacks_layers
-from megatron_eopt.megatron.checkpoints.run_mark import FILE, RunMark, process
-from megatron_eopt.megatron.checkpoints.whole import named_disk
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.rules import refuse_unsupported
@@ -100,16 +96,6 @@ def interrupted():
     optimizer.step()
 
 
-def full(monkeypatch, tmp_path):
-    monkeypatch.setattr("megatron_eopt.megatron.releases.training_args", lambda: SimpleNamespace(save=str(tmp_path)))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
-    try:
-        named_disk((tmp_path / "file").write_bytes)(bytes(2**13))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def parsed_before_activation():
     args = SimpleNamespace(optimizer="muon", muon_tp_mode="blockwise")
     with_flags(lambda args: (SimpleNamespace(), {}))(args)
@@ -163,17 +149,6 @@ def without_recorded_logits():
     refuse_unclipped([torch.nn.ModuleDict({"self_attention": attention})], 1)
 
 
-def second_run(tmp_path):
-    with subprocess.Popen(["sleep", "100"]) as first:
-        (tmp_path / FILE).write_text(" ".join([*process(first.pid), f"process {first.pid} on node7, at noon"]))
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            RunMark(SimpleNamespace(save=str(tmp_path)))
-        finally:
-            dist.destroy_process_group()
-            first.kill()
-
-
 def unfinished(tmp_path):
     (tmp_path / "__0_0.distcp").write_text("")
     read_contents(tmp_path)
@@ -189,7 +164,6 @@ SAID = {
     "unknown name": lambda: OptimizerConfig(name="moun"),
     "refused": lambda: refuse_unsupported(run(fp16=True, optimizer_cuda_graph=True)),
     "a GPU is there": on_a_gpu,
-    "second run": second_run,
     "no matrices": lambda: problems(families([row(f"norms.{i}", (64,)) for i in range(15)]), "muon", True)[0],
     "first step": first_step,
     "unused": unused,
@@ -201,7 +175,6 @@ SAID = {
     "adamw": steps_of_adamw_without_finite_gradients,
     "updates": update_that_is_not_finite,
     "interrupted": interrupted,
-    "full": full,
     "five in a row": lambda: steps_without_finite_gradients(5),
     "qk-clip": without_recorded_logits,
     "adams": lambda: mismatch("TensorParallelMuon", state("momentum_buffer"), checkpoint("exp_avg", "exp_avg_sq")),

@@ -1,6 +1,5 @@
-"""What keeps a run from loading a checkpoint: files, numbers and pickles."""
+"""What keeps a run from loading a checkpoint: files and pickles."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -11,8 +10,6 @@ from megatron_eopt.checkpoints.bounds import open_file
 from megatron_eopt.checkpoints.contents import EXTRA_STATE, METADATA, Contents, read_blob, read_layout
 from megatron_eopt.checkpoints.gate import Load
 
-_MOST = 2**63  # of which no run comes near
-_SAMPLES = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _UNKNOWN = "load a checkpoint only from where you would run a program"
 _NAMES = "names "
 _Faults = defaultdict[str, list[str]]  # what is at fault -> where
@@ -43,36 +40,6 @@ def check_files(contents: Contents) -> Iterator[Problem]:
                 f"{name} is truncated: {length:,} bytes, and its last chunk ends at {end:,}",
                 "copy it again, or take another checkpoint",
             )
-
-
-def check_counts(contents: Contents) -> Iterator[Problem]:
-    """Check how far the run had come: Megatron takes these numbers as they are.
-
-    With an iteration that is NaN it ends at once and well, with a schedule at step NaN it trains on at the rate of the
-    end, with the iteration of another checkpoint it counts on from there.
-    """
-    schedule = contents.common.get("opt_param_scheduler") or {}
-    counts = {
-        "iteration": contents.common.get("iteration", 0),
-        "num_steps of opt_param_scheduler": schedule.get("num_steps", 0),
-    }
-    for name in _SAMPLES:
-        counts[name] = contents.args.get(name, 0)
-    for name, value in counts.items():
-        if type(value) is not int or not 0 <= value < _MOST:
-            yield Problem(
-                "error",
-                f"{name} is {str(value)[:100]}, and has to be a whole number from 0 on",
-                "take another checkpoint: a run would go on elsewhere, or not at all",
-            )
-    named = re.fullmatch(r"iter_(\d+)", contents.folder.absolute().name)
-    iteration = contents.iteration
-    if named and iteration is not None and int(named[1]) != iteration:
-        yield Problem(
-            "error",
-            f"it is of iteration {iteration:,}, and its folder is named {named[0]}",
-            f"rename it to iter_{iteration:07d} if that is right, and write {iteration} into the tracker file",
-        )
 
 
 def check_pickles(contents: Contents, trusted: Set[str] = frozenset()) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
-from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, gated, layers, loading, run_mark, whole
+from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, gated, layers, loading, whole
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.wrappers import shard_of
 from megatron_eopt.optimizers.lion import Lion
@@ -141,14 +141,12 @@ def _and_derived(config: Any) -> Iterator[Any]:
 
 def _of_training() -> list[Redirection]:
     import megatron.training.arguments as parsing
-    import megatron.training.async_utils as async_utils
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
 
     refused = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
-    full = "an error on a disk that is full does not say so, above all where a writer of Megatron's had it"
     in_place = (
         "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2; and each "
         "group keeps its own rate, where Megatron 0.20 sets all to --lr for --override-opt-param-scheduler"
@@ -160,7 +158,6 @@ def _of_training() -> list[Redirection]:
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine; and what "
         "is mistaken in flags is refused before there is a model"
     )
-    noticed = f"two runs that save to one folder are noticed; {full}"
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     at_average = "an average of weights, Schedule-Free's or --optimizer-weight-average's, is what is evaluated"
@@ -173,8 +170,6 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
         Redirection(checkpointing, "load_checkpoint", loading.with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", whole.checked_tracker, empty),
-        Redirection(checkpointing, "save_checkpoint", lambda x: whole.named_disk(run_mark.marked_save(x)), noticed),
-        Redirection(async_utils, "maybe_finalize_async_save", whole.named_disk, full),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
         Redirection(training, "get_megatron_optimizer_config", arguments.with_flags, flags),
@@ -185,8 +180,6 @@ def _of_training() -> list[Redirection]:
 
 @around
 def _with_our_settings(init: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    if "muon_tp_mode" not in kwargs:
-        setattr(self, arguments.TP_MODE_SOURCE, arguments.UNNAMED)
     fields = {field.name for field in dataclasses.fields(self)}
     ours = {flag.dest for flag in arguments.FLAGS} & kwargs.keys() - fields
     for name in ours:

@@ -10,10 +10,8 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron.parameters import ModelParameter
-from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.agreement import hashed, versions
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.collectives import gather_numbers, lowest, values_of
@@ -189,20 +187,3 @@ def of_entries(entries: Sequence[Entry]) -> dict[str, Any]:
     for number, entry in enumerate(entries):
         found[f"override {number}"] = (str(entry.selector), plain(entry.settings))
     return found
-
-
-def of_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-    """Settings that all torch optimizers of a class here share."""
-    values: dict[str, list[Any]] = {}
-    for optimizer in optimizers:
-        settings = dict(optimizer.defaults)
-        if isinstance(optimizer, BaseOptimizer):
-            settings |= optimizer.settings()
-        for key, value in plain(settings).items():
-            if key != "of_groups":
-                values.setdefault(f"{type(optimizer).__name__} {key}", []).append(value)
-    shared = {}
-    for name, of_all in sorted(values.items()):
-        if all(value == of_all[0] for value in of_all):
-            shared[name] = of_all[0]
-    return shared

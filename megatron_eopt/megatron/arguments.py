@@ -4,12 +4,10 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron import releases
@@ -18,9 +16,6 @@ from megatron_eopt.megatron.config import PRESET_FLAGS_GIVEN, refuse_settings
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.megatron.support.run import on, primary_of
 from megatron_eopt.optimizers.weight_average import AverageRule
-from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.redirect import Original, Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
@@ -30,8 +25,6 @@ from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import MOMENTUM_DTYPES, SECOND_MOMENT, names_of
 from megatron_eopt.settings.values import ABOVE_0, Check, count
 
-TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
-UNNAMED = "default"
 _WARNED = "flags_warned_of"  # on arguments, of which a script may make configs more than once
 OF_LAUNCHER = {"--cpu": "put it before the script, after -m megatron_eopt.run"}  # flags that are not the script's
 
@@ -104,12 +97,6 @@ _KNOWN = (*(flag for row in OPTIMIZERS.values() for flag in row.flags), *LATER) 
 FLAGS = (*(flag for flag in _KNOWN if not flag.megatrons), *RUN_FLAGS)
 
 
-class _StoreNamed(argparse._StoreAction):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        super().__call__(parser, namespace, values, option_string)
-        setattr(namespace, TP_MODE_SOURCE, option_string)
-
-
 class _Noted(argparse.Action):
     """Notes that its flag was given, which a value equal to the default does not tell."""
 
@@ -124,18 +111,8 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     optimizer = actions["--optimizer"]
     optimizer.type = _check_tested
     optimizer.choices = list(dict.fromkeys([*(optimizer.choices or ()), *list_optimizers()]))
-    coefficients = actions["--muon-coefficient-type"]
-    coefficients.choices = list(get_supported_coefficient_types())
-    precision = actions["--muon-fp32-matmul-prec"]
-    precision.choices = list(get_args(MatmulPrecision))
-    for action in (coefficients, precision):
-        action.help = f"{(action.help or '').split(' Valid types')[0]} One of {', '.join(action.choices or ())}."
-    tp_mode = actions["--muon-tp-mode"]
-    tp_mode.choices = list(get_args(TpMode))
-    tp_mode.default = DEFAULT_TP_MODE
-    tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
-    tp_mode.__class__ = _StoreNamed
-    parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED, PRESET_FLAGS_GIVEN: ()})
+    actions["--muon-tp-mode"].default = DEFAULT_TP_MODE
+    parser.set_defaults(**{PRESET_FLAGS_GIVEN: ()})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     group = parser.add_argument_group("megatron_eopt")
@@ -150,8 +127,13 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if action.dest in set_by_presets:
             action.__class__ = type("Noted", (_Noted, type(action)), {})
     for flag in (*_KNOWN, *RUN_FLAGS):
-        taken = actions.get(flag.name)  # none for a flag of a later Megatron
-        if taken is not None and flag.check is not None and callable(taken.type) and not taken.choices:
+        taken = actions.get(flag.name)
+        if taken is None:  # of a later Megatron
+            continue
+        if flag.megatrons and flag.choices:
+            taken.choices = list(flag.choices)
+            taken.help = flag.help
+        if flag.check is not None and callable(taken.type) and not taken.choices:
             taken.type = _checked(taken.type, flag.check)
     return parser
 
@@ -195,45 +177,15 @@ def _meant(message: str, known: Iterable[str]) -> str:
     return "".join(f"\n{line}" for line in lines)
 
 
-def _refuse_mistakes(args: argparse.Namespace) -> None:
-    """Refuse what Megatron ends on without a reason, or overlooks."""
-    if args.lr is not None and args.min_lr is not None and args.min_lr > args.lr:
-        raise ValueError(
-            f"--min-lr {args.min_lr} is above --lr {args.lr}: rates fall from --lr to --min-lr, so lower the one or "
-            f"raise the other"
-        )
-    if builds(args) and _begins_anew(args):
-        folder = Path(args.load)
-        instead = "a folder that a run saved to"
-        if folder.name.startswith("iter_"):
-            instead = f"its parent, {folder.absolute().parent}, with --ckpt-step"
-        raise ValueError(
-            f"--load {folder} has no {TRACKER}, and the run would begin with random weights: name {instead}, or leave "
-            f"--load out. A first run may load from the folder of its --save"
-        )
-
-
-def _begins_anew(args: argparse.Namespace) -> bool:
-    """Whether ``--load`` has no checkpoint, nor will get one."""
-    load = args.load
-    elsewhere = on(args, "pretrained_checkpoint", "non_persistent_ckpt_type", "enable_msc")  # where one may be, too
-    if load is None or elsewhere:
-        return False
-    if args.save is not None and Path(args.save).resolve() == Path(load).resolve():
-        return False
-    return not Path(load, TRACKER).exists()
-
-
 @around
 def validated(validate: Original, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Replaces ``validate_args``: refuses mistakes, and hides three flags.
+    """Replaces ``validate_args``: refuses what the optimizer refuses, and hides three flags.
 
     - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
       ckpt_format torch or torch_dist; and makes ``use_distributed_optimizer``, which Megatron-FSDP needs, layer-wise.
     - ``--optimizer-cpu-offload``: Megatron's is an Adam that steps on the CPU, and wants flags for that.
     - ``--qk-clip``: Megatron wants Transformer Engine. Attention that records its largest logits will do (``qk_clip``).
     """
-    _refuse_mistakes(args)
     name = args.optimizer
     hidden: dict[str, Any] = {}
     changes = []
@@ -271,7 +223,7 @@ def with_flags(make_config: Original, args: argparse.Namespace) -> Any:
         refuse_different(of_command_line(args))
     config, overrides = make_config(args)
     warnings = []
-    if builds(args) and not hasattr(args, TP_MODE_SOURCE):
+    if builds(args) and not hasattr(args, PRESET_FLAGS_GIVEN):
         warnings.append(
             f"activate() came after Megatron had parsed its arguments, so its own defaults hold, such as "
             f"--muon-tp-mode {args.muon_tp_mode}, and flags of this package are unknown: call it before, or start the "
@@ -285,9 +237,9 @@ def with_flags(make_config: Original, args: argparse.Namespace) -> Any:
         for warning in warnings:
             print(f"megatron_eopt: warning: {warning}", flush=True)
     setattr(args, _WARNED, True)
-    for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
-        if hasattr(args, dest) and not hasattr(config, dest):
-            setattr(config, dest, getattr(args, dest))
+    for flag in FLAGS:
+        if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
+            setattr(config, flag.dest, getattr(args, flag.dest))
     # of the scheduler, not of the optimizer: whether overrides may let a weight decay change, and where rates end
     for dest in ("weight_decay_incr_style", "lr_decay_style"):
         setattr(config, dest, getattr(args, dest, None))
@@ -346,7 +298,7 @@ def without_effect(args: argparse.Namespace, built: Collection[str]) -> list[str
     """Warnings of given flags that none of the optimizers built reads."""
     name = primary_of(args)
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
-    all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
+    all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, PRESET_FLAGS_GIVEN)
     ignored: dict[str, list[str]] = {}  # by those that read them
     for flag in _KNOWN:
         given = getattr(args, flag.dest, None) not in (None, flag.default)

@@ -14,7 +14,7 @@ from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.megatron.wrappers import optimizer_parameters
 from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, class_of_ours, create_emerging_optimizer, takes_matrices
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, class_named, create_emerging_optimizer, takes_matrices
 from megatron_eopt.routing import OverrideError, Resolved, resolve
 from megatron_eopt.routing.entries import Entry
 from megatron_eopt.routing.rules import match_counts
@@ -236,7 +236,7 @@ def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:
         if source is None:
             continue
         sources[key] = source
-        if settings[key] and not class_of_ours(name).decays_weights:
+        if settings[key] and not class_named(name).decays_weights:
             raise OverrideError(
                 f"{source}: {key}: {name} has no weight decay, got {settings[key]:g} for {assigned.name}: leave it out"
             )

@@ -1,9 +1,6 @@
 """The config that the optimizers of a run are built by."""
 
 import logging
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,40 +40,9 @@ def refuse_settings(args: Any) -> None:
     ours.setLevel(logging.ERROR)
     try:
         no_ranks = SimpleNamespace(tp=None, dp_cp=None)
-        with errors_name_flags(config):
-            create_emerging_optimizer(config, groups, primary_of(args), [SimpleNamespace(config=args)], no_ranks)
+        create_emerging_optimizer(config, groups, primary_of(args), [SimpleNamespace(config=args)], no_ranks)
     finally:
         ours.setLevel(level)
-
-
-@contextmanager
-def errors_name_flags(config: Any) -> Iterator[None]:
-    """Within, errors name flags, where optimizers name their settings and classes."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if error.args and isinstance(error.args[0], str) and primary_of(config) in OPTIMIZERS:
-            error.args = (_by_flags(error.args[0], config), *error.args[1:])
-        raise
-
-
-def _by_flags(message: str, config: Any) -> str:
-    row = OPTIMIZERS[primary_of(config)]
-    flags = {}
-    for flag in (*OPTIMIZERS["muon"].flags, *row.flags):
-        if flag.optimizer == row.name or flag.setting in row.of_muon:
-            flags[flag.setting] = flag.name
-    flags.pop("lr", None)  # which --lr may have set
-    preset = getattr(config, "muon_preset", None)
-    if preset is not None:
-        flags |= {setting: f"{setting} of --muon-preset {preset}" for setting in PRESETS[preset].settings}
-    name = row.cls.__name__
-    # a setting that is a word as any other is surely meant at the beginning alone
-    begins, colon, rest = message.rpartition(f"{name}: ")
-    first, space, words = rest.partition(" ")
-    words = re.sub(r"\w*_\w+", lambda found: flags.get(found[0], found[0]), words)
-    message = f"{begins}{colon}{flags.get(first, first)}{space}{words}"
-    return message.replace(name, f"--optimizer {row.name}")
 
 
 def _can_share_factors(run: Run) -> bool:

@@ -22,7 +22,7 @@ from megatron_eopt.redirect import Original, Redirection, Redirections, around
 HANDS = (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
 
-def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
+def dealt_by_time(config: Any, args: Any) -> Redirections:
     """Redirections that make Megatron's layer-wise optimizer deal by time."""
 
     @around
@@ -39,7 +39,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
             by_size = getattr(self, name)
             if by_size:
                 rank = getattr(self.pg_collection, ranks).rank()
-                hands = _by_time(by_size, whole, items, works, mode)
+                hands = _by_time(by_size, whole, items, works, config.muon_tp_mode)
                 setattr(self, name, hands)
                 kept = kept.difference(*by_size).union(hands[rank])
         for group, params in zip(groups, whole, strict=True):

@@ -43,7 +43,7 @@ def all_entries(config: Any, config_overrides: Overrides | None) -> list[Entry]:
         if rates and _of_mup(key):
             entries += _defaults({_hidden_of_others: rates}, "Megatron")
     for name in registry.list_optimizers():
-        if not registry.class_of_ours(name).decays_weights:  # the run's weight decay is for the rest
+        if not registry.class_named(name).decays_weights:  # the run's weight decay is for the rest
             entries += _defaults({f"optimizer:{name}": {"weight_decay": 0.0}}, name)
     entries += entries_from_dict(users, source="config_overrides")
     own = getattr(config, "optimizer_overrides", None)

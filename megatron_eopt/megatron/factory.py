@@ -2,26 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.arguments import (
-    DEFAULT_TP_MODE,
-    TP_MODE_SOURCE,
-    UNNAMED,
-    unread,
-    without_effect,
-)
+from megatron_eopt.megatron.arguments import unread, without_effect
 from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
-from megatron_eopt.megatron.checkpoints.decided import Decided, decided_before
+from megatron_eopt.megatron.checkpoints.decided import decided_before
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
-from megatron_eopt.megatron.checkpoints.run_mark import RunMark
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
-from megatron_eopt.megatron.config import config_of_run, errors_name_flags
+from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradients, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.kernels import choose_kernels
@@ -29,7 +21,7 @@ from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
 from megatron_eopt.megatron.replicas import check_replicas
-from megatron_eopt.megatron.summary import print_summary
+from megatron_eopt.megatron.summary import summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.megatron.wrappers import (
@@ -41,8 +33,6 @@ from megatron_eopt.megatron.wrappers import (
 )
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import parameters_in
-from megatron_eopt.optimizers.weight_average import AverageRule
-from megatron_eopt.parallel.records import TpMode
 
 
 class OptimizerOfRun:
@@ -53,7 +43,6 @@ class OptimizerOfRun:
     """
 
     optimizer: Any = None  # Megatron's, once it is built
-    decided = Decided()  # what the run that saved the checkpoint to be loaded had decided
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
@@ -61,15 +50,8 @@ class OptimizerOfRun:
         self.model_chunks = model_chunks
         self.groups = pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
-        if self.facts.weight_average is not None:
-            AverageRule.parse(self.facts.weight_average)
-        self.tp_mode = config.muon_tp_mode
-        self.tp_mode_source = getattr(config, TP_MODE_SOURCE, "config")
-        if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
-            self.tp_mode_source = "config"  # which was changed after it was made
         self.seconds: dict[str, float] = {}  # of the phases of the start
         self.began = time.perf_counter()  # the phase at work
-        self.tp_mode_of_checkpoint: TpMode | None = None  # of which the run has spoken
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
         """Build Megatron's optimizer by ``build(config, overrides)``.
@@ -88,7 +70,6 @@ class OptimizerOfRun:
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         self.warn_of_unread_flags()
         matrices, overrides = agreement.on_all_ranks(self.check)
-        self.mark = RunMark(self.facts.args)
         tag(matrices)
         self.phase("parameters and settings")
         self.read_checkpoint()
@@ -102,7 +83,7 @@ class OptimizerOfRun:
         if self.metrics_interval:
             measure(self.optimizer, self.model_chunks, self.metrics_interval, self.facts.layer_wise)
         self.guard_first_step()
-        print_summary(self.optimizer, self.tp_mode_source)
+        agreement.say(summary(list(torch_optimizers(self.optimizer))))
         self.phase("manifest and checks")
         spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         agreement.say(f"the start took {sum(self.seconds.values()):.1f} s on rank 0: {spent}")
@@ -146,16 +127,13 @@ class OptimizerOfRun:
         return logical_matrices(self.assigned, self.config), overrides
 
     def read_checkpoint(self) -> None:
-        """Take over the decisions of the checkpoint to be loaded."""
+        """Read what the run had decided that saved the checkpoint to be loaded."""
         self.decided = agreement.from_rank_0(lambda: decided_before(self.facts.args, self.facts.megatron_fsdp))
-        if self.decided.tp_mode is not None:
-            self.adopt_tp_mode(self.decided.tp_mode)
 
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and check the result."""
-        dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode)
-        named = nullcontext() if self.facts.args is None else errors_name_flags(self.config)
-        with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt, named:
+        dealt = dealing.dealt_by_time(self.config, self.facts.args)
+        with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
         tag_as_megatron(self.model_chunks, self.groups)  # Megatron's builder has tagged by the model's config alone
@@ -165,24 +143,15 @@ class OptimizerOfRun:
         remember(self.optimizer, self.model_chunks)
         average_weights(list(torch_optimizers(self.optimizer)), self.facts)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
-        agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for optimizer in torch_optimizers(self.optimizer):
             if isinstance(optimizer, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 vars(optimizer)["pg_collection"] = self.groups
 
     def prepare(self) -> None:
         """Let every optimizer agree on its plan with other ranks."""
-
-        def take_over() -> None:
-            for optimizer in torch_optimizers(self.optimizer):
-                if isinstance(optimizer, BaseOptimizer) and "tp_mode" in optimizer.settings():
-                    optimizer.take_tp_mode(self.tp_mode)
-
-        if self.tp_mode_source == "checkpoint":
-            agreement.on_all_ranks(take_over)
         here = [x for x in torch_optimizers(self.optimizer) if parameters_in(x.param_groups)]
         for optimizer in here:
-            decided = self.decided.settings.get(type(optimizer).__name__, {})
+            decided = self.decided.get(type(optimizer).__name__, {})
             for group in optimizer.param_groups:
                 group.update(decided | group)
         choose_kernels(here)
@@ -205,22 +174,6 @@ class OptimizerOfRun:
         whole = self.optimizer if self.facts.layer_wise else None
         for number, wrapper in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
             SavedState(wrapper, self if number == 0 else None, differ, whole)
-
-    def adopt_tp_mode(self, tp_mode: TpMode) -> None:
-        """Keep a checkpoint's ``tp_mode`` if the run names none."""
-        if tp_mode in (self.tp_mode, self.tp_mode_of_checkpoint):
-            return
-        keep = self.tp_mode_source in (UNNAMED, "checkpoint")
-        why = "kept, since this run names none" if keep else f"not {self.tp_mode}, by {self.tp_mode_source}"
-        agreement.say(f"the tp_mode of the checkpoint is {tp_mode}: {why}")
-        self.tp_mode_of_checkpoint = tp_mode
-        if keep:
-            self.tp_mode = tp_mode
-            self.tp_mode_source = "checkpoint"
-            if self.optimizer is not None:  # a framework may load what no flag names
-                self.prepare()
-                self.build_manifest()
-                print_summary(self.optimizer, self.tp_mode_source)
 
     def guard_first_step(self) -> None:
         """Install the checks of the first step, and of replicas."""

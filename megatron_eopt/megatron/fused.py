@@ -15,7 +15,7 @@ from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter, attention_config, is_qkv_projection
 from megatron_eopt.optimizers.parameters import ROWS
 from megatron_eopt.parallel.attributes import is_sharded
-from megatron_eopt.registry import class_of_ours, get_qkv_split_shapes
+from megatron_eopt.registry import class_named, get_qkv_split_shapes
 from megatron_eopt.routing import OverrideError
 
 _BY_SETTING = "logical_matrices_by_setting"
@@ -115,7 +115,7 @@ def split_of(
     made_of = fused(parameter)
     if made_of is None:
         return None
-    if assigned.optimizer is not None and class_of_ours(assigned.optimizer).pairs_rows:
+    if assigned.optimizer is not None and class_named(assigned.optimizer).pairs_rows:
         if name == "none" and made_of.matrices.order == "per_shard":
             raise OverrideError(
                 f"{parameter.name} holds {made_of.what} in an order that follows the tensor-parallel ranks, and what "

@@ -1,9 +1,8 @@
 """The manifest of Megatron's optimizer: what updates every parameter."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,23 +33,13 @@ from megatron_eopt.routing import (
     warnings,
     write_json,
 )
-from megatron_eopt.routing.checks import listed_twice
 from megatron_eopt.routing.patterns import LogicalMatrix
-from megatron_eopt.settings.groups import plain
 from megatron_eopt.settings.presets import preset_line
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
 _RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in OPTIMIZERS.values()}
 _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
-
-
-class _OnRank(NamedTuple):
-    """What one rank knows of the parameters that it updates."""
-
-    families: list[ParamPattern]
-    with_groups: list[ParamPattern]  # the same, with all that their groups hold as settings
-    misplaced: list[str]
 
 
 def build_manifest(
@@ -63,17 +52,15 @@ def build_manifest(
     updated = list(optimizer_parameters(optimizer))
     here = rows_here(updated, assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]
-    of_ranks = distinct(_on_this_rank(found, updated, assigned))
-    everywhere = merged(rank.families for rank in of_ranks)
+    of_ranks = distinct((families(found), _misplaced(found, assigned)))
+    everywhere = merged(of_rank for of_rank, _ in of_ranks)
     names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may; with a distributed optimizer that is nearly all of what it has
     left = [row for row in here if row.optimizer is None and row.name not in names]
     everywhere += merged(distinct(families(left)))
     name = primary_of(config)
     wrong = problems(everywhere, name, takes_matrices(name))
-    wrong += sorted({line for rank in of_ranks for line in rank.misplaced})
-    if not wrong:  # groups may also differ in what is no setting of a user's
-        wrong += listed_twice(merged(rank.with_groups for rank in of_ranks))
+    wrong += sorted({line for _, misplaced in of_ranks for line in misplaced})
     if wrong:
         raise ValueError("\n".join(["parameters are with the wrong optimizer:", *wrong]))
     warn_of_unmatched(sorted(names))
@@ -82,20 +69,14 @@ def build_manifest(
     return everywhere, sum(len(row.matrices) for row in found)
 
 
-def _on_this_rank(
-    found: Sequence[ManifestRow], updated: Iterable[OptimizerParameter], assigned: Iterable[Assignment]
-) -> _OnRank:
-    groups = {id(one.model): one.group for one in updated}
-    of_names = {each.name: each for each in assigned}
-    with_groups = []
-    misplaced = []
+def _misplaced(found: Iterable[ManifestRow], assigned: Iterable[Assignment]) -> list[str]:
+    """Errors of parameters that another optimizer has than was assigned."""
+    wanted = {each.name: each.optimizer or "nobody" for each in assigned}
+    lines = []
     for row in found:
-        own = of_names[row.name]
-        with_groups.append(replace(row, settings=plain(groups[id(own.parameter.tensor)])))
-        if row.optimizer != own.optimizer:
-            wanted = own.optimizer or "nobody"
-            misplaced.append(f"{row.name} was given to {wanted} ({row.reason}), and {row.optimizer} has it")
-    return _OnRank(families(found), families(with_groups), misplaced)
+        if row.optimizer != wanted[row.name]:
+            lines.append(f"{row.name} was given to {wanted[row.name]} ({row.reason}), and {row.optimizer} has it")
+    return lines
 
 
 def _report(families: list[ParamPattern], config: Any) -> None:

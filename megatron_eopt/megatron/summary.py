@@ -2,12 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL, STEP_KERNELS
 from megatron_eopt.optimizers.parameters import local, parameters_in
@@ -18,17 +15,12 @@ from megatron_eopt.screen import megabytes
 from megatron_eopt.settings.groups import iteration_of
 
 
-def print_summary(optimizer: Any, tp_mode_source: str) -> None:
-    """Print :func:`summary` of an optimizer of Megatron's, on rank 0."""
-    say(summary(list(torch_optimizers(optimizer)), tp_mode_source))
-
-
-def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -> str:
+def summary(optimizers: Sequence[Optimizer]) -> str:
     """One line on what each class of optimizers updates here."""
     of_classes: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:
         of_classes.setdefault(type(optimizer).__name__, []).append(optimizer)
-    parts = [", ".join(_updated(name, of_class, tp_mode_source)) for name, of_class in of_classes.items()]
+    parts = [", ".join(_updated(name, of_class)) for name, of_class in of_classes.items()]
     for optimizer in optimizers:
         average = average_of(optimizer)
         evaluated = f"weights are averaged by {average}, and evaluated at it"
@@ -37,7 +29,7 @@ def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -
     return "; ".join(parts)
 
 
-def _updated(name: str, of_class: Sequence[Optimizer], source: str) -> Iterator[str]:
+def _updated(name: str, of_class: Sequence[Optimizer]) -> Iterator[str]:
     parameters = [parameter for optimizer in of_class for parameter in parameters_in(optimizer.param_groups)]
     elements = sum(local(parameter).numel() for parameter in parameters)
     yield f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
@@ -45,7 +37,7 @@ def _updated(name: str, of_class: Sequence[Optimizer], source: str) -> Iterator[
     muons = [optimizer for optimizer in having if isinstance(optimizer, TensorParallelMuon)]
     factored = [optimizer for optimizer in having if isinstance(optimizer, Spectron)]
     for mode in dict.fromkeys(optimizer.tp_mode for optimizer in (*muons, *factored)):
-        yield f"tp_mode {mode} ({source})"
+        yield f"tp_mode {mode}"
     if muons:
         offloaded = sum(sum(muon.prepare().offloaded()) for muon in muons)
         if offloaded:

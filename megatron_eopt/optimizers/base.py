@@ -57,7 +57,6 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.plan import validate_tp_mode
 from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.watched import Watched
@@ -381,16 +380,6 @@ class BaseOptimizer(Optimizer):
             of_groups.warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant!r}?")
         group[STATE_OF] = mark_of(self)
         session.said = said_of(self._parameters())
-
-    def take_tp_mode(self, tp_mode: TpMode) -> None:
-        """Plan the next step by another ``tp_mode``, that of a checkpoint."""
-        validate_tp_mode(tp_mode)
-        vars(self)["tp_mode"] = tp_mode
-        groups = self.param_groups
-        self.param_groups = []
-        for group in groups:
-            self.add_param_group(group)  # which checks it
-        self.param_groups = groups  # others may hold the list
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""

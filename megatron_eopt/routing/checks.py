@@ -28,7 +28,7 @@ def problems(families: Sequence[ParamPattern], optimizer: str, for_matrices: boo
 
     ``families`` are of all ranks together, ``optimizer`` is the run's, of no use without matrices if ``for_matrices``.
     """
-    wrong = [*_without_optimizer(families), *listed_twice(families), *_drifting_ties(families)]
+    wrong = [*_without_optimizer(families), *_listed_twice(families), *_drifting_ties(families)]
     if for_matrices:
         wrong += _without_matrices(families, optimizer)
     return wrong
@@ -50,7 +50,7 @@ def _without_optimizer(families: Sequence[ParamPattern]) -> Iterator[str]:
             )
 
 
-def listed_twice(families: Iterable[ParamPattern]) -> Iterator[str]:
+def _listed_twice(families: Iterable[ParamPattern]) -> Iterator[str]:
     """Errors of parameters of two optimizers, or of which ranks say two things."""
     of_names = defaultdict[str, list[ManifestRow]](list)
     for row in rows(families):

@@ -186,7 +186,7 @@ def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
 def merged(lists: Iterable[Iterable[ParamPattern]]) -> list[ParamPattern]:
     """The patterns of all ranks together, whatever their order.
 
-    A parameter of which ranks say different things is then there twice, which :func:`listed_twice` finds.
+    A parameter of which ranks say different things is then there twice, which ``checks.py`` finds.
     """
     indices_of: dict[ManifestRow, set[Index]] = defaultdict(set)
     for family in {family for families in lists for family in families}:

@@ -138,7 +138,7 @@ ITERATION = (
     Setting(
         "tp_mode",
         "How sharded matrices are orthogonalized: exactly, but for blockwise, which takes each shard for a matrix. "
-        "auto takes the fastest exact way for each shape. Where none is named, a resume keeps that of its checkpoint.",
+        "auto takes the fastest exact way for each shape.",
         whole=True,
         megatrons=True,
     ),

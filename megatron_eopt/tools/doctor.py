@@ -15,13 +15,9 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_eopt.screen import wrapped
 
-_NO_KERNELS = (
-    "symmetric products are computed by torch, which takes more time and gives the same numbers up to rounding"
-)
 _MISSING = "not installed"
 
 
@@ -68,6 +64,8 @@ def examined() -> Report:
 
     gpu = torch.cuda.is_available()
     report = Report()
+    if not gpu:
+        report.notes.append("torch.cuda finds no GPU: Megatron trains without one by the launcher's --cpu alone")
     report.installed = {
         "megatron_eopt": _version("megatron-eopt") or "not installed as a package",
         "python": platform.python_version(),
@@ -84,10 +82,8 @@ def examined() -> Report:
             "transformer_engine",
             "transformer_engine.pytorch.optimizers",
         )
-        adam = _look_at_megatron(report)
-        _look_at_apex(report, adam)
+        _look_at_megatron(report)
         _look_at(report, "triton", "install the release torch asks for", "triton")
-        _look_at_kernels(report)
     report.installed["emerging-optimizers"] = f"{_version('emerging-optimizers') or _MISSING} (not needed)"
     return report
 
@@ -115,8 +111,8 @@ def _look_at(report: Report, name: str, do: str, *modules: str) -> None:
             report.add_problem(f"{name} {report.installed[name]} cannot be imported: {error}", do)
 
 
-def _look_at_megatron(report: Report) -> str | None:
-    """Import Megatron; the package whose Adam it builds."""
+def _look_at_megatron(report: Report) -> None:
+    """Import Megatron."""
     from megatron_eopt.megatron import releases
     from megatron_eopt.registry import list_optimizers
 
@@ -126,20 +122,20 @@ def _look_at_megatron(report: Report) -> str | None:
     supported = f"{releases.SUPPORTED[-1]} to {releases.SUPPORTED[0]}"
     if not _is_found("megatron.core"):
         report.add_problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
-        return None
+        return
     error = _import_error("megatron.core", "megatron.core.optimizer")
     # Megatron adds the commit of the git repository around it, such as that of a project with a .venv
     release = _version_of("megatron.core").partition("+")[0]
     report.installed["megatron-core"] = release
     if releases.number(release) < releases.number(releases.SUPPORTED[-1]):
         report.add_problem(f"megatron-core {release} is too old", f"take one of {supported}")
-        return None
+        return
     if error is not None:
         report.add_problem(
             f"megatron-core {release} cannot be imported: {error}",
             "mend what the error names; a broken package that Megatron imports breaks Megatron",
         )
-        return None
+        return
     adam = releases.core_optimizer().Adam.__module__.split(".")[0]
     report.used["--optimizer"] = ", ".join(list_optimizers())
     report.used["Adam beside them"] = adam
@@ -156,54 +152,6 @@ def _look_at_megatron(report: Report) -> str | None:
         report.notes.append(
             "Adam, for what is no matrix, is torch's: Transformer Engine, or NVIDIA's Apex, would bring a fused one"
         )
-    return adam
-
-
-def _look_at_apex(report: Report, adam: str | None) -> None:
-    """Look at its files: importing another apex runs foreign code."""
-    report.installed["apex"] = _MISSING
-    if not _is_found("apex"):
-        return
-    version = _version_of("apex")
-    report.installed["apex"] = version
-    spec = importlib.util.find_spec("apex")
-    folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    if not any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders):
-        report.add_problem(
-            f"the package apex {version} is not NVIDIA's: the name on PyPI belongs to another project",
-            "pip uninstall apex; NVIDIA's is built from source",
-        )
-    elif not _is_found("amp_C") and adam in (None, "apex"):
-        report.add_problem(
-            f"apex {version} was built without its CUDA extensions (amp_C), and its Adam cannot be made",
-            "build it with them, or uninstall it",
-        )
-
-
-def _look_at_kernels(report: Report) -> None:
-    import torch
-
-    from megatron_eopt.orthogonalize import kernels
-
-    device = torch.device("cuda")
-    missing: str | None = "torch.cuda finds no GPU"
-    failed = None
-    if torch.cuda.is_available():
-        missing = kernels.KERNELS["triton"].missing(device)
-    if missing is not None:
-        report.notes.append(f"no kernels for symmetric products ({missing}): {_NO_KERNELS}")
-    else:
-        shapes = ((1024, 1024), (512, 2048), (2, 256, 1024))
-        dtypes = (torch.float16, torch.bfloat16, torch.float32)
-        failed = kernels.choose(shapes, dtypes, device).dropped.get("triton")
-    if failed is not None:
-        report.add_problem(
-            f"the kernels for symmetric products cannot be used on {report.installed['GPU']}: {failed}",
-            f"until then {_NO_KERNELS}; another release of triton or of the driver may help",
-        )
-    reason = missing or failed
-    used = f"by torch: {reason}" if reason else "by triton kernels, checked on this GPU"
-    report.used["symmetric products"] = used
 
 
 def _is_found(module: str) -> bool:

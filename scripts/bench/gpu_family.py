@@ -10,14 +10,14 @@ import torch
 from gpu_optimizers import GPTS, METHODS, TINY_GPT, peak_of
 from gpu_products import WORK
 from gpu_verdicts import Run, in_a_row, needs, of_host, wait
+from model_matrices import dealt_matrices
+from model_sizes import Model, Parallel
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel.rectangles import Shape
-from megatron_eopt.tools.plan.models import dealt_matrices
-from megatron_eopt.tools.plan.sizes import Model, Parallel
 
 Build = Callable[[Sequence[Tensor]], Any]
 

@@ -24,6 +24,8 @@ from gpu_verdicts import (
     without_waiting,
     world,
 )
+from model_matrices import dealt_matrices
+from model_sizes import MODELS, Model, Parallel
 from small_model import Block
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -39,8 +41,6 @@ from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
-from megatron_eopt.tools.plan.models import dealt_matrices
-from megatron_eopt.tools.plan.sizes import MODELS, Model, Parallel
 
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 NATIVE_TESTS = ("tests/optimizers/test_step_kernels.py", TRITON_TESTS, "tests/optimizers/test_graphs.py")

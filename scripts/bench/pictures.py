@@ -5,9 +5,8 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-
-from megatron_eopt.tools.colors import MAIN
-from megatron_eopt.tools.colors import style as style
+from colors import MAIN
+from colors import style as style
 
 WIDTH = 6.4  # inches: letters of 11 points are read on a screen of 390 pixels, too
 GAP = 1.2  # between the middles of two names, in letters

@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 import pictures
 from matplotlib.figure import Figure
+from model_matrices import dealt_matrices
+from model_sizes import MODELS, Parallel
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.rates import DEFAULT_RATES
 from megatron_eopt.parallel.records import Plan, TpMode
-from megatron_eopt.tools.plan.models import dealt_matrices
-from megatron_eopt.tools.plan.sizes import MODELS, Parallel
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "planning.png"
 TENSOR, DATA = 8, (4, 16, 64)

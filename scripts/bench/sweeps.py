@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pictures
 from matplotlib.figure import Figure
+from model_matrices import dealt_matrices
+from model_sizes import GPUS, MODELS, Parallel
+from model_steps import Point, last_that_helps, swept, where_it_stops
 from pages import DOCS, markdown
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.rates import Rates
-from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE
 from megatron_eopt.screen import figure
-from megatron_eopt.tools.plan.models import dealt_matrices
-from megatron_eopt.tools.plan.sizes import GPUS, MODELS, Parallel
-from megatron_eopt.tools.plan.sweep import Point, last_that_helps, swept, where_it_stops
 
 NUMBERS = tuple(8 << doubled for doubled in range(10))
 NEWTON_SCHULZ = NewtonSchulz()
@@ -59,7 +58,7 @@ class Row:
         gpus = [number for number in NUMBERS if number >= least]
         rates = GPUS["h100"].rates
         model = replace(MODELS[self.model], split_gate_up=self.split_gate_up)
-        return swept(model, one, gpus, WORK, "auto", rates, DEFAULT_WORKSPACE)
+        return swept(model, one, gpus, WORK, rates)
 
 
 ROWS = (
@@ -105,10 +104,12 @@ def limits() -> str:
 
 def reasons() -> str:
     """What stops each model that stops, a line each."""
-    rates, stopped = GPUS["h100"].rates, ((row, each) for row, each in all_points().items() if last_that_helps(each))
-    return "\n".join(
-        f"- {row.model}, {row.layout}: {where_it_stops(each, WORK, 'auto', rates)}" for row, each in stopped
-    )
+    lines = []
+    for row, points in all_points().items():
+        last = last_that_helps(points)
+        if last is not None:
+            lines.append(f"- {row.model}, {row.layout}: {where_it_stops(last, WORK, GPUS['h100'].rates)}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class Recipe:
 
     def at(self, gpus: int) -> tuple[Point, float]:
         """A step on so many GPUs, and seconds of its iteration."""
-        (point,) = swept(MODELS[self.model], self.parallel, [gpus], WORK, "auto", GPUS["h100"].rates, DEFAULT_WORKSPACE)
+        (point,) = swept(MODELS[self.model], self.parallel, [gpus], WORK, GPUS["h100"].rates)
         return point, 6 * ACTIVE[self.model] * self.tokens / gpus / (REACHED * GPUS["h100"].flops)
 
 

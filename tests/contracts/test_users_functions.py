@@ -267,16 +267,6 @@ def test_what_the_constructor_was_given_cannot_be_set():
             setattr(opt, key, getattr(opt, key))
 
 
-def test_a_checkpoints_tp_mode_is_taken_or_refused():
-    opt = TensorParallelMuon(parameters(), **SAME)
-    opt.take_tp_mode("gram")
-    assert opt.tp_mode == opt.settings()["tp_mode"] == "gram"
-    with pytest.raises(ValueError, match="unknown tp_mode 'nonsense': expected one of blockwise, duplicated, dist"):
-        opt.take_tp_mode("nonsense")
-    with pytest.raises(ValueError, match="with tp_mode blockwise the norms would be those of shards"):
-        MuonHyperball(parameters()).take_tp_mode("blockwise")
-
-
 # On two ranks.
 
 CUTS = [0, 1, None]
@@ -338,15 +328,6 @@ def _own_functions(rank, _):
     row.grad = torch.ones_like(row)
     opt.step()
     found["row"] = row.detach().full_tensor(), opt.seen
-    # a mode that is set between two steps
-    params = shards(rank)
-    opt = TensorParallelMuon(params, **SAME, pg_collection=groups)
-    steps_of_shards(opt, params, rank, range(1))
-    opt.take_tp_mode("blockwise")
-    found["changed"] = (
-        steps_of_shards(opt, params, rank, range(1, 2)),
-        {bucket.scheme for bucket in opt.engine.plan.buckets},
-    )
     return found
 
 
@@ -367,11 +348,6 @@ def test_on_two_ranks_a_function_gets_whole_matrices_and_the_step_is_that_of_one
     for whole, seen in (of_rank["row"] for of_rank in results):
         assert seen == [(1, 4)]
         torch.testing.assert_close(whole, torch.full((1, 4), 0.995 - 0.05 * 0.4 * 0.5))
-    changed = together(results, "changed")
-    assert results[0]["changed"][1] == {"blockwise", "local"}
-    whole = after(TensorParallelMuon, range(2))
-    assert_near(changed[2:], whole[2:])
-    assert all((p - q).norm() > 1e-2 for p, q in zip(changed[:2], whole, strict=False))
 
 
 def _megatrons(rank, _):

@@ -4,7 +4,6 @@ import re
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -13,25 +12,12 @@ import pytest
 import torch
 
 import megatron_eopt
-from megatron_eopt import TensorParallelMuon, registry
 from megatron_eopt.parallel.agreement import versions
 from megatron_eopt.routing.selectors import unwrapped
 from tests.megatron import small_gpt
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
-
-
-class OfEnvironment(TensorParallelMuon):
-    """A user's, which takes a setting from where no flag says it: for all of its groups, or for each."""
-
-    of_rank, of_group = 1e-8, 0.0
-
-    def __init__(self, params, **settings):
-        super().__init__(params, **settings)
-        self.defaults["my_eps"] = self.of_rank
-        for group in self.param_groups:
-            group["my_rate"] = self.of_group
 
 
 def model_of(axis):
@@ -56,17 +42,10 @@ def main(axis):
     torch.distributed.init_process_group("nccl")
     rank, model = torch.distributed.get_rank(), model_of(axis)
     megatron_eopt.activate()
-    entry = replace(registry.get_optimizer_entry("muon"), optimizer_cls=OfEnvironment)
-    registry.register_optimizer("of_environment", entry)
 
     def build(overrides=None, optimizer="muon", **settings):
         config = OptimizerConfig(optimizer=optimizer, lr=1e-2, min_lr=1e-3, **settings)
         return megatron_eopt.get_megatron_optimizer(config, [model], overrides)
-
-    def of_environment(**values):
-        for name, value in values.items():
-            setattr(OfEnvironment, name, value)
-        return build(optimizer="of_environment")
 
     def frozen(parameter):
         parameter.requires_grad_(rank == 0)
@@ -96,12 +75,8 @@ def main(axis):
         "{'lr': 0.1}) on rank 0 and": partial(build, {fc1: {"lr": (0.1, 0.2)[rank]}}),
         "the version of torch is": partial(with_versions, torch="2.0"),
         "the version of megatron_eopt is": partial(with_versions, megatron_eopt="0.0.1"),
-        "my_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(of_environment, of_rank=(1e-8, 1e-3)[rank]),
-        "my_rate 0.0 and my_rate 0.5": partial(of_environment, of_rank=0.0, of_group=(0.0, 0.5)[rank]),
     }
-    if axis == "pipeline":  # stages have no parameter in common: what a group has is of its own
-        cases.popitem()
-    else:
+    if axis != "pipeline":  # stages have no parameter in common
         for name, parameter in model.named_parameters():
             cases[f"{unwrapped(name)} is 'trainable, torch.float32, "] = partial(frozen, parameter)
     for message, case in cases.items():

@@ -10,7 +10,6 @@ from torch import nn
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.decided import Decided
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.parameters import trainable
@@ -151,7 +150,7 @@ def prepare(monkeypatch, *optimizers, decided=None):
     monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
     run = OptimizerOfRun.__new__(OptimizerOfRun)
     run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in optimizers])
-    run.tp_mode_source, run.seconds, run.began, run.decided = "default", {}, 0.0, decided or Decided()
+    run.seconds, run.began, run.decided = {}, 0.0, decided or {}
     run.prepare()
 
 
@@ -171,7 +170,7 @@ def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
 @pytest.mark.parametrize(("settings", "expected"), [({}, "blocked"), ({"symmetric_products": "torch"}, "torch")])
 def test_the_kernel_of_the_checkpoint_is_that_of_the_plan(monkeypatch, settings, expected):
     optimizer = TensorParallelMuon([nn.Parameter(torch.randn(512, 512))], fp32_matmul_prec="highest")
-    prepare(monkeypatch, optimizer, decided=Decided(settings={"TensorParallelMuon": settings}))
+    prepare(monkeypatch, optimizer, decided={"TensorParallelMuon": settings})
     assert optimizer.param_groups[0]["symmetric_products"] == expected
 
 

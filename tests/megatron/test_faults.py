@@ -152,13 +152,10 @@ def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, capsys, o
 
 
 @pytest.mark.parametrize("flags", [(), full(ASYNC)], ids=["sync", "async"])
-def test_a_disk_that_takes_no_more_is_named(tmp_path, straight, capsys, flags):
+def test_a_full_disk_leaves_what_was_saved_before(tmp_path, straight, capsys, flags):
     folder = tmp_path / "checkpoint"
     status, output = begun(tmp_path / "full", *MUON, *EVERY_TWO, folder, *flags, fault="full")
     assert status == 1, output[-4000:]
-    (error,) = {line for line in output.splitlines() if "CheckpointError: " in line}
-    assert re.search(rf"not written: File too large in {folder}, where [\d,]+ bytes are free", error), error
-    assert "Those before it are untouched, and --load takes the newest complete one: make room" in error
     assert verify(capsys, folder)[0] == 0
     assert_goes_on(tmp_path, folder, straight, capsys)
 

@@ -2,15 +2,15 @@
 
 import re
 import shutil
+import sys
 from unittest import mock
 
+import plot_runs
 import pytest
 import torch
 from matplotlib.image import imread
 
-from megatron_eopt.cli import main
 from megatron_eopt.megatron import metrics, releases
-from megatron_eopt.tools.plot import LOSS, curves
 from tests.megatron.runs import EXACT, FILES, MUON, TP2, assert_same_ranks, full, refused, train, wide
 from tests.megatron.test_megatron_fsdp import fsdp
 from tests.test_metrics import DOCUMENTED
@@ -22,7 +22,7 @@ OF_MATRICES = ("update_rms", "predicted_update_rms", "residual", "effective_rank
 def written(folder, ranks, *flags):
     """The curves that a run has left, and its output."""
     _, output = train(folder / "run", ranks, *RUN, "--tensorboard-dir", folder / "figures", *flags)
-    return curves(folder / "figures"), output
+    return plot_runs.curves(folder / "figures"), output
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +94,11 @@ def test_what_weights_and_biases_gets(monkeypatch):
     wandb.log.assert_called_once_with({f"muon/{key}": value for key, value in figures.items()}, 7)
 
 
-def test_one_picture_of_several_runs(alone, tmp_path, capsys):
+def test_one_picture_of_several_runs(alone, tmp_path, monkeypatch):
     folders, out = [alone[-1], shutil.copytree(alone[-1], tmp_path / "other")], tmp_path / "plot.png"
-    assert len(curves(folders[1])[LOSS]) == 6
-    assert main(["plot", *map(str, folders), "--out", str(out)]) == 0
-    said = capsys.readouterr().out.strip()
-    assert re.search(r"plot\.png: figures \(\d+ curves\), other \(\d+ curves\)$", said), said
+    assert len(plot_runs.curves(folders[1])[plot_runs.LOSS]) == 6
+    monkeypatch.setattr(sys, "argv", ["plot_runs.py", *map(str, folders), "--out", str(out)])
+    plot_runs.main()
     picture = imread(out)
     assert picture.shape[0] > 500
     assert picture.std() > 0.05  # there is something on it
-
-
-def test_what_cannot_be_plotted_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["plot", str(tmp_path)])
-    assert "has no TensorBoard files" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt.megatron.checkpoints.decided import Decided, decided_before
+from megatron_eopt.megatron.checkpoints.decided import decided_before
 from megatron_eopt.megatron.checkpoints.loading import checked_load
 from megatron_eopt.megatron.checkpoints.stored import contents_of, read_stored
 from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed
@@ -23,9 +23,9 @@ def saved(folder, *blocks):
     return folder
 
 
-def of_group(optimizer, settings, mode=None):
+def of_group(optimizer, settings):
     """The block of an optimizer with one group."""
-    found = block(optimizer, [f"of.{id(settings)}"], settings={"tp_mode": mode})
+    found = block(optimizer, [f"of.{id(settings)}"])
     found["groups"][0]["settings"] |= settings
     return found
 
@@ -41,24 +41,22 @@ OTHER = {**SAVED, "plan_rates": {**RATES, "flops": 1e14}}
     ("blocks", "expected"),
     [
         # of each optimizer its own, of groups that differ the first that says something
-        ([of_group("A", SAVED, "distributed"), of_group("B", OTHER)], Decided("distributed", {"A": SAVED, "B": OTHER})),
-        ([of_group("A", {}), of_group("A", SAVED), of_group("A", OTHER)], Decided(None, {"A": SAVED})),
-        # a mode of no kind is left to the load
-        ([of_group("A", SAVED, "no mode")], Decided(None, {"A": SAVED})),
+        ([of_group("A", SAVED), of_group("B", OTHER)], {"A": SAVED, "B": OTHER}),
+        ([of_group("A", {}), of_group("A", SAVED), of_group("A", OTHER)], {"A": SAVED}),
     ],
 )
 def test_what_the_run_had_decided(tmp_path, blocks, expected):
     assert decided(saved(tmp_path, *blocks)) == expected
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    assert decided(tmp_path) == Decided()  # Megatron starts anew
+    assert decided(tmp_path) == {}  # Megatron starts anew
     assert decided(tmp_path, ckpt_step=5) == expected
 
 
 def test_the_metadata_are_read_once_for_a_run_and_then_forgotten(tmp_path, monkeypatch):
-    checkpoint = saved(tmp_path, of_group("A", SAVED, "distributed")) / "iter_0000005"
+    checkpoint = saved(tmp_path, of_group("A", SAVED)) / "iter_0000005"
     contents_of.cache_clear()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert decided(tmp_path).tp_mode == "distributed"
+    assert decided(tmp_path) == {"A": SAVED}
     assert damage_of_resumed(tmp_path, None) is None
     assert read_stored(checkpoint).damage is None
     assert contents_of.cache_info()[:2] == (2, 1)  # hits, misses
@@ -77,16 +75,16 @@ def test_the_metadata_are_read_once_for_a_run_and_then_forgotten(tmp_path, monke
     ],
 )
 def test_where_no_state_of_this_checkpoint_is_loaded_nothing_is_known(tmp_path, flags):
-    folder = saved(tmp_path, of_group("A", SAVED, "distributed"))
-    assert decided_before(SimpleNamespace(**{"load": folder, **flags}), megatron_fsdp=False) == Decided()
+    folder = saved(tmp_path, of_group("A", SAVED))
+    assert decided_before(SimpleNamespace(**{"load": folder, **flags}), megatron_fsdp=False) == {}
 
 
 @pytest.mark.parametrize("file", [".metadata", "metadata.json", "__0_0.distcp"])
 def test_what_cannot_be_read_is_left_to_the_load(tmp_path, file):
     (saved(tmp_path, of_group("A", SAVED)) / "iter_0000005" / file).write_bytes(b"\x80")
-    assert decided(tmp_path) == Decided()
+    assert decided(tmp_path) == {}
 
 
 def test_a_folder_without_a_checkpoint(tmp_path):
-    assert decided(tmp_path) == decided(tmp_path / "nothing") == Decided()
-    assert decided_before(None, megatron_fsdp=False) == Decided()
+    assert decided(tmp_path) == decided(tmp_path / "nothing") == {}
+    assert decided_before(None, megatron_fsdp=False) == {}

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from tables import state_tensors
 
 from megatron_eopt.family import OPTIMIZERS
 from tests.megatron.runs import (
@@ -48,7 +49,7 @@ OWN = {
 RELATIVES = {}
 for name, row in OPTIMIZERS.items():
     if name not in ("muon", "adaptive_muon", "lion"):
-        flags, states = OWN.get(name, ([], {tensor.key for tensor in row.state_tensors()}))
+        flags, states = OWN.get(name, ([], {tensor.key for tensor in state_tensors(row)}))
         RELATIVES[name] = (["--optimizer", name, *flags], states)
 LAYOUTS = {
     "TP2": TP2,

@@ -9,9 +9,8 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron import activation
-from megatron_eopt.megatron.agreement import differences, of_command_line, of_config, of_entries, of_optimizers
+from megatron_eopt.megatron.agreement import differences, of_command_line, of_config, of_entries
 from megatron_eopt.megatron.entries import all_entries
 from tests.megatron.runs import HERE, LAUNCHER, MUON, SMALL_GPT, start
 
@@ -104,22 +103,6 @@ def test_overrides_are_compared_wherever_they_stand(flags, tmp_path):
     assert line.startswith("the number of overrides is ")
 
 
-def test_optimizers_are_compared_by_class_and_what_a_rank_lacks_is_not():
-    def parameters():
-        return [torch.nn.Parameter(torch.ones(3, 3))]
-
-    adam, muon = torch.optim.AdamW(parameters(), eps=1e-3), TensorParallelMuon(parameters(), momentum=0.5)
-    ranks = {0: [adam], 1: [muon], 2: [ScheduleFreeAdamW(parameters())], 3: []}
-    assert differences({rank: of_optimizers(each) for rank, each in ranks.items()}) == []
-    ranks[3] = [TensorParallelMuon(parameters()), torch.optim.AdamW(parameters(), eps=1e-4)]
-    assert differences({rank: of_optimizers(each) for rank, each in ranks.items()}) == [
-        "AdamW eps is 0.001 on rank 0 and 0.0001 on rank 3",
-        "TensorParallelMuon momentum is 0.5 on rank 1 and 0.95 on rank 3",
-    ]
-    ranks[3].append(torch.optim.AdamW(parameters(), eps=1e-3))  # of its two, one is as rank 0's
-    assert len(differences({rank: of_optimizers(each) for rank, each in ranks.items()})) == 1
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("flag", ["--muon-momentum 0.5", "--clip-grad 0.1", "--seed 7"])
 def test_a_flag_of_one_rank_ends_the_run_on_all(flag):
@@ -137,7 +120,7 @@ def test_a_flag_of_one_rank_ends_the_run_on_all(flag):
 @pytest.mark.wide
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "data"])
 def test_what_a_program_makes_different_on_one_rank_is_refused_on_all(axis):
-    """A config, overrides, and what a user's optimizer takes from elsewhere: the program says what was refused."""
+    """A config, and overrides: the program says what was refused."""
     done = start(2, axis, program=[*LAUNCHER[:-1], str(HERE / "differing.py")])
     assert not done.returncode, done.stdout[-3000:]
     assert done.stdout.count("all were refused") == 2

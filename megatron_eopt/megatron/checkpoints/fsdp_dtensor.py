@@ -24,7 +24,7 @@ from megatron_eopt.checkpoints.states import BLOCK, Settings, StateDict
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import from_rank_0, union
 from megatron_eopt.megatron.checkpoints.loading import report_changes, report_converted
-from megatron_eopt.megatron.checkpoints.matching import of_whole, report_settings, settings_of_groups
+from megatron_eopt.megatron.checkpoints.matching import groups_after_load, of_whole, report_settings
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH, too_new
 from megatron_eopt.megatron.checkpoints.whole import resumed
 from megatron_eopt.megatron.fused import in_shards
@@ -76,7 +76,6 @@ class SavedShards:
         run = {
             "format": FORMAT,
             "manifest": to_json(self._run.families),
-            "tp_mode": self._run.tp_mode,
             "settings": {type(each).__name__: each.settings() for each in ours},
         }
         return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
@@ -88,7 +87,6 @@ class SavedShards:
             _refuse(f"it holds no settings of optimizers: another program wrote it; {FRESH}")
         run = json.loads(written)
         _refuse(too_new(run["format"]))
-        self._run.adopt_tp_mode(run["tp_mode"])
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
         for problem in union(self._problems(saved)):
@@ -106,7 +104,7 @@ class SavedShards:
                     if of_group not in different:
                         different.append(of_group)
                 of_groups.append(different)
-            for group, settings in zip(state["param_groups"], settings_of_groups(optimizer, of_groups), strict=True):
+            for group, settings in zip(state["param_groups"], groups_after_load(optimizer, of_groups), strict=True):
                 group |= settings
             optimizer.load_state_dict(state)
 

@@ -27,7 +27,7 @@ from megatron_eopt.registry import list_optimizers
 _args: ContextVar[Any] = ContextVar("_args", default=None)
 
 
-def is_ours(args: Any) -> bool:
+def is_our_run(args: Any) -> bool:
     """Whether a run has an optimizer of this package."""
     return primary_of(args) in list_optimizers()
 
@@ -57,7 +57,7 @@ def loading(args: Any) -> Iterator[None]:
 def _load() -> Load | None:
     """How this process loads; None: as torch and Megatron do."""
     args = _args.get() or releases.training_args()
-    if not is_ours(args):
+    if not is_our_run(args):
         return None
     trusted = trusted_by(args)
     return None if "all" in trusted else Load(real=True, trusted=trusted)

@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.state import NO_SETTINGS
 from megatron_eopt.orthogonalize.coefficients import name_of_schedule
 from megatron_eopt.routing.patterns import compressed as boxes_of
-from megatron_eopt.settings.records import MODIFIERS, names_of
+from megatron_eopt.routing.settings import settings_of_groups
 
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"
@@ -38,21 +38,7 @@ Names = dict[str, list[list[int]]]
 # Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from them.
 _SCHEDULED = frozenset({"lr", "weight_decay"})
 _SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})  # what it starts from
-# What a user gives to single groups: where a run no longer has one of them, it goes on without.
-_OVERRIDES = frozenset(
-    (
-        "optimizer",
-        "betas",
-        "eps",
-        "momentum",
-        "num_ns_steps",
-        "coefficient_type",
-        "scale_mode",
-        "extra_scale_factor",
-        *names_of(MODIFIERS),
-    )
-)
-_SAID_ELSEWHERE = frozenset({"tp_mode", "momentum_dtype", "of_groups"})  # when their change is found
+_SAID_ELSEWHERE = frozenset({"momentum_dtype", "of_groups"})  # when their change is found
 FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"  # Megatron's flag: the schedule of the checkpoint counts
 _CHANGED = "goes on with other settings than the checkpoint has"
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
@@ -85,12 +71,13 @@ def has(names: Names, key: str, index: int) -> bool:
 
 
 def settings_after_load(
-    current: Settings, saved: Sequence[Settings], carried: Set[str], from_checkpoint: bool = False
+    current: Settings, saved: Sequence[Settings], carried: Set[str], settable: Set[str], from_checkpoint: bool = False
 ) -> tuple[Settings, dict[str, tuple[Any, Any]]]:
     """A group's settings, and changes: name -> (checkpoint's, now).
 
-    ``saved`` are the checkpoint's groups that have its parameters. ``from_checkpoint`` takes its schedule. A ValueError
-    refuses saved groups that differ in what is ``carried`` over, which the optimizer computes.
+    ``saved`` are the checkpoint's groups that have its parameters. A group goes on without what a user may set,
+    ``settable``, and this run does not. ``from_checkpoint`` takes the schedule of the checkpoint. A ValueError refuses
+    saved groups that differ in what is ``carried`` over, which the optimizer computes.
     """
     settings = {key: value for key, value in current.items() if key not in NO_SETTINGS}
     if not saved:
@@ -102,14 +89,14 @@ def settings_after_load(
     changed: dict[str, tuple[Any, Any]] = {}
     for key, values in sorted(then.items()):
         is_gone = key not in current and key not in NO_SETTINGS
-        if key in carried or key == "step" or (is_gone and key not in _OVERRIDES | _SCHEDULE):
+        if key in carried or key == "step" or (is_gone and key not in settable | _SCHEDULE):
             if any(value != values[0] for value in values):
                 raise ValueError(
                     f"parameters of one group come from groups of the checkpoint with different {key!r}: {values}; "
                     f"keep the groups of the run that saved, or pass --no-load-optim to start with fresh state"
                 )
             settings[key] = values[0]
-        elif is_gone and key in _OVERRIDES:
+        elif is_gone and key in settable:
             changed[key] = (values[0], "the optimizer's own")
         elif key not in settings or key in _SCHEDULED | _STRUCTURE:
             continue
@@ -126,17 +113,18 @@ def settings_after_load(
     return settings, changed
 
 
-def settings_of_groups(optimizer: Optimizer, saved: Sequence[Sequence[Settings]]) -> list[Settings]:
+def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]]) -> list[Settings]:
     """:func:`settings_after_load` of each group; changes are printed.
 
     ``saved`` are, for each group, the checkpoint's groups that have its parameters.
     """
     carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
+    settable = {"optimizer", *settings_of_groups(optimizer)}
     from_checkpoint = on(releases.training_args(), FROM_CHECKPOINT)
     found = []
     numbers: dict[str, list[str]] = {}  # of groups, by what changed in them
     for number, (group, of_group) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-        settings, changed = settings_after_load(group, of_group, carried, from_checkpoint)
+        settings, changed = settings_after_load(group, of_group, carried, settable, from_checkpoint)
         found.append(settings)
         if changed:
             numbers.setdefault(_listed(changed), []).append(str(number))
@@ -266,8 +254,7 @@ def _completed(requested: StateDict, loaded: StateDict, common: Any) -> StateDic
     if blocks:
         block["groups"] = [group for each in blocks for group in each["groups"]]
     for each in reversed(blocks):  # the first that has something counts
-        found = each | each["settings"]
-        block |= {key: found[key] for key in ("tp_mode", "manifest", "average") if key in found}
+        block |= {key: each[key] for key in ("manifest", "average") if key in each}
     if "optimizer" not in requested:
         return inner | {BLOCK: block}
     main = loaded.get(MAIN_PARAMETERS, [])

@@ -158,8 +158,6 @@ class SavedState:
             return
         block = state_dict.pop(BLOCK, {})
         if self._run is not None:
-            if "tp_mode" in block:
-                self._run.adopt_tp_mode(block["tp_mode"])
             report_changes(block.get("manifest"), self._run.families)
         self._join(block.get("state", {}), inner["state"])
         average = block.get("average", {})
@@ -211,8 +209,8 @@ class SavedState:
                 saved = [{"step": group["step"]} for group in theirs if "step" in group]
             of_groups.append(saved)
         groups = []
-        settings_of_groups = matching.settings_of_groups(self._torch, of_groups)
-        for own, settings in zip(self._torch.state_dict()["param_groups"], settings_of_groups, strict=True):
+        after_load = matching.groups_after_load(self._torch, of_groups)
+        for own, settings in zip(self._torch.state_dict()["param_groups"], after_load, strict=True):
             kept = {key: own[key] for key in NO_SETTINGS & own.keys()}  # indices, and the mark
             groups.append(settings | kept)
         return groups

@@ -1,15 +1,12 @@
-"""Whether the files of a checkpoint are whole, before Megatron reads them and after it writes them."""
+"""Whether the files of a checkpoint are whole, before Megatron reads them."""
 
-import tempfile
 from collections.abc import Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.checkpoints.bounds import printable, read_text
 from megatron_eopt.checkpoints.contents import (
@@ -20,18 +17,18 @@ from megatron_eopt.checkpoints.contents import (
     read_contents,
     read_layout,
 )
-from megatron_eopt.checkpoints.faults import Problem, check_counts, check_files, check_pickles
+from megatron_eopt.checkpoints.faults import check_pickles
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
-from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_ours, loading, trusted_by
-from megatron_eopt.megatron.checkpoints.stored import contents_of
+from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_our_run, loading, trusted_by
+from megatron_eopt.megatron.checkpoints.stored import contents_of, damage_of
 from megatron_eopt.redirect import Original, around
 
 
 @around
 def checked_base(load_base: Original, load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
     """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
-    if not is_ours(args):
+    if not is_our_run(args):
         return load_base(load_dir, args, rank0, *rest, **kwargs)
     if rank0 and load_dir is not None:
         _refuse_damage(Path(load_dir), args)
@@ -45,9 +42,8 @@ def _refuse_damage(load_dir: Path, args: Any) -> None:
     folders: list[tuple[Path, int | None]] = [(load_dir, getattr(args, "ckpt_step", None))]
     if getattr(args, "non_persistent_ckpt_type", None) == "global":
         folders.append((Path(args.non_persistent_global_ckpt_dir or load_dir / "non_persistent"), None))
-    counts = not getattr(args, "finetune", False)  # which starts at iteration 0
     for folder, step in folders:
-        find = partial(damage_of_resumed, folder, step, args.ckpt_format, trusted_by(args).keys(), counts)
+        find = partial(damage_of_resumed, folder, step, args.ckpt_format, trusted_by(args).keys())
         problem = from_rank_0(find) if dist.is_initialized() else find()
         if problem:
             raise CheckpointError(printable(problem))
@@ -59,7 +55,7 @@ def checked_tracker(read_metadata: Original, tracker_filename: str) -> Any:
     file = Path(tracker_filename)
     iteration = None
     args = releases.training_args()
-    if is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
+    if is_our_run(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
         iteration = from_rank_0(lambda: None if read_text(file).strip() else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
@@ -91,56 +87,26 @@ def damage_of_resumed(
     step: int | None,
     ckpt_format: str = "torch_dist",
     trusted: Set[str] = frozenset({"all"}),
-    counts: bool = True,
 ) -> str | None:
     """What is wrong with the files that Megatron will read.
 
-    ``trusted`` are names that pickles may have; ``counts``: whether Megatron goes on from the checkpoint's iteration.
+    ``trusted`` are names that pickles may have.
     """
     try:
         path = resumed(folder, step)
         if path is None or (path.is_dir() and is_legacy(path)):
             return None
-        problems: list[Problem] = []
         if ckpt_format == "torch_dist":
             contents = contents_of(path) if dist.is_initialized() else read_contents(path)
-            problems += check_files(contents)
-            if counts:
-                problems += check_counts(contents)
+            damage = damage_of(contents)
+            if damage is not None:
+                return f"{path}: {damage}"
             if not dist.is_initialized():  # Megatron reads arguments only
                 contents = replace(contents, blobs={})
         else:
             contents = read_layout(path)
-        for problem in problems or check_pickles(contents, trusted):
+        for problem in check_pickles(contents, trusted):
             return f"{path}: {problem.what}. {problem.advice}"
     except Exception as error:  # what is damaged or hostile raises anything
         return str(error)
-    return None
-
-
-@around
-def named_disk(save: Original, *args: Any, **kwargs: Any) -> Any:
-    """Around saves: name a disk that takes no more."""
-    try:
-        return save(*args, **kwargs)
-    except (Exception, CheckpointException) as error:
-        folder = Path(getattr(releases.training_args(), "save", None) or "")
-        full = _full_disk(folder)
-        if full is None:
-            raise
-        raise CheckpointError(
-            f"the checkpoint was not written: {full} in {folder}, where {disk_usage(folder).free:,} bytes are free. "
-            f"Those before it are untouched, and --load takes the newest complete one: make room, or give another "
-            f"folder to --save, and start the run again"
-        ) from error
-
-
-def _full_disk(folder: Path) -> str | None:
-    """Why a folder takes no file, of which writers of Megatron's raise other errors."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(2**20))
-    except OSError as error:
-        if folder.is_dir():  # and not one that Megatron has by other means
-            return error.strerror or str(error)
     return None

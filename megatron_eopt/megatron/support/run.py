@@ -153,7 +153,7 @@ class Run:
     @property
     def averages(self) -> bool:
         """Whether an optimizer evaluates and saves an average."""
-        return any(registry.class_of_ours(name).live_key is not None for name in self.names)
+        return any(registry.class_named(name).live_key is not None for name in self.names)
 
     @property
     def weight_average(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_eopt.checkpoints.bounds import printable
 from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, StoredTensor, newest, read_contents
-from megatron_eopt.checkpoints.faults import Problem, check_counts, check_files, check_pickles
+from megatron_eopt.checkpoints.faults import Problem, check_files, check_pickles
 from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.routing import from_json, table
@@ -58,7 +58,6 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
         advice = "Megatron would start anew from the folder above: write the iteration into that file"
         problems.append(Problem("warning", f"there is no {TRACKER} beside {folder.name}", advice))
     problems += check_pickles(contents, {*options.trust_globals.split(",")})
-    problems += check_counts(contents)
     entries = {key: tensor.entries for key, tensor in contents.tensors.items()}
     sums: Sums = {}
     try:

@@ -155,8 +155,8 @@ def _step(
         if engine is None:
             uncounted.add(type(optimizer).__name__)
         else:
-            mode = f"tp_mode {planned.config.muon_tp_mode} ({planned.tp_mode_source})"
-            explained.append(f"{type(optimizer).__name__}, {mode}\n{engine.explain()}")
+            mode = planned.config.muon_tp_mode
+            explained.append(f"{type(optimizer).__name__}, tp_mode {mode}\n{engine.explain()}")
             seconds += plan_cost(engine.plan, engine.works).seconds
             temporaries = max(temporaries, step_bytes(engine.plan, engine.works, engine.workspace))
     if explained:
@@ -228,7 +228,7 @@ def _deals(built: Sequence[OptimizerParameter], planned: OptimizerOfRun, run: De
         if ranks == 1 or not parameters:
             continue
         by_size = to_and_fro([parameter.numel() for parameter in parameters], ranks)
-        dealt = deal([items[parameter] for parameter in parameters], by_size, ranks, works, planned.tp_mode)
+        dealt = deal([items[parameter] for parameter in parameters], by_size, ranks, works, planned.config.muon_tp_mode)
         if by_time:
             text = f"{dealt}."
             seconds = dealt.seconds

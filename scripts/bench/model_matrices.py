@@ -1,9 +1,11 @@
-"""Matrices of a transformer given by Megatron's flags."""
+"""Matrices of a transformer by its sizes, as the ranks of a run have them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import add
 from typing import NamedTuple
+
+from model_sizes import Model, Parallel
 
 from megatron_eopt.matrices import GATE_UP, WHOLE, Split, query_key_value
 from megatron_eopt.parallel.cost import Work
@@ -12,7 +14,6 @@ from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.rectangles import Shape, cut
-from megatron_eopt.tools.plan.sizes import Model, Parallel
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
 _HEADS = "--num-attention-heads over --tensor-model-parallel-size"

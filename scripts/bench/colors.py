@@ -1,4 +1,4 @@
-"""The line of each optimizer in every picture: docs, demo and ``megatron-eopt plot``."""
+"""The line of each optimizer in every picture of the docs."""
 
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ def style(name: str) -> dict[str, Any]:
         ValueError: it has none.
     """
     if name not in LINES:
-        raise ValueError(f"no line for {name!r} among {sorted(LINES)}: add it to megatron_eopt/tools/colors.py")
+        raise ValueError(f"no line for {name!r} among {sorted(LINES)}: add it to scripts/bench/colors.py")
     color, dashes = LINES[name]
     main = name in MAIN
     return {"color": color, "linestyle": dashes, "linewidth": 2.6 if main else 1.5, "zorder": 3 if main else 2}

@@ -1,4 +1,4 @@
-"""Models and GPUs that ``plan`` knows by name, and numbers of ranks; without torch."""
+"""Published sizes of models and GPUs, and numbers of ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -45,7 +45,6 @@ class Gpu:
 
     flops: float  # operations per second with bf16 and without sparsity
     link: float  # bytes per second that it sends over NVLink
-    memory: float  # bytes
 
     @property
     def rates(self) -> Rates:
@@ -53,14 +52,8 @@ class Gpu:
         return Rates(flops=self.flops / 2, bytes=self.link * 2 / 3)
 
 
-# Data sheets of NVIDIA: A100 80 GB SXM, H100 SXM, H200 SXM, DGX B200, GB300 NVL72 (of 72 GPUs).
-GPUS = {
-    "a100": Gpu(312e12, 300e9, 80e9),
-    "h100": Gpu(989e12, 450e9, 80e9),
-    "h200": Gpu(989e12, 450e9, 141e9),
-    "b200": Gpu(2250e12, 900e9, 180e9),
-    "gb300": Gpu(2500e12, 900e9, 279e9),
-}
+# Data sheets of NVIDIA: H100 SXM, and GB300 NVL72 (of 72 GPUs).
+GPUS = {"h100": Gpu(989e12, 450e9), "gb300": Gpu(2500e12, 900e9)}
 
 # DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, and the published configuration.
 _DEEPSEEK_V3 = Model(
@@ -109,34 +102,3 @@ MODELS = {
         moe_ffn_hidden_size=768,
     ),
 }
-
-
-def flag(name: str) -> str:
-    """The flag of a field."""
-    return f"--{name.replace('_', '-')}"
-
-
-def numbers_of(text: str, model_parallel: int) -> list[int]:
-    """Numbers of GPUs from the first to the last, each twice the one before.
-
-    Args:
-        text: the first and the last, as in ``8..4096``.
-        model_parallel: GPUs that hold the model once; numbers that are no multiple are left out.
-
-    Raises:
-        ValueError: for another text, and if no number is left.
-    """
-    first, _, last = text.partition("..")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise ValueError(f"--sweep-gpus takes the first and the last number of GPUs, as in 8..4096, got {text!r}")
-    found = []
-    number = int(first)
-    while number <= int(last):
-        if number % model_parallel == 0:
-            found.append(number)
-        number *= 2
-    if not found:
-        raise ValueError(
-            f"--sweep-gpus {text}: the parallel sizes take a multiple of {model_parallel} GPUs, and there is none"
-        )
-    return found

@@ -1,15 +1,17 @@
-"""Models given by flags: their matrices, how they are dealt, and what the planner predicts for Llama-3."""
+"""Models by their sizes: their matrices, how they are dealt, and what the planner predicts for Llama-3."""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from model_matrices import dealt_matrices
+from model_sizes import MODELS, Model, Parallel
+from model_steps import last_that_helps, swept
 
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.tools.plan.models import dealt_matrices
-from megatron_eopt.tools.plan.sizes import MODELS, Model, Parallel
+from megatron_eopt.parallel.rates import Rates
 
 QUINTIC = get_coefficients("quintic", 5)
 WORK = Work(schedule=QUINTIC, restarts=(3,))
@@ -175,3 +177,26 @@ def test_large_matrices_are_whole_on_a_rank_where_they_abound_and_split_where_th
         split = {plans["auto"].matrices[x.matrices[0]].shape for x in buckets if x.scheme == "gram_split"}
         assert split == {(7 * hidden, hidden)}
         assert ms["gram"] < 0.5 * min(ms["owner"], ms["duplicated"])
+
+
+def test_each_point_of_a_sweep_is_the_step_of_that_number():
+    rates = Rates()
+    parallel = Parallel(tensor=2, pipeline=3)
+    points = swept(SMALL, parallel, [6, 12, 24], HALF, rates)
+    # a rank's parameters: half of a layer's, 64 x 64, two of 16 x 64, 64 x 64, 192 x 64 and 64 x 96
+    held = (64 * 64 + 2 * 16 * 64 + 64 * 64 + 192 * 64 + 64 * 96) // 2
+    for point, data in zip(points, (1, 2, 4), strict=True):
+        assert point.stage == dealt_matrices(SMALL, replace(parallel, data=data), HALF, "auto", rates)
+        assert point.memory[:2] == (2 * held, 4 * held)
+        assert point.gather == pytest.approx(2 * held * (data - 1) / data / rates.bytes)
+        assert point.stage.mean <= point.stage.seconds
+    assert points[0].memory[2] == 8 * held
+    assert points[0].stage.mean == points[0].stage.seconds
+
+
+def test_a_sweep_ends_where_one_matrix_is_the_work_of_one_rank():
+    points = swept(MODELS["llama3-8b"], Parallel(), [32, 64, 128, 256], HALF, Rates())
+    last = last_that_helps(points)
+    assert last is not None
+    assert last.gpus == 128
+    assert points[2].stage.seconds == points[3].stage.seconds

@@ -1,13 +1,18 @@
-"""The command ``megatron-eopt plot``: losses and figures of several runs."""
+"""Draw losses and figures of several runs, by their TensorBoard files.
+
+python scripts/bench/plot_runs.py RUN... [--out plot.png]
+"""
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megatron_eopt.tools.colors import LINES, OTHER, shade
+import matplotlib
+from colors import LINES, OTHER, shade
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 Points = list[tuple[int, float]]
 """(iteration, value), ascending."""
@@ -43,33 +48,8 @@ class Line(NamedTuple):
     style: str
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("folders", nargs="+", metavar="RUN", help="a folder that was given by --tensorboard-dir")
-    parser.add_argument("--out", default="plot.png", metavar="FILE", help="the picture (plot.png)")
-
-
-def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
-    """Draw the picture; returns the exit status."""
-    names = [Path(folder).resolve().name for folder in options.folders]
-    if len(set(names)) < len(names):
-        names = options.folders
-    runs = {}
-    for name, folder in zip(names, options.folders, strict=True):
-        runs[name] = curves(folder)
-    if not Path(options.out).resolve().parent.is_dir():
-        raise ValueError(f"--out {options.out} is in a folder that is not there: make it, or name another")
-    draw(runs, options.out)
-    print(f"{options.out}: {', '.join(f'{name} ({len(found)} curves)' for name, found in runs.items())}")
-    return 0
-
-
 def curves(folder: str | Path) -> Curves:
     """Curves of a folder's TensorBoard files; ``ValueError`` without any."""
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError as error:
-        raise ValueError(f"TensorBoard files are read by tensorboard: pip install tensorboard ({error})") from error
     files = sorted(Path(folder).rglob("events.out.tfevents.*"))
     if not files:
         raise ValueError(f"{folder} has no TensorBoard files (events.out.tfevents.*): give that of --tensorboard-dir")
@@ -88,11 +68,6 @@ def curves(folder: str | Path) -> Curves:
 
 def draw(runs: dict[str, Curves], out: str | Path) -> None:
     """Draw the loss and :data:`PANELS`; ``ValueError`` without curves."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"pictures are drawn by matplotlib: pip install matplotlib ({error})") from error
     panels = {LOSS: [Line(name, "", found[LOSS], "-") for name, found in runs.items() if LOSS in found]}
     for title, styles in PANELS.items():
         panels[title] = lines_of(runs, styles)
@@ -177,3 +152,23 @@ def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[Line]:
                 if any(value for _, value in points):
                     lines.append(Line(run, optimizer, points, style))
     return lines
+
+
+def main() -> None:
+    """Draw the runs of the command line."""
+    parser = argparse.ArgumentParser(description="Draw losses and figures of several runs.")
+    parser.add_argument("folders", nargs="+", metavar="RUN", help="a folder that was given by --tensorboard-dir")
+    parser.add_argument("--out", default="plot.png", metavar="FILE", help="the picture (plot.png)")
+    options = parser.parse_args()
+    names = [Path(folder).resolve().name for folder in options.folders]
+    if len(set(names)) < len(names):
+        names = options.folders
+    runs = {}
+    for name, folder in zip(names, options.folders, strict=True):
+        runs[name] = curves(folder)
+    draw(runs, options.out)
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,10 +4,12 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron import releases
@@ -177,15 +179,45 @@ def _meant(message: str, known: Iterable[str]) -> str:
     return "".join(f"\n{line}" for line in lines)
 
 
+def _refuse_mistakes(args: argparse.Namespace) -> None:
+    """Refuse what Megatron ends on without a reason, or overlooks."""
+    if args.lr is not None and args.min_lr is not None and args.min_lr > args.lr:
+        raise ValueError(
+            f"--min-lr {args.min_lr} is above --lr {args.lr}: rates fall from --lr to --min-lr, so lower the one or "
+            f"raise the other"
+        )
+    if builds(args) and _begins_anew(args):
+        folder = Path(args.load)
+        instead = "a folder that a run saved to"
+        if folder.name.startswith("iter_"):
+            instead = f"its parent, {folder.absolute().parent}, with --ckpt-step"
+        raise ValueError(
+            f"--load {folder} has no {TRACKER}, and the run would begin with random weights: name {instead}, or leave "
+            f"--load out. A first run may load from the folder of its --save"
+        )
+
+
+def _begins_anew(args: argparse.Namespace) -> bool:
+    """Whether ``--load`` has no checkpoint, nor will get one."""
+    load = args.load
+    elsewhere = on(args, "pretrained_checkpoint", "non_persistent_ckpt_type", "enable_msc")  # where one may be, too
+    if load is None or elsewhere:
+        return False
+    if args.save is not None and Path(args.save).resolve() == Path(load).resolve():
+        return False
+    return not Path(load, TRACKER).exists()
+
+
 @around
 def validated(validate: Original, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Replaces ``validate_args``: refuses what the optimizer refuses, and hides three flags.
+    """Replaces ``validate_args``: refuses mistakes, and hides three flags.
 
     - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
       ckpt_format torch or torch_dist; and makes ``use_distributed_optimizer``, which Megatron-FSDP needs, layer-wise.
     - ``--optimizer-cpu-offload``: Megatron's is an Adam that steps on the CPU, and wants flags for that.
     - ``--qk-clip``: Megatron wants Transformer Engine. Attention that records its largest logits will do (``qk_clip``).
     """
+    _refuse_mistakes(args)
     name = args.optimizer
     hidden: dict[str, Any] = {}
     changes = []

@@ -495,6 +495,8 @@ def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, capl
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--optimizer muon --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
+        ("--optimizer adam --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
         ("--optimizer soap --muon-preset keller", "--muon-preset keller is for muon and"),
         (
             "--optimizer muon --muon-brake-outward 0.1",
@@ -515,6 +517,22 @@ def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, capl
 def test_flags_that_do_not_go_together_are_refused_before_there_is_a_model(validate, flags, message):
     with pytest.raises(ValueError, match=message):
         validate(*flags.split())
+
+
+def test_a_folder_without_a_checkpoint_is_refused_unless_the_run_saves_there(validate, tmp_path):
+    no_checkpoint = "latest_checkpointed_iteration.txt, and the run would begin with random weights"
+    load = ["--load", tmp_path / "run", "--save-interval", 1]
+    for elsewhere in ([], ["--save", tmp_path / "other"]):
+        with pytest.raises(ValueError, match=no_checkpoint):
+            validate(*MUON, *load, *elsewhere)
+    with pytest.raises(ValueError, match=f"name its parent, {tmp_path}/run, with --ckpt-step"):
+        validate(*MUON, "--load", tmp_path / "run" / "iter_0000002")
+    validate("--optimizer", "adam", *load)  # which is left as it is
+    validate(*MUON, *load, "--save", tmp_path / "other" / ".." / "run")
+    validate(*MUON, *load, "--pretrained-checkpoint", tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("1")
+    validate(*MUON, *load)
 
 
 @since_0_20

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_eopt.orthogonalize import kernels, timing
-from megatron_eopt.orthogonalize.kernels import Choice
+from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel import agreement
 from megatron_eopt.parallel.rates import DEFAULT_RATES
 from megatron_eopt.parallel.watched import Watched
-from megatron_eopt.tools import doctor
 from tests.optimizers.test_fake_cuda import HostWaits
 from tests.optimizers.test_program import Names
 
@@ -87,22 +85,3 @@ def test_what_tensor_cores_round_is_made_symmetric():
                 assert len(launched) == 1 + (last != "mm")
                 assert "bmm" in launched[0]
                 assert last in launched[-1]
-
-
-@pytest.mark.parametrize("failed", [None, "X X^T of (1024, 1024) is off by 1"])
-def test_the_doctor_checks_the_kernels_on_a_gpu(failed, monkeypatch):
-    asked = []
-
-    def choose(shapes, dtypes, device):
-        asked.append((len(shapes), set(dtypes), device.type))
-        return Choice("torch", {"triton": failed} if failed else {})
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "KERNELS", {"triton": SimpleNamespace(missing=lambda device: None)})
-    monkeypatch.setattr(kernels, "choose", choose)
-    report = doctor.Report({"GPU": "NVIDIA H100"})
-    doctor._look_at_kernels(report)
-    assert [failed in problem["what"] for problem in report.problems] == ([True] if failed else [])
-    used = f"by torch: {failed}" if failed else "by triton kernels, checked on this GPU"
-    assert report.used["symmetric products"] == used
-    assert asked == [(3, {torch.float16, torch.bfloat16, torch.float32}, "cuda")]

@@ -502,9 +502,9 @@ class BaseOptimizer(Optimizer):
         """Make the engine of :meth:`prepare`, before ranks agree on it."""
         parameters = self._parameters()
         keys = self.settings_of_groups().keys() | self.defaults.keys()
-        settings = of_groups.by_parameter(
-            self.param_groups, keys, {**self._session.beside, **self.settings()}, self.users_settings
-        )
+        # chunks take turns by what is in host memory, also where the plan is the same
+        beside = {**self._session.beside, **self.settings(), "offload_fraction": self.offload_fraction}
+        settings = of_groups.by_parameter(self.param_groups, keys, beside, self.users_settings)
         named = zip(self._names(), parameters, strict=True)
         described = [replace(self._described(name, p), settings=settings[p]) for name, p in named]
         known = self.param_groups[0].get(RATES)

@@ -42,7 +42,7 @@ def stepped(made, rank=0, ranks=1):
     made.step()
 
 
-PLANNED = {"num_ns_steps": "has the iteration", "offload_fraction": "bucket 0 has the matrices"}
+PLANNED = {"num_ns_steps": "has the iteration"}
 OF_KIND = {Spectron: {"rank": 5}}
 HARMLESS = {
     "workspace": "what differs is in the plan, if anything does",

@@ -61,4 +61,4 @@ def test_a_checkpoint_without_norms_loads_into_a_run_that_holds_them_and_the_rev
 
 def test_a_decay_of_weights_whose_norm_is_held_is_refused_at_start():
     said = refused(*RUN, *UNSCALED, "--train-iters", 1)
-    assert "with --muon-weight-norm 'hold' has no weight decay, got 0.1" in said
+    assert "with weight_norm 'hold' has no weight decay, got 0.1" in said

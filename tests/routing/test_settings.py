@@ -40,6 +40,7 @@ OTHERS = {
     "moment2_method": "adamuon",
     "root_method": "cans",
     "max_dim": 5,
+    "damping_noise_scale": 0.1,  # above what rounds away beside a momentum
     "precondition_frequency": 3,
     "warmup_steps": 3,
     "precond_decay_steps": 2,

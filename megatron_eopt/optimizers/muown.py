@@ -139,9 +139,10 @@ def move_rows(step: Step, batches: Sequence[Rows], of_norms: Sequence[Tensor], O
     stacks = []
     for rows in batches:
         a = rows.stacks(rows.before[V_NORM] / nonzero(rows.before[NORM]))
-        b = rows.stacks(torch.ones_like(rows.before[NORM]) * rows.batch.lr)
-        b = scaled(b, [step.scales[kind[0]] for kind in rows.kinds])
-        for kind, of_w, of_o in zip(rows.kinds, a, b, strict=True):
+        b = torch.ones_like(rows.before[NORM]) * rows.batch.lr
+        # shards of one shape may be of matrices of several, which have scales of their own
+        scaled(list(b.split(rows.lengths)), [step.scales[i] for i in chain(*rows.kinds)])
+        for kind, of_w, of_o in zip(rows.kinds, a, rows.stacks(b), strict=True):
             old = foreach.stacked(W, kind)
             v = combined(of_w, old, of_o, foreach.stacked(O, kind))
             put(squares, kind, v.square().sum(-1, dtype=torch.float64))

@@ -191,7 +191,8 @@ CASES = {
     "expert": ((24, 48), {"partition_dim": 1, "expert_tp": True}),
     "tall expert": ((48, 24), {"partition_dim": 1, "expert_tp": True}),
     "replicated": ((24, 30), {}),
-    "replicated with a partition_dim": ((24, 30), {"partition_dim": 0, "tensor_model_parallel": False}),
+    # as large as the shards of larger ones, by two ranks
+    "replicated with a partition_dim": ((24, 24), {"partition_dim": 0, "tensor_model_parallel": False}),
     "zero": ((48, 24), sharded(0)),
     "of another dtype": ((48, 24), sharded(0)),
 }

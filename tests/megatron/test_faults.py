@@ -208,7 +208,6 @@ def code_in_an_object(folder, key="rng_state"):
     made.put_object(newest(folder), key, [Code(folder)])
 
 
-NAN = float("nan")
 # Other ways to put code into a file: tests/checkpoints/test_gate.py. Other data in a tensor's place: test_sums.py.
 DAMAGES = {
     "missing": (missing, ["lacks __0_0.distcp, ", "take another checkpoint"]),
@@ -220,18 +219,6 @@ DAMAGES = {
     "checksums are gone": (
         common_with(lambda common: common.pop("megatron_eopt_checksums")),
         ["checksums of its tensors are gone", "--no-checksums"],
-    ),
-    "iteration is nan": (  # with which Megatron ends at once, with status 0
-        common_with(lambda common: common.update(iteration=NAN)),
-        ["iteration is nan", "take another checkpoint"],
-    ),
-    "schedule at nan": (
-        common_with(lambda common: common["opt_param_scheduler"].update(num_steps=NAN)),
-        ["num_steps of opt_param_scheduler is nan", "take another checkpoint"],
-    ),
-    "of another iteration": (
-        common_with(lambda common: common.update(iteration=3)),
-        ["it is of iteration 3, and its folder is named iter_0000004", "rename it"],
     ),
     "without format": (
         without_format,

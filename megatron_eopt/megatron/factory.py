@@ -1,10 +1,13 @@
 """Build the optimizer of a run, in phases."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import unread, without_effect
 from megatron_eopt.megatron.averaging import average_weights
@@ -128,6 +131,7 @@ class OptimizerOfRun:
 
     def read_checkpoint(self) -> None:
         """Read what the run had decided that saved the checkpoint to be loaded."""
+        warn_of_other_checkpoints(self.facts.args)
         self.decided = agreement.from_rank_0(lambda: decided_before(self.facts.args, self.facts.megatron_fsdp))
 
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
@@ -189,3 +193,15 @@ class OptimizerOfRun:
                 refuse_partial_gradients(self.assigned, *tensor_parallel)
 
         check_steps(self.optimizer, self.matrices_here, compare, look)
+
+
+def warn_of_other_checkpoints(args: Any) -> None:
+    """Warn where checkpoints of two runs would mix in one folder."""
+    save = getattr(args, "save", None) or ""
+    load = getattr(args, "load", None) or ""
+    if not save or os.path.realpath(save) == os.path.realpath(load) or not Path(save, TRACKER).exists():
+        return
+    agreement.say(
+        f"warning: {save} has checkpoints, and this run does not load them: its own will mix with them, and replace "
+        f"those of equal iterations; name another folder with --save, or go on from them with --load {save}"
+    )

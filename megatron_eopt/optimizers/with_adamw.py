@@ -397,9 +397,9 @@ class Muon(Optimizer):
         groups = self._adam_groups
         if groups and not of_adamw["param_groups"]:
             raise ValueError(
-                f"{self._called} has AdamW inside, and the state has none. optimizer.matrices.load_state_dict takes "
-                "a state of the matrices alone. One of another optimizer, such as AdamW for all parameters, has no "
-                "momenta for them: load the weights alone, and begin with fresh state"
+                f"{self._called} has AdamW inside, and the state has none: that of another optimizer, such as AdamW "
+                "for all parameters, has no momenta for matrices. Load the weights alone, and begin with fresh state. "
+                "optimizer.matrices.load_state_dict takes a state of the matrices alone"
             )
         own = [len(group["params"]) for group in groups]
         saved = [len(group["params"]) for group in of_adamw["param_groups"]]

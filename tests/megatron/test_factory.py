@@ -10,7 +10,7 @@ from torch import nn
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.factory import OptimizerOfRun
+from megatron_eopt.megatron.factory import OptimizerOfRun, warn_of_other_checkpoints
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.parameters import trainable
 from megatron_eopt.megatron.wrappers import remember
@@ -210,3 +210,15 @@ def test_a_model_is_evaluated_as_its_last_optimizer_has_it():
 
     remember(FP32Optimizer(torch.optim.SGD([model.weight], lr=0.1)), [model])
     assert torch.equal(evaluate(None, None, [model]), trained)
+
+
+def test_a_folder_with_checkpoints_that_a_run_does_not_load_is_told(tmp_path, capsys):
+    def told(load):
+        warn_of_other_checkpoints(SimpleNamespace(save=str(tmp_path), load=load))
+        return capsys.readouterr().out
+
+    assert not told(None)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    for load in (None, str(tmp_path / "other")):
+        assert f"{tmp_path} has checkpoints, and this run does not load them" in told(load)
+    assert not told(str(tmp_path / "." / ""))

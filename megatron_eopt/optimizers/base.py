@@ -157,6 +157,7 @@ class BaseOptimizer(Optimizer):
         vars(self).setdefault("_session", Session())  # of a copy
         attributes = state.pop(ATTRIBUTES, [])
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # which torch adds in a load, and nothing here reads
         for parameter, said in zip(self._parameters(), attributes, strict=False):
             vars(parameter).update(said)  # torch copies tensors without it
 

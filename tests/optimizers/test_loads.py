@@ -452,3 +452,12 @@ def test_a_state_of_other_sides_of_soap_and_of_another_rank_of_dion_are_refused(
     take(narrow, 1)
     with pytest.raises(ValueError, match="SOAP needs 'L' for the parameter of shape"):
         wide.load_state_dict(narrow.state_dict())
+
+
+@every
+def test_a_load_adds_no_setting(name):
+    """A resumed run would save it, and the next one print it as a change."""
+    saved, optimizer = saved_and_other(name)
+    before = optimizer.settings()
+    optimizer.load_state_dict(saved)
+    assert optimizer.settings() == before

@@ -203,9 +203,13 @@ def _begins_anew(args: argparse.Namespace) -> bool:
     elsewhere = on(args, "pretrained_checkpoint", "non_persistent_ckpt_type", "enable_msc")  # where one may be, too
     if load is None or elsewhere:
         return False
-    if args.save is not None and Path(args.save).resolve() == Path(load).resolve():
-        return False
-    return not Path(load, TRACKER).exists()
+    return not loads_its_own(args) and not Path(load, TRACKER).exists()
+
+
+def loads_its_own(args: Any) -> bool:
+    """Whether a run loads from the folder that it saves to."""
+    named = on(args, "load") and on(args, "save")
+    return named and Path(args.save).resolve() == Path(args.load).resolve()
 
 
 @around

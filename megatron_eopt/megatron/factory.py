@@ -1,6 +1,5 @@
 """Build the optimizer of a run, in phases."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Any
 
 from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.arguments import unread, without_effect
+from megatron_eopt.megatron.arguments import loads_its_own, unread, without_effect
 from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.decided import decided_before
@@ -197,11 +196,9 @@ class OptimizerOfRun:
 
 def warn_of_other_checkpoints(args: Any) -> None:
     """Warn where checkpoints of two runs would mix in one folder."""
-    save = getattr(args, "save", None) or ""
-    load = getattr(args, "load", None) or ""
-    if not save or os.path.realpath(save) == os.path.realpath(load) or not Path(save, TRACKER).exists():
-        return
-    agreement.say(
-        f"warning: {save} has checkpoints, and this run does not load them: its own will mix with them, and replace "
-        f"those of equal iterations; name another folder with --save, or go on from them with --load {save}"
-    )
+    if on(args, "save") and not loads_its_own(args) and Path(args.save, TRACKER).exists():
+        agreement.say(
+            f"warning: {args.save} has checkpoints, and this run does not load them: its own will mix with them, and "
+            f"replace those of equal iterations; name another folder with --save, or go on from them with --load "
+            f"{args.save}"
+        )

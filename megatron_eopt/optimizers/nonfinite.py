@@ -148,15 +148,15 @@ class Refusing:
 
         A ``RuntimeError`` as :meth:`read`.
         """
-        by_device: dict[torch.device, list[Tensor]] = {}
+        by_device: dict[torch.device, dict[Tensor, Tensor]] = {}  # parameters and their gradients
         for parameter in parameters:
-            if parameter.grad is not None and local(parameter.grad).numel():
-                by_device.setdefault(local(parameter.grad).device, []).append(parameter)
+            gradient = None if parameter.grad is None else local(parameter.grad)
+            if gradient is not None and gradient.numel():
+                by_device.setdefault(gradient.device, {})[parameter] = gradient
         of_step = []
         for device, some in by_device.items():
-            gradients = [local(parameter.grad) for parameter in some if parameter.grad is not None]
-            usable = torch.stack(norms_of(gradients)) <= LARGEST_NORM
-            of_step.append((some, to_host(usable, device)))
+            usable = torch.stack(norms_of(some.values())) <= LARGEST_NORM
+            of_step.append((list(some), to_host(usable, device)))
         self._pending.append(of_step)
         on_cpu = {device.type for device in by_device} == {"cpu"}  # which knows at once
         self.read(groups, 0 if on_cpu else _DELAY)

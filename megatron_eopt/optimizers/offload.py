@@ -48,10 +48,11 @@ class Streamed:
                 if kept(p):
                     homes[i] = [x for x in state.values() if x.shape == weight.shape]
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
-        for chunk in chunks if homes else ():
-            by_parameter = (homes.get(i, ()) for i in chunk)
-            by_key = chain(*zip_longest(*by_parameter))  # as they leave: all momenta first
-            self._waiting.append([x for x in by_key if x is not None])
+        if homes:
+            for chunk in chunks:
+                by_parameter = (homes.get(i, ()) for i in chunk)
+                by_key = chain(*zip_longest(*by_parameter))  # as they leave: all momenta first
+                self._waiting.append([x for x in by_key if x is not None])
         if self._device.type == "cuda":
             for tensors in self._waiting:
                 _pin([x for x in tensors if not x.is_pinned()])  # before the first step, and what was loaded

@@ -153,7 +153,7 @@ class StepKernels:
         norms = [_room(x, factors, measured) for x in launches]
         for x, out in zip(launches, norms, strict=True):
             batch = batches[x.batch]
-            numbers = (float(1 - batch.settings["beta2"]), _eps(batch))
+            numbers = (_float(1 - batch.settings["beta2"]), _float(batch.settings["eps"]))
             launch(moment_kernel, x, _flags(x, batch), factors[x.first], out, *numbers)
         return _by_matrix(launches, norms, factors) if measured else ()
 
@@ -191,7 +191,7 @@ class StepKernels:
         for x in self._launches(batches, factors, sides, constants, on_host, list(map(_lines, scales))):
             batch = batches[x.batch]
             scale = float(x.scale) if joined is None else joined
-            eps = _eps(batch) if divided else 0.0
+            eps = _float(batch.settings["eps"]) if divided else 0.0
             launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale, eps)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
@@ -476,10 +476,6 @@ def _distance(piece: Piece, name: str, lie: int) -> int:
 def _power(number: int) -> int:
     """The next power of two, at least 16."""
     return max(16, 1 << (number - 1).bit_length())
-
-
-def _eps(batch: Batch) -> float:
-    return float(batch.settings["eps"])
 
 
 def _float(x: Scalar) -> Scalar:

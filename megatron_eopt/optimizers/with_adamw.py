@@ -35,16 +35,8 @@ from megatron_eopt.settings.values import AT_LEAST_0
 ADAM_LR = "adam_lr"
 ADAM_LR_AT = "adam_lr_at"
 
-OF_ADAMW = {
-    record.name: record
-    for record in (
-        RECORDS["lr"],
-        RECORDS["weight_decay"],
-        *ADAM,
-        Setting(ADAM_LR, check=AT_LEAST_0),
-        Setting(ADAM_LR_AT, check=AT_LEAST_0),
-    )
-}
+_RATES = (Setting(ADAM_LR, check=AT_LEAST_0), Setting(ADAM_LR_AT, check=AT_LEAST_0))
+OF_ADAMW = {record.name: record for record in (RECORDS["lr"], RECORDS["weight_decay"], *ADAM, *_RATES)}
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]

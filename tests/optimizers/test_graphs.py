@@ -91,13 +91,19 @@ def test_a_capture_is_on_the_device_and_does_not_mind_other_threads(monkeypatch)
     assert cuda.calls == [*opening, "run", "end of graph", "end of device", "replay"]
 
 
-@pytest.mark.skipif(CUDA, reason="there is a CUDA device")
-def test_a_step_is_captured_on_the_device_of_its_parameters(monkeypatch):
+def stepped(monkeypatch):
+    """CUDA without a device, and an optimizer that has captured its step there."""
     cuda = Cuda(monkeypatch)
     (_, parameters), _, graphed = pair("cpu")
     captured(graphed, None)
     set_gradients(parameters, 0)
     graphed.step()
+    return cuda, graphed
+
+
+@pytest.mark.skipif(CUDA, reason="there is a CUDA device")
+def test_a_step_is_captured_on_the_device_of_its_parameters(monkeypatch):
+    cuda, _ = stepped(monkeypatch)
     assert cuda.calls[0] == ("device", "cpu")
     assert cuda.calls[-1] == "replay"
 
@@ -114,11 +120,7 @@ def test_what_was_captured_may_not_change():
 @pytest.mark.skipif(CUDA, reason="there is a CUDA device")
 def test_a_step_is_captured_anew_after_a_new_plan(monkeypatch):
     """What was captured reads tables of the old one, whose memory is given back."""
-    cuda = Cuda(monkeypatch)
-    (_, parameters), _, graphed = pair("cpu")
-    captured(graphed, None)
-    set_gradients(parameters, 0)
-    graphed.step()
+    cuda, graphed = stepped(monkeypatch)
     graphed.param_groups[0]["num_ns_steps"] = 3
     graphed.prepare()
     graphed.param_groups[0]["num_ns_steps"] = 5

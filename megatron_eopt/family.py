@@ -242,7 +242,7 @@ _OF_SHAMPOO = (
     "shampoo_beta",
     "damping",
     "precondition_frequency",
-    "root_method",
+    "basis_method",
     "scale_mode",
     "weight_norm",
     "max_dim",

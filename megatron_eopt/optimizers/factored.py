@@ -26,6 +26,7 @@ from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 
 STEPS = "steps"
+SIDE_KEYS = (("L", "Q_L"), ("R", "Q_R"))  # the state of the rows and of the columns, as Side has it
 
 Decay = Literal["decoupled", "independent", "palm"]
 WeightNorm = Literal["none", "hold"]
@@ -33,24 +34,23 @@ WeightNorm = Literal["none", "hold"]
 
 @dataclass(frozen=True)
 class Side:
-    """Stacked factors (n, length, length) of the rows or columns, and what is made of each."""
+    """Stacked factors (n, length, length) of the rows or columns, and their eigenbases."""
 
     factor: Tensor
-    made: Tensor  # eigenbases of SOAP, inverse roots of Shampoo
+    basis: Tensor  # the eigenvectors are columns
 
 
 class FactoredOptimizer(StackedOptimizer):
     """Optimizers that keep a factor of the rows and one of the columns of each matrix.
 
-    Each whole logical matrix has a compute rank, which alone keeps its factors. A subclass names the state of the sides
-    (:attr:`side_keys`) and the moments that lie as the parameter (:attr:`moments`).
+    Each whole logical matrix has a compute rank, which alone keeps its factors and their eigenbases. A subclass names
+    the moments that lie as the parameter (:attr:`moments`).
     """
 
     own_settings: ClassVar[tuple[Setting, ...]] = (FACTOR_PRECISION,)
     carried_settings = frozenset({CLOCK, KERNEL})
     pairs_rows = True
     multiplies = True
-    side_keys: ClassVar[tuple[tuple[str, str], tuple[str, str]]]  # of the rows and of the columns, as Side
 
     share_over_dp: bool
     _based: set[Tensor] | None = None  # parameters known to have factors
@@ -77,12 +77,12 @@ class FactoredOptimizer(StackedOptimizer):
         return WHOLE if parameter.ndim < 2 else super().split_of(parameter)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """Moments, steps, and each matrix's factors, what is made of them, and its norm."""
+        """Moments, steps, and each matrix's factors, their eigenbases, and its norm."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
         tensors = [StateTensor(key, dtype=wide) for key in self.moments]
         tensors.append(StateTensor(STEPS, dims=(), dtype=torch.float64))
         for part, plan in enumerate(self._planned(parameter)):
-            for length, has_factor, keys in zip(plan.layout.shape, plan.has_factor, self.side_keys, strict=True):
+            for length, has_factor, keys in zip(plan.layout.shape, plan.has_factor, SIDE_KEYS, strict=True):
                 if has_factor:
                     for key in keys:
                         tensors.append(StateTensor(key + plan.end, (length, length), part, wide, plan.compute_rank))
@@ -173,15 +173,15 @@ class FactoredOptimizer(StackedOptimizer):
     def _sides(self, stack: MatrixStack) -> list[Side | None]:
         """The sides of own matrices; None where they have no factor."""
         sides = list[Side | None]()
-        for (factor, made_of_it), has_factor in zip(self.side_keys, stack.matrices[0].plan.has_factor, strict=True):
-            sides.append(Side(stack.kept(factor), stack.kept(made_of_it)) if has_factor else None)
+        for (factor, basis), has_factor in zip(SIDE_KEYS, stack.matrices[0].plan.has_factor, strict=True):
+            sides.append(Side(stack.kept(factor), stack.kept(basis)) if has_factor else None)
         return sides
 
     def _keep_sides(self, stack: MatrixStack, sides: Sequence[Side | None]) -> None:
-        for (factor, made_of_it), side in zip(self.side_keys, sides, strict=True):
+        for (factor, basis), side in zip(SIDE_KEYS, sides, strict=True):
             if side is not None:
                 stack.keep(factor, side.factor)
-                stack.keep(made_of_it, side.made)
+                stack.keep(basis, side.basis)
 
 
 def factor_stacks(plans: Iterable[Planned]) -> Shapes:

@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers.eigenbases import (
+    BasisMethod,
+    eigenbasis,
+    eigenvalues,
+    into_bases,
+    out_of_bases,
+    turned,
+)
 from megatron_eopt.optimizers.factored import (
     Decay,
     FactoredOptimizer,
@@ -17,7 +25,6 @@ from megatron_eopt.optimizers.factored import (
     gram,
     steps_taken,
 )
-from megatron_eopt.optimizers.inverse_roots import RootMethod, inverse_root
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.whole_matrices import MatrixStack, first_moment, refreshes
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
@@ -27,28 +34,29 @@ from megatron_eopt.settings.values import BETWEEN_0_AND_1, Scalar, count
 
 Scale = Literal[ScaleMode, "none"]
 
-LEAST_DAMPING = 1e-7  # with which the products of "cans" stay finite in fp32
-
 
 class Preconditioning(FactoredOptimizer):
     """Momentum between inverse roots of two factors of each matrix.
 
     Logical matrices, compute ranks, DTensors, ``share_over_dp`` and ``weight_norm`` are as in
     :class:`~megatron_eopt.optimizers.soap.SOAP`. A side longer than ``max_dim`` has no factor, and a matrix without a
-    factor is refused. ``root_method`` says how roots are made: ``eigh`` by eigenvectors, some 10 n^3 operations a side
-    of n that are bound by memory, and the step waits for a GPU, which is asked whether it found them; ``cans`` by 11
-    coupled steps of three products, 19 for fourth roots, which a GPU is fast in. Both are of the same matrix, and about
-    as exact: see :mod:`~megatron_eopt.optimizers.inverse_roots`.
+    factor is refused.
+
+    Roots are made of eigenbases ``Q`` and of ``diag(Q^T F Q)`` for a factor ``F``, which are its eigenvalues where
+    ``Q`` has its eigenvectors. The first bases have them. Every ``precondition_frequency`` steps ``basis_method``
+    refreshes bases: ``qr`` sorts the columns by their eigenvalues and makes one step of orthogonal iteration,
+    ``Q <- QR(F Q)``, as SOAP does; ``eigh`` takes the eigenvectors, some 10 n^3 operations a side of n that are bound
+    by memory, and the step waits for a GPU, which is asked whether it found them.
 
     Args:
         params: matrices and declared stacks of matrices, or groups of them.
         lr: learning rate, at least 0.
         momentum: decay rate of the momentum, in [0, 1).
         shampoo_beta: of the factors, in [0, 1).
-        damping: added to the factors, relative to them, above 0 and below 1; at least 1e-7 for ``cans``.
+        damping: added to the factors, relative to them, above 0 and below 1.
         weight_decay: at least 0.
-        precondition_frequency: steps between new roots, at least 1.
-        root_method: ``eigh`` or ``cans``.
+        precondition_frequency: steps between refreshes of the bases, at least 1.
+        basis_method: ``qr`` or ``eigh``.
         scale_mode: ``spectral``, ``unit_rms_norm``, ``shape_scaling``, or ``none`` for 1.
         weight_norm: ``hold`` or ``none``.
         max_dim: the longest side that has a factor, at least 1.
@@ -67,17 +75,16 @@ class Preconditioning(FactoredOptimizer):
             dimensions that is not declared as a stack, or shards without a group.
     """
 
-    side_keys = (("L", "P_L"), ("R", "P_R"))
     whitens: ClassVar[bool] = False  # whether gradients are whitened by the other side before a factor follows them
     own_settings = (
         FACTOR_PRECISION,
         Setting("damping", "Added to the factors, relative to them.", BETWEEN_0_AND_1),
         Setting(
             "precondition_frequency",
-            "Steps from one making of the roots to the next, counted from the first step.",
+            "Steps from one refresh of the bases to the next, counted from the first step.",
             count(1),
         ),
-        Setting("root_method", "How inverse roots are made: by eigenvectors, or by products alone."),
+        Setting("basis_method", "How eigenbases are refreshed."),
         Setting("scale_mode", "How the size of an update follows from the shape."),
         Setting("weight_norm", "Whether every matrix keeps the norm that it starts with."),
         Setting("max_dim", "The longest side that has a factor; a matrix without one is refused.", count(0)),
@@ -93,7 +100,7 @@ class Preconditioning(FactoredOptimizer):
         weight_decay: float = 0.01,
         precondition_frequency: int = 1,
         *,
-        root_method: RootMethod = "eigh",
+        basis_method: BasisMethod = "qr",
         scale_mode: Scale = "spectral",
         weight_norm: WeightNorm = "none",
         max_dim: int = 10000,
@@ -109,12 +116,6 @@ class Preconditioning(FactoredOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        damping = settings["damping"]
-        if settings["root_method"] == "cans" and damping < LEAST_DAMPING:
-            needs = f"at least {LEAST_DAMPING:g}, which the products of root_method 'cans' need"
-            raise ValueError(f"{type(self).__name__}: damping must be {needs}, got {damping}")
-
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         self._check_factors(group)
@@ -124,37 +125,33 @@ class Preconditioning(FactoredOptimizer):
         return list(first_moment(stack, stack.group["momentum"]))
 
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
-        """``U = s P_L M P_R``; also ``L``, ``R``, ``P_L`` and ``P_R``."""
+        """``U = s P_L M P_R``; also ``L``, ``R``, ``Q_L`` and ``Q_R``."""
         gradient, update = whole
         if stack.matrices[stack.own]:
             left, right = self._sides(stack)
             with fp32_products(stack.group["fp32_matmul_prec"]):
                 self._absorb(stack, gradient, left, right)
-                if left is not None:
-                    update = left.made @ update
-                if right is not None:
-                    update = update @ right.made
-            update = update * self._scale(update.shape[1], update.shape[2], stack.group["scale_mode"])
+                if stack.moves:
+                    update = self._preconditioned(update, left, right, stack.group)
             self._keep_sides(stack, [left, right])
         return [update] if stack.moves else []
 
     def _absorb(self, stack: MatrixStack, gradient: Tensor, left: Side | None, right: Side | None) -> None:
-        """Update factors with gradients, and make new roots."""
+        """Update factors with gradients, and make or turn bases."""
         group = stack.group
         accepted = stack.accepted[stack.own]
         beta = group["shampoo_beta"]
         weight = (1 - beta) / (1 - beta ** steps_taken(stack).clamp(min=1))
-        both = left is not None and right is not None
         of_rows = gradient
         of_columns = gradient.mT
-        if self.whitens and stack.one.first:
-            if both:
+        if self.whitens and left is not None and right is not None:
+            if stack.one.first:
                 size = gradient.square().mean((1, 2), keepdim=True).sqrt()
                 of_rows = gradient / torch.where(size > 0, size, 1.0).sqrt()
-            of_columns = of_rows.mT
-        elif self.whitens and left is not None and right is not None:
-            of_rows = gradient @ right.made
-            of_columns = gradient.mT @ left.made
+                of_columns = of_rows.mT
+            else:  # both before a factor changes
+                of_rows = (gradient @ right.basis) * inverse_roots(right, 2, group["damping"])[:, None]
+                of_columns = (gradient.mT @ left.basis) * inverse_roots(left, 2, group["damping"])[:, None]
         for side, root, divisor in ((left, of_rows, gradient.shape[2]), (right, of_columns, gradient.shape[1])):
             if side is None:
                 continue
@@ -162,17 +159,42 @@ class Preconditioning(FactoredOptimizer):
             if self.whitens:
                 product = product / divisor
             follow(side.factor, product, weight, accepted)
-            if stack.one.first or refreshes(group):
-                order: Literal[2, 4] = 4 if both and not self.whitens else 2
-                new = inverse_root(side.factor, order, float(group["damping"]), group["root_method"])
-                torch.where(accepted, new, side.made, out=side.made)
+            if stack.one.first:
+                new = eigenbasis(side.factor)
+            elif refreshes(group):
+                images = side.factor @ side.basis
+                order = (side.basis * images).sum(1).argsort(descending=True)
+                new = turned(side, images, order, group["basis_method"])
+            else:
+                continue
+            torch.where(accepted, new, side.basis, out=side.basis)
 
-    def _scale(self, rows: int, cols: int, mode: Scale) -> float:
-        """Factor of the preconditioned momentum of a (rows x cols) matrix."""
+    def _preconditioned(
+        self, momentum: Tensor, left: Side | None, right: Side | None, group: Mapping[str, Any]
+    ) -> Tensor:
+        """``s P_L M P_R``."""
+        order = 2 if self.whitens or left is None or right is None else 4
+        update = into_bases(momentum, left, right)
+        if left is not None:
+            update = update * inverse_roots(left, order, group["damping"])[:, :, None]
+        if right is not None:
+            update = update * inverse_roots(right, order, group["damping"])[:, None]
+        return out_of_bases(update, left, right) * self._scale(momentum, group["scale_mode"])
+
+    def _scale(self, momentum: Tensor, mode: Scale) -> float:
+        """Factor of a stack of preconditioned momenta."""
+        rows, cols = momentum.shape[1:]
         if mode == "none" or 0 in (rows, cols):
             return 1.0
         scale = muon_scale_factor(rows, cols, mode)
         return scale / (sqrt(rows) + sqrt(cols)) if self.whitens else scale
+
+
+def inverse_roots(side: Side, order: int, damping: float) -> Tensor:
+    """``(lambda + damping |F|)^(-1/order)`` of the eigenvalues in the bases (n, length); 1 where a factor is zero."""
+    bound = side.factor.abs().sum(-1).amax(-1, keepdim=True)
+    values = eigenvalues(side).clamp(min=0) + damping * bound  # of an eigenvalue of 0 rounding may be left
+    return torch.where(bound > 0, values, 1.0) ** (-1 / order)
 
 
 class Shampoo(Preconditioning):
@@ -182,8 +204,8 @@ class Shampoo(Preconditioning):
 
     1. ``M <- momentum M + (1 - momentum) g``;
     2. ``L <- EMA(g g^T)``, ``R <- EMA(g^T g)`` by ``shampoo_beta``, corrected for their start;
-    3. every ``precondition_frequency`` steps, the first among them, ``P_L = (L + damping |L| I)^(-1/4)``, and ``P_R``
-       of ``R``, with ``|L|`` its largest row sum of absolute values, which bounds its eigenvalues;
+    3. ``P_L = (L + damping |L| I)^(-1/4)`` in the basis of ``L``, and ``P_R`` of ``R``, with ``|L|`` its largest row
+       sum of absolute values, which bounds its eigenvalues;
     4. ``p <- (1 - lr weight_decay) p - lr s P_L M P_R``.
 
     With factors of one gradient alone the update is its orthogonal factor, and ``s`` is Muon's scale, by

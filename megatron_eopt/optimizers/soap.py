@@ -6,9 +6,10 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers.eigenbases import BasisMethod
 from megatron_eopt.optimizers.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
-from megatron_eopt.optimizers.soap_math import BasisMethod, Preconditioned, SortBases, update_of
+from megatron_eopt.optimizers.soap_math import Preconditioned, SortBases, update_of
 from megatron_eopt.optimizers.whole_matrices import EXP_AVG, MatrixStack, first_moment
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -123,7 +124,6 @@ class SOAP(FactoredOptimizer):
     """
 
     takes = "matrices and vectors"
-    side_keys = (("L", "Q_L"), ("R", "Q_R"))
     moments = (EXP_AVG, EXP_AVG_SQ)
     own_settings = (
         *ADAM,

@@ -1,7 +1,4 @@
-"""SOAP's step of stacks of equal matrices.
-
-A basis has the eigenvectors of a factor as columns. None stands for a side without, which is not rotated.
-"""
+"""SOAP's step of stacks of equal matrices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +7,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_eopt.optimizers.eigenbases import (
+    eigenbasis,
+    eigenvalues,
+    in_order,
+    into_bases,
+    out_of_bases,
+    turned,
+)
 from megatron_eopt.optimizers.factored import Side, follow, gram
 from megatron_eopt.optimizers.whole_matrices import refreshes
-from megatron_eopt.orthogonalize.bases import orthonormal_columns
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 
-BasisMethod = Literal["qr", "eigh"]
 SortBases = Literal["before", "after"]
 
 
@@ -36,22 +39,6 @@ class Preconditioned:
     def factored(self) -> bool:
         """Whether a side has factors."""
         return self.left is not None or self.right is not None
-
-    def into_bases(self, x: Tensor) -> Tensor:
-        """``Q_L^T X Q_R``."""
-        if self.left is not None:
-            x = self.left.made.mT @ x
-        if self.right is not None:
-            x = x @ self.right.made
-        return x
-
-    def out_of_bases(self, x: Tensor) -> Tensor:
-        """``Q_L X Q_R^T``."""
-        if self.left is not None:
-            x = self.left.made @ x
-        if self.right is not None:
-            x = x @ self.right.made.mT
-        return x
 
 
 def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> Tensor | None:
@@ -91,7 +78,7 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
             continue
         follow(side.factor, product, weight, matrices.accepted)
         if first:
-            side.made.copy_(_eigenbasis(side.factor))
+            side.basis.copy_(eigenbasis(side.factor))
         elif refreshes(settings):
             _refresh(matrices, side, dim, settings)
 
@@ -116,42 +103,35 @@ def _product_of_current(gradient: Tensor, other: Side, eps: float, first: bool) 
     ``eps``, the least eigenvalue, is all that there is of a factor before the first gradient. The first products are so
     large that bases turn slowly: the second moment is diagonal in the first ones, and useless in very other ones.
     """
-    inverse = _eigenvalues(other).clamp(min=eps).reciprocal() * (1 / gradient.size(-1))
+    inverse = eigenvalues(other).clamp(min=eps).reciprocal() * (1 / gradient.size(-1))
     columns = inverse[:, None]
     if first:
         return (gradient * columns) @ gradient.mT
-    return gradient @ ((other.made * columns) @ other.made.mT) @ gradient.mT
+    return gradient @ ((other.basis * columns) @ other.basis.mT) @ gradient.mT
 
 
 def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[str, Any]) -> None:
     """Turn bases towards the eigenvectors of their factors.
 
-    ``qr`` makes one step of orthogonal iteration, ``QR(F Q)``, and ``eigh`` takes the eigenvectors themselves.
     ``before`` that the columns of ``Q`` are sorted by their eigenvalues, the largest first, and ``squares`` with them;
     ``after`` it those of the new basis alone.
     """
     accepted = matrices.accepted
-    columns = side.made
-    images = side.factor @ columns
-    before = settings["sort_bases"] == "before"
-    if before:
+    images = side.factor @ side.basis
+    order = None
+    if settings["sort_bases"] == "before":
         if settings["basis_of"] == "current":
-            values = _eigenvalues(side)  # rounded as in emerging-optimizers: that may decide their order
+            values = eigenvalues(side)  # rounded as in emerging-optimizers: that may decide their order
         else:
-            values = (columns * images).sum(1)
+            values = (side.basis * images).sum(1)
         order = values.argsort(descending=True)
-        sorted_squares = _in_order(matrices.squares, order, dim)
+        sorted_squares = in_order(matrices.squares, order, dim)
         torch.where(accepted, sorted_squares, matrices.squares, out=matrices.squares)
-        columns = _in_order(columns, order, 2)
-        images = _in_order(images, order, 2)
-    if settings["basis_method"] == "eigh":
-        new = _eigenbasis(side.factor)
-    else:
-        new, _ = orthonormal_columns(images, near=columns)
-        if not before:
-            order = _eigenvalues(Side(side.factor, new)).argsort(descending=True)
-            new = _in_order(new, order, 2)
-    torch.where(accepted, new, side.made, out=side.made)
+    new = turned(side, images, order, settings["basis_method"])
+    if settings["basis_method"] == "qr" and settings["sort_bases"] == "after":
+        order = eigenvalues(Side(side.factor, new)).argsort(descending=True)
+        new = in_order(new, order, 2)
+    torch.where(accepted, new, side.basis, out=side.basis)
 
 
 def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any], first: bool) -> Tensor:
@@ -163,9 +143,9 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
     def correction(beta: float, steps: Tensor) -> Tensor | float:
         return (1 - beta**steps).to(squares.dtype) if settings["correct_bias"] else 1.0
 
-    seen = matrices.into_bases(matrices.gradient)
+    seen = into_bases(matrices.gradient, matrices.left, matrices.right)
     # rotated as the gradient is: entries that are rounding are divided by themselves, not by other rounding
-    update = (1 - beta1) * seen if first else matrices.into_bases(matrices.momentum)
+    update = (1 - beta1) * seen if first else into_bases(matrices.momentum, matrices.left, matrices.right)
     if settings["nesterov"]:
         update = update * (beta1 / correction(beta1, moments + 1)) + seen * ((1 - beta1) / correction(beta1, moments))
     else:
@@ -174,21 +154,7 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
     new = squared.square().clamp(max=torch.finfo(squares.dtype).max)  # an infinity would stay for ever
     squares.lerp_(torch.where(matrices.accepted, new, squares), 1 - beta2)
     update = update / ((squares / correction(beta2, moments)).sqrt() + settings["eps"])
-    return matrices.out_of_bases(update)
-
-
-def _eigenvalues(side: Side) -> Tensor:
-    """Diagonals of ``Q^T F Q`` (n, length), near the eigenvalues."""
-    return (side.made.mT @ side.factor * side.made.mT).sum(-1)
-
-
-def _in_order(x: Tensor, order: Tensor, dim: int) -> Tensor:
-    """Reorder rows (dim 1) or columns (dim 2)."""
-    return x.gather(dim, order.unsqueeze(3 - dim).expand_as(x))
-
-
-def _eigenbasis(factor: Tensor) -> Tensor:
-    return torch.linalg.eigh(factor).eigenvectors.flip(-1)
+    return out_of_bases(update, matrices.left, matrices.right)
 
 
 def _whitened(gradient: Tensor, side: Side) -> Tensor:
@@ -197,7 +163,7 @@ def _whitened(gradient: Tensor, side: Side) -> Tensor:
     They are at least a millionth of the largest: what is smaller is rounding of fp32, and its inverse would multiply
     gradients. A factor that is zero, as before the first gradient, counts as the identity.
     """
-    values = _eigenvalues(side)
+    values = eigenvalues(side)
     largest = values.amax(-1, keepdim=True)
     scales = torch.where(largest > 0, values.clamp(min=1e-6 * largest).rsqrt(), 1.0)
-    return (gradient @ side.made) * scales[:, None]
+    return (gradient @ side.basis) * scales[:, None]

@@ -79,7 +79,7 @@ CASES = {
         "SOAP", {"use_kl_shampoo": True, "precondition_frequency": 3, "nesterov": True}, names=ALL, late=True
     ),
     "shampoo": Case("Shampoo", {"weight_decay": 0.1}),
-    "shampoo cans": Case("Shampoo", {"root_method": "cans", "precondition_frequency": 2, "weight_norm": "hold"}),
+    "shampoo eigh": Case("Shampoo", {"basis_method": "eigh", "precondition_frequency": 2, "weight_norm": "hold"}),
     "kl_shampoo": Case("KLShampoo", {"weight_decay": 0.1}, late=True),
     "lion": Case("Lion", {"weight_decay": 0.1}, names=ALL, late=True),
     "lion l2": Case("Lion", {"weight_decay": 0.1, "weight_decay_method": "l2"}, names=ALL),

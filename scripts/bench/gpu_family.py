@@ -30,7 +30,6 @@ PROFILED = (
     "ours, adaptive_muon, moment2_method namo",
     "ours, soap, precondition_frequency 1",
     "ours, shampoo",
-    "ours, shampoo, root_method cans",
     "ours, spectron, rank 16",
     "ours, dion",
     "ours, psgd_kron",
@@ -42,8 +41,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "spectron": [{"rank": 16}],
     "adaptive_muon": METHODS,
     "soap": [{}, {"precondition_frequency": 1}],
-    "shampoo": [{}, {"root_method": "cans"}],
-    "kl_shampoo": [{}, {"root_method": "cans"}],
 }
 
 

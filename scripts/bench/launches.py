@@ -40,8 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in OPTIMIZERS if name not in ("muon", "adaptive_muon")},
     "spectron": ("spectron", {"rank": 16}),
     "soap": ("soap", {"precondition_frequency": 1}),
-    "shampoo_cans": ("shampoo", {"root_method": "cans"}),
-    "kl_shampoo_cans": ("kl_shampoo", {"root_method": "cans"}),
 }
 
 _TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # of one multi-tensor kernel, by the number of lists

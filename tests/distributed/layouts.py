@@ -148,9 +148,9 @@ PROGRAMS = {
         calls=FACTORED,
     ),
     "shampoo": Program(name="shampoo", settings={**DAMPED, "precondition_frequency": 1}, without=LONG, calls=FACTORED),
-    "shampoo by cans, hold": Program(
+    "shampoo by eigh, hold": Program(
         name="shampoo",
-        settings={**DAMPED, "root_method": "cans", "weight_norm": "hold"},
+        settings={**DAMPED, "basis_method": "eigh", "weight_norm": "hold"},
         without=LONG,
         calls={**OWNED, "all_reduce": 1 + 3},
     ),
@@ -160,8 +160,8 @@ PROGRAMS = {
         without=LONG,
         calls=FACTORED,
     ),
-    "kl-shampoo by cans": Program(
-        name="kl_shampoo", settings={**DAMPED, "root_method": "cans"}, without=LONG, calls=FACTORED
+    "kl-shampoo by eigh": Program(
+        name="kl_shampoo", settings={**DAMPED, "basis_method": "eigh"}, without=LONG, calls=FACTORED
     ),
     "psgd": Program(name="psgd_kron", settings={"max_dim": 24}, first={"momentum": 0.5}, calls=OWNED),
     "psgd, noise": Program(

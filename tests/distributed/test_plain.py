@@ -46,6 +46,8 @@ OWN = {
     "schedule_free_adamw": {"lr": 1e-2, "schedule_free_warmup_steps": 3},
     # the longer side of a gradient has more directions than the gradient, and which basis these get is up to rounding
     "soap": {"lr": 1e-2, "options": {"precondition_frequency": 2, "max_dim": WIDTH}},
+    "shampoo": {"lr": 2e-2, "options": {"max_dim": WIDTH, **EXACT}},
+    "kl_shampoo": {"lr": 2e-2, "options": {"max_dim": WIDTH, **EXACT}},
     "muon": {"lr": 2e-2, "muon_adam_lr": 1e-2, "options": EXACT},
     "spectron": {"lr": 1e-2, "options": {"rank": 4, **EXACT}},
     "scion": {"lr": 1e-2, "options": {"radius": 1.0, **EXACT}},

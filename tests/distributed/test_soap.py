@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.optimizers import soap_math, whole_matrices
+from megatron_eopt.optimizers import eigenbases, whole_matrices
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.orthogonalize.bases import by_products
@@ -42,7 +42,7 @@ def on_two(rank, ranks):
         optimizer, parameters, calls = trained(PROGRAMS[name], TWO, rank)
         results["small", name] = found(optimizer, parameters, TWO, rank), calls["all_to_all"]
         whole_matrices.MOST_BYTES = most
-    with patch.object(soap_math, "orthonormal_columns", by_products):  # as on a GPU
+    with patch.object(eigenbases, "orthonormal_columns", by_products):  # as on a GPU
         optimizer, parameters, _ = trained(program, TWO, rank)
         results["by products"] = found(optimizer, parameters, TWO, rank)
     *model, said = without_gradients(program, TWO, rank, LEFT["one"] if rank else [])
@@ -84,7 +84,7 @@ def test_small_stacks_take_more_exchanges_for_the_same_steps(of_two):
 
 def test_bases_by_products_make_the_steps_of_one_rank(of_two):
     program = PROGRAMS["soap"]
-    with patch.object(soap_math, "orthonormal_columns", by_products):
+    with patch.object(eigenbases, "orthonormal_columns", by_products):
         alone = trained(program)
     assert_as_one(program, TWO, [of_rank["by products"] for of_rank, _ in of_two], alone)
 

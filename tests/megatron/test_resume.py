@@ -40,8 +40,8 @@ OWN = {
     # a router has four rows
     "spectron": (["--spectron-rank", 4], {"factor_A_0", "momentum_buffer_B", "u_A", "projected"}),
     "soap": (["--soap-precondition-frequency", 2], {"L", "R_0", "Q_L_1", "Q_R", "steps"}),
-    "shampoo": (["--shampoo-weight-norm", "hold", "--shampoo-precondition-frequency", 2], {"L", "P_R_0", "radius_1"}),
-    "kl_shampoo": (["--kl-shampoo-root-method", "cans"], {"L", "P_R_0", "exp_avg"}),
+    "shampoo": (["--shampoo-weight-norm", "hold", "--shampoo-precondition-frequency", 2], {"L", "Q_R_0", "radius_1"}),
+    "kl_shampoo": (["--kl-shampoo-basis-method", "eigh"], {"L", "Q_R_0", "exp_avg"}),
     "schedule_free_adamw": ([], {"z", "exp_avg_sq", "schedule"}),
     "signum": (["--lr", "1e-3", "--decoupled-lr", "5e-4"], {"exp_avg"}),
     "scion": (["--muon-lr", "4e-4", "--muon-min-lr", "4e-5"], {"momentum_buffer"}),

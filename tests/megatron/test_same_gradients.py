@@ -48,7 +48,7 @@ OPTIMIZERS = {
     # Where gradients span no side, the damping is all there is.
     "shampoo": "--optimizer shampoo --shampoo-max-dim 8 --shampoo-damping 1e-2".split(),
     "kl_shampoo": """--optimizer kl_shampoo --kl-shampoo-max-dim 8 --kl-shampoo-damping 1e-2
-        --kl-shampoo-root-method cans --kl-shampoo-weight-norm hold""".split(),
+        --kl-shampoo-basis-method eigh --kl-shampoo-weight-norm hold""".split(),
     "normuon": [*ADAPTIVE, "normuon"],
     # With so large a rate steps are not short beside what the projection to the rank moves.
     "spectron": "--optimizer spectron --spectron-rank 4 --muon-lr 0.5 --muon-min-lr 0.5".split(),

@@ -35,7 +35,7 @@ VARIANTS = {
     "soap of current gradients": ("soap", {"basis_of": "current", "sort_bases": "after"}),
     "soap held": ("soap", {"use_kl_shampoo": True, "precondition_frequency": 1, **HOLD}),
     "soap-muon": ("soap", {"orthogonalize": True, "nesterov": True, "correct_bias": False}),
-    "shampoo held": ("shampoo", {"precondition_frequency": 3, "root_method": "cans", **HOLD}),
+    "shampoo held": ("shampoo", {"precondition_frequency": 3, "basis_method": "eigh", **HOLD}),
     "psgd of a diagonal": ("psgd_kron", {"max_dim": 5, "precondition_frequency": 3, "precond_decay_steps": 2}),
     "schedulefree": ("schedule_free_adamw", {"variant": "schedulefree"}),
     "schedule-free with x": ("schedule_free_adamw", {"betas": (0.3, 0.9)}),

@@ -72,7 +72,7 @@ OF_GROUPS = {
     "namo": {"beta2": 0.5, "coefficient_type": [(2.0, -1.5, 0.5)]},
     "spectron": {"rank": 2, "momentum_beta": 0.5, "weight_decay": 0.3},
     "soap": {"basis_of": "current", "basis_method": "eigh", "use_kl_shampoo": True, "eps": 1e-2, "betas": (0.5, 0.6)},
-    "shampoo": {"root_method": "cans", "damping": 1e-3, "shampoo_beta": 0.5, "scale_mode": "none"},
+    "shampoo": {"basis_method": "eigh", "damping": 1e-3, "shampoo_beta": 0.5, "scale_mode": "none"},
     "kl_shampoo": {"momentum": 0.5, "damping": 1e-3, "weight_norm": "hold"},
     "psgd_kron": {"momentum": 0.5, "precond_lr": 0.5, "max_dim": 5, "max_update_rms": 0.5},
     "lion": {"betas": (0.5, 0.6), "weight_decay": 0.3},

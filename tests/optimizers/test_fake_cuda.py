@@ -31,7 +31,6 @@ VARIANTS = {
     "namo": ("adaptive_muon", {"moment2_method": "namo"}),
     "bases in each step": ("soap", {"precondition_frequency": 1}),
     "sorted bases in each step": ("soap", {"precondition_frequency": 1, "sort_bases": "after"}),
-    "roots by products": ("shampoo", {"root_method": "cans"}),
     "bf16 momenta": ("muon", {"momentum_dtype": torch.bfloat16}),
     "fp32": ("muon", {"fp32_matmul_prec": "highest"}),
     "TF32": ("muon", {"fp32_matmul_prec": "high"}),

@@ -6,8 +6,9 @@ import launches
 import pytest
 import torch
 
-from megatron_eopt.optimizers import dion, soap_math
+from megatron_eopt.optimizers import dion, eigenbases
 from megatron_eopt.optimizers.dion import Dion
+from megatron_eopt.optimizers.shampoo import KLShampoo, Shampoo
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.orthogonalize import bases
 from megatron_eopt.orthogonalize.bases import by_products
@@ -16,7 +17,13 @@ from tests.optimizers.several import parameters, run, set_gradients
 
 SHAPES = [(12, 9), (9, 12), (10, 10), (10, 10)]
 EVERY = {"lr": 0.01, "shampoo_beta": 0.8, "precondition_frequency": 1}
-VARIANTS = [{}, {"sort_bases": "after"}, {"basis_of": "current"}]
+VARIANTS = [
+    (SOAP, {"eps": 1e-3}),
+    (SOAP, {"eps": 1e-3, "sort_bases": "after"}),
+    (SOAP, {"eps": 1e-3, "basis_of": "current"}),
+    (Shampoo, {"damping": 1e-2}),
+    (KLShampoo, {"damping": 1e-2}),
+]
 
 
 @pytest.fixture
@@ -25,21 +32,21 @@ def on_a_gpu(monkeypatch):
 
     def patch():
         monkeypatch.setattr(bases, "PANEL", 4)
-        monkeypatch.setattr(soap_math, "orthonormal_columns", by_products)
+        monkeypatch.setattr(eigenbases, "orthonormal_columns", by_products)
         monkeypatch.setattr(dion, "orthonormal_columns", by_products)
 
     return patch
 
 
-@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+@pytest.mark.parametrize(("cls", "settings"), VARIANTS, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-2), (torch.float64, 1e-5)])
-def test_soap_takes_the_steps_of_lapack(settings, dtype, tolerance, on_a_gpu):
+def test_steps_are_those_of_lapack(cls, settings, dtype, tolerance, on_a_gpu):
     by_lapack = parameters(SHAPES, dtype)
-    run(SOAP(by_lapack, eps=1e-3, **EVERY, **settings), by_lapack, range(8))
+    run(cls(by_lapack, **EVERY, **settings), by_lapack, range(8))
     on_a_gpu()
     params = parameters(SHAPES, dtype)
     before = [p.detach().clone() for p in params]
-    run(SOAP(params, eps=1e-3, **EVERY, **settings), params, range(8))
+    run(cls(params, **EVERY, **settings), params, range(8))
     for p, expected, start in zip(params, by_lapack, before, strict=True):
         assert not torch.equal(p, expected)  # these are other bases
         assert (p - expected).norm() < tolerance * (expected - start).norm()

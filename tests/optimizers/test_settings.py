@@ -87,7 +87,7 @@ TABLE = {
     **dict.fromkeys(["align_rms", "cautious_weight_decay", "constrained", "correct_bias", "cuda_graphs"], FLAG),
     **dict.fromkeys(["maximize", "nesterov", "use_nesterov", "use_decoupled_weight_decay", "orthogonalize"], FLAG),
     **dict.fromkeys(["share_over_dp", "split_qkv", "use_kl_shampoo", "collective_state_dict"], FLAG),
-    **dict.fromkeys(["basis_method", "basis_of", "sort_bases", "root_method", "variant", "moment2_method"], choice()),
+    **dict.fromkeys(["basis_method", "basis_of", "sort_bases", "variant", "moment2_method"], choice()),
     **dict.fromkeys(["relative_update", "scale_mode", "weight_norm", "weight_decay_method", "tp_mode"], choice()),
     **dict.fromkeys(["symmetric_products", "step_kernels", "fp32_matmul_prec"], choice()),
     "data_parallel_group": refused("{key} must be a process group, such as", "world", 8),
@@ -179,7 +179,6 @@ TOGETHER = [
         (name, {"extra_scale_factor": 0.2}, "extra_scale_factor has no effect here, got 0.2: the size")
         for name in SIZED
     ),
-    ("shampoo", {"damping": 1e-8, "root_method": "cans"}, "damping must be at least 1e-07, which the products"),
     ("psgd_kron", {"precond_lr": 0.001}, "min_precond_lr must be at most precond_lr, got 0.01 and 0.001"),
 ]
 # The same, which only a constructor and a new group have to refuse: they follow from parameters, or from defaults.

@@ -38,7 +38,6 @@ OTHERS = {
     "weight_norm": "hold",
     "relative_update": "bound",
     "moment2_method": "adamuon",
-    "root_method": "cans",
     "max_dim": 5,
     "damping_noise_scale": 0.1,  # above what rounds away beside a momentum
     "precondition_frequency": 3,

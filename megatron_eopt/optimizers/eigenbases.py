@@ -1,0 +1,65 @@
+"""Eigenbases of the factors of stacked matrices, and how they follow their factors.
+
+A basis has the eigenvectors of a factor as columns. None stands for a side without, which is not rotated.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers.factored import Side
+from megatron_eopt.orthogonalize.bases import orthonormal_columns
+
+BasisMethod = Literal["qr", "eigh"]
+
+
+def into_bases(x: Tensor, left: Side | None, right: Side | None) -> Tensor:
+    """``Q_L^T X Q_R``."""
+    if left is not None:
+        x = left.basis.mT @ x
+    if right is not None:
+        x = x @ right.basis
+    return x
+
+
+def out_of_bases(x: Tensor, left: Side | None, right: Side | None) -> Tensor:
+    """``Q_L X Q_R^T``."""
+    if left is not None:
+        x = left.basis @ x
+    if right is not None:
+        x = x @ right.basis.mT
+    return x
+
+
+def eigenvalues(side: Side) -> Tensor:
+    """Diagonals of ``Q^T F Q`` (n, length), near the eigenvalues."""
+    return (side.basis.mT @ side.factor * side.basis.mT).sum(-1)
+
+
+def eigenbasis(factor: Tensor) -> Tensor:
+    """The eigenvectors, the one of the largest eigenvalue first."""
+    return torch.linalg.eigh(factor).eigenvectors.flip(-1)
+
+
+def turned(side: Side, images: Tensor, order: Tensor | None, method: BasisMethod) -> Tensor:
+    """New bases, nearer the eigenvectors of their factors.
+
+    Args:
+        side: stacked factors and their bases.
+        images: ``F Q``.
+        order: of the columns of ``Q``, before; None for that in which they are.
+        method: ``qr`` for one step of orthogonal iteration, ``QR(F Q)``; ``eigh`` for the eigenvectors themselves.
+    """
+    if method == "eigh":
+        return eigenbasis(side.factor)
+    columns = side.basis
+    if order is not None:
+        columns = in_order(columns, order, 2)
+        images = in_order(images, order, 2)
+    return orthonormal_columns(images, near=columns)[0]
+
+
+def in_order(x: Tensor, order: Tensor, dim: int) -> Tensor:
+    """Reorder rows (dim 1) or columns (dim 2)."""
+    return x.gather(dim, order.unsqueeze(3 - dim).expand_as(x))

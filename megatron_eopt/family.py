@@ -205,6 +205,7 @@ _SHARED = (
     Flag("tp_mode", default=DEFAULT_TP_MODE),
     Flag("symmetric_products"),
     Flag("step_kernels"),
+    Flag("cuda_graphs"),
     Flag("split_qkv", default=True),
     Flag(
         "split",

@@ -277,7 +277,7 @@ GROUPS = {
     "Momentum": names_of(MOMENTUM),
     "Size of the update": ("preset", *names_of(SCALE)),
     "Newton-Schulz": ("num_ns_steps", "coefficient_type", "fp32_matmul_prec"),
-    "Ranks and kernels": ("tp_mode", "symmetric_products", "step_kernels"),
+    "Ranks and kernels": ("tp_mode", "symmetric_products", "step_kernels", "cuda_graphs"),
     "Norms of weights": names_of(CAUTION + BOUNDS),
     "Second moment": names_of(SECOND_MOMENT),
     "From Adam": ("momentum_from_adam",),

@@ -47,7 +47,6 @@ from megatron_eopt.parallel.plan import sharing_pays
 from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import OF_ENTRY
 from megatron_eopt.settings.groups import (
     DECOUPLED,
@@ -153,7 +152,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
         symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
             default that of the checkpoint, else the fastest that serves here.
-        cuda_graphs: capture the step as a CUDA graph and replay it; only where no parameter is sharded.
+        cuda_graphs: capture the third step as a CUDA graph and replay it; only where no parameter is sharded.
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
             :data:`~megatron_eopt.settings.records.DecayMethod`; None for what ``use_decoupled_weight_decay``
             says.
@@ -322,8 +321,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             batches = self._batches(accepted, masked=self.cuda_graphs)
             run = self._run
             if self.cuda_graphs:
-                run = session.settled.graphed = session.settled.graphed or GraphedUpdate(self._run)
-                run.check(batches)
+                graphed = session.settled.graphed = session.settled.graphed or GraphedUpdate(self._run)
+                graphed.check(batches)
+                run = partial(graphed, watched=session.watched is not None)
             session.changing = True
             run(batches)
         scales = session.settled.scales or []
@@ -392,10 +392,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         held = [p for p in parameters if modifiers.holds(self.effective(self.group_of(p)))]
         with held_norms.followed(self, held):
             super().scale_rows(parameters, factors)
-
-    def watch(self, watched: Watched | None) -> None:
-        """Report the next steps, or no longer; graphs report nothing."""
-        super().watch(None if self.cuda_graphs else watched)
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """One parameter's update, before the learning rate and sharded alike.

@@ -224,7 +224,7 @@ SECOND_MOMENT = (
 
 EXECUTION = (
     Setting("data_parallel_group", check=process_group_or_none, whole=True),
-    Setting("cuda_graphs", whole=True),
+    Setting("cuda_graphs", "Replay the step as a CUDA graph, where no other rank shares a parameter.", whole=True),
     Setting("plan_rates", check=_check_rates, whole=True),
     Setting(
         "symmetric_products",

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import megatron_eopt
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.cuda_graph import capture_cuda
 from tests.optimizers.field import gradient, matrix
@@ -40,8 +41,8 @@ def test_a_captured_step_is_the_step_while_rates_change():
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("stay", "captures"), [(True, 1), (False, 2)])
-def test_gradients_are_copied_only_where_they_do_not_stay(stay, captures):
+@pytest.mark.parametrize(("moving", "captures"), [((), 1), ((1,), 1), ((4,), 2)])
+def test_gradients_are_copied_once_they_have_moved(moving, captures):
     device = "cuda" if CUDA else "cpu"
     (plain_p, captured_p), plain, graphed = pair(device)
     runs = []
@@ -52,16 +53,32 @@ def test_gradients_are_copied_only_where_they_do_not_stay(stay, captures):
 
     captured(graphed, capture)
     kept = []  # memory of gradients, which is not given to the next ones
-    for step in range(4):
+    for step in range(8):
         set_gradients(plain_p, step)
         for p, q in zip(plain_p, captured_p, strict=True):
             kept.append(q.grad)
-            q.grad = q.grad.copy_(p.grad) if stay and step else p.grad.clone()
+            moves = step == 0 or step in moving
+            q.grad = p.grad.clone() if moves else q.grad.copy_(p.grad)
         plain.step()
         graphed.step()
     assert len(runs) == captures
     for p, q in zip(plain_p, captured_p, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_a_watched_step_has_figures_and_changes_no_bit():
+    device = "cuda" if CUDA else "cpu"
+    seen = []
+    (of_one, of_other), one, other = pair(device)
+    captured(one, *([capture_cuda] if CUDA else []))
+    megatron_eopt.watch(other, lambda step, metrics: seen.append(metrics["muon"]["update_rms"]), 4)
+    for step in range(6):
+        for parameters, optimizer in ((of_one, one), (of_other, other)):
+            set_gradients(parameters, step)
+            optimizer.step()
+    assert seen
+    assert all(seen)
+    assert all(torch.equal(p, q) for p, q in zip(of_one, of_other, strict=True))
 
 
 class Cuda:
@@ -97,7 +114,8 @@ def stepped(monkeypatch):
     (_, parameters), _, graphed = pair("cpu")
     captured(graphed, None)
     set_gradients(parameters, 0)
-    graphed.step()
+    for _ in range(3):  # two before it compile kernels
+        graphed.step()
     return cuda, graphed
 
 
@@ -124,7 +142,8 @@ def test_a_step_is_captured_anew_after_a_new_plan(monkeypatch):
     graphed.param_groups[0]["num_ns_steps"] = 3
     graphed.prepare()
     graphed.param_groups[0]["num_ns_steps"] = 5
-    graphed.step()
+    for _ in range(3):
+        graphed.step()
     assert cuda.calls.count("end of graph") == 2
 
 

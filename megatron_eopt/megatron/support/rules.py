@@ -246,7 +246,7 @@ RULES = (
     Rule(
         "optimizer_cuda_graph replays the step with the learning rate of the iteration in which it was captured, "
         "since {run.optimizer!r} gets it as a number",
-        "leave it away",
+        "leave it away; muon and its relatives have --muon-cuda-graphs",
         lambda run: on(run.config, "optimizer_cuda_graph"),
     ),
     Rule(

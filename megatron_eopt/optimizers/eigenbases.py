@@ -42,17 +42,14 @@ def eigenbasis(factor: Tensor) -> Tensor:
     return torch.linalg.eigh(factor).eigenvectors.flip(-1)
 
 
-def turned(side: Side, images: Tensor, order: Tensor | None, method: BasisMethod) -> Tensor:
-    """New bases, nearer the eigenvectors of their factors.
+def turned(side: Side, images: Tensor, order: Tensor | None) -> Tensor:
+    """Bases nearer the eigenvectors, by one step of orthogonal iteration.
 
     Args:
-        side: stacked factors and their bases.
-        images: ``F Q``.
-        order: of the columns of ``Q``, before; None for that in which they are.
-        method: ``qr`` for one step of orthogonal iteration, ``QR(F Q)``; ``eigh`` for the eigenvectors themselves.
+        side: stacked factors ``F`` and their bases ``Q``.
+        images: ``F Q``, of which a QR decomposition is made.
+        order: of the columns before; None for that in which they are.
     """
-    if method == "eigh":
-        return eigenbasis(side.factor)
     columns = side.basis
     if order is not None:
         columns = in_order(columns, order, 2)

@@ -159,14 +159,14 @@ class Preconditioning(FactoredOptimizer):
             if self.whitens:
                 product = product / divisor
             follow(side.factor, product, weight, accepted)
-            if stack.one.first:
+            if not stack.one.first and not refreshes(group):
+                continue
+            if stack.one.first or group["basis_method"] == "eigh":
                 new = eigenbasis(side.factor)
-            elif refreshes(group):
+            else:
                 images = side.factor @ side.basis
                 order = (side.basis * images).sum(1).argsort(descending=True)
-                new = turned(side, images, order, group["basis_method"])
-            else:
-                continue
+                new = turned(side, images, order)
             torch.where(accepted, new, side.basis, out=side.basis)
 
     def _preconditioned(

@@ -127,10 +127,13 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
         order = values.argsort(descending=True)
         sorted_squares = in_order(matrices.squares, order, dim)
         torch.where(accepted, sorted_squares, matrices.squares, out=matrices.squares)
-    new = turned(side, images, order, settings["basis_method"])
-    if settings["basis_method"] == "qr" and settings["sort_bases"] == "after":
-        order = eigenvalues(Side(side.factor, new)).argsort(descending=True)
-        new = in_order(new, order, 2)
+    if settings["basis_method"] == "eigh":
+        new = eigenbasis(side.factor)
+    else:
+        new = turned(side, images, order)
+        if order is None:
+            order = eigenvalues(Side(side.factor, new)).argsort(descending=True)
+            new = in_order(new, order, 2)
     torch.where(accepted, new, side.basis, out=side.basis)
 
 

@@ -5,7 +5,8 @@ from the gradient to the bucket, and from the orthogonal factor to the weight. A
 them. torch's passes are the reference, and what a CPU takes; the kernels round where these do.
 
 Some leave norms of tiles in fp64: (rows x tiles), (tiles x columns) or (tiles,) of a matrix. These have the norms of
-its rows, its columns or of itself, and so statistics take them in place of the matrix.
+its rows, its columns or of itself, and so statistics take them in place of the matrix. An inner product is left as two
+norms: a tile's are the roots of its sums of positive and of negative products.
 """
 
 from collections import Counter
@@ -130,32 +131,55 @@ class StepKernels:
         :func:`~megatron_eopt.optimizers.foreach.heavy_ball` in place of the average. Returns norms of gradients' and of
         updates' tiles, if measured.
         """
+        return self._momentum(batches, updates, {"HEAVY": heavy, "MEASURED": measured, "AVERAGED": False})
+
+    def products_of_updates(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
+        """Norms of the positive, and of the negative, products of updates and their factors.
+
+        Updates are those that :meth:`momentum` wrote in this step, of momenta as they are kept.
+        """
+        return self._momentum(batches, factors, {"HEAVY": False, "MEASURED": False, "AVERAGED": True})
+
+    def _momentum(
+        self, batches: Sequence[Batch], others: Tensors, constants: dict[str, bool]
+    ) -> tuple[list[Tensor], ...]:
         from megatron_eopt.optimizers.triton_step import momentum_kernel
 
         batches = [self._readable(batch) for batch in batches]
-        constants = {"HEAVY": heavy, "MEASURED": measured}
-        launches = self._launches(batches, updates, ("gradient", "momentum", "weight"), constants)
-        norms = [_room(x, updates, measured) for x in launches]
+        launches = self._launches(batches, others, ("gradient", "momentum", "weight"), constants)
+        wanted = 2 if constants["MEASURED"] or constants["AVERAGED"] else 0
+        norms = [_room(x, others, wanted) for x in launches]
         for x, out in zip(launches, norms, strict=True):
             batch = batches[x.batch]
             beta = float(batch.beta)
             decay = _float(batch.weight_decay)
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
             numbers = (beta, 1 - beta, decay, step)
-            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], out, *numbers)
-        return _by_matrix(launches, norms, updates) if measured else ()
+            launch(momentum_kernel, x, _flags(x, batch), others[x.first], out, *numbers)
+        return _by_matrix(launches, norms, others, wanted)
 
     def moments(self, batches: Sequence[Batch], factors: Tensors, measured: bool) -> tuple[list[Tensor], ...]:
         """``v <- EMA(O^2)``; norms of tiles of ``O``, and of ``O / (sqrt(v) + eps)``, if measured."""
         from megatron_eopt.optimizers.triton_step import moment_kernel
 
         launches = self._launches(batches, factors, ("moment",), {"MEASURED": measured})
-        norms = [_room(x, factors, measured) for x in launches]
+        wanted = 2 if measured else 0
+        norms = [_room(x, factors, wanted) for x in launches]
         for x, out in zip(launches, norms, strict=True):
             batch = batches[x.batch]
             numbers = (_float(1 - batch.settings["beta2"]), _float(batch.settings["eps"]))
             launch(moment_kernel, x, _flags(x, batch), factors[x.first], out, *numbers)
-        return _by_matrix(launches, norms, factors) if measured else ()
+        return _by_matrix(launches, norms, factors, wanted)
+
+    def products_of_weights(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
+        """Norms of weights, of factors, and of the positive and the negative products of both."""
+        from megatron_eopt.optimizers.triton_step import products_kernel
+
+        launches = self._launches(batches, factors, ("weight",), {})
+        norms = [_room(x, factors, 4) for x in launches]
+        for x, out in zip(launches, norms, strict=True):
+            launch(products_kernel, x, _flags(x, batches[x.batch]), factors[x.first], out)
+        return _by_matrix(launches, norms, factors, 4)
 
     def norms_of_lines(self, batches: Sequence[Batch], factors: Tensors, by_rows: Sequence[bool]) -> list[Tensor]:
         """Norms of parts of rows, (rows x tiles), or of columns, (tiles x columns)."""
@@ -306,14 +330,18 @@ def _scales_of(other: Tensor, lines: int) -> int:
     return 1 if lines == _WHOLE else other.size(lines - 1)
 
 
-def _room(x: Launch, others: Tensors, measured: bool) -> Tensor:
-    """Memory for two norms of each tile; without, what a kernel does not write to."""
-    return others[x.first].new_empty(2, x.programs, dtype=torch.float64) if measured else x.table
+def _room(x: Launch, others: Tensors, wanted: int) -> Tensor:
+    """Memory for so many norms of each tile; for none, what a kernel does not write to."""
+    return others[x.first].new_empty(wanted, x.programs, dtype=torch.float64) if wanted else x.table
 
 
-def _by_matrix(launches: Sequence[Launch], norms: Sequence[Tensor], others: Tensors) -> tuple[list[Tensor], ...]:
-    """Both norms of the tiles of each matrix."""
-    found: list[list[list[Tensor]]] = [[[] for _ in others] for _ in range(2)]
+def _by_matrix(
+    launches: Sequence[Launch], norms: Sequence[Tensor], others: Tensors, wanted: int
+) -> tuple[list[Tensor], ...]:
+    """Each of the norms that were wanted, of the tiles of each matrix."""
+    if not wanted:
+        return ()
+    found: list[list[list[Tensor]]] = [[[] for _ in others] for _ in range(wanted)]
     for x, out in zip(launches, norms, strict=True):
         tiles_of = Counter(piece.matrix for piece in x.pieces)  # in their order: those of a matrix are neighbours
         sizes = [count * x.tiles for count in tiles_of.values()]
@@ -435,7 +463,7 @@ def _compiled(
             "NESTEROV": batch.nesterov,
             "AT_RANDOM": batch.rounded is not None,
         }
-    elif "weight" in sides:
+    elif "SCALES_ON_DEVICE" in constants:
         of_kind |= {
             "DECAYS": batch.decays and not l2,
             "CAUTIOUS": batch.cautious,

@@ -35,8 +35,14 @@ def bytes_of_kernel(kernel: Any, x: Any, other: torch.Tensor) -> int:
         if key in x.constants:
             size[key] = x.constants[key].primitive_bitwidth // 8
     of_entry: int = other.itemsize
-    if kernel.__name__ == "momentum_kernel":  # the momentum is read and written
-        of_entry += size["GRADIENT"] + 2 * size["MOMENTUM"] + x.constants["L2"] * size["PARAMETER"]
+    if kernel.__name__ == "momentum_kernel":
+        of_gradient = size["GRADIENT"] + x.constants["L2"] * size["PARAMETER"]
+        if x.constants["AVERAGED"]:
+            of_entry += size["MOMENTUM"] + x.constants["NESTEROV"] * of_gradient
+        else:  # the momentum is read and written
+            of_entry += 2 * size["MOMENTUM"] + of_gradient
+    elif kernel.__name__ == "products_kernel":
+        of_entry += size["PARAMETER"]
     elif kernel.__name__ == "moment_kernel":  # so is the moment, in fp32
         of_entry += 8
     elif kernel.__name__ == "subtract_kernel":  # and so is the weight

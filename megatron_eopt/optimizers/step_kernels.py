@@ -146,7 +146,7 @@ class StepKernels:
         from megatron_eopt.optimizers.triton_step import momentum_kernel
 
         batches = [self._readable(batch) for batch in batches]
-        launches = self._launches(batches, others, ("gradient", "momentum", "weight"), constants)
+        launches = self._launches(momentum_kernel, batches, others, ("gradient", "momentum", "weight"), constants)
         wanted = 2 if constants["MEASURED"] or constants["AVERAGED"] else 0
         norms = [_room(x, others, wanted) for x in launches]
         for x, out in zip(launches, norms, strict=True):
@@ -162,7 +162,7 @@ class StepKernels:
         """``v <- EMA(O^2)``; norms of tiles of ``O``, and of ``O / (sqrt(v) + eps)``, if measured."""
         from megatron_eopt.optimizers.triton_step import moment_kernel
 
-        launches = self._launches(batches, factors, ("moment",), {"MEASURED": measured})
+        launches = self._launches(moment_kernel, batches, factors, ("moment",), {"MEASURED": measured})
         wanted = 2 if measured else 0
         norms = [_room(x, factors, wanted) for x in launches]
         for x, out in zip(launches, norms, strict=True):
@@ -175,10 +175,10 @@ class StepKernels:
         """Norms of weights, of factors, and of the positive and the negative products of both."""
         from megatron_eopt.optimizers.triton_step import products_kernel
 
-        launches = self._launches(batches, factors, ("weight",), {})
+        launches = self._launches(products_kernel, batches, factors, ("weight",), {})
         norms = [_room(x, factors, 4) for x in launches]
         for x, out in zip(launches, norms, strict=True):
-            launch(products_kernel, x, _flags(x, batches[x.batch]), factors[x.first], out)
+            launch(products_kernel, x, x.table, factors[x.first], out)
         return _by_matrix(launches, norms, factors, 4)
 
     def norms_of_lines(self, batches: Sequence[Batch], factors: Tensors, by_rows: Sequence[bool]) -> list[Tensor]:
@@ -187,7 +187,7 @@ class StepKernels:
 
         lines = [_ROWS if of_rows else _COLUMNS for of_rows in by_rows]
         norms = [x.new_empty(x.shape if x.numel() == 0 else (0, 0), dtype=torch.float64) for x in factors]
-        for x in self._launches(batches, factors, (), {}, lines=lines):
+        for x in self._launches(lines_kernel, batches, factors, (), {}, lines=lines):
             piece = x.pieces[0]
             down, across = x.grid
             shape = (piece.rows, across) if x.constants["LINES"] == _ROWS else (down, piece.cols)
@@ -212,7 +212,8 @@ class StepKernels:
         on_host = [scale for scale in scales if not isinstance(scale, Tensor)]
         sides = ("moment", "weight") if divided else ("weight",)
         constants = {"SCALES_ON_DEVICE": joined is not None, "DIVIDED": divided, "ON_SPHERE": False}
-        for x in self._launches(batches, factors, sides, constants, on_host, list(map(_lines, scales))):
+        lines = list(map(_lines, scales))
+        for x in self._launches(subtract_kernel, batches, factors, sides, constants, on_host, lines):
             batch = batches[x.batch]
             scale = float(x.scale) if joined is None else joined
             eps = _float(batch.settings["eps"]) if divided else 0.0
@@ -223,7 +224,7 @@ class StepKernels:
         from megatron_eopt.optimizers.triton_step import subtract_kernel
 
         constants = {"SCALES_ON_DEVICE": True, "DIVIDED": False, "ON_SPHERE": True}
-        for x in self._launches(batches, factors, ("weight",), constants):
+        for x in self._launches(subtract_kernel, batches, factors, ("weight",), constants):
             launch(subtract_kernel, x, _flags(x, batches[x.batch]), factors[x.first], 0.0, 1.0, coefficients, 0.0)
 
     def _readable(self, batch: Batch) -> Batch:
@@ -240,6 +241,7 @@ class StepKernels:
 
     def _launches(
         self,
+        kernel: Any,
         batches: Sequence[Batch],
         others: Tensors,
         sides: Sequence[str],
@@ -265,17 +267,18 @@ class StepKernels:
             for stack in others.stacks:
                 whole += [stack] if isinstance(stack, Tensor) else stack
         seen += stacks_of(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
-        key = (indices, *sides, *constants.items())
+        key = (kernel, indices, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
             self._known.clear()
         if known != seen:
-            launches = self._made(batches, others, stacks_of(others), sides, scales, lines, constants)
+            launches = self._made(kernel, batches, others, stacks_of(others), sides, scales, lines, constants)
             self._known[key] = seen, launches
         return launches
 
     def _made(
         self,
+        kernel: Any,
         batches: Sequence[Batch],
         others: Tensors,
         stacks: Sequence[int],
@@ -303,7 +306,8 @@ class StepKernels:
                 matrix += len(rows.runs)
         launches = []
         for (number, of_lines, scale, *_), pieces in alike.items():
-            launches.append(_compiled(batches[number], number, pieces, others, sides, scale, of_lines, constants))
+            batch = batches[number]
+            launches.append(_compiled(kernel, batch, number, pieces, others, sides, scale, of_lines, constants))
         return launches
 
 
@@ -426,6 +430,7 @@ def _place(
 
 
 def _compiled(
+    kernel: Any,
     batch: Batch,
     number: int,
     pieces: list[Piece],
@@ -451,38 +456,31 @@ def _compiled(
     width = _SQUARE if square else min(_WIDEST, _power(pieces[0].cols))
     weight = batch.weights[n].dtype
     l2 = batch.decay_method == "l2"
-    of_kind: dict[str, Any] = {"MASKED": batch.accepted is not None, "LIE": lie}
-    if "gradient" in sides:
-        average = torch.promote_types(batch.momenta[n].dtype, weight)
-        of_kind |= {
-            "GRADIENT": triton_dtype(batch.gradients[n].dtype),
-            "MOMENTUM": triton_dtype(batch.momenta[n].dtype),
-            "AVERAGE": triton_dtype(average),
-            "L2": batch.decays and l2,
-            "DECAY_ON_DEVICE": isinstance(_float(batch.weight_decay), Tensor),
-            "NESTEROV": batch.nesterov,
-            "AT_RANDOM": batch.rounded is not None,
-        }
-    elif "SCALES_ON_DEVICE" in constants:
-        of_kind |= {
-            "DECAYS": batch.decays and not l2,
-            "CAUTIOUS": batch.cautious,
-            "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
-            "SCALED": scale != 1 or constants["SCALES_ON_DEVICE"],
-            "LINES": lines,
-        }
-    elif not sides:
-        of_kind = {"LINES": lines}
-    of_kind |= constants | {
+    known: dict[str, Any] = constants | {
         "HEIGHT": min(_TILE // width, _power(pieces[0].rows)),
         "WIDTH": width,
         "PARAMETER": triton_dtype(weight),
+        "AVERAGE": triton_dtype(torch.promote_types(batch.momenta[n].dtype, weight)),
+        "MASKED": batch.accepted is not None,
+        "L2": batch.decays and l2,
+        "DECAY_ON_DEVICE": isinstance(_float(batch.weight_decay), Tensor),
+        "NESTEROV": batch.nesterov,
+        "AT_RANDOM": batch.rounded is not None,
+        "DECAYS": batch.decays and not l2,
+        "CAUTIOUS": batch.cautious,
+        "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
+        "SCALED": scale != 1 or constants.get("SCALES_ON_DEVICE", False),
+        "LINES": lines,
+        "LIE": lie,
         "OTHERS_LIE": others_lie,
         "ALIGNED": all(number % _ALIGNED == 0 for number in (*starts, *between)),
         "INTERPRETED": INTERPRETED,
     }
+    for side in sides:
+        known[side.upper()] = triton_dtype(_tensors(batch, side)[n].dtype)
+    of_kernel = {name: known[name] for name in kernel.arg_names if name in known}
     table = on_device(torch.tensor(pieces, dtype=torch.int64), others[first].device)
-    return Launch(number, table, pieces, first, scale, of_kind)
+    return Launch(number, table, pieces, first, scale, of_kernel)
 
 
 def _lies(pieces: Sequence[Piece], names: Sequence[str]) -> int:

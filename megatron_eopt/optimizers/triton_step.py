@@ -342,7 +342,6 @@ def products_kernel(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PARAMETER: tl.constexpr,
-    MASKED: tl.constexpr,
     LIE: tl.constexpr,
     OTHERS_LIE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -353,8 +352,6 @@ def products_kernel(  # type: ignore[no-untyped-def]
     row = table + (program // tiles) * FIELDS
     rows = tl.load(row + ROWS)
     cols = _number(row, COLS, ALIGNED)
-    if MASKED:
-        rows = tl.where(tl.load(flags + tl.load(row + FLAG)) != 0, rows, 0)
     r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
     p = tl.load(_places(row, OF_WEIGHT, PARAMETER, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
     x = _factor(factors, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED)

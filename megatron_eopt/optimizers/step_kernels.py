@@ -23,6 +23,7 @@ from megatron_eopt.matrices import LocalRows
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
+from megatron_eopt.optimizers.state import PREVIOUS_GRADIENT
 from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Rows
@@ -70,6 +71,9 @@ class Piece(NamedTuple):
     moment: int
     moment_row: int
     moment_col: int
+    previous: int  # the gradient of the last step
+    previous_row: int
+    previous_col: int
     matrix: int  # of the chunk
     scale: int  # an offset: of its first scale among all
     first_word: int  # of the seed of random bits
@@ -123,15 +127,36 @@ class StepKernels:
         self._known: dict[object, tuple[list[object], list[Launch]]] = {}
 
     def momentum(
-        self, batches: Sequence[Batch], updates: Tensors, heavy: bool = False, measured: bool = False
+        self,
+        batches: Sequence[Batch],
+        updates: Tensors,
+        heavy: bool = False,
+        measured: bool = False,
+        corrections: Tensor | None = None,
     ) -> tuple[list[Tensor], ...]:
         """Update momenta, and write what is orthogonalized to ``updates``.
 
         These are this rank's shards of all logical matrices, in any dtype. ``heavy`` takes
         :func:`~megatron_eopt.optimizers.foreach.heavy_ball` in place of the average. Returns norms of gradients' and of
-        updates' tiles, if measured.
+        updates' tiles, if measured. With ``corrections`` gradients are MARS's, and are kept: see :meth:`corrected`.
         """
-        return self._momentum(batches, updates, {"HEAVY": heavy, "MEASURED": measured, "AVERAGED": False})
+        constants = {"HEAVY": heavy, "MEASURED": measured, "AVERAGED": False}
+        return self._momentum(batches, updates, constants, corrections)
+
+    def corrected(self, batches: Sequence[Batch], updates: Tensors, corrections: Tensor) -> list[Tensor]:
+        """Norms of tiles of corrected gradients, ``(g_prev + weight (g - g_prev)) factor``.
+
+        ``corrections``, (matrices, 2) in fp32, have weight and factor of each matrix.
+        """
+        from megatron_eopt.optimizers.triton_step import corrections_kernel
+
+        batches = [self._readable(batch) for batch in batches]
+        launches = self._launches(corrections_kernel, batches, updates, ("gradient", "previous"), {})
+        norms = [_room(x, updates, 1) for x in launches]
+        for x, out in zip(launches, norms, strict=True):
+            launch(corrections_kernel, x, x.table, corrections, out)
+        [of_matrices] = _by_matrix(launches, norms, updates, 1)
+        return of_matrices
 
     def products_of_updates(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
         """Norms of the positive, and of the negative, products of updates and their factors.
@@ -141,12 +166,19 @@ class StepKernels:
         return self._momentum(batches, factors, {"HEAVY": False, "MEASURED": False, "AVERAGED": True})
 
     def _momentum(
-        self, batches: Sequence[Batch], others: Tensors, constants: dict[str, bool]
+        self,
+        batches: Sequence[Batch],
+        others: Tensors,
+        constants: dict[str, bool],
+        corrections: Tensor | None = None,
     ) -> tuple[list[Tensor], ...]:
         from megatron_eopt.optimizers.triton_step import momentum_kernel
 
         batches = [self._readable(batch) for batch in batches]
-        launches = self._launches(momentum_kernel, batches, others, ("gradient", "momentum", "weight"), constants)
+        sides = ["gradient", "momentum", "weight"]
+        if corrections is not None:
+            sides.append("previous")
+        launches = self._launches(momentum_kernel, batches, others, sides, constants)
         wanted = 2 if constants["MEASURED"] or constants["AVERAGED"] else 0
         norms = [_room(x, others, wanted) for x in launches]
         for x, out in zip(launches, norms, strict=True):
@@ -155,7 +187,8 @@ class StepKernels:
             decay = _float(batch.weight_decay)
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
             numbers = (beta, 1 - beta, decay, step)
-            launch(momentum_kernel, x, _flags(x, batch), others[x.first], out, *numbers)
+            of_matrices = x.table if corrections is None else corrections
+            launch(momentum_kernel, x, _flags(x, batch), others[x.first], out, of_matrices, *numbers)
         return _by_matrix(launches, norms, others, wanted)
 
     def moments(self, batches: Sequence[Batch], factors: Tensors, measured: bool) -> tuple[list[Tensor], ...]:
@@ -267,7 +300,7 @@ class StepKernels:
             for stack in others.stacks:
                 whole += [stack] if isinstance(stack, Tensor) else stack
         seen += stacks_of(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
-        key = (kernel, indices, *constants.items())
+        key = (kernel, indices, *sides, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
             self._known.clear()
@@ -319,6 +352,8 @@ def _tensors(batch: Batch, side: str) -> list[Tensor]:
         return batch.momenta
     if side == "moment":
         return batch.states(MOMENT2_BUFFER)
+    if side == "previous":
+        return batch.states(PREVIOUS_GRADIENT)
     return batch.weights
 
 
@@ -382,7 +417,7 @@ def _pieces(
         first_word, second_word, row, left = (0, 0, 0, 0) if words is None else words[matrix - first_matrix]
         top = 0
         for layer, first, count, step in runs if sides else [(0, 0, int(other.size(0)), 1)]:
-            places = dict.fromkeys(("gradient", "momentum", "weight", "moment"), (0, 0, 0))
+            places = dict.fromkeys(("gradient", "momentum", "weight", "moment", "previous"), (0, 0, 0))
             for side, x in sides.items():
                 places[side] = _place(x, rows.stacked, rows.transposed, layer, first, step)
             yield Piece(
@@ -396,6 +431,7 @@ def _pieces(
                 of_row,
                 of_col,
                 *places["moment"],
+                *places["previous"],
                 matrix,
                 firsts[matrix] + (top if lines and lines[matrix] == _ROWS else 0),
                 first_word % 2**32,
@@ -471,6 +507,7 @@ def _compiled(
         "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
         "SCALED": scale != 1 or constants.get("SCALES_ON_DEVICE", False),
         "LINES": lines,
+        "PREVIOUS": None,
         "LIE": lie,
         "OTHERS_LIE": others_lie,
         "ALIGNED": all(number % _ALIGNED == 0 for number in (*starts, *between)),

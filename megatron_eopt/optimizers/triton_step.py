@@ -26,11 +26,12 @@ OF_MOMENTUM = tl.constexpr(6)
 OF_WEIGHT = tl.constexpr(9)
 OF_OTHER = tl.constexpr(12)
 OF_MOMENT = tl.constexpr(15)
-MATRIX = tl.constexpr(18)
-SCALE = tl.constexpr(19)
-SEEDS = tl.constexpr(20)
-CORNER = tl.constexpr(22)
-FIELDS = tl.constexpr(24)
+OF_PREVIOUS = tl.constexpr(18)
+MATRIX = tl.constexpr(21)
+SCALE = tl.constexpr(22)
+SEEDS = tl.constexpr(23)
+CORNER = tl.constexpr(25)
+FIELDS = tl.constexpr(27)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
@@ -163,12 +164,49 @@ def _divided(x, v, eps):  # type: ignore[no-untyped-def]
     return tl.div_rn(x, tl.sqrt_rn(v) + eps)
 
 
+@triton.jit
+def _corrected(g, previous, row, corrections, AVERAGE: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of ``previous + weight (g - previous)`` times a factor; ``corrections`` have both of each matrix."""
+    corrections += tl.load(row + MATRIX) * 2
+    c = _rounded(_lerp(previous, g, tl.load(corrections), INTERPRETED), AVERAGE, INTERPRETED).to(tl.float32)
+    return _rounded(c * tl.load(corrections + 1), AVERAGE, INTERPRETED).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def corrections_kernel(  # type: ignore[no-untyped-def]
+    table,
+    flags,
+    corrections,
+    norms,
+    tiles,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    PREVIOUS: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    LIE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The norm of a tile of corrected gradients."""
+    program = tl.program_id(0)
+    row = table + (program // tiles) * FIELDS
+    rows = tl.load(row + ROWS)
+    cols = _number(row, COLS, ALIGNED)
+    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    g = tl.load(_places(row, OF_GRADIENT, GRADIENT, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(_places(row, OF_PREVIOUS, PREVIOUS, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
+    g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
+    tl.store(norms + program, _norm(_corrected(g, before, row, corrections, AVERAGE, INTERPRETED)))
+
+
 @triton.jit(do_not_specialize=["step", "tiles"])
 def momentum_kernel(  # type: ignore[no-untyped-def]
     table,
     flags,
     out,
     norms,
+    corrections,
     beta,
     weight,
     weight_decay,
@@ -188,6 +226,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     AT_RANDOM: tl.constexpr,
     MEASURED: tl.constexpr,
     AVERAGED: tl.constexpr,
+    PREVIOUS: tl.constexpr,
     LIE: tl.constexpr,
     OTHERS_LIE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -196,7 +235,8 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     """Momentum, look-ahead and cast of a tile, from gradient to bucket.
 
     Norms of its gradients, and behind them of all tiles' updates, if they are measured. Where momenta are ``AVERAGED``
-    already, ``out`` has factors of their updates, and only their products with these are measured.
+    already, ``out`` has factors of their updates, and only their products with these are measured. With the dtype
+    of ``PREVIOUS`` gradients these are corrected, and new ones kept.
     """
     program = tl.program_id(0)
     row = table + (program // tiles) * FIELDS
@@ -208,6 +248,15 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     g = tl.load(of_g, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
     g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
+    accepted = True
+    if MASKED:
+        accepted = tl.load(flags + tl.load(row + FLAG)) != 0
+    if PREVIOUS is not None:
+        of_previous = _places(row, OF_PREVIOUS, PREVIOUS, r, c, ALIGNED, LIE)
+        before = tl.load(of_previous, mask=inside, other=0.0).to(tl.float32)
+        kept = tl.where(accepted, g, before) if MASKED else g
+        tl.store(of_previous, _rounded(kept, PREVIOUS, INTERPRETED), mask=inside)
+        g = _corrected(g, before, row, corrections, AVERAGE, INTERPRETED)
     if MEASURED:
         tl.store(norms + program, _norm(g))
     WORK: tl.constexpr = tl.float32 if AT_RANDOM else AVERAGE  # the dtype that averages are rounded to
@@ -218,9 +267,6 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
         g = _rounded(g, WORK, INTERPRETED).to(tl.float32)
     beta = _number_of(beta, False)
     weight = _number_of(weight, False)
-    accepted = True
-    if MASKED:
-        accepted = tl.load(flags + tl.load(row + FLAG)) != 0
     if HEAVY:
         if MASKED:
             g = tl.where(accepted, g, 0.0)
@@ -441,7 +487,14 @@ def _call(tensors: Sequence[Tensor], programs: int, constants: tuple[tuple[str, 
 
 launchers = {
     kernel: Launcher(kernel, _call)
-    for kernel in (momentum_kernel, moment_kernel, lines_kernel, products_kernel, subtract_kernel)
+    for kernel in (
+        corrections_kernel,
+        momentum_kernel,
+        moment_kernel,
+        lines_kernel,
+        products_kernel,
+        subtract_kernel,
+    )
 }
 
 INTERPRETED = not isinstance(momentum_kernel, triton.JITFunction)

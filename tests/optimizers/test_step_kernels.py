@@ -72,9 +72,13 @@ RELATIVES = {
     "normuon of held norms": ("muon_hyperball", {"moment2_method": "normuon"}),
     "namo of held norms": ("muon_hyperball", {"moment2_method": "namo"}),
     "polargrad, looking ahead": ("polargrad", {"nesterov": True}),
+    "mars_muon, l2": ("mars_muon", {"nesterov": True, "weight_decay": 0.1, "weight_decay_method": "l2", "gamma": 0.5}),
+    "mars_muon, momenta in bf16": ("mars_muon", {"momentum_dtype": BF16, "gamma": 0.5}),
+    "mars_muon, many chunks": ("mars_muon", {"workspace": 2**14}),
+    "mars_muon, state in host memory": ("mars_muon", {"offload_fraction": 1.0}),
     "polargrad, l2": ("polargrad", {"nesterov": True, "weight_decay": 0.1, "weight_decay_method": "l2"}),
 }
-SIZED = ("polargrad", "polargrad, looking ahead", "muon_hyperball")  # by inner products
+SIZED = ("polargrad", "polargrad, looking ahead", "muon_hyperball", "mars_muon")  # by what whole matrices have
 ROOTS = (
     "adamuon",
     "adamuon, not aligned",
@@ -170,7 +174,7 @@ def test_relatives_take_the_same_steps(name):
 
 @interpreted
 @pytest.mark.parametrize("name", SIZED)
-def test_inner_products_in_bf16_are_those_of_torch(name):
+def test_norms_and_products_in_bf16_are_those_of_torch(name):
     row, more = RELATIVES[name]
 
     def make(form):
@@ -310,7 +314,7 @@ def test_second_moments_of_logical_matrices_are_those_of_torch(name, method):
 @interpreted
 @pytest.mark.parametrize("sized", SIZED)
 @pytest.mark.parametrize("name", LOGICAL)
-def test_inner_products_of_logical_matrices_are_those_of_torch(name, sized):
+def test_norms_and_products_of_logical_matrices_are_those_of_torch(name, sized):
     row, more = RELATIVES[sized]
     assert_equal(both(logical(name, row, **more)))
 

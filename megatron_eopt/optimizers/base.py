@@ -94,6 +94,7 @@ class BaseOptimizer(Optimizer):
     own_settings: ClassVar[tuple[Setting, ...]] = ()  # records of settings that no other optimizer has
     group_keys: ClassVar[tuple[str, ...]] = ()  # settings that every group has; by default all that are not ``whole``
     only: Mapping[str, tuple[object, ...]] = MappingProxyType({})  # setting -> values, where some have no place
+    instead: Mapping[str, str] = MappingProxyType({})  # setting -> what to do where a value of it has no place
     carried_settings: ClassVar[frozenset[str]] = frozenset()  # made by itself, and needed to go on alike
     split_lengths: ClassVar[tuple[int, ...]] = (3, 4)  # how many logical matrices a fused projection may have
     decays_weights: ClassVar[bool] = True  # without, what fills settings from a run's leaves the weight decay at 0
@@ -267,9 +268,8 @@ class BaseOptimizer(Optimizer):
         for key, fitting in self.only.items():
             if key in values and values[key] not in fitting:
                 wanted = " or ".join(map(repr, fitting))
-                raise ValueError(
-                    f"{type(self).__name__} has no {key} {values[key]!r}, only {wanted}: take the setting away"
-                )
+                instead = self.instead.get(key, "take the setting away")
+                raise ValueError(f"{type(self).__name__} has no {key} {values[key]!r}, only {wanted}: {instead}")
 
     def _check_all_settings(self, groups: Sequence[dict[str, Any]]) -> None:
         for number, group in enumerate(groups):

@@ -29,6 +29,9 @@ class HeavyBallMuon(TensorParallelMuon):
     own_settings = (Setting("ns_steps", planned=True),)
     group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "ns_steps")
     only = MappingProxyType({"moment2_method": ("none",)})
+    instead = MappingProxyType(
+        {"moment2_method": "take adaptive_muon by build_optimizer, or TensorParallelAdaptiveMuon"}
+    )
 
     @with_settings(Transport, TensorParallelMuon)
     def __init__(
@@ -48,14 +51,6 @@ class HeavyBallMuon(TensorParallelMuon):
     def _settle(self, values: dict[str, Any]) -> None:
         values["num_ns_steps"] = values["ns_steps"]
         super()._settle(values)
-
-    def _check_place(self, values: Mapping[str, Any]) -> None:
-        if values.get("moment2_method", "none") != "none":
-            raise ValueError(
-                f"{type(self).__name__} beside AdamW has no moment2_method {values['moment2_method']!r}: take "
-                "adaptive_muon by build_optimizer, or TensorParallelAdaptiveMuon"
-            )
-        super()._check_place(values)
 
     def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a group in a step: its Newton-Schulz steps are ``ns_steps``."""

@@ -1,5 +1,6 @@
 """MARS-Muon: Muon of variance-reduced gradients."""
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -10,17 +11,16 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
-from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.step import Batch, Step
+from megatron_eopt.optimizers.state import PREVIOUS_GRADIENT, StateTensor
+from megatron_eopt.optimizers.step import Batch, Step, repeated
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.scheduler import Program
+from megatron_eopt.parallel.scheduler import Program, Shards
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
 
-PREVIOUS_GRADIENT = "previous_gradient"
 HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a step with a rate above 0
 LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
 
@@ -45,9 +45,9 @@ class MarsMuon(TensorParallelMuon):
 
     Norms are those of the global logical matrices, from one all-reduce of a step for each group of ranks, so the update
     at TP=k is the update at TP=1. ``g_prev`` is as the optimizer was given it, after Megatron's ``--clip-grad``, and
-    has the shape and dtype of ``m``. Where a gradient is missing or not finite, parameter and state stay as they are.
-    L2 decay is added to the clipped ``c``, so that ``g_prev`` is a gradient of the loss alone. A step needs memory for
-    one further copy of all gradients.
+    has the shape and dtype of ``p``. Where a gradient is missing or not finite, parameter and state stay as they are.
+    L2 decay is added to the clipped ``c``, so that ``g_prev`` is a gradient of the loss alone. Without kernels a step
+    needs memory for one further copy of all gradients.
 
     Args:
         params: matrices, or groups of them, which may have their own ``gamma`` beside what Muon's may have.
@@ -68,7 +68,6 @@ class MarsMuon(TensorParallelMuon):
         Setting("gamma", "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients.", AT_LEAST_0),
     )
     group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "gamma")
-    copied = 12  # cast and corrected gradients, and those of fused matrices apart
     only = MappingProxyType({"moment2_method": ("none",)})
 
     @with_settings(Transport, TensorParallelMuon)
@@ -101,15 +100,40 @@ class MarsMuon(TensorParallelMuon):
     def program(self, step: Step) -> Program:
         """One chunk's step."""
         step.decay()
-        c = list[Tensor]()
-        for batch in step.batches:
-            strength = batch.settings["gamma"] * batch.beta / (1 - batch.beta)
-            c += corrected(batch.gradients, batch.states(PREVIOUS_GRADIENT), batch.states(HAS_PREVIOUS), strength)
-        u = step.with_gradients(clipped(step, c)).momentum()
-        O = yield from step.orthogonalize(u)
+        O = yield from step.orthogonalize(momentum(step))
         step.subtract(O, step.scales)
         for batch in step.batches:
-            keep(batch)
+            if step.kernels is None:  # which keep gradients when they average them
+                keep(batch)
+            mark(batch)
+
+
+def momentum(step: Step) -> Shards:
+    """:meth:`~megatron_eopt.optimizers.step.Step.momentum` of corrected and clipped gradients."""
+    strengths = [batch.settings["gamma"] * batch.beta / (1 - batch.beta) for batch in step.batches]
+    if step.kernels is not None:
+        return by_kernels(step, strengths)
+    c = list[Tensor]()
+    for batch, strength in zip(step.batches, strengths, strict=True):
+        c += corrected(batch.gradients, batch.states(PREVIOUS_GRADIENT), batch.states(HAS_PREVIOUS), strength)
+    return step.with_gradients(clipped(step, c)).momentum()
+
+
+def by_kernels(step: Step, strengths: Sequence[float]) -> Shards:
+    """What writes :func:`momentum`, in two passes over gradients: their norms decide on the second."""
+
+    def written(updates: Tensors) -> None:
+        weights = list[Tensor]()
+        for batch, strength in zip(step.batches, strengths, strict=True):
+            of_parameters = torch.where(torch.stack(batch.states(HAS_PREVIOUS)) > 0, 1 + strength, 1.0)
+            weights.append(repeated(of_parameters, step.counts(batch)))
+        joined = torch.cat(weights).float()
+        corrections = torch.stack([joined, torch.ones_like(joined)], 1)
+        norms = step.norms(step.kernels.corrected(step.batches, updates, corrections))
+        corrections[:, 1] = factors(norms)
+        step.kernels.momentum(step.batches, updates, corrections=corrections)
+
+    return written
 
 
 def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, strength: float) -> list[Tensor]:
@@ -122,15 +146,24 @@ def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, stre
 def clipped(step: Step, gradients: list[Tensor]) -> list[Tensor]:
     """``c / max(1, ||c||_F)`` of each logical matrix."""
     shards = step.split(gradients)
-    foreach.scale_each(shards, (LARGEST_NORM / step.norms(shards).clamp(min=LARGEST_NORM)).unbind())
+    foreach.scale_each(shards, factors(step.norms(shards)).unbind())
     return step.merge(shards)
+
+
+def factors(norms: Tensor) -> Tensor:
+    """What clips matrices of these norms."""
+    return LARGEST_NORM / norms.clamp(min=LARGEST_NORM)
 
 
 def keep(batch: Batch) -> None:
     """``g`` becomes ``g_prev`` where it is accepted."""
     previous = batch.states(PREVIOUS_GRADIENT)
-    has_previous = batch.states(HAS_PREVIOUS)
     torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
+
+
+def mark(batch: Batch) -> None:
+    """There is a ``g_prev`` where a rate above 0 was accepted."""
+    has_previous = batch.states(HAS_PREVIOUS)
     flags = torch.stack(has_previous)
     accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)
     torch._foreach_copy_(has_previous, torch.maximum(flags, accepted * (batch.lr != 0)).unbind())

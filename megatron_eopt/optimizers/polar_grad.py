@@ -72,6 +72,6 @@ class PolarGrad(TensorParallelMuon):
     def program(self, step: Step) -> Program:
         """One chunk's step."""
         step.decay()
-        M = step.momentum_tensors()
-        U = yield from step.orthogonalize(list(M), read_only=True)
+        M = step.momentum()
+        U = yield from step.orthogonalize(M if callable(M) else list(M))
         step.subtract(U, step.inner_products(M, U))

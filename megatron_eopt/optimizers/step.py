@@ -22,6 +22,7 @@ from megatron_eopt.optimizers.weight_step import (
     on_spheres,
     resized,
     squares_and_products,
+    squares_of_shards,
     write_back,
 )
 from megatron_eopt.parallel.engine import Engine
@@ -234,21 +235,20 @@ class Step:
         shards(updates)
         return updates
 
-    def orthogonalize(self, u: Shards, read_only: bool = False) -> Generator[Shards, list[Tensor], list[Tensor]]:
-        """Wait for the orthogonal factors of whole logical matrices.
-
-        Kernels get what is ``read_only`` where it lies, in the dtype that is exchanged.
-        """
-        if read_only and self.has_views and not callable(u):
-            u = partial(copied, u)
+    def orthogonalize(self, u: Shards) -> Generator[Shards, list[Tensor], list[Tensor]]:
+        """Wait for the orthogonal factors of whole logical matrices."""
         return (yield u)
 
     def norms(self, shards: Sequence[Tensor]) -> Tensor:
         """Norms in fp64 of whole logical matrices."""
         return norms_of_shards(self.engine, self.indices, shards)
 
-    def inner_products(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-        """``<A, B>`` of whole logical matrices, by one reduction."""
+    def inner_products(self, a: Shards, b: Sequence[Tensor]) -> list[Tensor]:
+        """``<A, B>`` of whole logical matrices, by one reduction; ``A`` may be what :meth:`momentum` returned."""
+        if callable(a):
+            norms = self.kernels.products_of_updates(self.batches, b)
+            positive, negative = squares_of_shards(self.engine, self.indices, *norms)
+            return list((positive - negative).unbind())
         triples = zip(self.engine.flat(self.indices), a, b, strict=True)
         wanted = [StatisticsRequest(matrix=W, x=x, inner=y) for W, x, y in triples]
         return [of_matrix["inner_product"] for of_matrix in self.engine.statistics(wanted)]
@@ -271,7 +271,7 @@ class Step:
                 rate = foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
                 decay_cautiously(batch.weights, self._merged(batch, of_batch), 1 - batch.column(rate))
         measured = [pair for pair in pairs if pair[0].measured]
-        coefficients = iter(self._coefficients(measured) if measured else ())
+        coefficients = iter(self._measured_coefficients(measured) if measured else ())
         for batch, of_batch in pairs:
             if not batch.measured:
                 foreach.subtract(batch.weights, self._merged(batch, of_batch), batch.lr, batch.accepted)
@@ -294,8 +294,10 @@ class Step:
     def _subtract_by_kernels(self, factors: Tensors, scales: Scales, divide: bool) -> None:
         if self.batches[0].measured:  # all hold norms, else kernels do not serve
             factors = scaled(list(factors), scales)
-            pairs = list(zip(self.batches, self.by_batch(factors), strict=True))
-            self.kernels.rotate(self.batches, factors, torch.cat(self._coefficients(pairs)).float())
+            norms = self.kernels.products_of_weights(self.batches, factors)
+            *squares, positive, negative = squares_of_shards(self.engine, self.indices, *norms)
+            coefficients = self._coefficients(self.batches, torch.stack(squares), positive - negative)
+            self.kernels.rotate(self.batches, factors, torch.cat(coefficients).float())
         else:
             self.kernels.subtract(self.batches, factors, scales, divide)
 
@@ -312,8 +314,8 @@ class Step:
                 merged[n] = merged[n].view(weight.shape)
         return merged
 
-    def _coefficients(self, pairs: Sequence[tuple[Batch, list[Tensor]]]) -> list[Tensor]:
-        """Rows ``(moves, a, b)`` of each ``W <- (W - a U) b``, by one reduction."""
+    def _measured_coefficients(self, pairs: Sequence[tuple[Batch, list[Tensor]]]) -> list[Tensor]:
+        """Coefficients of batches and their updates, by one reduction."""
         matrices = list[Matrix]()
         weights = list[Tensor]()
         updates = list[Tensor]()
@@ -321,11 +323,15 @@ class Step:
             matrices += self.engine.flat(batch.indices)
             weights += self.engine.split(batch.indices, list(batch.weights))
             updates += of_batch
-        squares, inner = squares_and_products(self.engine, matrices, weights, updates)
+        batches = [batch for batch, _ in pairs]
+        return self._coefficients(batches, *squares_and_products(self.engine, matrices, weights, updates))
+
+    def _coefficients(self, batches: Sequence[Batch], squares: Tensor, inner: Tensor) -> list[Tensor]:
+        """Rows ``(moves, a, b)`` of each ``W <- (W - a U) b``."""
         coefficients = list[Tensor]()
-        numbers = [len(of_batch) for _, of_batch in pairs]
+        numbers = [sum(self.counts(batch)) for batch in batches]
         measured = zip(squares.split(numbers, 1), inner.split(numbers), strict=True)
-        for (batch, _), (norms, products) in zip(pairs, measured, strict=True):
+        for batch, (norms, products) in zip(batches, measured, strict=True):
             counts = self.counts(batch)
             if holds(batch.settings):
                 radii = torch.stack(list(chain(*batch.matrix_states(RADIUS))))
@@ -335,11 +341,6 @@ class Step:
                 rates = batch.column(batch.lr, counts)
                 coefficients.append(resized(norms, products, rates, batch.settings))
         return coefficients
-
-
-def copied(matrices: Tensors, views: Sequence[Tensor]) -> None:
-    """Write matrices where they are orthogonalized."""
-    torch._foreach_copy_(list(views), list(matrices))
 
 
 def scaled(factors: list[Tensor], scales: Scales) -> list[Tensor]:

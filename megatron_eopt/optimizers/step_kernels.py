@@ -5,7 +5,8 @@ from the gradient to the bucket, and from the orthogonal factor to the weight. A
 them. torch's passes are the reference, and what a CPU takes; the kernels round where these do.
 
 Some leave norms of tiles in fp64: (rows x tiles), (tiles x columns) or (tiles,) of a matrix. These have the norms of
-its rows, its columns or of itself, and so statistics take them in place of the matrix.
+its rows, its columns or of itself, and so statistics take them in place of the matrix. An inner product is left as two
+norms: a tile's are the roots of its sums of positive and of negative products.
 """
 
 from collections import Counter
@@ -22,6 +23,7 @@ from megatron_eopt.matrices import LocalRows
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
+from megatron_eopt.optimizers.state import PREVIOUS_GRADIENT
 from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Rows
@@ -69,6 +71,9 @@ class Piece(NamedTuple):
     moment: int
     moment_row: int
     moment_col: int
+    previous: int  # the gradient of the last step
+    previous_row: int
+    previous_col: int
     matrix: int  # of the chunk
     scale: int  # an offset: of its first scale among all
     first_word: int  # of the seed of random bits
@@ -122,40 +127,92 @@ class StepKernels:
         self._known: dict[object, tuple[list[object], list[Launch]]] = {}
 
     def momentum(
-        self, batches: Sequence[Batch], updates: Tensors, heavy: bool = False, measured: bool = False
+        self,
+        batches: Sequence[Batch],
+        updates: Tensors,
+        heavy: bool = False,
+        measured: bool = False,
+        corrections: Tensor | None = None,
     ) -> tuple[list[Tensor], ...]:
         """Update momenta, and write what is orthogonalized to ``updates``.
 
         These are this rank's shards of all logical matrices, in any dtype. ``heavy`` takes
         :func:`~megatron_eopt.optimizers.foreach.heavy_ball` in place of the average. Returns norms of gradients' and of
-        updates' tiles, if measured.
+        updates' tiles, if measured. With ``corrections`` gradients are MARS's, and are kept: see :meth:`corrected`.
         """
+        constants = {"HEAVY": heavy, "MEASURED": measured, "AVERAGED": False}
+        return self._momentum(batches, updates, constants, corrections)
+
+    def corrected(self, batches: Sequence[Batch], updates: Tensors, corrections: Tensor) -> list[Tensor]:
+        """Norms of tiles of corrected gradients, ``(g_prev + weight (g - g_prev)) factor``.
+
+        ``corrections``, (matrices, 2) in fp32, have weight and factor of each matrix.
+        """
+        from megatron_eopt.optimizers.triton_step import corrections_kernel
+
+        batches = [self._readable(batch) for batch in batches]
+        launches = self._launches(corrections_kernel, batches, updates, ("gradient", "previous"), {})
+        norms = [_room(x, updates, 1) for x in launches]
+        for x, out in zip(launches, norms, strict=True):
+            launch(corrections_kernel, x, x.table, corrections, out)
+        [of_matrices] = _by_matrix(launches, norms, updates, 1)
+        return of_matrices
+
+    def products_of_updates(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
+        """Norms of the positive, and of the negative, products of updates and their factors.
+
+        Updates are those that :meth:`momentum` wrote in this step, of momenta as they are kept.
+        """
+        return self._momentum(batches, factors, {"HEAVY": False, "MEASURED": False, "AVERAGED": True})
+
+    def _momentum(
+        self,
+        batches: Sequence[Batch],
+        others: Tensors,
+        constants: dict[str, bool],
+        corrections: Tensor | None = None,
+    ) -> tuple[list[Tensor], ...]:
         from megatron_eopt.optimizers.triton_step import momentum_kernel
 
         batches = [self._readable(batch) for batch in batches]
-        constants = {"HEAVY": heavy, "MEASURED": measured}
-        launches = self._launches(batches, updates, ("gradient", "momentum", "weight"), constants)
-        norms = [_room(x, updates, measured) for x in launches]
+        sides = ["gradient", "momentum", "weight"]
+        if corrections is not None:
+            sides.append("previous")
+        launches = self._launches(momentum_kernel, batches, others, sides, constants)
+        wanted = 2 if constants["MEASURED"] or constants["AVERAGED"] else 0
+        norms = [_room(x, others, wanted) for x in launches]
         for x, out in zip(launches, norms, strict=True):
             batch = batches[x.batch]
             beta = float(batch.beta)
             decay = _float(batch.weight_decay)
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
             numbers = (beta, 1 - beta, decay, step)
-            launch(momentum_kernel, x, _flags(x, batch), updates[x.first], out, *numbers)
-        return _by_matrix(launches, norms, updates) if measured else ()
+            of_matrices = x.table if corrections is None else corrections
+            launch(momentum_kernel, x, _flags(x, batch), others[x.first], out, of_matrices, *numbers)
+        return _by_matrix(launches, norms, others, wanted)
 
     def moments(self, batches: Sequence[Batch], factors: Tensors, measured: bool) -> tuple[list[Tensor], ...]:
         """``v <- EMA(O^2)``; norms of tiles of ``O``, and of ``O / (sqrt(v) + eps)``, if measured."""
         from megatron_eopt.optimizers.triton_step import moment_kernel
 
-        launches = self._launches(batches, factors, ("moment",), {"MEASURED": measured})
-        norms = [_room(x, factors, measured) for x in launches]
+        launches = self._launches(moment_kernel, batches, factors, ("moment",), {"MEASURED": measured})
+        wanted = 2 if measured else 0
+        norms = [_room(x, factors, wanted) for x in launches]
         for x, out in zip(launches, norms, strict=True):
             batch = batches[x.batch]
             numbers = (_float(1 - batch.settings["beta2"]), _float(batch.settings["eps"]))
             launch(moment_kernel, x, _flags(x, batch), factors[x.first], out, *numbers)
-        return _by_matrix(launches, norms, factors) if measured else ()
+        return _by_matrix(launches, norms, factors, wanted)
+
+    def products_of_weights(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
+        """Norms of weights, of factors, and of the positive and the negative products of both."""
+        from megatron_eopt.optimizers.triton_step import products_kernel
+
+        launches = self._launches(products_kernel, batches, factors, ("weight",), {})
+        norms = [_room(x, factors, 4) for x in launches]
+        for x, out in zip(launches, norms, strict=True):
+            launch(products_kernel, x, x.table, factors[x.first], out)
+        return _by_matrix(launches, norms, factors, 4)
 
     def norms_of_lines(self, batches: Sequence[Batch], factors: Tensors, by_rows: Sequence[bool]) -> list[Tensor]:
         """Norms of parts of rows, (rows x tiles), or of columns, (tiles x columns)."""
@@ -163,7 +220,7 @@ class StepKernels:
 
         lines = [_ROWS if of_rows else _COLUMNS for of_rows in by_rows]
         norms = [x.new_empty(x.shape if x.numel() == 0 else (0, 0), dtype=torch.float64) for x in factors]
-        for x in self._launches(batches, factors, (), {}, lines=lines):
+        for x in self._launches(lines_kernel, batches, factors, (), {}, lines=lines):
             piece = x.pieces[0]
             down, across = x.grid
             shape = (piece.rows, across) if x.constants["LINES"] == _ROWS else (down, piece.cols)
@@ -188,7 +245,8 @@ class StepKernels:
         on_host = [scale for scale in scales if not isinstance(scale, Tensor)]
         sides = ("moment", "weight") if divided else ("weight",)
         constants = {"SCALES_ON_DEVICE": joined is not None, "DIVIDED": divided, "ON_SPHERE": False}
-        for x in self._launches(batches, factors, sides, constants, on_host, list(map(_lines, scales))):
+        lines = list(map(_lines, scales))
+        for x in self._launches(subtract_kernel, batches, factors, sides, constants, on_host, lines):
             batch = batches[x.batch]
             scale = float(x.scale) if joined is None else joined
             eps = _float(batch.settings["eps"]) if divided else 0.0
@@ -199,7 +257,7 @@ class StepKernels:
         from megatron_eopt.optimizers.triton_step import subtract_kernel
 
         constants = {"SCALES_ON_DEVICE": True, "DIVIDED": False, "ON_SPHERE": True}
-        for x in self._launches(batches, factors, ("weight",), constants):
+        for x in self._launches(subtract_kernel, batches, factors, ("weight",), constants):
             launch(subtract_kernel, x, _flags(x, batches[x.batch]), factors[x.first], 0.0, 1.0, coefficients, 0.0)
 
     def _readable(self, batch: Batch) -> Batch:
@@ -216,6 +274,7 @@ class StepKernels:
 
     def _launches(
         self,
+        kernel: Any,
         batches: Sequence[Batch],
         others: Tensors,
         sides: Sequence[str],
@@ -241,17 +300,18 @@ class StepKernels:
             for stack in others.stacks:
                 whole += [stack] if isinstance(stack, Tensor) else stack
         seen += stacks_of(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
-        key = (indices, *sides, *constants.items())
+        key = (kernel, indices, *sides, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
             self._known.clear()
         if known != seen:
-            launches = self._made(batches, others, stacks_of(others), sides, scales, lines, constants)
+            launches = self._made(kernel, batches, others, stacks_of(others), sides, scales, lines, constants)
             self._known[key] = seen, launches
         return launches
 
     def _made(
         self,
+        kernel: Any,
         batches: Sequence[Batch],
         others: Tensors,
         stacks: Sequence[int],
@@ -279,7 +339,8 @@ class StepKernels:
                 matrix += len(rows.runs)
         launches = []
         for (number, of_lines, scale, *_), pieces in alike.items():
-            launches.append(_compiled(batches[number], number, pieces, others, sides, scale, of_lines, constants))
+            batch = batches[number]
+            launches.append(_compiled(kernel, batch, number, pieces, others, sides, scale, of_lines, constants))
         return launches
 
 
@@ -291,6 +352,8 @@ def _tensors(batch: Batch, side: str) -> list[Tensor]:
         return batch.momenta
     if side == "moment":
         return batch.states(MOMENT2_BUFFER)
+    if side == "previous":
+        return batch.states(PREVIOUS_GRADIENT)
     return batch.weights
 
 
@@ -306,14 +369,18 @@ def _scales_of(other: Tensor, lines: int) -> int:
     return 1 if lines == _WHOLE else other.size(lines - 1)
 
 
-def _room(x: Launch, others: Tensors, measured: bool) -> Tensor:
-    """Memory for two norms of each tile; without, what a kernel does not write to."""
-    return others[x.first].new_empty(2, x.programs, dtype=torch.float64) if measured else x.table
+def _room(x: Launch, others: Tensors, wanted: int) -> Tensor:
+    """Memory for so many norms of each tile; for none, what a kernel does not write to."""
+    return others[x.first].new_empty(wanted, x.programs, dtype=torch.float64) if wanted else x.table
 
 
-def _by_matrix(launches: Sequence[Launch], norms: Sequence[Tensor], others: Tensors) -> tuple[list[Tensor], ...]:
-    """Both norms of the tiles of each matrix."""
-    found: list[list[list[Tensor]]] = [[[] for _ in others] for _ in range(2)]
+def _by_matrix(
+    launches: Sequence[Launch], norms: Sequence[Tensor], others: Tensors, wanted: int
+) -> tuple[list[Tensor], ...]:
+    """Each of the norms that were wanted, of the tiles of each matrix."""
+    if not wanted:
+        return ()
+    found: list[list[list[Tensor]]] = [[[] for _ in others] for _ in range(wanted)]
     for x, out in zip(launches, norms, strict=True):
         tiles_of = Counter(piece.matrix for piece in x.pieces)  # in their order: those of a matrix are neighbours
         sizes = [count * x.tiles for count in tiles_of.values()]
@@ -350,7 +417,7 @@ def _pieces(
         first_word, second_word, row, left = (0, 0, 0, 0) if words is None else words[matrix - first_matrix]
         top = 0
         for layer, first, count, step in runs if sides else [(0, 0, int(other.size(0)), 1)]:
-            places = dict.fromkeys(("gradient", "momentum", "weight", "moment"), (0, 0, 0))
+            places = dict.fromkeys(("gradient", "momentum", "weight", "moment", "previous"), (0, 0, 0))
             for side, x in sides.items():
                 places[side] = _place(x, rows.stacked, rows.transposed, layer, first, step)
             yield Piece(
@@ -364,6 +431,7 @@ def _pieces(
                 of_row,
                 of_col,
                 *places["moment"],
+                *places["previous"],
                 matrix,
                 firsts[matrix] + (top if lines and lines[matrix] == _ROWS else 0),
                 first_word % 2**32,
@@ -398,6 +466,7 @@ def _place(
 
 
 def _compiled(
+    kernel: Any,
     batch: Batch,
     number: int,
     pieces: list[Piece],
@@ -423,38 +492,32 @@ def _compiled(
     width = _SQUARE if square else min(_WIDEST, _power(pieces[0].cols))
     weight = batch.weights[n].dtype
     l2 = batch.decay_method == "l2"
-    of_kind: dict[str, Any] = {"MASKED": batch.accepted is not None, "LIE": lie}
-    if "gradient" in sides:
-        average = torch.promote_types(batch.momenta[n].dtype, weight)
-        of_kind |= {
-            "GRADIENT": triton_dtype(batch.gradients[n].dtype),
-            "MOMENTUM": triton_dtype(batch.momenta[n].dtype),
-            "AVERAGE": triton_dtype(average),
-            "L2": batch.decays and l2,
-            "DECAY_ON_DEVICE": isinstance(_float(batch.weight_decay), Tensor),
-            "NESTEROV": batch.nesterov,
-            "AT_RANDOM": batch.rounded is not None,
-        }
-    elif "weight" in sides:
-        of_kind |= {
-            "DECAYS": batch.decays and not l2,
-            "CAUTIOUS": batch.cautious,
-            "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
-            "SCALED": scale != 1 or constants["SCALES_ON_DEVICE"],
-            "LINES": lines,
-        }
-    elif not sides:
-        of_kind = {"LINES": lines}
-    of_kind |= constants | {
+    known: dict[str, Any] = constants | {
         "HEIGHT": min(_TILE // width, _power(pieces[0].rows)),
         "WIDTH": width,
         "PARAMETER": triton_dtype(weight),
+        "AVERAGE": triton_dtype(torch.promote_types(batch.momenta[n].dtype, weight)),
+        "MASKED": batch.accepted is not None,
+        "L2": batch.decays and l2,
+        "DECAY_ON_DEVICE": isinstance(_float(batch.weight_decay), Tensor),
+        "NESTEROV": batch.nesterov,
+        "AT_RANDOM": batch.rounded is not None,
+        "DECAYS": batch.decays and not l2,
+        "CAUTIOUS": batch.cautious,
+        "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
+        "SCALED": scale != 1 or constants.get("SCALES_ON_DEVICE", False),
+        "LINES": lines,
+        "PREVIOUS": None,
+        "LIE": lie,
         "OTHERS_LIE": others_lie,
         "ALIGNED": all(number % _ALIGNED == 0 for number in (*starts, *between)),
         "INTERPRETED": INTERPRETED,
     }
+    for side in sides:
+        known[side.upper()] = triton_dtype(_tensors(batch, side)[n].dtype)
+    of_kernel = {name: known[name] for name in kernel.arg_names if name in known}
     table = on_device(torch.tensor(pieces, dtype=torch.int64), others[first].device)
-    return Launch(number, table, pieces, first, scale, of_kind)
+    return Launch(number, table, pieces, first, scale, of_kernel)
 
 
 def _lies(pieces: Sequence[Piece], names: Sequence[str]) -> int:

@@ -26,11 +26,12 @@ OF_MOMENTUM = tl.constexpr(6)
 OF_WEIGHT = tl.constexpr(9)
 OF_OTHER = tl.constexpr(12)
 OF_MOMENT = tl.constexpr(15)
-MATRIX = tl.constexpr(18)
-SCALE = tl.constexpr(19)
-SEEDS = tl.constexpr(20)
-CORNER = tl.constexpr(22)
-FIELDS = tl.constexpr(24)
+OF_PREVIOUS = tl.constexpr(18)
+MATRIX = tl.constexpr(21)
+SCALE = tl.constexpr(22)
+SEEDS = tl.constexpr(23)
+CORNER = tl.constexpr(25)
+FIELDS = tl.constexpr(27)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
@@ -148,9 +149,55 @@ def _norm(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _store_products(norms, x, y):  # type: ignore[no-untyped-def]
+    """Roots of a tile's sums of positive products, and behind all tiles' of negative ones, in fp64."""
+    products = x.to(tl.float64) * y.to(tl.float64)
+    positive = tl.where(products > 0, products, 0.0)
+    negative = positive - products
+    tl.store(norms, tl.sqrt(tl.sum(tl.sum(positive, 1), 0)))
+    tl.store(norms + tl.num_programs(0), tl.sqrt(tl.sum(tl.sum(negative, 1), 0)))
+
+
+@triton.jit
 def _divided(x, v, eps):  # type: ignore[no-untyped-def]
     """``x / (sqrt(v) + eps)``, rounded as torch does."""
     return tl.div_rn(x, tl.sqrt_rn(v) + eps)
+
+
+@triton.jit
+def _corrected(g, previous, row, corrections, AVERAGE: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of ``previous + weight (g - previous)`` times a factor; ``corrections`` have both of each matrix."""
+    corrections += tl.load(row + MATRIX) * 2
+    c = _rounded(_lerp(previous, g, tl.load(corrections), INTERPRETED), AVERAGE, INTERPRETED).to(tl.float32)
+    return _rounded(c * tl.load(corrections + 1), AVERAGE, INTERPRETED).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def corrections_kernel(  # type: ignore[no-untyped-def]
+    table,
+    flags,
+    corrections,
+    norms,
+    tiles,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    PREVIOUS: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    LIE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The norm of a tile of corrected gradients."""
+    program = tl.program_id(0)
+    row = table + (program // tiles) * FIELDS
+    rows = tl.load(row + ROWS)
+    cols = _number(row, COLS, ALIGNED)
+    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    g = tl.load(_places(row, OF_GRADIENT, GRADIENT, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(_places(row, OF_PREVIOUS, PREVIOUS, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
+    g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
+    tl.store(norms + program, _norm(_corrected(g, before, row, corrections, AVERAGE, INTERPRETED)))
 
 
 @triton.jit(do_not_specialize=["step", "tiles"])
@@ -159,6 +206,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     flags,
     out,
     norms,
+    corrections,
     beta,
     weight,
     weight_decay,
@@ -177,6 +225,8 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     NESTEROV: tl.constexpr,
     AT_RANDOM: tl.constexpr,
     MEASURED: tl.constexpr,
+    AVERAGED: tl.constexpr,
+    PREVIOUS: tl.constexpr,
     LIE: tl.constexpr,
     OTHERS_LIE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -184,7 +234,9 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
 ):
     """Momentum, look-ahead and cast of a tile, from gradient to bucket.
 
-    Norms of its gradients, and behind them of all tiles' updates, if they are measured.
+    Norms of its gradients, and behind them of all tiles' updates, if they are measured. Where momenta are ``AVERAGED``
+    already, ``out`` has factors of their updates, and only their products with these are measured. With the dtype
+    of ``PREVIOUS`` gradients these are corrected, and new ones kept.
     """
     program = tl.program_id(0)
     row = table + (program // tiles) * FIELDS
@@ -196,6 +248,15 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     g = tl.load(of_g, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
     g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
+    accepted = True
+    if MASKED:
+        accepted = tl.load(flags + tl.load(row + FLAG)) != 0
+    if PREVIOUS is not None:
+        of_previous = _places(row, OF_PREVIOUS, PREVIOUS, r, c, ALIGNED, LIE)
+        before = tl.load(of_previous, mask=inside, other=0.0).to(tl.float32)
+        kept = tl.where(accepted, g, before) if MASKED else g
+        tl.store(of_previous, _rounded(kept, PREVIOUS, INTERPRETED), mask=inside)
+        g = _corrected(g, before, row, corrections, AVERAGE, INTERPRETED)
     if MEASURED:
         tl.store(norms + program, _norm(g))
     WORK: tl.constexpr = tl.float32 if AT_RANDOM else AVERAGE  # the dtype that averages are rounded to
@@ -206,9 +267,6 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
         g = _rounded(g, WORK, INTERPRETED).to(tl.float32)
     beta = _number_of(beta, False)
     weight = _number_of(weight, False)
-    accepted = True
-    if MASKED:
-        accepted = tl.load(flags + tl.load(row + FLAG)) != 0
     if HEAVY:
         if MASKED:
             g = tl.where(accepted, g, 0.0)
@@ -220,9 +278,10 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     else:
         if MASKED:
             g = tl.where(accepted, g, m)  # averaged with itself a momentum stays as it is
-        m = _rounded(_lerp(m, g, weight, INTERPRETED), WORK, INTERPRETED).to(tl.float32)
+        if not AVERAGED:
+            m = _rounded(_lerp(m, g, weight, INTERPRETED), WORK, INTERPRETED).to(tl.float32)
         u = _lerp(g, m, beta, INTERPRETED) if NESTEROV else m
-    if AT_RANDOM:
+    if AT_RANDOM and not AVERAGED:
         first = tl.load(row + SEEDS).to(tl.uint32) + step.to(tl.uint32)
         second = tl.load(row + SEEDS + 1).to(tl.uint32) + step.to(tl.uint32)
         down = _mixed(_mixed(first) + (tl.load(row + CORNER) + r).to(tl.uint32))
@@ -231,13 +290,17 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
         bits = m.to(tl.uint32, bitcast=True)
         bits += tl.where(tl.abs(m) < 3.3895313892515355e38, noise, 0)  # the largest of bf16: what is finite stays so
         tl.store(of_m, (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
-    else:
+    elif not AVERAGED:
         tl.store(of_m, _rounded(m, MOMENTUM, INTERPRETED), mask=inside)
     u = _rounded(_rounded(u, WORK, INTERPRETED).to(tl.float32), PARAMETER, INTERPRETED).to(tl.float32)
     if MEASURED:
         tl.store(norms + tl.num_programs(0) + program, _norm(tl.where(inside, u, 0.0)))
-    of_u = out + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
-    tl.store(of_u, _rounded(u, out.dtype.element_ty, INTERPRETED), mask=inside)
+    if AVERAGED:
+        x = _factor(out, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED)
+        _store_products(norms + program, u, x)
+    else:
+        of_u = out + _number(row, OF_OTHER, ALIGNED) + _entries(row, OF_OTHER, r, c, ALIGNED, OTHERS_LIE)
+        tl.store(of_u, _rounded(u, out.dtype.element_ty, INTERPRETED), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -313,6 +376,35 @@ def lines_kernel(  # type: ignore[no-untyped-def]
     else:
         of_lines = norms + (piece * tl.cdiv(rows, HEIGHT) + index // across) * cols + c
         tl.store(of_lines, tl.sqrt(tl.sum(x * x, 0)), mask=c < cols)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def products_kernel(  # type: ignore[no-untyped-def]
+    table,
+    flags,
+    factors,
+    norms,
+    tiles,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    LIE: tl.constexpr,
+    OTHERS_LIE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Norms of a tile's weights, of its factors, and of their products, each behind all tiles' of the one before."""
+    program = tl.program_id(0)
+    row = table + (program // tiles) * FIELDS
+    rows = tl.load(row + ROWS)
+    cols = _number(row, COLS, ALIGNED)
+    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    p = tl.load(_places(row, OF_WEIGHT, PARAMETER, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
+    x = _factor(factors, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED)
+    norms += program
+    tl.store(norms, _norm(p))
+    tl.store(norms + tl.num_programs(0), _norm(x))
+    _store_products(norms + 2 * tl.num_programs(0), p, x)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -394,7 +486,15 @@ def _call(tensors: Sequence[Tensor], programs: int, constants: tuple[tuple[str, 
 
 
 launchers = {
-    kernel: Launcher(kernel, _call) for kernel in (momentum_kernel, moment_kernel, lines_kernel, subtract_kernel)
+    kernel: Launcher(kernel, _call)
+    for kernel in (
+        corrections_kernel,
+        momentum_kernel,
+        moment_kernel,
+        lines_kernel,
+        products_kernel,
+        subtract_kernel,
+    )
 }
 
 INTERPRETED = not isinstance(momentum_kernel, triton.JITFunction)

@@ -31,12 +31,20 @@ def launches(func: Any) -> bool:
 def bytes_of_kernel(kernel: Any, x: Any, other: torch.Tensor) -> int:
     """What one launch of a step's kernels reads and writes, beside tables and norms."""
     size = {}
-    for key in ("PARAMETER", "GRADIENT", "MOMENTUM"):
-        if key in x.constants:
+    for key in ("PARAMETER", "GRADIENT", "MOMENTUM", "PREVIOUS"):
+        if x.constants.get(key) is not None:
             size[key] = x.constants[key].primitive_bitwidth // 8
     of_entry: int = other.itemsize
-    if kernel.__name__ == "momentum_kernel":  # the momentum is read and written
-        of_entry += size["GRADIENT"] + 2 * size["MOMENTUM"] + x.constants["L2"] * size["PARAMETER"]
+    if kernel.__name__ == "corrections_kernel":  # of which the other has no entries
+        of_entry = size["GRADIENT"] + size["PREVIOUS"]
+    elif kernel.__name__ == "momentum_kernel":
+        of_gradient = size["GRADIENT"] + x.constants["L2"] * size["PARAMETER"]
+        if x.constants["AVERAGED"]:
+            of_entry += size["MOMENTUM"] + x.constants["NESTEROV"] * of_gradient
+        else:  # the momentum is read and written, and so is the gradient of the last step
+            of_entry += 2 * size["MOMENTUM"] + 2 * size.get("PREVIOUS", 0) + of_gradient
+    elif kernel.__name__ == "products_kernel":
+        of_entry += size["PARAMETER"]
     elif kernel.__name__ == "moment_kernel":  # so is the moment, in fp32
         of_entry += 8
     elif kernel.__name__ == "subtract_kernel":  # and so is the weight

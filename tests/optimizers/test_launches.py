@@ -157,11 +157,32 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "settings", "most"),
-    [("spectron", {"rank": 16}, 293), ("polargrad", {}, 197), ("mars_muon", {}, 268), ("muown", {}, 444)],
+    [
+        ("spectron", {"rank": 16}, 293),
+        ("polargrad", {}, 134),
+        ("muon_hyperball", {}, 163),
+        ("mars_muon", {}, 150),
+        ("muown", {}, 444),
+    ],
 )
 def test_a_step_launches_no_kernel_for_each_of_48_matrices(name, settings, most):
     kernels = launches_of_step(name, SETS["124M"], **settings).kernels
     assert kernels.total() < most + 48, kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "of_entry"),
+    [
+        ("polargrad", 2 + 4),  # factors in bf16, and momenta in fp32
+        ("muon_hyperball", 2 + 4),
+        ("mars_muon", 4 + 4 + 4 + 4),  # gradients once more, those of the last step twice, which are written
+    ],
+)
+def test_norms_and_products_read_their_matrices_once_and_copy_none(name, of_entry):
+    muon = launches_of_step("muon", SETS["124M"]).bytes
+    moved = launches_of_step(name, SETS["124M"]).bytes
+    entries = sum(rows * cols for rows, cols in SETS["124M"])
+    assert moved.total() - muon.total() < (of_entry + 0.1) * entries, moved.most_common()
 
 
 def test_a_step_of_psgd_moves_little_beside_its_products():

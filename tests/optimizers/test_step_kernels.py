@@ -71,7 +71,14 @@ RELATIVES = {
     "adamuon of held norms": ("muon_hyperball", {"moment2_method": "adamuon"}),
     "normuon of held norms": ("muon_hyperball", {"moment2_method": "normuon"}),
     "namo of held norms": ("muon_hyperball", {"moment2_method": "namo"}),
+    "polargrad, looking ahead": ("polargrad", {"nesterov": True}),
+    "mars_muon, l2": ("mars_muon", {"nesterov": True, "weight_decay": 0.1, "weight_decay_method": "l2", "gamma": 0.5}),
+    "mars_muon, momenta in bf16": ("mars_muon", {"momentum_dtype": BF16, "gamma": 0.5}),
+    "mars_muon, many chunks": ("mars_muon", {"workspace": 2**14}),
+    "mars_muon, state in host memory": ("mars_muon", {"offload_fraction": 1.0}),
+    "polargrad, l2": ("polargrad", {"nesterov": True, "weight_decay": 0.1, "weight_decay_method": "l2"}),
 }
+SIZED = ("polargrad", "polargrad, looking ahead", "muon_hyperball", "mars_muon")  # by what whole matrices have
 ROOTS = (
     "adamuon",
     "adamuon, not aligned",
@@ -165,6 +172,34 @@ def test_relatives_take_the_same_steps(name):
     assert_equal(both(make), rooted=name in ROOTS)
 
 
+@interpreted
+@pytest.mark.parametrize("name", SIZED)
+def test_norms_and_products_in_bf16_are_those_of_torch(name):
+    row, more = RELATIVES[name]
+
+    def make(form):
+        parameters = of_shapes(BF16)
+        return masking(build(row, parameters, step_kernels=form, **more)), parameters
+
+    assert_equal(both(make))
+
+
+@interpreted
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_nuclear_norms_are_of_momenta_as_they_are_kept(nesterov):
+    def make(form):
+        parameters = of_shapes()
+        more = {"nesterov": nesterov, "momentum_dtype": BF16, "lr": 0.1}
+        return masking(build("polargrad", parameters, step_kernels=form, **more)), parameters
+
+    pairs = both(make)
+    starts = of_shapes()
+    for start, (expected, found) in zip(starts, pairs, strict=False):
+        step = (expected - start).norm()
+        assert (found - expected).norm() <= 1e-3 * step  # of momenta in fp32, which torch takes
+    assert_equal(pairs[len(starts) :])
+
+
 @pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("variant", ["independent", "momenta in bf16", "cautious decay", "state in host memory"])
@@ -247,14 +282,14 @@ LOGICAL = {
 }
 
 
-def logical(name, **settings):
-    """What makes Muon, in a form, for a parameter of several logical matrices and one of a single one."""
+def logical(name, row="muon", **settings):
+    """What makes an optimizer, in a form, for a parameter of several logical matrices and one of a single one."""
     shape, split = LOGICAL[name]
 
     def make(form):
         parameters = of_shapes(shapes=[shape, (12, 8)])
         setattr(parameters[0], ATTRIBUTE, split)
-        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form, **settings), parameters
+        return build(row, parameters, lr=0.02, step_kernels=form, **settings), parameters
 
     return make
 
@@ -275,6 +310,15 @@ def test_second_moments_of_logical_matrices_are_those_of_torch(name, method):
     assert_equal(both(logical(name, moment2_method=method)), rooted=method in ROOTS)
 
 
+@pytest.mark.wide
+@interpreted
+@pytest.mark.parametrize("sized", SIZED)
+@pytest.mark.parametrize("name", LOGICAL)
+def test_norms_and_products_of_logical_matrices_are_those_of_torch(name, sized):
+    row, more = RELATIVES[sized]
+    assert_equal(both(logical(name, row, **more)))
+
+
 @interpreted
 @pytest.mark.parametrize("method", ["none", *METHODS])
 def test_groups_have_their_own_settings(method):
@@ -292,17 +336,17 @@ def test_groups_have_their_own_settings(method):
 
 
 @interpreted
-@pytest.mark.parametrize("method", ["none", "adamuon", "normuon"])
-def test_rates_may_be_tensors_as_in_a_captured_step(method):
+@pytest.mark.parametrize("name", ["muon", "adamuon", "normuon", *SIZED])
+def test_rates_may_be_tensors_as_in_a_captured_step(name):
+    row, more = RELATIVES.get(name, (name, {}))
+    l2 = {} if row == "muon_hyperball" else {"weight_decay": 0.3, "weight_decay_method": "l2"}
+
     def make(form):
         parameters = of_shapes()
-        groups = [
-            {"params": parameters[:2]},
-            {"params": parameters[2:], "weight_decay": 0.3, "weight_decay_method": "l2"},
-        ]
-        return captured(TensorParallelMuon(groups, lr=0.1, step_kernels=form, moment2_method=method)), parameters
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], **l2}]
+        return captured(build(row, groups, **{"lr": 0.1, "step_kernels": form, **more})), parameters
 
-    assert_equal(both(make, steps=2), rooted=method in ROOTS)
+    assert_equal(both(make, steps=2), rooted=name in ROOTS)
 
 
 @interpreted
@@ -359,15 +403,14 @@ def test_ranks_take_the_same_steps(tp_mode, method):
         assert_equal(zip(*pairs, strict=True), rooted=method in ROOTS)
 
 
-def on_some_ranks(rank, ranks, method):
+def on_some_ranks(rank, ranks, name):
+    row, more = RELATIVES[name]
     cases = [
         (drawn((48, 20), 7), drawn((48, 20), 17), sharded(0)),
         (drawn((20, 48), 8), drawn((20, 48), 18), sharded(1)),
     ]
     parameters = [placed(weight, attributes, rank, ranks) for weight, _, attributes in cases]
-    optimizer = TensorParallelMuon(
-        parameters, lr=0.02, pg_collection=groups_of(ranks), step_kernels="triton", moment2_method=method
-    )
+    optimizer = build(row, parameters, lr=0.02, pg_collection=groups_of(ranks), step_kernels="triton", **more)
     for p, (_, gradient, attributes) in zip(parameters, cases, strict=True):
         p.grad = cut(gradient, attributes, rank, ranks)
     optimizer.step()
@@ -376,10 +419,10 @@ def on_some_ranks(rank, ranks, method):
 
 @pytest.mark.wide
 @ranks_interpret
-@pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_step_as_one_does(method):
-    [(tall, wide)] = run_ranks(on_some_ranks, 1, method)
-    parts = run_ranks(on_some_ranks, 2, method)
+@pytest.mark.parametrize("name", [*METHODS, *SIZED])
+def test_two_ranks_step_as_one_does(name):
+    [(tall, wide)] = run_ranks(on_some_ranks, 1, name)
+    parts = run_ranks(on_some_ranks, 2, name)
     assert_equal([(tall, torch.cat([part[0] for part in parts])), (wide, torch.cat([part[1] for part in parts], 1))])
 
 

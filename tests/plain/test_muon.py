@@ -285,7 +285,7 @@ def test_a_setting_that_adamw_cannot_have_is_refused_in_a_step_and_a_load_before
 
 def test_a_second_moment_is_refused_with_what_has_one():
     matrix, other = parameters((4, 4), (4, 4))
-    with pytest.raises(ValueError, match="Muon beside AdamW has no moment2_method 'normuon': take adaptive_muon by"):
+    with pytest.raises(ValueError, match="Muon has no moment2_method 'normuon', only 'none': take adaptive_muon"):
         Muon([matrix], [], moment2_method="normuon")
     optimizer = Muon([matrix], [])
     with pytest.raises(ValueError, match="take adaptive_muon by"):

@@ -157,7 +157,14 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "settings", "most"),
-    [("spectron", {"rank": 16}, 293), ("polargrad", {}, 197), ("mars_muon", {}, 268), ("muown", {}, 444)],
+    [
+        ("spectron", {"rank": 16}, 293),
+        ("polargrad", {}, 197),
+        ("mars_muon", {}, 268),
+        ("muown", {}, 309),
+        ("dion", {}, 325),
+        ("dion2", {}, 205),
+    ],
 )
 def test_a_step_launches_no_kernel_for_each_of_48_matrices(name, settings, most):
     kernels = launches_of_step(name, SETS["124M"], **settings).kernels

@@ -158,7 +158,7 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "settings", "most"),
     [
-        ("spectron", {"rank": 16}, 293),
+        ("spectron", {"rank": 16}, 287),
         ("polargrad", {}, 197),
         ("mars_muon", {}, 268),
         ("muown", {}, 309),

@@ -423,7 +423,7 @@ _SPECS = (
     OptimizerSpec(
         name="dion2",
         cls=Dion2,
-        of_muon=("split_qkv", "num_ns_steps", "coefficient_type", "fp32_matmul_prec"),
+        of_muon=("split_qkv", "num_ns_steps", "coefficient_type", "fp32_matmul_prec", "symmetric_products"),
         flags=(
             "fraction",
             Flag("momentum", "What selected rows keep of their momentum, in [0, 1)."),

@@ -24,7 +24,6 @@ from megatron_eopt.optimizers.whole_matrices import (
     write_copies,
 )
 from megatron_eopt.orthogonalize.bases import orthonormal_columns
-from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.orthogonalize.spectral import start_basis
@@ -47,9 +46,9 @@ def orthonormal(x: Tensor, stack: MatrixStack, shard: Rectangle) -> Tensor:
     if 0 in x.shape:
         return x[:, rows]
     Q, diagonal = orthonormal_columns(x)
-    lengths = diagonal[:, None]
-    significant = lengths.abs() > NOISE * torch.finfo(x.dtype).eps * lengths.abs().amax(-1, keepdim=True)
-    return torch.where(significant & stack.accepted, Q[:, rows] * lengths.sign(), 0.0)
+    lengths = diagonal[:, None].abs()
+    significant = lengths > NOISE * torch.finfo(x.dtype).eps * lengths.amax(-1, keepdim=True)
+    return torch.where(significant & stack.accepted, Q[:, rows] * diagonal[:, None].sign(), 0.0)
 
 
 def rank_of(fraction: float, rows: int, cols: int) -> int:
@@ -192,15 +191,15 @@ class Dion(StackedOptimizer):
         matrices = [stack.matrix for stack in stacks]
         with fp32_products("highest"):
             B = list(map(self._followed, stacks))
-            pairs = list(zip(stacks, B, strict=True))
-            products = engine.side_sums([b @ stack.kept(BASIS) for stack, b in pairs], matrices, 0)
+            Q = [stack.kept(BASIS) for stack in stacks]
+            products = engine.side_sums([b @ q for b, q in zip(B, Q, strict=True)], matrices, 0)
             P = []  # P = orth(B Q)
             for stack, x in zip(stacks, products, strict=True):
                 P.append(orthonormal(x, stack, engine.shard(stack.matrix)))
             R = engine.side_sums([b.mT @ p for b, p in zip(B, P, strict=True)], matrices, 1)  # R = B^T P
             updates = []
-            for (stack, b), p, r in zip(pairs, P, R, strict=True):
-                updates.append([self._moved(stack, b, p, r)])
+            for stack, b, p, r, q in zip(stacks, B, P, R, Q, strict=True):
+                updates.append([self._moved(stack, b, p, r, q)])
             subtract(stacks, updates, engine)  # W -= lr (weight_decay W + sqrt(m / n) P Q^T)
         write_copies(stacks, engine)
         yield from ()
@@ -209,16 +208,15 @@ class Dion(StackedOptimizer):
         """``B = M + G``."""
         momenta = stack.read(MOMENTUM_BUFFER)
         gradients = stack.read(GRADIENT).to(momenta.dtype)
-        return momenta + torch.where(stack.accepted, gradients, 0.0)
+        return torch.where(stack.accepted, momenta + gradients, momenta)
 
-    def _moved(self, stack: MatrixStack, B: Tensor, P: Tensor, R: Tensor) -> Tensor:
-        """``M = B - (1 - mu) P R^T`` and ``Q = R / |R|``; returns ``sqrt(m / n) P Q^T``."""
+    def _moved(self, stack: MatrixStack, B: Tensor, P: Tensor, R: Tensor, Q: Tensor) -> Tensor:
+        """``M = B - (1 - mu) P R^T`` and ``Q = R / |R|``; returns ``sqrt(m / n) P Q^T`` in the memory of ``B``."""
         shard = self.engine.shard(stack.matrix)
         columns = R[:, shard.left : shard.right]
         B.baddbmm_(P, columns.mT, alpha=stack.group["momentum"] - 1)
         stack.write(MOMENTUM_BUFFER, B)
-        norms = torch.linalg.vector_norm(R, dim=1, keepdim=True, dtype=torch.float64)
-        # a column that is left out of P keeps its direction
-        Q = torch.where(norms > 0, columns / nonzero(norms).to(R.dtype), stack.kept(BASIS))
+        norms = torch.linalg.vector_norm(R, dim=1, keepdim=True, dtype=torch.float64).to(R.dtype)
+        Q = torch.where(norms > 0, columns / norms, Q)  # a column that is left out of P keeps its direction
         stack.keep(BASIS, Q)
-        return (P * muon_scale_factor(*stack.matrix.shape, "unit_rms_norm")) @ Q.mT
+        return B.baddbmm_(P, Q.mT, beta=0, alpha=muon_scale_factor(*stack.matrix.shape, "unit_rms_norm"))

@@ -1,5 +1,6 @@
 """Dion2: Muon of the rows, or columns, whose momentum is largest."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod, sqrt
@@ -9,18 +10,27 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers.base import KERNEL
+from megatron_eopt.optimizers.factored import precision_of
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.whole_matrices import GRADIENT, MatrixStack, Planned, StackedOptimizer
+from megatron_eopt.optimizers.whole_matrices import GRADIENT, MatrixStack, MatrixStep, Planned, StackedOptimizer
 from megatron_eopt.orthogonalize.coefficients import CoefficientType
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.kernels import made
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.groups import iteration_of
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
+
+
+def selected_of(group: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """How many rows, or columns, of a matrix a step selects."""
+    return ceil(group["fraction"] * min(shape))
 
 
 class Dion2(StackedOptimizer):
@@ -49,6 +59,9 @@ class Dion2(StackedOptimizer):
         num_ns_steps: Newton-Schulz steps.
         coefficient_type: of these, as Muon's.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` or ``highest``: precision of their products.
+        symmetric_products: the kernel of those that are symmetric, as in
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`; by default that of the
+            checkpoint, else the fastest on a GPU, and what a CPU is fast in, without a choice that is kept.
         split_qkv: update the parts of fused query, key and value projections separately.
         is_qkv_fn: tells which parameters are fused.
         qkv_split_shapes: rows of (q, k, v), or (q, gate, k, v), in one query group; the parameter's attribute wins.
@@ -65,6 +78,8 @@ class Dion2(StackedOptimizer):
         Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
     )
     moments = (MOMENTUM_SUM,)
+    carried_settings = frozenset({KERNEL})
+    multiplies = True
 
     def __init__(
         self,
@@ -77,6 +92,7 @@ class Dion2(StackedOptimizer):
         num_ns_steps: int = 5,
         coefficient_type: CoefficientType = "quintic",
         fp32_matmul_prec: MatmulPrecision = "medium",
+        symmetric_products: str | None = None,
         split_qkv: bool = False,
         is_qkv_fn: Callable[[Tensor], bool] | None = None,
         qkv_split_shapes: Sequence[int] | None = None,
@@ -97,24 +113,48 @@ class Dion2(StackedOptimizer):
     def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
         described = super()._describe(name, plan, parameter)
         scale = muon_scale_factor(*plan.layout.shape, "unit_rms_norm")
-        selected = ceil(self.group_of(parameter)["fraction"] * min(plan.layout.shape))
+        selected = selected_of(self.group_of(parameter), plan.layout.shape)
         return replace(described, scale=scale, rms=scale * sqrt(selected / max(1, prod(plan.layout.shape))))
+
+    def kernel_products(self) -> KernelProducts:
+        """Those of the iterations, in the strictest precision of a group."""
+        stacks = Counter[tuple[int, int]]()
+        dtypes = set[torch.dtype]()
+        device = self._parameters()[0].device
+        for group in self.param_groups:
+            for p in group["params"]:
+                product = product_dtype(torch.promote_types(p.dtype, torch.float32), group["fp32_matmul_prec"])
+                dtypes |= {product, gram_dtype(product, device) or product}
+                for plan in self._planned(p):
+                    if 0 not in plan.layout.shape:
+                        stacks[selected_of(group, plan.layout.shape), max(plan.layout.shape)] += 1
+        shapes = sorted((count, *shape) for shape, count in stacks.items())
+        used = {group["fp32_matmul_prec"] for group in self.param_groups}
+        return shapes, sorted(dtypes, key=str), device, precision_of("highest" if "highest" in used else "high")
+
+    def _bytes(self, matrix: MatrixStep) -> int:
+        """Bytes of what comes back: an update and a momentum."""
+        itemsize: int = matrix.of.state[MOMENTUM_SUM].element_size()
+        return 2 * itemsize * prod(matrix.plan.layout.shape)
 
     def gathered(self, stack: MatrixStack) -> list[Tensor]:
         """``M + G``."""
         M = stack.read(MOMENTUM_SUM)
-        return [M + torch.where(stack.accepted, stack.read(GRADIENT).to(M.dtype), 0.0)]
+        return [torch.where(stack.accepted, M + stack.read(GRADIENT).to(M.dtype), M)]
 
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
-        """Updates, zero where nothing is selected, and momenta after error feedback."""
+        """Updates, zero where nothing is selected, and momenta after error feedback, which overwrite ``whole``."""
         [M] = whole
         rows, cols = M.shape[1:]
         x = M if rows <= cols else M.mT
-        selected = ceil(stack.group["fraction"] * x.shape[1])
         order = x.abs().sum(2, dtype=torch.float64).argsort(dim=1, descending=True, stable=True)
-        S = order[:, :selected, None].expand(-1, -1, x.shape[2])
-        O = iteration_of(stack.group)(x.gather(1, S))
-        update = torch.zeros_like(x).scatter(1, S, O * muon_scale_factor(rows, cols, "unit_rms_norm"))
-        decayed = x.scatter(1, S, x.gather(1, S) * stack.group["momentum"])
-        momentum = torch.where(stack.accepted[stack.own], decayed, x)
-        return [update, momentum] if rows <= cols else [update.mT, momentum.mT]
+        S = order[:, : selected_of(stack.group, (rows, cols)), None].expand(-1, -1, x.shape[2])
+        selected = x.gather(1, S)
+        iteration = iteration_of(stack.group)
+        if stack.group.get(KERNEL) is not None:
+            products = made(stack.group[KERNEL], S.shape[1], precision_of(stack.group["fp32_matmul_prec"]))
+            iteration = replace(iteration, products=products)
+        O = iteration(selected) * muon_scale_factor(rows, cols, "unit_rms_norm")
+        update = torch.zeros_like(x).scatter_(1, S, O)
+        x.scatter_(1, S, torch.where(stack.accepted[stack.own], selected * stack.group["momentum"], selected))
+        return [update if rows <= cols else update.mT, M]

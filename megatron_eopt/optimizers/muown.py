@@ -44,10 +44,11 @@ class Rows:
     batch: Batch
     kinds: list[list[int]]  # equal matrices, among those of the chunk
     heights: list[int]  # rows of a matrix of each kind
-    state: dict[str, list[Tensor]]  # by key, of each matrix in the order of the kinds
-    before: dict[str, Tensor]  # copies, one matrix after another
+    state: list[Tensor]  # key by key, of each matrix in the order of the kinds
+    before: Tensor  # copies, (keys x rows)
+    norms: Tensor  # of rows and of directions among these, 1 in place of zeros
     parameters: list[int]  # of each matrix, among those of the batch
-    steps: Tensor  # of each parameter so far
+    steps: Tensor  # of each parameter, with this one
     moved: Tensor  # whether it makes one
 
     @property
@@ -77,12 +78,11 @@ def rows_of(step: Step, G: Tensors, W: Tensors) -> list[Rows]:
     first = 0
     for batch, *of_batch in zip(step.batches, step.by_batch(G), step.by_batch(W), strict=True):
         order = list(foreach.alike(*of_batch))
-        state = {}
-        before = {}
+        state = []
         for key in ROWS:
             of_matrices = list(chain(*batch.matrix_states(key)))
-            state[key] = [of_matrices[n] for n in chain(*order)]
-            before[key] = torch.cat(state[key])
+            state += [of_matrices[n] for n in chain(*order)]
+        before = torch.cat(state).view(len(ROWS), -1)
         parameters = [n for n, count in enumerate(step.counts(batch)) for _ in range(count)]
         steps = torch.stack(batch.states(STEPS))
         accepted = torch.ones_like(steps).bool() if batch.accepted is None else batch.accepted
@@ -90,7 +90,8 @@ def rows_of(step: Step, G: Tensors, W: Tensors) -> list[Rows]:
         kinds = [[first + n for n in equal] for equal in order]
         heights = [len(W[kind[0]]) for kind in kinds]
         parameters = [parameters[n] for n in chain(*order)]
-        found.append(Rows(batch, kinds, heights, state, before, parameters, steps, moved))
+        norms = nonzero(before[:2])
+        found.append(Rows(batch, kinds, heights, state, before, norms, parameters, steps + moved, moved))
         first += len(parameters)
     return found
 
@@ -118,10 +119,10 @@ def gradients_of(step: Step) -> tuple[list[Rows], list[Tensor], list[Tensor]]:
     products = over_columns(step.engine, step.indices, found)
     of_norms = list[Tensor]()
     for rows in batches:
-        gradient = rows.joined(products).to(rows.before[NORM].dtype) / nonzero(rows.before[NORM])  # <G, W> / g
+        g, v_norm = rows.norms
+        gradient = rows.joined(products).to(g.dtype) / g  # <G, W> / g
         of_norms.append(gradient)
-        v_norm = nonzero(rows.before[V_NORM])
-        a = rows.stacks(rows.before[NORM] / v_norm)
+        a = rows.stacks(rows.before[0] / v_norm)
         b = rows.stacks(gradient / v_norm)
         for kind, of_g, of_w in zip(rows.kinds, a, b, strict=True):
             G, of_weights = stacks.pop(0)
@@ -138,8 +139,9 @@ def move_rows(step: Step, batches: Sequence[Rows], of_norms: Sequence[Tensor], O
     squares = list(W)
     stacks = []
     for rows in batches:
-        a = rows.stacks(rows.before[V_NORM] / nonzero(rows.before[NORM]))
-        b = torch.ones_like(rows.before[NORM]) * rows.batch.lr
+        g, _ = rows.norms
+        a = rows.stacks(rows.before[1] / g)
+        b = torch.ones_like(g) * rows.batch.lr
         # shards of one shape may be of matrices of several, which have scales of their own
         scaled(list(b.split(rows.lengths)), [step.scales[i] for i in chain(*rows.kinds)])
         for kind, of_w, of_o in zip(rows.kinds, a, rows.stacks(b), strict=True):
@@ -150,38 +152,36 @@ def move_rows(step: Step, batches: Sequence[Rows], of_norms: Sequence[Tensor], O
     squares = over_columns(step.engine, step.indices, squares)
     for rows, gradient in zip(batches, of_norms, strict=True):
         v_norm = rows.joined(squares).sqrt().to(gradient.dtype)
-        g = step_of_rows(rows, gradient, v_norm)
+        moves = rows.repeated(rows.moved)
+        g = step_of_rows(rows, gradient, v_norm, moves)
         shrinks = rows.stacks(g / nonzero(v_norm))
-        moves = rows.stacks(rows.repeated(rows.moved))
-        for kind, shrink, moved in zip(rows.kinds, shrinks, moves, strict=True):
+        for kind, shrink, moved in zip(rows.kinds, shrinks, rows.stacks(moves), strict=True):
             old, v = stacks.pop(0)
-            new = (v * shrink[..., None]).to(old.dtype)  # g v / ||v||
+            new = v.mul_(shrink[..., None]).to(old.dtype)  # g v / ||v||
             stack = torch.where(moved[..., None], new, old)
             torch._foreach_copy_([W[i] for i in kind], list(stack.unbind()))
     write_back(step.engine, step.indices, weights, W)
 
 
-def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor) -> Tensor:
+def step_of_rows(rows: Rows, gradient: Tensor, v_norm: Tensor, moves: Tensor) -> Tensor:
     """Adam's step of ``g``, which is returned; writes the state of rows that move."""
+    g, _, m, v = rows.before
     settings = rows.batch.settings
     lr = rows.batch.lr
     beta1 = settings["beta1"]
     beta2 = settings["beta2"]
-    steps = rows.repeated(rows.steps) + 1
-    m = torch.lerp(rows.before[EXP_AVG], gradient, 1 - beta1)
-    v = torch.lerp(rows.before[EXP_AVG_SQ], gradient.square(), 1 - beta2)
+    steps = rows.repeated(rows.steps)  # 0 of rows that do not move, and so far have not
+    m = torch.lerp(m, gradient, 1 - beta1)
+    v = torch.lerp(v, gradient.square(), 1 - beta2)
     first = (1 - beta1**steps).to(m.dtype)
     second = (1 - beta2**steps).to(m.dtype)
-    g = rows.before[NORM] - lr * (m / first) / ((v / second).sqrt() + settings["eps"])
-    g = g - lr * rows.batch.weight_decay * g
-    moves = rows.repeated(rows.moved)
-    new = {NORM: g, V_NORM: v_norm, EXP_AVG: m, EXP_AVG_SQ: v}
-    for key, x in new.items():
-        new[key] = torch.where(moves, x, rows.before[key])
-        torch._foreach_copy_(rows.state[key], new[key].split(rows.lengths))
-    steps_of_parameters = rows.batch.states(STEPS)
-    torch._foreach_copy_(steps_of_parameters, list((rows.steps + rows.moved).unbind()))
-    return new[NORM]
+    g = g - lr * (m / first) / ((v / second).sqrt() + settings["eps"])
+    if rows.batch.decays:
+        g = g - lr * rows.batch.weight_decay * g
+    after = torch.where(moves, torch.stack([g, v_norm, m, v]), rows.before)
+    torch._foreach_copy_(rows.state, after.view(-1).split(rows.lengths * len(ROWS)))
+    torch._foreach_copy_(rows.batch.states(STEPS), list(rows.steps.unbind()))
+    return after[0]
 
 
 def put(found: list[Tensor], kind: Sequence[int], stack: Tensor) -> None:
@@ -193,7 +193,7 @@ def put(found: list[Tensor], kind: Sequence[int], stack: Tensor) -> None:
 def combined(a: Tensor, X: Tensor, b: Tensor, Y: Tensor) -> Tensor:
     """``a X - b Y`` with a factor for each row."""
     wide = torch.promote_types(X.dtype, torch.float32)
-    return a.to(wide)[..., None] * X - b.to(wide)[..., None] * Y
+    return (a.to(wide)[..., None] * X).addcmul_(b.to(wide)[..., None], Y, value=-1)
 
 
 def row_products(X: Tensor, Y: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class Muown(TensorParallelMuon):
         }
     )
 
-    copied = 16  # cast gradients and those of directions; of fused matrices both, and weights, apart
+    copied = 12  # stacks of gradients or directions, and of weights; weights of fused matrices apart
     _begun: frozenset[Tensor] = frozenset()  # parameters that are known to have made a step
 
     @with_settings(Transport, TensorParallelMuon)

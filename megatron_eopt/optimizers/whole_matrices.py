@@ -44,6 +44,8 @@ GRADIENT = "gradient"
 MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 Program = Generator[None, None, None]
+Loads = Counter[int | str | None]  # bytes by compute rank, and under HELD those of every rank
+HELD = "held"
 
 
 @dataclass(eq=False)
@@ -360,23 +362,31 @@ class StackedOptimizer(BaseOptimizer):
                 kinds.setdefault(kind, []).append(MatrixStep(p, number))
         for _, kinds in sorted(together.items()):
             chunks: list[list[MatrixStep]] = [[]]
-            loads = Counter[int | None]()
-            held = 0
+            loads = Loads()
             for matrices in kinds.values():
-                for matrix in matrices:
-                    size = self._bytes(matrix)
-                    of_shard = self._bytes_held(matrix)
-                    rank = matrix.plan.compute_rank
-                    # where each rank holds a copy of each matrix, all copies of a chunk are there at once
-                    is_full = loads[rank] + size > MOST_BYTES or held + of_shard > self.workspace // IN_FLIGHT
-                    if chunks[-1] and is_full:
+                # cut, a kind takes twice the launches
+                units = [matrices] if self._fits(self._loads(matrices)) else [[matrix] for matrix in matrices]
+                for unit in units:
+                    of_unit = self._loads(unit)
+                    if chunks[-1] and not self._fits(loads + of_unit):
                         chunks.append([])
                         loads.clear()
-                        held = 0
-                    loads[rank] += size
-                    held += of_shard
-                    chunks[-1].append(matrix)
+                    loads += of_unit
+                    chunks[-1] += unit
             yield chunks
+
+    def _loads(self, matrices: Sequence[MatrixStep]) -> Loads:
+        """Bytes of matrices in a chunk."""
+        loads = Loads()
+        for matrix in matrices:
+            loads[matrix.plan.compute_rank] += self._bytes(matrix)
+            loads[HELD] += self._bytes_held(matrix)
+        return loads
+
+    def _fits(self, loads: Loads) -> bool:
+        """Whether a chunk has room for them."""
+        # where each rank holds a copy of each matrix, all copies of a chunk are there at once
+        return all(load <= (self.workspace // IN_FLIGHT if key == HELD else MOST_BYTES) for key, load in loads.items())
 
     def _take(self, accepted: Tensor) -> None:
         self._session.changing = True

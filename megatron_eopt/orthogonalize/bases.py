@@ -7,11 +7,11 @@ stack: Gram-Schmidt by halves, down to panels whose products have a Cholesky dec
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.orthogonalize.precision import fp32_products
 
 PANEL = 128  # columns of a panel
 PASSES = 3  # twice is enough for columns that span; the third is for those that are rounding of others
+PASSES_OF_FP32 = 2  # of fp32 columns in fp64, whose own rounding is far above that of the products
 SHIFT = 1e-13  # of the squares of a panel's columns, in fp64, so that rounding cannot make their products indefinite
 # The part of the columns of ``near`` that is added: so far above rounding that no column is in the span of others.
 ADDED = {torch.float32: 1e-4, torch.float64: 1e-7}
@@ -41,21 +41,24 @@ def by_products(x: Tensor, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
     it is finite and ``near^T X`` is positive semidefinite up to rounding. Without ``near``, columns in the span of
     those before them are whatever rounding makes of them, or zero.
 
-    Products are exact fp32 whatever precision is set: rounding of TF32 would hide all but the largest columns.
+    Products are in fp64 without ``near``, and exact fp32 of fp32 columns with it, whatever precision is set: rounding
+    of TF32 would hide all but the largest columns.
     """
-    peaks = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True)
-    Q = x / nonzero(peaks)  # so that no square that matters vanishes or overflows
-    lengths = torch.linalg.vector_norm(Q, dim=1, keepdim=True)
-    Q.div_(nonzero(lengths))
+    dtype = torch.float64 if near is None else x.dtype
+    tiny = torch.finfo(x.dtype).tiny  # by which zeros are divided
+    peaks = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True).clamp_(min=tiny).to(dtype)
+    Q = x / peaks  # so that no square that matters vanishes or overflows
+    lengths = torch.linalg.vector_norm(Q, dim=1, keepdim=True).clamp_(min=tiny)
+    Q.div_(lengths)
     if near is not None:
         Q.add_(near, alpha=ADDED[x.dtype])
     diagonal = (peaks * lengths)[:, 0]
     identity = torch.eye(min(PANEL, x.size(2)), dtype=torch.float64, device=x.device)
     identity.mul_((1 + SHIFT) ** 0.5)  # columns of length 1 keep it
     with fp32_products("highest"):
-        for _ in range(PASSES):
-            diagonal = diagonal * torch.cat(_gram_schmidt(Q, identity), 1).to(x.dtype)
-    return Q, diagonal
+        for _ in range(PASSES if dtype == x.dtype else PASSES_OF_FP32):
+            diagonal.mul_(torch.cat(_gram_schmidt(Q, identity), 1))
+    return Q.to(x.dtype), diagonal.to(x.dtype)
 
 
 def _gram_schmidt(x: Tensor, identity: Tensor) -> list[Tensor]:
@@ -76,7 +79,9 @@ def _cholesky_panel(x: Tensor, identity: Tensor) -> Tensor:
     wide = x.double()
     products = wide.mT @ wide
     # relative to each column, as rounding is; and so that a column of zeros, which stays as it is, divides nothing by 0
-    products.diagonal(dim1=1, dim2=2).mul_(1 + SHIFT).add_(torch.finfo(wide.dtype).tiny)
+    diagonal = products.diagonal(dim1=1, dim2=2)
+    tiny = torch.tensor(torch.finfo(wide.dtype).tiny, dtype=wide.dtype)
+    torch.add(tiny, diagonal, alpha=1 + SHIFT, out=diagonal)
     L = torch.linalg.cholesky_ex(products).L  # without a question to the device
     inverse = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
     x.copy_(wide @ inverse.mT)

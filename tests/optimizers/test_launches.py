@@ -158,11 +158,13 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "settings", "most"),
     [
-        ("spectron", {"rank": 16}, 293),
+        ("spectron", {"rank": 16}, 287),
         ("polargrad", {}, 134),
         ("muon_hyperball", {}, 163),
         ("mars_muon", {}, 150),
-        ("muown", {}, 444),
+        ("muown", {}, 309),
+        ("dion", {}, 325),
+        ("dion2", {}, 205),
     ],
 )
 def test_a_step_launches_no_kernel_for_each_of_48_matrices(name, settings, most):

@@ -33,6 +33,15 @@ def test_full_columns_have_the_bases_of_lapack(shape, dtype):
     assert off_orthonormal(Q) < ROUNDING[dtype]
 
 
+@pytest.mark.parametrize("tail", [1e-2, 1e-4, 1e-5, 1e-6])
+def test_columns_near_a_low_rank_have_orthonormal_bases_in_fp32(tail, monkeypatch):
+    monkeypatch.setattr(bases, "PANEL", 8)  # so that rounding of one panel reaches many
+    x = drawn((2, 300, 3), 0, torch.float64) @ drawn((2, 3, 96), 1, torch.float64)
+    x += tail * drawn((2, 300, 96), 2, torch.float64)
+    Q, _ = by_products(x.float())
+    assert max(map(off_orthonormal, Q)) < 1e-7
+
+
 def gradients_of_kind(kind, rows, generator):
     """Gradients whose factors lack directions, or have eigenvalues far apart."""
     x = torch.randn(rows, 6, generator=generator)

@@ -68,6 +68,14 @@ class JoinedState(State):
         return len(self.matrices) + len(self.rest)
 
 
+class JoinedGroups(list[Group]):
+    """The groups of two optimizers, made anew whenever they are read."""
+
+    def append(self, group: Group) -> None:
+        """Refuse a group, which neither optimizer would have."""
+        raise TypeError("param_groups joins the groups of two optimizers: add a group by add_param_group()")
+
+
 class Muon(Optimizer):
     """Muon for matrices, AdamW for the rest: one torch optimizer.
 
@@ -119,7 +127,7 @@ class Muon(Optimizer):
         adamw: ``torch.optim.AdamW``; None where it has no parameters.
 
     Raises:
-        TypeError: for an unknown argument, with the nearest one.
+        TypeError: for an unknown argument, with the nearest one, and for a tensor in place of a list.
         ValueError: for a setting out of its range, one of ``muon_params`` with fewer than two dimensions, no matrices
             at all, a parameter that is in both, or a DTensor of which a rank holds several separate parts.
 
@@ -151,6 +159,9 @@ class Muon(Optimizer):
         taken = {**inspect.signature(Muon).parameters, **settings_of(HeavyBallMuon)}
         known = [name for name in taken if name not in ("muon_settings", "num_ns_steps")]
         check_named(type(self).__name__, muon_settings, known)
+        for name, params in (("muon_params", muon_params), ("adam_params", adam_params)):
+            if isinstance(params, Tensor):
+                raise TypeError(f"{name} must be a list of parameters or of groups, got one tensor: pass [tensor]")
         muon = HeavyBallMuon(
             muon_params,
             ns_steps,
@@ -228,11 +239,8 @@ class Muon(Optimizer):
     def param_groups(self) -> list[Group]:  # type: ignore[override]
         """Groups of the matrices, those of AdamW, and those that were added."""
         of_matrices = self.matrices.param_groups
-        return [
-            *of_matrices[: self._groups_at_first],
-            *self._adam_groups,
-            *of_matrices[self._groups_at_first :],
-        ]
+        first = self._groups_at_first
+        return JoinedGroups([*of_matrices[:first], *self._adam_groups, *of_matrices[first:]])
 
     @property
     def _adam_groups(self) -> list[Group]:

@@ -118,9 +118,18 @@ def test_add_param_group_adds_matrices():
         (1, 0.02, 5),
     ]
     assert [group["params"] for group in optimizer.param_groups] == [[a], [vector], [b], [later]]
+    with pytest.raises(TypeError, match=r"add a group by add_param_group\(\)"):
+        optimizer.param_groups.append({"params": parameters((2, 2))})
     before = values(params)
     run(optimizer, params, gradients(params, 1))
     assert all((p.detach() != old).all() for p, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["muon_params", "adam_params"])
+def test_one_tensor_in_place_of_a_list_is_refused(name):
+    a, b = parameters((4, 4), (5, 4))
+    with pytest.raises(TypeError, match=f"{name} must be a list of parameters or of groups, got one tensor"):
+        Muon(**{"muon_params": [a], "adam_params": [], name: b})
 
 
 @pytest.mark.parametrize(

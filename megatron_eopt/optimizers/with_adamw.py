@@ -12,7 +12,6 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.earlier_layout import as_now
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.loaded_state import (
     check_loaded,
@@ -382,7 +381,7 @@ class Muon(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        of_matrices, of_adamw = _apart(as_now(state_dict, self._adam_groups, self._called))
+        of_matrices, of_adamw = _apart(_of_kempnerforge(state_dict) if "_adam_state" in state_dict else state_dict)
         check_writer(type(self.matrices), of_matrices)
         self._check_adamw(of_adamw)
         self.matrices.load_state_dict(of_matrices)
@@ -439,6 +438,19 @@ def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> Ad
         return None
     adamw = AdamW(params, **settings)
     return adamw if any(group["params"] for group in adamw.param_groups) else None
+
+
+def _of_kempnerforge(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of KempnerForge's Muon, which has one of AdamW's inside, as ours."""
+    of_adamw = state_dict["_adam_state"]
+    state = dict(state_dict["state"])
+    for index, x in of_adamw["state"].items():
+        state[f"adamw.{index}"] = x
+    groups = list(state_dict["param_groups"])
+    for group in of_adamw["param_groups"]:
+        rates = {ADAM_LR: state_dict["_initial_adam_lr"], ADAM_LR_AT: state_dict["_initial_lr"]}
+        groups.append({**group, **rates, "params": [f"adamw.{index}" for index in group["params"]]})
+    return {"state": state, "param_groups": groups}
 
 
 def _apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -177,26 +177,6 @@ def test_what_cannot_be_parameters_is_refused():
         Muon([a], [a])
 
 
-def test_a_closure_is_called_once_with_gradients():
-    a, vector = params = parameters((4, 4), (4,))
-    optimizer = Muon([a], [vector])
-    calls = []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        loss = (a.sum() + vector.sum()).square()
-        loss.backward()
-        return loss
-
-    before = values(params)
-    assert optimizer.step(closure) == (before[0].sum() + before[1].sum()).square()
-    assert calls == [True]
-    optimizer.zero_grad()
-    assert a.grad is None
-    assert vector.grad is None
-
-
 @pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_beside_a_gradient_that_is_not_finite_steps_are_as_ever(dtype, nesterov):
     params, others = parameters((4, 4), (5, 4), dtype=dtype), parameters((4, 4), (5, 4), dtype=dtype)

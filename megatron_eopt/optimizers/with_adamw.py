@@ -74,6 +74,9 @@ class JoinedGroups(list[Group]):
         """Refuse a group, which neither optimizer would have."""
         raise TypeError("param_groups joins the groups of two optimizers: add a group by add_param_group()")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)  # whose items a copy appends
+
 
 class Muon(Optimizer):
     """Muon for matrices, AdamW for the rest: one torch optimizer.

@@ -120,6 +120,7 @@ def test_add_param_group_adds_matrices():
     assert [group["params"] for group in optimizer.param_groups] == [[a], [vector], [b], [later]]
     with pytest.raises(TypeError, match=r"add a group by add_param_group\(\)"):
         optimizer.param_groups.append({"params": parameters((2, 2))})
+    assert [group["lr"] for group in copy.deepcopy(optimizer.param_groups)] == [0.02, 0.01, 0.5, 0.02]
     before = values(params)
     run(optimizer, params, gradients(params, 1))
     assert all((p.detach() != old).all() for p, old in zip(params, before, strict=True))

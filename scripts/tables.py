@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from state_bytes import DATA, bytes_rows, share_rows
+from state_bytes import DATA, bytes_rows, share_rows  # which finds scripts/bench
 from support_matrix import RELEASES, support_matrix
 
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
@@ -30,7 +29,7 @@ from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, settings_of
 from megatron_eopt.settings.records import BOUNDS, CAUTION, MOMENTUM, SCALE, SECOND_MOMENT, names_of
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+from pages import DOCS, between, markdown, replaced  # isort: skip
 
 MEANINGS = {
     "optimizer": "what updates the parameter: adam, sgd or a registered name",
@@ -81,10 +80,8 @@ def all_state(row: OptimizerSpec) -> list[StateTensor]:
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
-    lines = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in (head, *rows))
-    first, *rest = lines
-    return "\n".join((first, "|---" * len(head) + "|", *rest))
+    """A table in Markdown, whose empty cells are a blank."""
+    return markdown(head, list(map(tuple, rows))).replace("  |", " |")
 
 
 def code(names: Iterable[str]) -> str:
@@ -391,7 +388,7 @@ def _bytes_of(row: OptimizerSpec) -> str:
 
 def costs() -> str:
     """What each optimizer keeps, and what was measured of it: the figures of the comparison, beside Adam's."""
-    _, figures, _ = parts("compare.md", (DOCS / "compare.md").read_text(encoding="utf-8"), "figures")
+    figures = between((DOCS / "compare.md").read_text(encoding="utf-8"), "figures")
     head, *lines = (line.strip("| ").split(" | ") for line in figures.splitlines() if line.startswith("| "))
     measured = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
     kept = {"adam": ADAM_BYTES} | {row.name: _bytes_of(row) for row in OPTIMIZERS.values()}
@@ -430,22 +427,8 @@ def made(page: str) -> str:
         return flags() + "\n"
     text = (DOCS / page).read_text(encoding="utf-8")
     for name, table_of in PAGES[page].items():
-        before, _, after = parts(page, text, name)
-        text = f"{before}\n{table_of()}\n\n{after}"
+        text = replaced(text, name, table_of())
     return text
-
-
-def parts(page: str, text: str, name: str) -> tuple[str, str, str]:
-    """The text of a page up to the mark of a table, between its marks, and from the mark of the end on.
-
-    Raises:
-        ValueError: if the page lacks the marks.
-    """
-    before, begin, rest = text.partition(f"<!-- {name} -->\n")
-    inside, end, after = rest.partition("<!-- end -->\n")
-    if not begin or not end:
-        raise ValueError(f"docs/{page}: expected '<!-- {name} -->', and '<!-- end -->' behind it, each on a line")
-    return before + begin, inside, end + after
 
 
 def main() -> None:

@@ -8,10 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.products import Products
-from megatron_eopt.parallel import agreement
-from megatron_eopt.parallel.rates import DEFAULT_RATES
 from megatron_eopt.parallel.watched import Watched
-from tests.optimizers.test_fake_cuda import HostWaits
 from tests.optimizers.test_program import Names
 
 CUDA = torch.device("cuda:1")
@@ -59,14 +56,6 @@ def test_a_kernel_is_timed_until_the_device_is_done(monkeypatch):
     assert timing.seconds(lambda: runs.append(1), CUDA) == 1.0 / timing._RUNS
     assert len(runs) == timing._RUNS * (timing._ROUNDS + 1)
     assert waited == [CUDA] * (timing._ROUNDS + 1)
-
-
-def test_rates_of_a_gpu_are_those_of_large_products(monkeypatch):
-    monkeypatch.setattr(agreement, "seconds", lambda run, device: (run(), 1e-3)[1])
-    with FakeTensorMode(), Names() as names, HostWaits():
-        rates = agreement.measured_rates({}, torch.device("cuda"), torch.bfloat16)
-    assert "aten.mm.default" in names.found
-    assert (rates.bytes, rates.latency) == (DEFAULT_RATES.bytes, DEFAULT_RATES.latency)
 
 
 def test_what_tensor_cores_round_is_made_symmetric():

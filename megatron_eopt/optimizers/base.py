@@ -2,10 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy, deepcopy
-from dataclasses import asdict, replace
+from copy import deepcopy
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -66,12 +66,10 @@ from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, set
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
 
-# Settings of a group without which a resumed run is not bit-equal: kernels, and the rates of the plan.
+# Settings of a group without which a resumed run is not bit-equal.
 KERNEL = "symmetric_products"
 STEP_KERNELS = "step_kernels"
-RATES = "plan_rates"
-# What a state has in place of those that no step has decided yet: each value that DCP saves has a key of its own.
-UNDECIDED: Mapping[str, Any] = {KERNEL: None, STEP_KERNELS: None, RATES: dict.fromkeys(asdict(DEFAULT_RATES))}
+DECIDED_BY_STEPS = {KERNEL, STEP_KERNELS}  # None in a state until a step has decided
 SIMPLE = (str, int, float, bool, type(None))  # types of values that are compared as they are
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
@@ -111,7 +109,7 @@ class BaseOptimizer(Optimizer):
     is_qkv_fn: Callable[[Tensor], bool] | None = fixed("is_qkv_fn")
     qkv_split_shapes: Sequence[int] | None = fixed("qkv_split_shapes")
     tp_mode: TpMode = fixed("tp_mode", "duplicated")
-    plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
+    plan_rates: Rates = DEFAULT_RATES
     symmetric_products: str | None = None
     workspace: int = 2**31
     offload_fraction: float = 0.0  # of the state that has the shape of its parameter: the share in host memory
@@ -435,8 +433,8 @@ class BaseOptimizer(Optimizer):
         ``torch.distributed.checkpoint`` loads and broadcasts only what a state has a key for.
         """
         for group in groups:
-            for key in self.carried_settings & UNDECIDED.keys() - group.keys():
-                group[key] = copy(UNDECIDED[key])
+            for key in self.carried_settings & DECIDED_BY_STEPS:
+                group.setdefault(key, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; groups keep settings that it lacks.
@@ -480,8 +478,10 @@ class BaseOptimizer(Optimizer):
         needed = self.defaults.keys() | self.settings_of_groups().keys() | self.carried_settings
         groups = []
         for of_state, own in zip(saved, self.param_groups, strict=True):
-            undecided = [key for key in UNDECIDED.keys() & of_state.keys() if of_state[key] == UNDECIDED[key]]
-            group = {key: value for key, value in of_state.items() if key not in undecided}
+            group = {}
+            for key, value in of_state.items():
+                if value is not None or key not in DECIDED_BY_STEPS:
+                    group[key] = value
             of_groups.rename(name, group, self.defaults)
             for key in needed & own.keys():
                 group.setdefault(key, own[key])
@@ -508,15 +508,12 @@ class BaseOptimizer(Optimizer):
         settings = of_groups.by_parameter(self.param_groups, keys, beside, self.users_settings)
         named = zip(self._names(), parameters, strict=True)
         described = [replace(self._described(name, p), settings=settings[p]) for name, p in named]
-        known = self.param_groups[0].get(RATES)
-        rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
-        used = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if self.offload_fraction]
         state = max(of_entries, default=0)
         kept = state + (4 if self.keeps_momenta else 0)
         workspace = Workspace(bytes=self.workspace, kept=kept, state=state)
-        return Engine(described, device, self.tp_mode, used, workspace)
+        return Engine(described, device, self.tp_mode, self.plan_rates, workspace)
 
     def kernel_products(self) -> KernelProducts:
         """What :meth:`prepare` will choose the kernel for."""
@@ -558,7 +555,7 @@ class BaseOptimizer(Optimizer):
         return session.engine
 
     def _agree_on(self, engine: Engine) -> None:
-        """Compare the plan with that of the other ranks; groups keep the kernel and the rates."""
+        """Compare the plan with that of the other ranks; groups keep the kernel."""
         try:
             kernel = self._agreed_kernel(engine)
         except CollectiveError as error:
@@ -568,8 +565,6 @@ class BaseOptimizer(Optimizer):
             return
         for group in self.param_groups:
             group[KERNEL] = kernel
-            if RATES in self.carried_settings:
-                group[RATES] = asdict(engine.rates)
 
     def _agreed_kernel(self, engine: Engine) -> str | None:
         """Agree on a plan, and on the kernel that it needs."""

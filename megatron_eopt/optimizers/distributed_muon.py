@@ -42,6 +42,7 @@ from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
 from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.values import process_group_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class DistributedMuon(StackedOptimizer):
         compute_ranks: parameter -> the rank of the group that computes its update and keeps its momentum.
 
     Raises:
-        TypeError: if ``nesterov`` is no bool.
+        TypeError: for a setting of another type.
         ValueError: for a setting out of its range, and for a parameter of fewer than two dimensions or that is a shard.
 
     [1] https://kellerjordan.github.io/posts/muon/, as in the speedruns of modded-nanogpt.
@@ -102,7 +103,7 @@ class DistributedMuon(StackedOptimizer):
 
     own_settings = (
         Setting("ns_steps"),
-        Setting("process_group", whole=True),
+        Setting("process_group", check=process_group_or_none, whole=True),
         Setting("collective_state_dict", whole=True),
     )
     carried_settings = frozenset({KERNEL})
@@ -131,12 +132,12 @@ class DistributedMuon(StackedOptimizer):
     ) -> None:
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
+        super().__init__(params, locals())
         self.rank = 0
         self.ranks = 1
         if process_group is not None:
             self.rank = process_group.rank()
             self.ranks = process_group.size()
-        super().__init__(params, locals())
         if collective_state_dict is None and self.ranks > 1 and self.rank == 0:
             logger.warning(
                 f"{type(self).__name__}: each of {self.ranks} ranks keeps the momenta of its own matrices, so "

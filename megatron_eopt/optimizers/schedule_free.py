@@ -211,7 +211,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         """Load a state and its mode, KempnerForge's too."""
         check_state_dict(type(self).__name__, state_dict)
         state_dict = from_kempnerforge(state_dict)
-        saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
+        saved_groups = [{TRAIN_MODE: True, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}
         before = [group[TRAIN_MODE] for group in self.param_groups]
         for group, saved in zip(self.param_groups, saved_groups, strict=False):
@@ -222,16 +222,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
             for group, mode in zip(self.param_groups, before, strict=True):
                 group[TRAIN_MODE] = mode
             raise
-        # states of earlier releases have the steps of each parameter alone
-        counts = [group[COUNT] for group in self.param_groups]
         for parameter in self._parameters():
-            state = self.state.get(parameter, {})
-            if SCHEDULE in state:
-                counts.append(state[SCHEDULE][0].item())
             if X not in {tensor.key for tensor in self.state_tensors(parameter)}:
-                state.pop(X, None)
-        for group in self.param_groups:
-            group[COUNT] = int(max(counts))
+                self.state.get(parameter, {}).pop(X, None)
         self._begun = None
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:

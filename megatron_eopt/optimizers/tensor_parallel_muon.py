@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports, second_moment
-from megatron_eopt.optimizers.base import KERNEL, RATES, STEP_KERNELS, BaseOptimizer, fixed
+from megatron_eopt.optimizers.base import KERNEL, STEP_KERNELS, BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.loaded_state import check_writer
 from megatron_eopt.optimizers.muon import muon
@@ -82,7 +82,7 @@ class Execution(TypedDict, total=False):
     update_ratio: float
     cuda_graphs: bool
     data_parallel_group: ProcessGroup | None
-    plan_rates: Rates | Literal["measure"]
+    plan_rates: Rates
     symmetric_products: str | None
     workspace: int
     offload_fraction: float
@@ -149,7 +149,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             matrices. Those that ``tp`` cuts are shared only where ``pg_collection.tp_dp_cp`` has the ranks of both
             groups, with ``tp_mode`` ``owner``, or ``auto`` if predicted to be faster. Matrices of experts are not
             shared.
-        plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
+        plan_rates: of the cost model of ``auto``.
         symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
             default that of the checkpoint, else the fastest that serves here.
         cuda_graphs: capture the third step as a CUDA graph and replay it; only where no parameter is sharded.
@@ -195,7 +195,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     """
 
     group_keys: ClassVar[tuple[str, ...]] = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD)
-    carried_settings = frozenset({KERNEL, RATES, STEP_KERNELS, MOMENTUM_STEPS})
+    carried_settings = frozenset({KERNEL, STEP_KERNELS, MOMENTUM_STEPS})
     split_lengths = (3, 4)
     momentum_key = "momentum"
     nesterov_key = "nesterov"
@@ -233,7 +233,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         tp_mode: TpMode = "duplicated",
         cuda_graphs: bool = False,
         data_parallel_group: ProcessGroup | None = None,
-        plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
+        plan_rates: Rates = DEFAULT_RATES,
         symmetric_products: str | None = None,
         weight_decay_method: DecayMethod | None = None,
         workspace: int = 2**31,

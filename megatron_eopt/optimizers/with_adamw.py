@@ -12,7 +12,6 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.earlier_layout import as_now
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.loaded_state import (
     check_loaded,
@@ -68,6 +67,17 @@ class JoinedState(State):
         return len(self.matrices) + len(self.rest)
 
 
+class JoinedGroups(list[Group]):
+    """The groups of two optimizers, made anew whenever they are read."""
+
+    def append(self, group: Group) -> None:
+        """Refuse a group, which neither optimizer would have."""
+        raise TypeError("param_groups joins the groups of two optimizers: add a group by add_param_group()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)  # whose items a copy appends
+
+
 class Muon(Optimizer):
     """Muon for matrices, AdamW for the rest: one torch optimizer.
 
@@ -119,7 +129,7 @@ class Muon(Optimizer):
         adamw: ``torch.optim.AdamW``; None where it has no parameters.
 
     Raises:
-        TypeError: for an unknown argument, with the nearest one.
+        TypeError: for an unknown argument, with the nearest one, and for a tensor in place of a list.
         ValueError: for a setting out of its range, one of ``muon_params`` with fewer than two dimensions, no matrices
             at all, a parameter that is in both, or a DTensor of which a rank holds several separate parts.
 
@@ -151,6 +161,9 @@ class Muon(Optimizer):
         taken = {**inspect.signature(Muon).parameters, **settings_of(HeavyBallMuon)}
         known = [name for name in taken if name not in ("muon_settings", "num_ns_steps")]
         check_named(type(self).__name__, muon_settings, known)
+        for name, params in (("muon_params", muon_params), ("adam_params", adam_params)):
+            if isinstance(params, Tensor):
+                raise TypeError(f"{name} must be a list of parameters or of groups, got one tensor: pass [tensor]")
         muon = HeavyBallMuon(
             muon_params,
             ns_steps,
@@ -228,11 +241,8 @@ class Muon(Optimizer):
     def param_groups(self) -> list[Group]:  # type: ignore[override]
         """Groups of the matrices, those of AdamW, and those that were added."""
         of_matrices = self.matrices.param_groups
-        return [
-            *of_matrices[: self._groups_at_first],
-            *self._adam_groups,
-            *of_matrices[self._groups_at_first :],
-        ]
+        first = self._groups_at_first
+        return JoinedGroups([*of_matrices[:first], *self._adam_groups, *of_matrices[first:]])
 
     @property
     def _adam_groups(self) -> list[Group]:
@@ -374,7 +384,7 @@ class Muon(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        of_matrices, of_adamw = _apart(as_now(state_dict, self._adam_groups, self._called))
+        of_matrices, of_adamw = _apart(_of_kempnerforge(state_dict) if "_adam_state" in state_dict else state_dict)
         check_writer(type(self.matrices), of_matrices)
         self._check_adamw(of_adamw)
         self.matrices.load_state_dict(of_matrices)
@@ -431,6 +441,19 @@ def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> Ad
         return None
     adamw = AdamW(params, **settings)
     return adamw if any(group["params"] for group in adamw.param_groups) else None
+
+
+def _of_kempnerforge(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of KempnerForge's Muon, which has one of AdamW's inside, as ours."""
+    of_adamw = state_dict["_adam_state"]
+    state = dict(state_dict["state"])
+    for index, x in of_adamw["state"].items():
+        state[f"adamw.{index}"] = x
+    groups = list(state_dict["param_groups"])
+    for group in of_adamw["param_groups"]:
+        rates = {ADAM_LR: state_dict["_initial_adam_lr"], ADAM_LR_AT: state_dict["_initial_lr"]}
+        groups.append({**group, **rates, "params": [f"adamw.{index}" for index in group["params"]]})
+    return {"state": state, "param_groups": groups}
 
 
 def _apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

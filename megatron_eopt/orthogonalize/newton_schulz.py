@@ -17,7 +17,6 @@ from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
     gram_dtype,
     product_dtype,
-    validate_matmul_precision,
 )
 from megatron_eopt.orthogonalize.products import Products, default_products
 
@@ -40,7 +39,7 @@ class NewtonSchulz:
     products: Products | None = None
 
     def __post_init__(self) -> None:
-        validate_matmul_precision(self.fp32_matmul_prec)
+        check_choice("fp32_matmul_prec", self.fp32_matmul_prec, get_args(MatmulPrecision))
         if not isinstance(self.coefficient_type, str):
             whole = get_coefficients(self.coefficient_type, set_length(self.coefficient_type))
             object.__setattr__(self, "coefficient_type", whole)  # a tuple, which is hashable

@@ -2,18 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
-from megatron_eopt.orthogonalize.choices import check_choice
-
 MatmulPrecision = Literal["low", "medium", "high", "highest"]
-
-
-def validate_matmul_precision(precision: str) -> None:
-    """Raise ``ValueError`` for an unknown precision, naming the known ones."""
-    check_choice("fp32_matmul_prec", precision, get_args(MatmulPrecision))
 
 
 def product_dtype(dtype: torch.dtype, precision: MatmulPrecision) -> torch.dtype:

@@ -8,11 +8,6 @@ from megatron_eopt.orthogonalize.choices import check_choice
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 
-def validate_scale_mode(mode: str) -> None:
-    """Raise ``ValueError`` for an unknown mode, naming the known ones."""
-    check_choice("scale mode", mode, get_args(ScaleMode))
-
-
 def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
     """Factor from an orthogonal factor to a Muon update.
 
@@ -37,7 +32,7 @@ def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
     [2] Bernstein, Deriving Muon (2025), https://jeremybernste.in/writing/deriving-muon.
     [3] Jordan et al., Muon (2024), https://kellerjordan.github.io/posts/muon/.
     """
-    validate_scale_mode(mode)
+    check_choice("scale mode", mode, get_args(ScaleMode))
     if 0 in (rows, cols):
         return 1.0
     if mode == "spectral":

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from itertools import zip_longest
@@ -19,11 +18,9 @@ from torch.distributed import ProcessGroup
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import Shapes, choose
 from megatron_eopt.orthogonalize.products import Fp32Precision
-from megatron_eopt.orthogonalize.timing import seconds
 from megatron_eopt.parallel.checksum import checksum
-from megatron_eopt.parallel.collectives import all_gather, all_reduce, gather_numbers, lowest, values_of
+from megatron_eopt.parallel.collectives import gather_numbers, lowest, values_of
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
-from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Plan
 
 logger = logging.getLogger(__name__)
@@ -221,46 +218,3 @@ def in_turns[T](compute: Callable[[], T], groups: Groups) -> T:
     finally:
         lowest_of_all(told, groups)
     return cast(T, found) if first else compute()
-
-
-def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> Rates:
-    """The slowest rank's rates; the default's for exchanges without groups.
-
-    An error on one rank, such as out of memory, is a ``RuntimeError`` on all.
-    """
-    rows = 4096 if device.type == "cuda" else 1024
-    flops = 0.0
-    reason = None
-    try:
-        x = torch.randn(rows, rows, device=device).to(dtype)
-        flops = 2 * rows**3 / seconds(lambda: x @ x, device)
-        flag = torch.zeros(1, device=device)
-        sent = torch.zeros(_SENT_BYTES // 4, device=device)
-        for group in groups.values():  # memory of an all-gather: without it, the others would wait for this rank there
-            sent.new_empty(group.size(), sent.numel())
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        torch.cuda.empty_cache()  # of what had no room
-    if not lowest_of_all(torch.tensor([reason is None]).int(), groups):
-        raise RuntimeError(
-            f"rates cannot be measured: {reason or 'it fails on another rank'}. Leave room for it, or give rates "
-            f"(plan_rates) in place of 'measure'"
-        )
-    bandwidth = float("inf")
-    calls = float("inf")  # a second
-    for group in groups.values():
-        latency, bandwidth_here = _of_exchanges(flag, sent, group)
-        bandwidth = min(bandwidth, bandwidth_here)
-        calls = min(calls, 1 / latency)
-    slowest = torch.tensor([flops, bandwidth, calls], dtype=torch.float64, device=device)
-    flops, bandwidth, calls = lowest_of_all(slowest, groups).tolist()
-    if not groups:
-        return replace(DEFAULT_RATES, flops=flops)
-    return Rates(flops=flops, bytes=bandwidth, latency=1 / calls)
-
-
-def _of_exchanges(flag: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[float, float]:
-    """Seconds of a small collective, and bytes sent a second in a large one."""
-    latency = seconds(lambda: all_reduce(flag, group).wait(), flag.device)
-    gathered = seconds(lambda: all_gather(sent, group).wait(), flag.device)
-    return latency, (group.size() - 1) * sent.nbytes / max(gathered - latency, 1e-9)

@@ -131,11 +131,6 @@ class Compiler:
             itemsize=itemsize,
         )
 
-    def product_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the products of the standard form."""
-        precision = next(iter(self.iterations.values())).fp32_matmul_prec
-        return [product_dtype(dtype, precision) for dtype in sorted(set(self._dtypes), key=str)]
-
     def stacks(self, plan: Plan) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
         """Shapes, dtypes, device and fp32 precision of a kernel's products.
 
@@ -154,8 +149,10 @@ class Compiler:
                 count = max(Counter(bucket.compute_ranks).values())
             if 0 not in shape:
                 stacks.add((count, *shape) if count > 1 else shape)
+        precision = next(iter(self.iterations.values())).fp32_matmul_prec
         dtypes = dict[torch.dtype, None]()
-        for product in self.product_dtypes():
+        for dtype in sorted(set(self._dtypes), key=str):
+            product = product_dtype(dtype, precision)  # of the standard form
             dtypes[product] = None
             of_gram = gram_dtype(product, self._device)
             if of_gram is not None:

@@ -22,7 +22,6 @@ from megatron_eopt.parallel.agreement import (
     check_same_on_replicas,
     groups_by_label,
     lowest_of_all,
-    measured_rates,
     times_kernels,
 )
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
@@ -46,9 +45,9 @@ _MOST_PLANS = 1024  # kept, one for each set of parameters with gradients
 class Engine:
     """Parameters, their groups of ranks, and the plan.
 
-    If ``rates`` are None, all ranks measure them together. They :meth:`prepare` it together; then it is frozen. The
-    ``parameters`` are in the same order on every rank; ``device`` is that of the updates. Raises ``ValueError`` for two
-    groups of one name, shards that do not make up a matrix, and layouts with and without an iteration.
+    All ranks :meth:`prepare` it together; then it is frozen. The ``parameters`` are in the same order on every rank;
+    ``device`` is that of the updates. Raises ``ValueError`` for two groups of one name, shards that do not make up a
+    matrix, and layouts with and without an iteration.
 
     Attributes:
         groups: of ranks, by label.
@@ -65,7 +64,7 @@ class Engine:
         parameters: Sequence[ParamSpec],
         device: torch.device,
         tp_mode: TpMode = "duplicated",
-        rates: Rates | None = DEFAULT_RATES,
+        rates: Rates = DEFAULT_RATES,
         workspace: Workspace = DEFAULT_WORKSPACE,
     ) -> None:
         self.device = device
@@ -97,7 +96,7 @@ class Engine:
                 matrix = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
             self.matrices[i] += (matrix,)
         self.works = self._compiler.works()
-        self.rates = rates or measured_rates(self.groups, device, self._compiler.product_dtypes()[0])
+        self.rates = rates
         self.plan = Plan(tuple(planned), ())
         self._room = workspace.for_chunks(0)
         if self.works:

@@ -34,11 +34,6 @@ SHARED_PARTS = 4  # of a bucket, so that the first results leave before all are 
 Option = tuple[Bucket, ...]  # a way to serve equal matrices, without compute ranks
 
 
-def validate_tp_mode(tp_mode: str) -> None:
-    """Raise ``ValueError`` for an unknown mode."""
-    check_choice("tp_mode", tp_mode, get_args(TpMode))
-
-
 def make_plan(
     matrices: Iterable[Matrix],
     mode: TpMode,
@@ -80,7 +75,7 @@ def make_plan(
     are labels of groups whose whole matrices are shared out. Raises ``ValueError`` for an unknown mode, two matrices of
     one name, shards that do not tile copies of their matrix, and groups of different sizes under one label.
     """
-    validate_tp_mode(mode)
+    check_choice("tp_mode", mode, get_args(TpMode))
     draft = Plan(tuple(matrices), ())
     _check(draft.matrices)
     if parameters is None:

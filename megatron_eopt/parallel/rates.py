@@ -1,9 +1,7 @@
 """How fast a rank is taken to work; without torch, as commands say it in their help."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +17,6 @@ class Rates:
             number = type(value) in (int, float) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and name != "latency"):
                 raise ValueError(f"rate {name!r} must be a positive number (a latency may be 0), got {value!r}")
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> "Rates":
-        """A checkpoint's rates; ``ValueError`` for other keys or values."""
-        known = {field.name for field in fields(cls)}
-        if set(state) != known:
-            raise ValueError(f"rates have the keys {', '.join(sorted(known))}, got {', '.join(sorted(state))}")
-        return cls(**state)
 
 
 DEFAULT_RATES = Rates()

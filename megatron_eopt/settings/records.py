@@ -83,8 +83,8 @@ class Setting:
 
 
 def _check_rates(called: str, value: Any) -> None:
-    if not isinstance(value, Rates) and value != "measure":
-        raise ValueError(f"{called} are Rates or 'measure', got {value!r}")
+    if not isinstance(value, Rates):
+        raise ValueError(f"{called} must be megatron_eopt.parallel.rates.Rates, got {value!r}")
 
 
 def _check_momentum_dtype(called: str, value: Any) -> None:

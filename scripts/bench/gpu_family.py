@@ -1,18 +1,17 @@
 """The part of ``make gpu`` on whole steps: every optimizer beside its peers, in time and in memory."""
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from gpu_optimizers import GPTS, METHODS, TINY_GPT, peak_of
+from gpu_optimizers import GPTS, METHODS, TINY_GPT, parameters_of, peak_of
 from gpu_products import WORK
 from gpu_verdicts import Run, in_a_row, needs, of_host, wait
 from model_matrices import dealt_matrices
 from model_sizes import Model, Parallel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import DeviceType
 
 from megatron_eopt import TensorParallelMuon
@@ -121,8 +120,7 @@ def family(run: Run) -> None:
         shapes = models[model]
         for name, (build, precision) in contestants.items():
             label = f"{model}: {name}"
-            if time.monotonic() > run.until - SECONDS_OF_ONE:
-                run.judge(label, None, "", reason="no time was left")
+            if not run.has_time(label, SECONDS_OF_ONE):
                 continue
             with run.check(label):
                 found = run.figures[label] = measured(build, shapes, run)
@@ -138,7 +136,7 @@ def shapes_of(sizes: Model) -> list[Shape]:
 
 def measured(build: Build, shapes: Sequence[Shape], run: Run) -> dict[str, float]:
     """Milliseconds of a step and of the host in it, and GiB of state and of the step's peak beside it."""
-    parameters = parameters_of(shapes, run)
+    parameters = parameters_of(shapes, run.device)
     before = allocated(run)
     optimizer = build(parameters)
     seconds = in_a_row(optimizer.step, 2, run.device)
@@ -155,16 +153,6 @@ def measured(build: Build, shapes: Sequence[Shape], run: Run) -> dict[str, float
     return found
 
 
-def parameters_of(shapes: Sequence[Shape], run: Run) -> list[nn.Parameter]:
-    """Parameters with gradients, the same in every call."""
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, device=run.device)) for shape in shapes]
-    for p in parameters:
-        p.grad = torch.randn_like(p)
-    wait(run.device)
-    return parameters
-
-
 def free(run: Run) -> None:
     """Give back what nobody refers to."""
     gc.collect()
@@ -178,8 +166,7 @@ def profile(run: Run) -> None:
     rows = muons(run) | others()
     for name in PROFILED:
         label = f"{model}: {name}"
-        if time.monotonic() > run.until - SECONDS_OF_ONE:
-            run.judge(label, None, "", reason="no time was left")
+        if not run.has_time(label, SECONDS_OF_ONE):
             continue
         with run.check(label):
             kernels = kernels_of(rows[name][0], shapes_of(sizes), run)
@@ -199,7 +186,7 @@ class Kernel(NamedTuple):
 
 def kernels_of(build: Build, shapes: Sequence[Shape], run: Run) -> list[Kernel]:
     """The kernels of a step, the longest first; without a GPU the operations of the CPU."""
-    optimizer = build(parameters_of(shapes, run))
+    optimizer = build(parameters_of(shapes, run.device))
     in_a_row(optimizer.step, 3, run.device)
     with torch.profiler.profile() as profiled:
         for _ in range(PROFILED_STEPS):

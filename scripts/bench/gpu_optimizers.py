@@ -226,12 +226,20 @@ def steps(run: Run) -> None:
 
 def muon_of(shapes: Sequence[Shape], device: torch.device, **settings: Any) -> TensorParallelMuon:
     """Muon, with gradients; the same parameters in every call."""
+    parameters = parameters_of(shapes, device)
+    for p in parameters:
+        p.tensor_model_parallel, p.partition_dim = "pg_collection" in settings, 0  # type: ignore[attr-defined]
+    return TensorParallelMuon(parameters, lr=1e-4, momentum=0.95, nesterov=True, weight_decay=0.1, **settings)
+
+
+def parameters_of(shapes: Sequence[Shape], device: torch.device) -> list[nn.Parameter]:
+    """Parameters with gradients, the same in every call."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     for p in parameters:
         p.grad = torch.randn_like(p)
-        p.tensor_model_parallel, p.partition_dim = "pg_collection" in settings, 0  # type: ignore[attr-defined]
-    return TensorParallelMuon(parameters, lr=1e-4, momentum=0.95, nesterov=True, weight_decay=0.1, **settings)
+    wait(device)
+    return parameters
 
 
 def limit(shapes: Sequence[Shape], rates: Rates) -> float:

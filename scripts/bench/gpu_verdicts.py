@@ -97,6 +97,13 @@ class Run:
         dry = of_gpu and (self.tiny or not self.on_gpu)
         self.judge(name, None if dry else holds, bound, value, "a dry run: the figure says nothing" if dry else "")
 
+    def has_time(self, name: str, seconds: float) -> bool:
+        """Whether so much is left; else the check is skipped."""
+        left = time.monotonic() < self.until - seconds
+        if not left:
+            self.judge(name, None, "", reason="no time was left")
+        return left
+
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
         """An error inside is the failure of this check, and not the end of the part; a missing package skips it."""

@@ -7,6 +7,8 @@ import torch
 
 from megatron_eopt import OrthogonalizedOptimizer, TensorParallelMuon
 from megatron_eopt.orthogonalize import get_coefficients
+from tests.plain.made import newton_schulz
+from tests.plain.made import run as run
 
 LR, BETA, DECAY = 0.1, 0.8, 0.3
 SHAPES = [(6, 4), (12, 4), (3, 5)]
@@ -23,13 +25,6 @@ def gradients(shapes=SHAPES, steps=3, seed=1, dtype=torch.float64):
     return [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(steps)]
 
 
-def run(opt, params, steps):
-    for of_step in steps:
-        for p, g in zip(params, of_step, strict=True):
-            p.grad = g.clone()
-        opt.step()
-
-
 def polar(x):
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
     return u @ vh
@@ -41,11 +36,7 @@ def scale(rows, cols):
 
 def iterated(x, steps=5, kind="quintic"):
     """Newton-Schulz on one matrix, in its dtype."""
-    x = x / x.norm()
-    for a, b, c in get_coefficients(kind, steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
+    return newton_schulz(x, get_coefficients(kind, steps))
 
 
 def spectral(rows, cols):

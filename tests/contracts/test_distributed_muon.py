@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_ranks_step_as_one_process_and_share_the_momenta(world_size, settings):
     groups=st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=25), max_size=3),
 )
 def test_no_rank_has_more_than_its_share_and_one_matrix(ranks, groups):
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
+    group = dist.ProcessGroup(0, ranks)
     made = [[nn.Parameter(torch.empty(shape)) for shape in shapes] for shapes in groups if shapes]
     first = {}
     for number in range(len(made)):  # a group that is added changes no compute rank

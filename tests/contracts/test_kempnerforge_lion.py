@@ -1,24 +1,16 @@
 """KempnerForge's Lion, as its users call it: its steps and its state dicts."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_eopt import Lion
+from tests.optimizers import several
+from tests.optimizers.several import run as steps
 
-SHAPES = [(6, 4), (5,), (2, 3, 4)]
-
-
-def parameters():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-
-
-def set_gradients(params, step):
-    for index, p in enumerate(params):
-        generator = torch.Generator().manual_seed(100 * step + index)
-        p.grad = torch.randn(p.shape, generator=generator)
+parameters = partial(several.parameters, [(6, 4), (5,), (2, 3, 4)])
 
 
 class Original:
@@ -37,12 +29,6 @@ class Original:
 
     def state_dict(self):
         return {"state": {i: {"exp_avg": m} for i, m in enumerate(self.momenta)}, "param_groups": [self.group]}
-
-
-def steps(optimizer, params, numbers):
-    for step in numbers:
-        set_gradients(params, step)
-        optimizer.step()
 
 
 def assert_close(params, others):

@@ -38,13 +38,15 @@ def of_torch(steps, **settings):
     return changes(params, torch.optim.Muon(params, **{**SETTINGS, **settings}), steps)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust_lr_fn", SCALES)
-def test_the_steps_agree(adjust_lr_fn):
+def test_the_steps_agree(adjust_lr_fn, nesterov):
     for count in (1, 5):
         params = parameters(*SHAPES)
         steps = gradients(params, count)
-        ours = TensorParallelMuon(params, coefficient_type="simple", **SETTINGS, **SCALES[adjust_lr_fn])
-        assert_near(changes(params, ours, steps), of_torch(steps, adjust_lr_fn=adjust_lr_fn))
+        same = {**SETTINGS, "nesterov": nesterov}
+        ours = TensorParallelMuon(params, coefficient_type="simple", **same, **SCALES[adjust_lr_fn])
+        assert_near(changes(params, ours, steps), of_torch(steps, adjust_lr_fn=adjust_lr_fn, nesterov=nesterov))
 
 
 def test_coefficients_are_a_list_of_triples():

@@ -3,7 +3,6 @@
 import os
 import time
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch.multiprocessing as mp
 from megatron_eopt.matrices import Part, Split
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import collectives
-from megatron_eopt.parallel.agreement import measured_rates
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.engine import Engine
@@ -312,32 +310,8 @@ def test_ranks_that_differ_are_refused(of_two):
         assert all("the optimizer's plan differs between ranks 0 and 1 of group 'tp'" in each for each in messages)
 
 
-def without_memory(rank, ranks):
-    """What each rank says where rates are measured and rank 1 has no memory for the matrix, or for what is sent."""
-
-    def none_left(*args, **kwargs):
-        raise torch.OutOfMemoryError("no memory")
-
-    groups, messages = {"world": dist.group.WORLD}, []
-    for name in ("randn", "zeros"):
-        with mock.patch.object(torch, name, none_left if rank == 1 else getattr(torch, name)):
-            try:
-                measured_rates(groups, CPU, F32)
-            except RuntimeError as error:
-                messages.append(str(error))
-    assert measured_rates(groups, CPU, F32).flops > 0
-    return messages
-
-
-def test_all_ranks_are_told_where_one_cannot_measure_rates(of_two):
-    first, second = of_two[without_memory.__name__]
-    for message, other in zip(first, second, strict=True):
-        assert message.startswith("rates cannot be measured: it fails on another rank. ")
-        assert other.startswith("rates cannot be measured: OutOfMemoryError: no memory. ")
-
-
 def on_two(rank, ranks):
-    several = (waits_and_starts, with_and_without_layout, blockwise, differing, without_memory)
+    several = (waits_and_starts, with_and_without_layout, blockwise, differing)
     return {each.__name__: each(rank, ranks) for each in several}
 
 

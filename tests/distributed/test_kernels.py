@@ -23,9 +23,7 @@ from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS
-from megatron_eopt.parallel import engine
-from megatron_eopt.parallel.agreement import in_turns, lowest_of_all
-from megatron_eopt.parallel.rates import DEFAULT_RATES
+from megatron_eopt.parallel.agreement import in_turns
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import shard
 from tests.orthogonalize.test_timing import TILES, by_size, clocked, no_memory
@@ -67,19 +65,6 @@ def on_rank(rank, ranks):
         here = optimizer_of((20, 24))
         choose_kernels([here])
         found[f"steps: {case}"] = here.param_groups[0]["step_kernels"]
-    # a plan whose rates all ranks measure together is none that one rank of a node makes while the others wait
-    os.environ["LOCAL_RANK"], measure = str(rank), engine.measured_rates
-
-    def together(groups, *given):
-        lowest_of_all(torch.zeros(3), groups)
-        return DEFAULT_RATES
-
-    engine.measured_rates = together
-    measuring = optimizer_of((20, 24), plan_rates="measure", data_parallel_group=dist.group.WORLD)
-    choose_kernels([measuring])
-    found["steps: measured rates"] = measuring.param_groups[0]["step_kernels"]
-    del os.environ["LOCAL_RANK"]
-    engine.measured_rates = measure
     # of one stage of a pipeline alone
     factored = [Spectron([torch.nn.Parameter(torch.randn(24, 20))], rank=8)] if rank == 0 else []
     choose_kernels(factored)
@@ -166,7 +151,7 @@ def on_rank(rank, ranks):
 
 def test_all_ranks_of_a_run_choose_alike():
     first, second = run_ranks(on_rank, 2)
-    for case, form in (("no GPU", "torch"), ("one rank", "torch"), ("both", "triton"), ("measured rates", "triton")):
+    for case, form in (("no GPU", "torch"), ("one rank", "torch"), ("both", "triton")):
         assert first[f"steps: {case}"] == second[f"steps: {case}"] == form
     of_both, none_for_20_rows = "triton/128x32x8x4x4", "torch, triton/128x32x8x4x4 from 32"
     # by its own times rank 0 would take other tiles, and rank 1 alone finds numbers wrong

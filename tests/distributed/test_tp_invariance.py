@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_eopt import MuonHyperball, TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.parallel.rates import DEFAULT_RATES
 from tests.distributed.layouts import (
     BAD,
     LAYOUTS,
@@ -156,25 +155,9 @@ def zero(rank):
     return message_of(optimizer.step), torch.equal(half, torch.full((6, 4), float(rank)))
 
 
-def measured():
-    """The rates of two optimizers, of which the second resumes the first."""
-    optimizers = []
-    for _ in range(2):
-        p = shard(torch.ones(4, 8), 1)
-        p.grad = torch.eye(4, 8)
-        optimizers.append(TensorParallelMuon([p], pg_collection=groups_of(), tp_mode="auto", plan_rates="measure"))
-    first, second = optimizers
-    first.step()
-    second.load_state_dict(first.state_dict())
-    second.step()
-    rates = second.prepare().rates
-    assert f"modelled at {rates.flops / 1e12:.3g} TFLOP/s" in second.explain()
-    return first.prepare().rates, rates
-
-
 def differing(rank, ranks):
     said = {name: (*missing(name), without_group(name)) for name in OPTIMIZERS}
-    return said, missing_as_on_a_gpu(rank), zero(rank), measured(), of_users(), unmarked(rank)
+    return said, missing_as_on_a_gpu(rank), zero(rank), of_users(), unmarked(rank)
 
 
 def without_group(name):
@@ -206,12 +189,6 @@ def test_a_norm_is_that_of_all_shards_and_zero_is_refused(differ):
     for _, _, (message, untouched), *_ in differ:
         assert "parameter 1 of group 0, of shape (6, 4) is 0: initialize it" in message
         assert untouched
-
-
-def test_measured_rates_are_the_same_on_all_ranks_and_kept_by_a_checkpoint(differ):
-    (first, second), of_other = (rates for _, _, _, rates, *_ in differ)
-    assert (first, second) == of_other
-    assert first == second != DEFAULT_RATES
 
 
 @pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.takes("tp_mode")])

@@ -1,5 +1,4 @@
 import copy
-import logging
 
 import pytest
 import torch
@@ -25,22 +24,6 @@ def optimizer(params, **settings):
         "scale_factor_fn": lambda rows, cols: 1.0,
     }
     return OrthogonalizedOptimizer(params, **{**defaults, **settings})
-
-
-def test_qkv_parts_are_orthogonalized_and_scaled_by_themselves():
-    p, q = matrix(), matrix(seed=1)
-    q.fused = True
-    opt = optimizer(
-        [p, q],
-        split_qkv=True,
-        is_qkv_fn=lambda x: hasattr(x, "fused"),
-        qkv_split_shapes=[3, 2, 1],
-        scale_factor_fn=lambda rows, cols: float(rows),
-    )
-    update = gradient(q, 1)
-    expected = torch.cat([len(part) * newton_schulz(part) for part in update.split([3, 2, 1])])
-    torch.testing.assert_close(opt.orthogonalize(q, update), expected)
-    torch.testing.assert_close(opt.orthogonalize(p, update), 6 * newton_schulz(update))
 
 
 def test_missing_functions_mean_identity_and_scale_one_with_a_warning():
@@ -74,63 +57,12 @@ def test_further_settings_of_users_may_be_tensors_also_in_a_copy():
         torch.testing.assert_close(q.detach(), before - 0.1 * 0.1 * q.grad * mine)
 
 
-@pytest.mark.parametrize("precision", ["low", "medium", "high", "highest"])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_step_leaves_torchs_precision_as_it_was(precision, fails):
-    before = torch.get_float32_matmul_precision()
-
-    def orthogonalize_fn(x):
-        if fails:
-            raise RuntimeError("in the step")
-        return newton_schulz(x)
-
-    try:
-        for process_wide in ("highest", "high", "medium"):
-            torch.set_float32_matmul_precision(process_wide)
-            p = matrix()
-            p.grad = gradient(p, 1)
-            opt = optimizer([p], fp32_matmul_prec=precision, orthogonalize_fn=orthogonalize_fn)
-            if fails:
-                with pytest.raises(RuntimeError, match="in the step"):
-                    opt.step()
-            else:
-                opt.step()
-            assert torch.get_float32_matmul_precision() == process_wide
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def times_five(grad):
     return 5 * grad
 
 
 def three(rows, cols):
     return 3.0
-
-
-def moved(opt, p):
-    """What a step with a gradient of ones subtracts, without momentum, at a rate of 1."""
-    before = p.detach().clone()
-    p.grad = torch.ones_like(p)
-    opt.step()
-    return before - p.detach()
-
-
-@pytest.mark.parametrize("cls", [OrthogonalizedOptimizer, TensorParallelMuon])
-def test_functions_that_are_set_as_attributes_take_effect_without_a_warning(cls, caplog):
-    p = torch.nn.Parameter(torch.zeros(2, 2))
-    if cls is TensorParallelMuon:
-        opt = TensorParallelMuon([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
-    else:
-        opt = optimizer([p], lr=1.0, momentum_beta=0.0, use_nesterov=False, weight_decay=0.0)
-    with caplog.at_level(logging.WARNING):
-        opt.orthogonalize_fn = times_five
-        opt.scale_factor_fn = three
-    assert torch.equal(moved(opt, p), torch.full((2, 2), 15.0))
-    with caplog.at_level(logging.WARNING):
-        opt.scaled_orthogonalize_fn = times_five  # which decides for both
-    assert torch.equal(moved(opt, p), torch.full((2, 2), 5.0))
-    assert not caplog.messages
 
 
 @every

@@ -9,6 +9,7 @@ from megatron_eopt.megatron.arguments import amend
 from megatron_eopt.megatron.config import with_preset
 from megatron_eopt.orthogonalize import predicted_update_rms
 from megatron_eopt.settings.presets import PRESETS
+from tests.plain.made import newton_schulz
 
 SIZES = {"megatron": 1.0, "match_adamw": 0.2, "eo-0.5": 0.2, "kimi-k2": 0.2, "deepseek-v4": 0.18}
 
@@ -27,15 +28,6 @@ def test_updates_of_a_preset_have_its_size(preset, tall, wide):
     size = settings["scale_mode"], settings["extra_scale_factor"]
     assert predicted_update_rms(16, 4, *size) == pytest.approx(tall)
     assert predicted_update_rms(4, 16, *size) == pytest.approx(wide)
-
-
-def newton_schulz(x, coefficients):
-    """Of a matrix with at most as many rows as columns."""
-    x = x / x.norm()
-    for a, b, c in coefficients:
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
 
 
 JORDAN, HALLEY = (3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)

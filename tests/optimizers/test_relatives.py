@@ -246,31 +246,6 @@ def test_steps_with_a_rate_of_zero_leave_no_trace_before_the_first_and_change_mo
     assert changed == {"momentum_buffer", *(["previous_gradient"] if cls is MarsMuon else [])}
 
 
-class Mine(MarsMuon):
-    """A user's."""
-
-    fails = False
-
-    def orthogonalize(self, p, grad, **settings):
-        if self.fails:
-            raise RuntimeError("in the step")
-        return super().orthogonalize(p, grad, **settings)
-
-
-def test_an_orthogonalize_of_a_subclass_steps_and_leaves_no_trace_where_it_fails():
-    p, q = matrix(), matrix()
-    mine, plain = (cls([x], 0.05, fp32_matmul_prec="highest") for cls, x in ((Mine, p), (MarsMuon, q)))
-    run(mine, p, range(3))
-    run(plain, q, range(3))
-    torch.testing.assert_close(p, q)
-    before, kept = p.detach().clone(), copy.deepcopy(mine.state[p])
-    mine.fails = True
-    with pytest.raises(RuntimeError, match="in the step"):
-        run(mine, p, [3])
-    assert torch.equal(p, before)
-    assert all(torch.equal(mine.state[p][key], value) for key, value in kept.items())
-
-
 # Muown.
 
 

@@ -111,22 +111,3 @@ def test_a_state_that_lacks_y_is_refused_and_nothing_is_changed():
         optimizer.load_state_dict(state)
     assert optimizer.live == "y"
     run(optimizer, params, [1])
-
-
-@pytest.mark.parametrize("new", [{}, {"k": 0}], ids=["plain", "torch_dist"])  # which takes what is missing from the run
-def test_states_of_earlier_releases_that_count_the_steps_of_each_parameter_go_on(new):
-    straight, stopped = parameters(), parameters()
-    run(ScheduleFreeAdamW(straight, **SETTINGS), straight, range(8))
-    first = ScheduleFreeAdamW(stopped, **SETTINGS)
-    run(first, stopped, range(3))
-    state = copy.deepcopy(first.state_dict())
-    for group in state["param_groups"]:
-        for key in ("k", "r", "weight_lr_power", "maximize"):
-            del group[key]
-        group.update(new)
-    resumed = copy.deepcopy(stopped)
-    second = ScheduleFreeAdamW(resumed, **SETTINGS)
-    second.load_state_dict(state)
-    assert [group["k"] for group in second.param_groups] == [3]
-    run(second, resumed, range(3, 8))
-    assert all(torch.equal(p, q) for p, q in zip(resumed, straight, strict=True))

@@ -91,12 +91,13 @@ TABLE = {
     **dict.fromkeys(["relative_update", "scale_mode", "weight_norm", "weight_decay_method", "tp_mode"], choice()),
     **dict.fromkeys(["symmetric_products", "step_kernels", "fp32_matmul_prec"], choice()),
     "data_parallel_group": refused("{key} must be a process group, such as", "world", 8),
-    "plan_rates": refused("{key} are Rates or 'measure', got", "fast", None),
+    "process_group": refused("{key} must be a process group, such as", "world", 8),
+    "plan_rates": refused("{key} must be megatron_eopt.parallel.rates.Rates, got", "fast", None),
     "offload_fraction": refused("{key} must lie in [0, 1], got", -0.1, 1.5, math.nan, "1", True),
     "momentum_dtype": refused("{key} is None, for that of each", torch.float16, torch.float32, torch.int8, "bf16"),
 }
 # Functions, groups of ranks, and shapes that only splits read.
-UNCHECKED = {"is_qkv_fn", "qkv_split_shapes", "pg_collection", "process_group"}
+UNCHECKED = {"is_qkv_fn", "qkv_split_shapes", "pg_collection"}
 UNCHECKED |= {"orthogonalize_fn", "scale_factor_fn"}
 CLASSES = {name: row.cls for name, row in OPTIMIZERS.items()}
 CLASSES |= {"users_own": OrthogonalizedOptimizer, "distributed_muon": DistributedMuon}

@@ -1,6 +1,7 @@
 """Spectron's steps against its formulas, pairs of factors, what it reads on the host, and what it refuses."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -9,6 +10,22 @@ from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from tests.optimizers.field import assert_close, assert_close_in_bf16, drawn
 from tests.optimizers.several import gradients_of, run, set_gradients
 from tests.optimizers.spectrons import SHAPES, factor_steps, parameters, reference_steps, spectron
+
+
+def test_the_defaults_are_those_of_the_contract():
+    names = inspect.signature(Spectron).parameters
+    assert list(names)[:5] == ["params", "lr", "rank", "momentum_beta", "weight_decay"]
+    assert [names[name].default for name in list(names)[1:5]] == [3e-4, 64, 0.9, 0.01]
+
+
+def test_a_rate_of_zero_leaves_the_weight_as_it_was():
+    params = parameters()
+    before = copy.deepcopy(params)
+    optimizer = Spectron(params, lr=0.0, rank=4)
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
 @pytest.mark.parametrize(

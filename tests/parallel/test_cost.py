@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -167,16 +167,6 @@ def test_each_matrix_costs_what_its_iteration_does():
 def test_ranks_that_are_busy_with_different_buckets_are_busy_together():
     plan = make_plan([*some(2, (4096, 8192), 1), *some(2, (4096, 16384), 1)], "owner", WORK)
     assert plan_cost(plan, WORK).flops == whole_flops((4096, 16384), WORK)
-
-
-def test_rates_go_through_a_checkpoint():
-    rates = Rates(flops=9e14, bytes=4.5e11, latency=1e-5)
-    assert asdict(rates) == {"flops": 9e14, "bytes": 4.5e11, "latency": 1e-5}
-    assert Rates.from_state_dict(asdict(rates)) == rates
-    assert Rates.from_state_dict(asdict(DEFAULT_RATES)) == DEFAULT_RATES
-    for state in ({}, {"flops": 1.0}, {**asdict(rates), "launch": 1.0}):
-        with pytest.raises(ValueError, match="rates have the keys bytes, flops, latency, got"):
-            Rates.from_state_dict(state)
 
 
 @pytest.mark.parametrize("name", ["flops", "bytes", "latency"])

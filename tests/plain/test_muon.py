@@ -118,9 +118,19 @@ def test_add_param_group_adds_matrices():
         (1, 0.02, 5),
     ]
     assert [group["params"] for group in optimizer.param_groups] == [[a], [vector], [b], [later]]
+    with pytest.raises(TypeError, match=r"add a group by add_param_group\(\)"):
+        optimizer.param_groups.append({"params": parameters((2, 2))})
+    assert [group["lr"] for group in copy.deepcopy(optimizer.param_groups)] == [0.02, 0.01, 0.5, 0.02]
     before = values(params)
     run(optimizer, params, gradients(params, 1))
     assert all((p.detach() != old).all() for p, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["muon_params", "adam_params"])
+def test_one_tensor_in_place_of_a_list_is_refused(name):
+    a, b = parameters((4, 4), (5, 4))
+    with pytest.raises(TypeError, match=f"{name} must be a list of parameters or of groups, got one tensor"):
+        Muon(**{"muon_params": [a], "adam_params": [], name: b})
 
 
 @pytest.mark.parametrize(
@@ -166,26 +176,6 @@ def test_what_cannot_be_parameters_is_refused():
     (a,) = parameters((4, 4))
     with pytest.raises(ValueError, match="more than one parameter group"):
         Muon([a], [a])
-
-
-def test_a_closure_is_called_once_with_gradients():
-    a, vector = params = parameters((4, 4), (4,))
-    optimizer = Muon([a], [vector])
-    calls = []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        loss = (a.sum() + vector.sum()).square()
-        loss.backward()
-        return loss
-
-    before = values(params)
-    assert optimizer.step(closure) == (before[0].sum() + before[1].sum()).square()
-    assert calls == [True]
-    optimizer.zero_grad()
-    assert a.grad is None
-    assert vector.grad is None
 
 
 @pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float32, False), (torch.bfloat16, True)])

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR
 
-from megatron_eopt.optimizers.earlier_layout import EarlierLayout
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.plain.made import assert_same, gradients, parameters, run, values
 
@@ -127,53 +126,6 @@ def test_hooks_of_loading_are_called():
     assert called == [optimizer]
 
 
-def as_earlier(optimizer, names, nested=False):
-    """What a commit before had as the state dict of a Muon with one matrix and one group of AdamW."""
-    saved = copy.deepcopy(optimizer.state_dict())
-    *_, of_adamw = saved["param_groups"]
-    matrix = saved["state"][0]
-    for index, name in zip(of_adamw.pop("params"), names, strict=True):
-        of_one = saved["state"].pop(index)
-        if nested:
-            matrix.setdefault("adamw", {})[name] = of_one
-        else:
-            matrix |= {f"adamw.{name}.{key}": x for key, x in of_one.items()}
-    of_adamw |= {"initial_lr": of_adamw.pop("adam_lr"), "params": list(names)}
-    settings = {"initial_lr": of_adamw.pop("adam_lr_at"), "param_groups": (of_adamw,)}
-    saved["param_groups"][0]["adamw"] = settings
-    del saved["param_groups"][1:]
-    return saved
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_state_of_earlier_commits_loads(nested):
-    optimizer, params = named("a.weight", "b.weight")
-    saved = as_earlier(optimizer, ["a/weight", "b/weight"], nested)
-    kept = copy.deepcopy(saved)
-    copies = copy.deepcopy(params)
-    other = Muon(copies[:1], list(zip(("a.weight", "b.weight"), copies[1:], strict=True)), lr=0.1, adam_lr=0.3)
-    other.load_state_dict(saved)
-    assert_same(saved, kept)
-    for each, its in ((optimizer, params), (other, copies)):
-        for group in each.param_groups:
-            group["lr"] = 0.007
-        run(each, its, gradients(its, 2, seed=3))
-    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_torchs_checkpoints_of_earlier_commits_load(flat):
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    (model, optimizer), (other, its_optimizer) = of_a_model(), of_a_model()
-    step_of_ones(model, optimizer)
-    other.load_state_dict(model.state_dict())
-    state = get_optimizer_state_dict(model, EarlierLayout(optimizer), options=options)
-    keys = state.keys() if flat else state["state"]["0.weight"].keys()
-    assert f"{'state.0.weight.' if flat else ''}adamw.0.exp_avg" in keys
-    set_optimizer_state_dict(other, EarlierLayout(its_optimizer), copy.deepcopy(state), options=options)
-    assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-
-
 def test_loops_over_the_state_meet_tensors_alone_and_what_they_replace_is_stepped_with():
     """To the host and back, as frameworks of reinforcement learning do."""
     (optimizer, params), (other, copies), (scaled, others) = (named("a.weight", "b.weight") for _ in range(3))
@@ -212,34 +164,6 @@ def named(*names, **settings):
     optimizer = Muon([matrix], rest, **settings)
     run(optimizer, params, gradients(params, 2))
     return optimizer, params
-
-
-def test_the_state_of_earlier_commits_goes_by_names():
-    optimizer, (_, first, second) = named("a.weight", "b.weight")
-    saved = as_earlier(optimizer, ["a/weight", "b/weight"])
-    other, (_, its_second, its_first) = named("b.weight", "a.weight")
-    other.load_state_dict(copy.deepcopy(saved))
-    for p, q in ((first, its_first), (second, its_second)):
-        assert_same(optimizer.adamw.state[p], other.adamw.state[q])
-    assert not torch.equal(optimizer.adamw.state[first]["exp_avg"], optimizer.adamw.state[second]["exp_avg"])
-    third, _ = named("a.weight", "c.weight")
-    with pytest.raises(ValueError, match=r"\['a/weight', 'c/weight'\]\], but .* with \[\['a/weight', 'b/weight'\]\]"):
-        third.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("names", [(None, None), ("same", "same")])
-def test_without_names_of_their_own_parameters_go_by_their_order(names):
-    optimizer, _ = named("a.weight", "b.weight")
-    other, _ = named(None, None)
-    if names[0]:
-        for p in other.adamw.param_groups[0]["params"]:
-            p.name_in_model = names[0]
-    saved = as_earlier(optimizer, ["a/weight", "b/weight"]), as_earlier(other, ["0", "1"])
-    for source, state, into in ((optimizer, saved[0], other), (other, saved[1], optimizer)):
-        into.load_state_dict(state)
-        pairs = zip(source.adamw.state.values(), into.adamw.state.values(), strict=True)
-        for a, b in pairs:
-            assert_same(a, b)
 
 
 def test_what_joins_adamw_later_steps_and_is_saved():

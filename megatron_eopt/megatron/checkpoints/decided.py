@@ -11,14 +11,14 @@ from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.megatron.checkpoints.stored import contents_of
 from megatron_eopt.megatron.checkpoints.whole import resumed
 from megatron_eopt.megatron.support.run import on
-from megatron_eopt.optimizers.base import UNDECIDED
+from megatron_eopt.optimizers.base import DECIDED_BY_STEPS
 
 # With these Megatron loads no optimizer state, or chooses between two folders.
 _NOT_READ = ("finetune", "no_load_optim", "moe_use_upcycling", "non_persistent_ckpt_type")
 
 
 Decided = dict[str, dict[str, Any]]
-"""Class of an optimizer -> kernels and rates in its groups."""
+"""Class of an optimizer -> kernels in its groups."""
 
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
@@ -53,7 +53,7 @@ def _decided(groups: Iterable[tuple[str, Mapping[str, Any]]]) -> Decided:
     decided: Decided = {}
     for name, group in groups:
         of_class = decided.setdefault(name, {})
-        for key in UNDECIDED:
+        for key in DECIDED_BY_STEPS:
             if key in group:
                 of_class.setdefault(key, group[key])
     return decided

@@ -160,7 +160,7 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
     [
         ("spectron", {"rank": 16}, 287),
         ("polargrad", {}, 134),
-        ("muon_hyperball", {}, 163),
+        ("muon_hyperball", {}, 161),
         ("mars_muon", {}, 150),
         ("muown", {}, 309),
         ("dion", {}, 325),

@@ -59,7 +59,7 @@ class Preconditioning(FactoredOptimizer):
         basis_method: ``qr`` or ``eigh``.
         scale_mode: ``spectral``, ``unit_rms_norm``, ``shape_scaling``, or ``none`` for 1.
         weight_norm: ``hold`` or ``none``.
-        max_dim: the longest side that has a factor, at least 1.
+        max_dim: the longest side that has a factor, at least 0.
         weight_decay_method: ``decoupled``; ``independent``, without ``lr`` in it; or ``palm``, with its square.
         maximize: ascend instead of descend.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` (these three are TF32, where the device has it) or ``highest``.
@@ -129,36 +129,40 @@ class Preconditioning(FactoredOptimizer):
         gradient, update = whole
         if stack.matrices[stack.own]:
             left, right = self._sides(stack)
+            begins = without_factors(left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
-                self._absorb(stack, gradient, left, right)
+                self._absorb(stack, gradient, left, right, begins)
                 if stack.moves:
                     update = self._preconditioned(update, left, right, stack.group)
+                    if self.whitens:
+                        update = torch.where(begins, 0.0, update)
             self._keep_sides(stack, [left, right])
         return [update] if stack.moves else []
 
-    def _absorb(self, stack: MatrixStack, gradient: Tensor, left: Side | None, right: Side | None) -> None:
+    def _absorb(
+        self, stack: MatrixStack, gradient: Tensor, left: Side | None, right: Side | None, begins: Tensor
+    ) -> None:
         """Update factors with gradients, and make or turn bases."""
         group = stack.group
         accepted = stack.accepted[stack.own]
         beta = group["shampoo_beta"]
         weight = (1 - beta) / (1 - beta ** steps_taken(stack).clamp(min=1))
+        weight = torch.where(begins, 1.0, weight)
+        follows = accepted & (gradient.abs().amax((1, 2), keepdim=True) > 0)
         of_rows = gradient
         of_columns = gradient.mT
-        if self.whitens and left is not None and right is not None:
-            if stack.one.first:
-                size = gradient.square().mean((1, 2), keepdim=True).sqrt()
-                of_rows = gradient / torch.where(size > 0, size, 1.0).sqrt()
-                of_columns = of_rows.mT
-            else:  # both before a factor changes
-                of_rows = (gradient @ right.basis) * inverse_roots(right, 2, group["damping"])[:, None]
-                of_columns = (gradient.mT @ left.basis) * inverse_roots(left, 2, group["damping"])[:, None]
+        if self.whitens and left is not None and right is not None:  # both before a factor changes
+            size = gradient.square().mean((1, 2), keepdim=True).sqrt()
+            scaled = gradient / torch.where(size > 0, size, 1.0).sqrt()
+            of_rows = torch.where(begins, scaled, whitened(gradient, right, group["damping"]))
+            of_columns = torch.where(begins, scaled.mT, whitened(gradient.mT, left, group["damping"]))
         for side, root, divisor in ((left, of_rows, gradient.shape[2]), (right, of_columns, gradient.shape[1])):
             if side is None:
                 continue
             product = gram(root, group)
             if self.whitens:
                 product = product / divisor
-            follow(side.factor, product, weight, accepted)
+            follow(side.factor, product, weight, follows)
             if not stack.one.first and not refreshes(group):
                 continue
             if stack.one.first or group["basis_method"] == "eigh":
@@ -190,11 +194,23 @@ class Preconditioning(FactoredOptimizer):
         return scale / (sqrt(rows) + sqrt(cols)) if self.whitens else scale
 
 
+def without_factors(left: Side | None, right: Side | None) -> Tensor:
+    """Which matrices (n x 1 x 1) no gradient has made factors of so far."""
+    side = left or right
+    assert side is not None, "a matrix without a factor is refused"
+    return side.factor.diagonal(dim1=1, dim2=2).amax(-1)[:, None, None] == 0
+
+
+def whitened(gradient: Tensor, side: Side, damping: float) -> Tensor:
+    """A root of ``G P^2 G^T``, where ``P`` is the inverse square root of the factor of columns."""
+    return (gradient @ side.basis) * inverse_roots(side, 2, damping)[:, None]
+
+
 def inverse_roots(side: Side, order: int, damping: float) -> Tensor:
-    """``(lambda + damping |F|)^(-1/order)`` of the eigenvalues in the bases (n, length); 1 where a factor is zero."""
-    bound = side.factor.abs().sum(-1).amax(-1, keepdim=True)
-    values = eigenvalues(side).clamp(min=0) + damping * bound  # of an eigenvalue of 0 rounding may be left
-    return torch.where(bound > 0, values, 1.0) ** (-1 / order)
+    """``(lambda + damping |F|)^(-1/order)`` of eigenvalues in the bases (n, length); 1 where the damping vanishes."""
+    added = damping * side.factor.abs().sum(-1).amax(-1, keepdim=True)
+    values = eigenvalues(side).clamp(min=0) + added  # of an eigenvalue of 0 rounding may be left
+    return torch.where(added > 0, values, 1.0) ** (-1 / order)
 
 
 class Shampoo(Preconditioning):
@@ -203,13 +219,14 @@ class Shampoo(Preconditioning):
     For a matrix ``p`` (m x n) with gradient ``g``:
 
     1. ``M <- momentum M + (1 - momentum) g``;
-    2. ``L <- EMA(g g^T)``, ``R <- EMA(g^T g)`` by ``shampoo_beta``, corrected for their start;
+    2. ``L <- EMA(g g^T)``, ``R <- EMA(g^T g)`` by ``shampoo_beta``, corrected for their start; a gradient of zeros, as
+       of an expert without tokens, leaves them as they are;
     3. ``P_L = (L + damping |L| I)^(-1/4)`` in the basis of ``L``, and ``P_R`` of ``R``, with ``|L|`` its largest row
        sum of absolute values, which bounds its eigenvalues;
     4. ``p <- (1 - lr weight_decay) p - lr s P_L M P_R``.
 
-    With factors of one gradient alone the update is its orthogonal factor, and ``s`` is Muon's scale, by
-    ``scale_mode``. Where one side has no factor, the root of the other is the square root.
+    With factors of one gradient alone and that gradient as ``M`` the update is its orthogonal factor, and ``s`` is Muon's
+    scale, by ``scale_mode``. Where one side has no factor, the root of the other is the square root.
 
     Emerging-optimizers 0.5 has the same with ``lambda^(1/4) / (lambda^(1/2) + eps^(1/2))`` for the damped roots of
     eigenvalues. Arguments and errors are those of :class:`Preconditioning`.
@@ -227,8 +244,8 @@ class KLShampoo(Preconditioning):
 
         L <- EMA(g P_R^2 g^T / n)      R <- EMA(g^T P_L^2 g / m)      p <- (1 - lr weight_decay) p - lr s P_L M P_R
 
-    The first nonzero gradient makes the factors alone, and moves nothing: its small singular values would be as much
-    too large. Before it ``P_L`` and ``P_R`` are the identity, and both products are divided by the root of the mean
+    The first nonzero gradient of a matrix makes the factors alone, and moves nothing: its small singular values would be
+    as much too large. Before it ``P_L`` and ``P_R`` are the identity, and both products are divided by the root of the mean
     square of ``g``, so that a gradient a thousand times as large makes the same steps (emerging-optimizers' OKLS starts
     so; its KL-Shampoo begins at the identity, and has fourth roots unless ``p_root_inv=2``).
 

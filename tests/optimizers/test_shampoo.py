@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_eopt import KLShampoo, Shampoo
+from megatron_eopt.matrices import experts
 from tests.optimizers.several import gradients_of, parameters, set_gradients
 
 SHAPES = [(6, 4), (4, 6), (5, 5)]
@@ -119,6 +120,62 @@ def test_zero_gradients_and_infinite_squares_leave_all_finite(cls):
     for gradient in (0.0, 1.0, 0.0, 1e30, 1.0):
         set_gradients([p], 3)
         p.grad *= gradient
+        optimizer.step()
+    assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()))
+
+
+def stepped(optimizer, parameters, gradients):
+    """How far the last step moved each parameter."""
+    for gradient in gradients:
+        before = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            p.grad = gradient.clone()
+        optimizer.step()
+    return [before - p.detach() for before, p in zip(before, parameters, strict=True)]
+
+
+@BOTH
+def test_a_matrix_whose_gradients_begin_late_moves_as_one_that_begins_then(cls):
+    generator = torch.Generator().manual_seed(0)
+    of_two = torch.randn(40, 2, 6, 6, generator=generator, dtype=torch.float64) * 1e-3
+    of_two[:10, 1] = 0  # an expert that no token reaches
+    stack = torch.nn.Parameter(torch.zeros(2, 6, 6, dtype=torch.float64))
+    stack.logical_matrices = experts(2)
+    alone = torch.nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
+    settings = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "scale_mode": "none", "damping": 1e-3}
+    late = cls([stack], **settings)
+    stepped(late, [stack], of_two[:10])
+    assert torch.equal(stack[1], torch.zeros(6, 6, dtype=torch.float64))
+    own = cls([alone], **settings)
+    for t in range(10, 40):
+        (of_late,) = stepped(late, [stack], of_two[t : t + 1])
+        (of_own,) = stepped(own, [alone], of_two[t : t + 1, 1])
+        # averages of one that begins then are corrected for their start, and bases begin elsewhere
+        assert of_late[1].norm() < 3 * of_own.norm() + 1e-12
+    assert of_late[1].norm() > 0.5 * of_own.norm()
+
+
+@BOTH
+def test_a_matrix_goes_on_after_two_thousand_steps_without_a_gradient(cls):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(6, 6))
+    optimizer = cls([p], lr=1.0, momentum=0.5, weight_decay=0.0, scale_mode="none")
+    gradients = torch.randn(20, 6, 6, generator=generator)
+    (usual,) = stepped(optimizer, [p], gradients[:10])
+    stepped(optimizer, [p], torch.zeros(2000, 6, 6))
+    assert p.isfinite().all()
+    (after,) = stepped(optimizer, [p], gradients[10:])
+    assert 0.3 * usual.norm() < after.norm() < 3 * usual.norm()
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1e-19, 1e-21, 1e-22, 1e-24])
+def test_gradients_whose_squares_vanish_leave_all_finite(cls, size):
+    (p,) = parameters([(6, 4)])
+    optimizer = cls([p])
+    for step in range(4):
+        set_gradients([p], step)
+        p.grad *= size
         optimizer.step()
     assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()))
 

@@ -254,6 +254,9 @@ class BaseOptimizer(Optimizer):
     def _check_settings(self, group: dict[str, Any]) -> None:
         """Refuse settings of a new, loaded or changed group that no step could use, without waiting."""
         name = type(self).__name__
+        lacking = self.defaults.keys() - group.keys()
+        if lacking:
+            raise ValueError(f"{name}: a group has no {min(lacking)}: add it by add_param_group(), which completes it")
         known = {key: setting for key, setting in settings_of(type(self)).items() if not setting.whole}
         own = {key: group[key] for key in known if key in group and key not in self.users_settings}
         check_values(name, known, own)
@@ -627,8 +630,11 @@ class BaseOptimizer(Optimizer):
             return loss
         if session.engine is None:
             self._follow_replaced()
-        changed = self._seen() != session.checked  # schedulers change settings between steps
+        seen = self._seen()
+        changed = seen != session.checked  # schedulers change settings between steps
         if changed:
+            if session.checked is not None and len(seen) != len(session.checked):
+                session.nonfinite = None  # of the parameters of other groups
             for group in self.param_groups:
                 of_groups.rename(type(self).__name__, group, self.defaults)
             self._check_all_settings(self.param_groups)

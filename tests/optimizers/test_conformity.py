@@ -379,6 +379,26 @@ def test_a_group_may_be_empty(name, first):
 
 
 @every_class
+def test_a_group_that_is_put_into_the_list_of_groups_steps_as_one_that_is_added_or_is_refused(name):
+    if name == "with_adamw":  # whose list is joined of two
+        return
+    own, other = matrices(3), matrices(3)
+    put, added = build(name, own[:2]), build(name, other[:2])
+    for each in (put, added):
+        take(each, 1)
+    clock = {"clock": 0} if "clock" in put.param_groups[0] else {}  # which counts steps
+    put.param_groups.append({**put.param_groups[0], "params": own[2:], **clock})
+    added.add_param_group({"params": other[2:]})
+    for each in (put, added):
+        take(each, 2, start=1)
+    assert_equal(put, added)
+    put.param_groups.append({"params": matrices(1)})
+    with pytest.raises(ValueError, match=r"add it by add_param_group\(\)"):
+        put.step()
+    assert all(map(torch.equal, own, other))
+
+
+@every_class
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_what_users_keep_in_the_state_stays_and_changes_no_step(name, steps_before):
     plain, own = (build(name, matrices()) for _ in range(2))

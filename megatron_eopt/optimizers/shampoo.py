@@ -225,8 +225,8 @@ class Shampoo(Preconditioning):
        sum of absolute values, which bounds its eigenvalues;
     4. ``p <- (1 - lr weight_decay) p - lr s P_L M P_R``.
 
-    With factors of one gradient alone and that gradient as ``M`` the update is its orthogonal factor, and ``s`` is Muon's
-    scale, by ``scale_mode``. Where one side has no factor, the root of the other is the square root.
+    With one gradient as ``M`` and in the factors alone the update is its orthogonal factor, and ``s`` is Muon's scale,
+    by ``scale_mode``. Where one side has no factor, the root of the other is the square root.
 
     Emerging-optimizers 0.5 has the same with ``lambda^(1/4) / (lambda^(1/2) + eps^(1/2))`` for the damped roots of
     eigenvalues. Arguments and errors are those of :class:`Preconditioning`.
@@ -244,10 +244,10 @@ class KLShampoo(Preconditioning):
 
         L <- EMA(g P_R^2 g^T / n)      R <- EMA(g^T P_L^2 g / m)      p <- (1 - lr weight_decay) p - lr s P_L M P_R
 
-    The first nonzero gradient of a matrix makes the factors alone, and moves nothing: its small singular values would be
-    as much too large. Before it ``P_L`` and ``P_R`` are the identity, and both products are divided by the root of the mean
-    square of ``g``, so that a gradient a thousand times as large makes the same steps (emerging-optimizers' OKLS starts
-    so; its KL-Shampoo begins at the identity, and has fourth roots unless ``p_root_inv=2``).
+    The first nonzero gradient of a matrix makes the factors alone, and moves nothing: its small singular values would
+    be as much too large. Before it ``P_L`` and ``P_R`` are the identity, and both products are divided by the root of
+    the mean square of ``g``, so that a gradient a thousand times as large makes the same steps (emerging-optimizers'
+    OKLS starts so; its KL-Shampoo begins at the identity, and has fourth roots unless ``p_root_inv=2``).
 
     The entries of ``P_L g P_R`` have a mean square near 1, so ``s`` is Muon's scale over ``sqrt(m) + sqrt(n)``, which
     is the spectral norm of such a matrix.

@@ -28,6 +28,17 @@ def launches(func: Any) -> bool:
     return not func.is_view and func.overloadpacket.__name__ not in _FREE
 
 
+def moved(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that an operation reads, and those that it writes."""
+    name = func.overloadpacket.__name__
+    read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if name in ("copy_", "_foreach_copy_"):
+        read = read[len(read) // 2 :]  # what is copied over is not read
+    changed = args[0] if name.startswith("_foreach") and result is None else result  # of several in place
+    written = [x for x in tree_leaves(changed) if isinstance(x, torch.Tensor)]
+    return read, written
+
+
 def bytes_of_kernel(kernel: Any, x: Any, other: torch.Tensor) -> int:
     """What one launch of a step's kernels reads and writes, beside tables and norms."""
     size = {}

@@ -14,11 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from counting import HOST_READ, bytes_of_kernel, counted_kernels, launches
+from counting import HOST_READ, bytes_of_kernel, counted_kernels, launches, moved
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.orthogonalize import kernels, triton_kernel, triton_norms
@@ -79,19 +78,16 @@ class Launches(TorchDispatchMode):
             return 1.0 if args[0].dtype.is_floating_point else 1
         result = func(*args, **(kwargs or {}))
         if launches(func) and name not in (HOST_READ, "device"):
-            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            read, written = moved(func, args, kwargs, result)
             launched = 1
             if name.startswith("_foreach"):
                 lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
                 if name == "_foreach_norm":
                     launched = 1 + multi_tensor_launches(lists, casts=True)  # sums of blocks, and of these
                 else:
-                    if len(written) == len(lists[0]):
+                    if result is not None:
                         lists.append(written)
                     launched = multi_tensor_launches(lists, casts=name == "_foreach_copy_")
-            if name in ("copy_", "_foreach_copy_"):
-                read = read[len(read) // 2 :]  # what is copied over is not read
             self.count(name, [*read, *written], launched)
         return result
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from counting import HOST_READ, Operations, launches
-from launches import SETS, launches_of_step
+from launches import SETS, Launches, launches_of_step
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, experts
@@ -170,6 +170,24 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
 def test_a_step_launches_no_kernel_for_each_of_48_matrices(name, settings, most):
     kernels = launches_of_step(name, SETS["124M"], **settings).kernels
     assert kernels.total() < most + 48, kernels
+
+
+@pytest.mark.parametrize(
+    ("operation", "of_entry"),
+    [
+        (lambda xs, ys: torch._foreach_mul_(xs, 2.0), 4 + 4),
+        (torch._foreach_add_, 4 + 2 + 4),
+        (torch._foreach_add, 4 + 2 + 4),
+        (torch._foreach_copy_, 2 + 4),
+        (lambda xs, ys: [x.copy_(y) for x, y in zip(xs, ys, strict=True)], 2 + 4),
+    ],
+)
+def test_what_changes_in_place_is_counted_as_written(operation, of_entry):
+    xs = [torch.ones(5, 3), torch.ones(4)]
+    ys = [torch.ones_like(x, dtype=torch.bfloat16) for x in xs]
+    with Launches() as counted:
+        operation(xs, ys)
+    assert counted.bytes.total() == of_entry * 19
 
 
 @pytest.mark.parametrize(

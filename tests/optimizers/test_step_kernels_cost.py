@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from counting import Allocations, bytes_of_kernel, counted_kernels, launches
+from counting import Allocations, bytes_of_kernel, counted_kernels, launches, moved
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_eopt.parallel.schemes import whole
 from megatron_eopt.parallel.watched import Watched
@@ -37,12 +36,7 @@ class Costs(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if launches(func) and self.beside and func.overloadpacket.__name__ != "device":
-            read, written = (
-                [x for x in tree_leaves(t) if isinstance(x, torch.Tensor)] for t in ((args, kwargs), result)
-            )
-            if func.overloadpacket.__name__.rstrip("_") in ("copy", "_foreach_copy"):
-                read = read[len(read) // 2 :] * 2  # what is copied over is not read
-                written = []
+            read, written = moved(func, args, kwargs, result)
             self.count(func.overloadpacket.__name__, [*read, *written])
         return result
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
-from megatron_eopt.optimizers.state import PREVIOUS_GRADIENT, StateTensor
+from megatron_eopt.optimizers.state import HAS_PREVIOUS, PREVIOUS_GRADIENT, StateTensor
 from megatron_eopt.optimizers.step import Batch, Step, repeated
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -21,7 +21,6 @@ from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
 
-HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a step with a rate above 0
 LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
 
 
@@ -97,8 +96,9 @@ class MarsMuon(TensorParallelMuon):
         has_previous = StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)
         return [*super().state_tensors(parameter), StateTensor(PREVIOUS_GRADIENT), has_previous]
 
-    def program(self, step: Step) -> Program:
-        """One chunk's step."""
+    @staticmethod
+    def of_step(step: Step) -> Program:
+        """MARS-Muon's step of some parameters."""
         step.decay()
         O = yield from step.orthogonalize(momentum(step))
         step.subtract(O, step.scales)

@@ -256,9 +256,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
         return [name for name, cls in owners.items() if name in vars(self) or not is_ours(cls)]
 
-    def program(self, step: Step) -> Program:
-        """One chunk's step: see :class:`OrthogonalizedOptimizer`."""
+    @staticmethod
+    def of_step(step: Step) -> Program:
+        """The step of some parameters without a second moment."""
         return muon(step)
+
+    def program(self, step: Step) -> Program:
+        """One chunk's step."""
+        return self.of_step(step)
 
     def _take(self, accepted: Tensor) -> None:
         self._take_users(accepted)

@@ -69,8 +69,9 @@ class PolarGrad(TensorParallelMuon):
         """They size the update."""
         return True
 
-    def program(self, step: Step) -> Program:
-        """One chunk's step."""
+    @staticmethod
+    def of_step(step: Step) -> Program:
+        """PolarGrad's step of some parameters."""
         step.decay()
         M = step.momentum()
         U = yield from step.orthogonalize(M if callable(M) else list(M))

@@ -28,6 +28,7 @@ Layouts = Callable[[Tensor], list[Layout]]
 Dim = Literal["rows", "columns"] | int
 MOMENTUM_BUFFER = "momentum_buffer"  # state key: the momentum
 PREVIOUS_GRADIENT = "previous_gradient"  # that of the last step
+HAS_PREVIOUS = "has_previous"  # 1 where there is one: after a step with a rate above 0
 STATE_OF = "state_of"  # in a group: the name of the optimizer that keeps its state
 NO_SETTINGS = frozenset({"params", "param_names", STATE_OF})  # in a group
 SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import STEP_KERNELS
-from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER, by_torch
-from megatron_eopt.optimizers.muon import muon
+from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER, RADIUS, by_torch, holds
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.second_moment import adaptive_muon
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
+from megatron_eopt.optimizers.state import HAS_PREVIOUS, MOMENTUM_BUFFER, PREVIOUS_GRADIENT
 from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.step_kernels import DTYPES, StepKernels
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -26,7 +25,7 @@ from megatron_eopt.parallel.attributes import is_cut_again, padding_of
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import on_one_rank
-from megatron_eopt.parallel.scheduler import resume
+from megatron_eopt.parallel.scheduler import Program, resume
 
 _SHAPE = (40, 72)  # of the matrices of a check: no tile fits
 _OF_MOMENT: dict[str, Callable[[tuple[int, int]], tuple[int, ...]]] = {  # shapes
@@ -98,9 +97,14 @@ def reason_against(optimizer: OrthogonalizedOptimizer, device: torch.device) -> 
         if weight.ndim > 2 and not stacked and not weight.is_contiguous():
             return f"{name} is read as a matrix, but its strides are {weight.stride()}"
         kinds[weight.dtype, momentum] = None
+    held = holds(of_groups[0])  # as all are
     try:
-        checks = product(kinds, methods, cautious)
-        return next(filter(None, (fault(*kind, device, *more) for kind, *more in checks)), None)
+        for (weight_dtype, momentum_dtype), method, waits in product(kinds, methods, cautious):
+            program = optimizer.of_step if method == "none" else adaptive_muon
+            found = fault(program, weight_dtype, momentum_dtype, device, method, waits, held)
+            if found:
+                return found
+        return None
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -116,11 +120,17 @@ def _modified(optimizer: OrthogonalizedOptimizer) -> str:
 
 
 def fault(
-    weight: torch.dtype, momentum: torch.dtype, device: torch.device, method: str = "none", cautious: bool = False
+    program: Callable[[Step], Program],
+    weight: torch.dtype,
+    momentum: torch.dtype,
+    device: torch.device,
+    method: str = "none",
+    cautious: bool = False,
+    held: bool = False,
 ) -> str | None:
-    """What is wrong with a step of the kernels, beside torch's.
+    """What is wrong with a step of a program by the kernels, beside torch's.
 
-    Those of a second moment are asked only for a ``method`` that has one: each is compiled.
+    ``method`` is that of the second moment; ``held`` whether matrices keep their norms.
     """
     generator = torch.Generator(device).manual_seed(0)
     shapes: list[tuple[int, int]] = [_SHAPE] * 3
@@ -137,7 +147,16 @@ def fault(
     gradients = drawn(torch.float32)
     factors = drawn(weight)
     moments = [torch.rand(shape, generator=generator, device=device) for shape in map(_OF_MOMENT[method], shapes)]
-    settings = {"moment2_method": method, "beta2": 0.9, "eps": 1e-8, "align_rms": True}
+    previous = drawn(weight)
+    settings = {
+        "moment2_method": method,
+        "beta2": 0.9,
+        "eps": 1e-8,
+        "align_rms": True,
+        "gamma": 0.5,
+        "weight_norm": "hold" if held else "none",
+        "relative_update": "none",
+    }
 
     def stepped(kernels: StepKernels | None) -> dict[str, list[Tensor]]:
         # momenta in bf16 are rounded at random, which is left out here, and averaged in fp32
@@ -148,22 +167,29 @@ def fault(
             weights=[x.clone() for x in weights],
             gradients=[x if kernels is not None else x.to(average) for x in gradients],
             state=[
-                {MOMENTUM_BUFFER: m.to(average, copy=True), MOMENT2_BUFFER: v.clone()}
-                for m, v in zip(momenta, moments, strict=True)
+                {
+                    MOMENTUM_BUFFER: m.to(average, copy=True),
+                    MOMENT2_BUFFER: v.clone(),
+                    PREVIOUS_GRADIENT: g.clone(),
+                    HAS_PREVIOUS: torch.ones((), device=device),
+                    RADIUS: w.double().norm(),
+                }
+                for w, m, v, g in zip(weights, momenta, moments, previous, strict=True)
             ],
             settings=settings,
             group_settings={},
             lr=0.02,
             beta=0.9,
             nesterov=True,
-            weight_decay=0.5,
-            decays=True,
+            weight_decay=0.0 if held else 0.5,
+            decays=not held,
             decay_method="decoupled",
             cautious=cautious,
+            measured=held,
             accepted=torch.tensor([True, False, True], device=device),
         )
         step = Step([batch], batch.indices, [0.5] * len(shapes), engine, kernels=kernels)
-        running = muon(step) if method == "none" else adaptive_muon(step)
+        running = program(step)
         shards = next(running)
         if callable(shards):
             updates = [torch.empty_like(x) for x in weights]
@@ -172,7 +198,8 @@ def fault(
             updates = [x.clone() for x in shards]
         resume(running, [x.clone() for x in factors])
         moved = {"updates": updates, "weights": batch.weights, "momenta": batch.momenta}
-        return moved | {"second moments": batch.states(MOMENT2_BUFFER)}
+        kept = {"second moments": MOMENT2_BUFFER, "previous gradients": PREVIOUS_GRADIENT}
+        return moved | {called: batch.states(key) for called, key in kept.items()}
 
     expected = stepped(None)
     kernels = StepKernels(engine)

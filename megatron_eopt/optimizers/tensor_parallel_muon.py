@@ -15,7 +15,6 @@ from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports
 from megatron_eopt.optimizers.base import KERNEL, STEP_KERNELS, BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.loaded_state import check_writer
-from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import (
     OF_PARAMETERS,
@@ -300,9 +299,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return super().state_dict()
 
     def program(self, step: Step) -> Program:
-        """One chunk's step, :func:`muon` or :func:`adaptive_muon`; a relative has its own."""
+        """One chunk's step, that of the class or :func:`adaptive_muon`."""
         adapts = any(batch.settings["moment2_method"] != "none" for batch in step.batches)
-        return adaptive_muon(step) if adapts else muon(step)
+        return adaptive_muon(step) if adapts else self.of_step(step)
 
     def _copied(self) -> int:
         """Bytes of each entry that the program copies where kernels serve; if any, it may read gradients."""

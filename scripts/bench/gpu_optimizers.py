@@ -45,7 +45,14 @@ from megatron_eopt.plain import OptimizerConfig, build_optimizer
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 NATIVE_TESTS = ("tests/optimizers/test_step_kernels.py", TRITON_TESTS, "tests/optimizers/test_graphs.py")
 
-STEPPED = ("none", "adamuon", "normuon", "namo")  # second moments; without one, decay is cautious
+# optimizers with kernels of their own in a step
+STEPPED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("muon", {"cautious_weight_decay": True}),
+    ("polargrad", {}),
+    ("mars_muon", {}),
+    ("muon_hyperball", {}),
+    *(("adaptive_muon", {"moment2_method": method}) for method in ("adamuon", "normuon", "namo")),
+)
 
 # both sides odd, tall, stacked, and of two sizes of real layers
 CHECKED: tuple[tuple[int, ...], ...] = ((33, 70), (4096, 14336), (2, 70, 33), (8, 768, 2048), (2048, 2048))
@@ -92,14 +99,18 @@ def kernels(run: Run) -> None:
                 shapes = CHECKED[:1] if run.tiny else CHECKED
                 wrong = reason_against(name, shapes, [dtype], run.device, cast(Fp32Precision, precision))
                 run.judge(label, wrong is None, "right products", reason=wrong or "")
-    for number, (weight, method) in enumerate(product((torch.float32, torch.bfloat16, torch.float16), STEPPED)):
-        label = f"step of {weight}, {method}".replace("torch.", "")
+    for number, (weight, (name, settings)) in enumerate(
+        product((torch.float32, torch.bfloat16, torch.float16), STEPPED)
+    ):
+        label = " ".join([f"step of {name} in {weight}".replace("torch.", ""), *map(str, settings.values())])
         missing = KERNELS["triton"].missing(run.device)
         if missing or (run.tiny and number):
             run.judge(label, None, "as torch", reason=missing or "a dry run makes one step")
             continue
         with run.check(label):
-            wrong = step_choice.fault(weight, weight, run.device, method, cautious=method == "none")
+            parameter = nn.Parameter(torch.ones(8, 8, dtype=weight, device=run.device))
+            optimizer = cast(TensorParallelMuon, OPTIMIZERS[name].cls([parameter], **settings))
+            wrong = step_choice.reason_against(optimizer, run.device)
             run.judge(label, wrong is None, "as torch", reason=wrong or "")
     for shape in BASES[:1] if run.tiny else BASES:
         label = f"basis by products of {shape}"

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import megatron_eopt
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import MarsMuon, MuonHyperball, PolarGrad, TensorParallelMuon
 from megatron_eopt.matrices import (
     ATTRIBUTE,
     GATE_UP,
@@ -30,6 +32,7 @@ from megatron_eopt.matrices import (
 )
 from megatron_eopt.optimizers import step_choice, step_kernels
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
+from megatron_eopt.orthogonalize.kernels import KERNELS
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded
 from tests.optimizers.family import build, having
@@ -505,6 +508,33 @@ def test_a_cpu_takes_torch_and_says_so_where_kernels_are_asked_for():
     with pytest.raises(RuntimeError, match=r"step_kernels='triton' cannot serve: no GPU.* 'torch' serves|cannot serve"):
         TensorParallelMuon([p], step_kernels="triton").step()
     assert torch.equal(p, before)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("cls", "kernel", "wrong"),
+    [
+        (PolarGrad, "products_of_updates", "weights"),
+        (MuonHyperball, "products_of_weights", "weights"),
+        (MuonHyperball, "rotate", "weights"),
+        (MarsMuon, "corrected", "updates"),
+        (TensorParallelMuon, "subtract", "weights"),
+    ],
+)
+def test_a_start_finds_a_kernel_that_is_wrong(cls, kernel, wrong, monkeypatch):
+    monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], missing=lambda device: None))
+    optimizer = cls(of_shapes(shapes=[(4, 3)]), lr=0.1)
+    assert step_choice.reason_against(optimizer, torch.device(DEVICE)) is None
+    right = getattr(step_kernels.StepKernels, kernel)
+
+    def off(self, batches, others, *more, **given):
+        """A half too large: the factors that are subtracted, or the norms that are returned."""
+        if kernel in ("subtract", "rotate"):
+            return right(self, batches, [1.5 * x for x in others], *more, **given)
+        return tree_map(lambda x: 1.5 * x, right(self, batches, others, *more, **given))
+
+    monkeypatch.setattr(step_kernels.StepKernels, kernel, off)
+    assert f"{wrong} in torch.float32 are off by" in step_choice.reason_against(optimizer, torch.device(DEVICE))
 
 
 def test_ranks_that_make_no_optimizer_are_not_asked_where_a_kernel_is_named(monkeypatch):

@@ -58,7 +58,7 @@ def test_accelerates_fsdp2_trains_every_parameter_as_one_process_does():
             for (key, wanted), start in zip(model.named_parameters(), before.parameters(), strict=True):
                 moved = (wanted - start).abs().max()
                 assert moved > 0, (name, key)
-                if name != "soap":  # where equal eigenvalues get any basis
+                if name not in ("soap", "shampoo", "kl_shampoo"):  # where equal eigenvalues get any basis
                     assert (weights[key] - wanted).abs().max() < 0.01 * moved, (name, key)
 
 

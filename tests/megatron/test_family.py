@@ -51,10 +51,10 @@ SAID = {  # by the line at start; of the others, how many parameters they own
     **dict.fromkeys(("muon_hyperball", "polargrad", "muown"), "update RMS not known before the steps"),
 }
 FAMILY = [name for name in OPTIMIZERS if name not in ("muon", "adaptive_muon", "schedule_free_adamw")]  # elsewhere
-# Gradients of a few tokens do not span the sides of a matrix, so that their rounding chooses a part of SOAP's bases, by
+# Gradients of a few tokens do not span the sides of a matrix, so that their rounding chooses a part of eigenbases, by
 # which weights move from the second step on: with noise in the last bits of its gradients, one rank is as far from one
 # without as another layout is. Where the gradients are the same, so are the steps: test_same_gradients.py.
-LOSSES_TO_COMPARE = {"soap": 4}  # of two steps
+LOSSES_TO_COMPARE = {"soap": 4, "shampoo": 6, "kl_shampoo": 6}  # two of a step
 SOONER = {"soap", "lion", "ademamix", "psgd_kron", "dion"}  # than the wide subset, which has all others
 
 

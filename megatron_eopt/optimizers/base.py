@@ -34,7 +34,6 @@ from megatron_eopt.optimizers.parameters import (
     check_scalable,
     check_split,
     checked_split,
-    comparable,
     has_dtensors,
     in_order,
     local,
@@ -575,7 +574,7 @@ class BaseOptimizer(Optimizer):
         products = None
         if self.multiplies and self._parameters() and (any(given) or times_kernels(*given, engine.device)):
             products = self.kernel_products()
-        return engine.prepare(*given, comparable(self), products)
+        return engine.prepare(*given, products)
 
     def _warn_of_unmarked(self, engine: Engine) -> None:
         """Warn once of shards that tensor-parallel ranks take for whole matrices."""

@@ -18,7 +18,7 @@ from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.loaded_state import check_finite, check_writer
-from megatron_eopt.optimizers.parameters import DescribedMatrix, comparable, names_of_last
+from megatron_eopt.optimizers.parameters import DescribedMatrix, names_of_last
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.optimizers.whole_matrices import (
     WEIGHT,
@@ -36,7 +36,7 @@ from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Fp32Precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor, predicted_update_rms
-from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel, check_same_on_replicas, times_kernels
+from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel
 from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
@@ -282,13 +282,11 @@ class DistributedMuon(StackedOptimizer):
         return super().prepare()
 
     def _agreed_kernel(self, engine: Engine) -> str | None:
-        """Compare weights, and choose the kernel, on the ranks of the group alone."""
+        """Choose the kernel, on the ranks of the group alone."""
         engine.prepare()
         if not self._parameters():
             return None
         given = self.symmetric_products, self.param_groups[0].get(KERNEL)
-        if times_kernels(*given, engine.device) and self.ranks > 1:
-            check_same_on_replicas(None, {}, comparable(self), self.process_group)
         return agreed_kernel(self.kernel_products(), *given, engine.groups)
 
     @property

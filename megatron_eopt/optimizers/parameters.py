@@ -1,7 +1,7 @@
 """Names, layouts and logical matrices of parameters."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,26 +101,6 @@ def _names(group: dict[str, Any], number: int, shapes: bool) -> list[str]:
 
 def _known_name(group: dict[str, Any], index: int) -> str | None:
     return group["param_names"][index] if "param_names" in group else getattr(group["params"][index], NAME, None)
-
-
-def comparable(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
-    """Parameters of an optimizer whose copies on other ranks are known.
-
-    Copies are what ranks of one mesh or group hold alike, and what has one name on all ranks, but for experts and
-    unmarked shards. Without either, two stages of a pipeline may have parameters of the same shapes.
-    """
-    names = iter(parameter_names(optimizer.param_groups))
-    for group in optimizer.param_groups:
-        for index, (p, name) in enumerate(zip(group["params"], names, strict=False)):
-            layout = optimizer.layout(p)
-            ranks: list[int] | None = None
-            if isinstance(p, DTensor):
-                ranks = p.device_mesh.mesh.tolist()
-            elif _known_name(group, index) is None or is_expert(p) or is_unmarked(p):
-                if layout.group is None:
-                    continue
-                ranks = dist.get_process_group_ranks(layout.group)
-            yield name, repr((ranks, layout.shape, layout.held, p.dtype)), local(p.detach())
 
 
 def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:

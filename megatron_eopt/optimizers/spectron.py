@@ -22,7 +22,6 @@ from megatron_eopt.optimizers.parameters import (
     TensorParallelGroups,
     check_matrix,
     check_shard,
-    comparable,
     local,
     names_of_last,
     scale_rows,
@@ -282,7 +281,7 @@ class Spectron(BaseOptimizer):
                     f"{tuple(first.parameter.shape)}, whose group now has rank {first.rank}: set it back, it cannot "
                     "change"
                 )
-        kernel = plan.engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL), comparable(self))
+        kernel = plan.engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
         self._plan = plan
         self._planned_for = engine
         self._done |= {p for p, (first, *_) in plan.factors.items() if not first.in_state}

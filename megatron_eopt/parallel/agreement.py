@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import Shapes, choose
 from megatron_eopt.orthogonalize.products import Fp32Precision
-from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.parallel.collectives import gather_numbers, lowest, values_of
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.records import Plan
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label
 KernelProducts = tuple[Shapes, Sequence[torch.dtype], torch.device, Fp32Precision]  # of a kernel that is chosen
-Weights = Iterable[tuple[str, str, Tensor]]  # of matrices: name, what ranks with a copy of it share, and a copy
 _SENT_BYTES = 2**22
 
 
@@ -130,25 +128,15 @@ def _tell(message: str) -> None:
         logger.warning(message)
 
 
-def check_same_on_replicas(
-    held: object,
-    settings: Mapping[str, Any],
-    weights: Weights = (),
-    group: ProcessGroup | None = None,
-) -> None:
-    """Refuse settings that differ between ranks with equal ``held``, and weights.
+def check_same_on_replicas(held: object, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that differ between ranks with equal ``held``.
 
-    All ranks of the group, or the world, call it. ``held`` tells what a rank has of the model, ``settings`` are by
-    parameter. Weights are compared between ranks that list the same. ``ValueError`` on all names the first difference.
+    All ranks of the world call it. ``held`` tells what a rank has of the model, ``settings`` are by parameter.
+    ``ValueError`` on all names the first difference.
     """
-    ranks: Any = group or dist.group.WORLD
-    of_weights = dict[tuple[str, str], int]()
-    for name, of, x in weights:
-        of_weights[name, of] = int(checksum(x, [0] * x.ndim, x.shape))
-    names = list(of_weights)
-    sums = list(of_weights.values())
-    compared = held, (settings, versions()), names, sums
-    holders, of_settings, named, values = zip(*gather_numbers([hashed(x)[0] for x in compared], ranks), strict=True)
+    ranks: Any = dist.group.WORLD
+    compared = held, (settings, versions())
+    holders, of_settings = zip(*gather_numbers([hashed(x)[0] for x in compared], ranks), strict=True)
     pair = _differing(holders, of_settings)
     if pair:
         (of_one, packages), (of_other, other_packages) = values_of(pair, (settings, versions()), ranks)
@@ -156,16 +144,6 @@ def check_same_on_replicas(
         raise ValueError(
             f"the optimizer's settings differ between ranks {pair[0]} and {pair[1]}, which hold the same parameters: "
             f"{difference}. Replicas need the same settings"
-        )
-    pair = _differing(named, values)
-    if pair:
-        of_one, of_other = values_of(pair, of_weights, ranks)
-        name = next(key[0] for key, x in of_one.items() if of_other[key] != x)
-        raise ValueError(
-            f"the weights of {name} differ between ranks {pair[0]} and {pair[1]}, which hold copies of it: they would "
-            f"train different models. Load one checkpoint on all ranks, or broadcast the weights, before the first "
-            f"step. If these ranks are to have different weights, name the kernel (symmetric_products), and nothing is "
-            f"compared"
         )
 
 

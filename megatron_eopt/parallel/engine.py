@@ -16,7 +16,6 @@ from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.agreement import (
     Groups,
     KernelProducts,
-    Weights,
     agreed_kernel,
     check_same,
     check_same_on_replicas,
@@ -112,7 +111,6 @@ class Engine:
         self,
         kernel: str | None = None,
         kept: str | None = None,
-        weights: Weights = (),
         products: KernelProducts | None = None,
     ) -> str | None:
         """Agree with all ranks, together, on plan and kernel.
@@ -120,8 +118,8 @@ class Engine:
         Returns the choice of a kernel: ``kernel``, that of the user, else ``kept``, that of the checkpoint or the run;
         None without ``products``, which are :meth:`stacks` where something is orthogonalized. If neither is given,
         kernels are timed on a GPU, and all ranks of the world agree, since replicas need not share a group; settings of
-        replicas and ``weights`` are compared, too. Raises ``ValueError`` if plan, settings or weights differ between
-        ranks, ``RuntimeError`` if the kernel cannot serve.
+        replicas are compared, too. Raises ``ValueError`` if plan or settings differ between ranks, ``RuntimeError`` if
+        the kernel cannot serve.
         """
         settings: dict[str, dict[str, Mapping[str, Any]]] = {label: {} for label in self.groups}
         for p in self._parameters:
@@ -135,7 +133,7 @@ class Engine:
         groups = self._choosing(kernel, kept)
         if groups is not self.groups:
             held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.held)) for p in self._parameters]
-            check_same_on_replicas(held, {p.name: p.settings for p in self._parameters}, weights)
+            check_same_on_replicas(held, {p.name: p.settings for p in self._parameters})
         choice = agreed_kernel(products, kernel, kept, groups)
         *_, precision = products
         self._products = lambda rows: made(choice, rows, precision)

@@ -127,7 +127,7 @@ def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_
 
     monkeypatch.setattr("megatron_eopt.megatron.first_step.distinct", of_all_ranks)
     optimizer, parameters = FP32Optimizer(muon()), [*map(assigned, used + unused + others)]
-    check_steps(optimizer, 2, lambda: None, lambda: warn_of_unused(parameters))
+    check_steps(optimizer, 2, lambda: warn_of_unused(parameters))
     assert all(optimizer.step()[0] for _ in range(3))
     said = capsys.readouterr().out
     assert "zero everywhere in the first step, of unused.weight, without.weight: no forward pass uses it" in said

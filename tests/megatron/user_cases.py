@@ -170,21 +170,6 @@ def skip_a_matrix():
         return found
 
 
-def part_gradient(pattern):
-    """Each rank has every other entry of a gradient, and zeros, as where it computes a part of a sum."""
-
-    def part(gradient):
-        numbers = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape)
-        return torch.where(numbers % 2 == int(os.environ["RANK"]) % 2, gradient, 0)
-
-    @replaced(GPTModel, "__init__")
-    def init(real, self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        for name, parameter in self.named_parameters():
-            if re.search(pattern, name):
-                parameter.register_hook(part)
-
-
 def even_sinks():
     """Attention sinks begin with zero, and without random numbers, of which each number of ranks would take others."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention

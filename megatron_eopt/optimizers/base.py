@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from operator import is_
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
@@ -93,6 +94,7 @@ class BaseOptimizer(Optimizer):
     only: Mapping[str, tuple[object, ...]] = MappingProxyType({})  # setting -> values, where some have no place
     instead: Mapping[str, str] = MappingProxyType({})  # setting -> what to do where a value of it has no place
     carried_settings: ClassVar[frozenset[str]] = frozenset()  # made by itself, and needed to go on alike
+    counters: ClassVar[frozenset[str]] = frozenset()  # of these, those that count steps
     split_lengths: ClassVar[tuple[int, ...]] = (3, 4)  # how many logical matrices a fused projection may have
     decays_weights: ClassVar[bool] = True  # without, what fills settings from a run's leaves the weight decay at 0
     multiplies: ClassVar[bool] = False  # whether the kernel's products are its own, and nothing is orthogonalized
@@ -403,6 +405,24 @@ class BaseOptimizer(Optimizer):
         if type(self).described_matrices is not BaseOptimizer.described_matrices:
             refuse_flattened(type(self).__name__, self.param_groups)
 
+    def _count_anew(self) -> None:
+        """Let counters begin with the state, which its owner may have emptied."""
+        if self.counters and not any(self.state.get(p) for p in self._parameters()):
+            for group in self.param_groups:
+                group |= dict.fromkeys(self.counters & group.keys(), 0)
+
+    def _has_begun(self, parameter: Tensor, key: str) -> bool:
+        """Whether a step has made ``key`` of the state what it begins with: see :meth:`_note_begun`."""
+        kept = self.state.get(parameter, {}).get(key)
+        return kept is not None and self._session.begun.get(parameter) is kept
+
+    def _note_begun(self, parameter: Tensor, key: str) -> None:
+        """Note that the present state has begun, so that no step looks for that again.
+
+        Another tensor under ``key``, of a load or of a state that was emptied, has not.
+        """
+        self._session.begun[parameter] = self.state[parameter][key]
+
     @property
     def _states(self) -> States:
         return States(self.state, self.state_tensors, self.matrix_layouts, self.on_host)
@@ -540,6 +560,7 @@ class BaseOptimizer(Optimizer):
             session.engine = engine
             session.engine_of = wanted
             session.settled = Settled()
+            session.parameters = self._parameters()
             # shards that are taken for matrices step each by itself
             session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
             self._warn_of_unmarked(engine)
@@ -627,13 +648,14 @@ class BaseOptimizer(Optimizer):
         counters.step = f"step {session.steps} of {type(self).__name__}"
         if not parameters:
             return loss
+        if len(parameters) != len(session.parameters) or not all(map(is_, parameters, session.parameters)):
+            session.engine = session.nonfinite = None  # of other parameters
         if session.engine is None:
             self._follow_replaced()
+        self._count_anew()
         seen = self._seen()
         changed = seen != session.checked  # schedulers change settings between steps
         if changed:
-            if session.checked is not None and len(seen) != len(session.checked):
-                session.nonfinite = None  # of the parameters of other groups
             for group in self.param_groups:
                 of_groups.rename(type(self).__name__, group, self.defaults)
             self._check_all_settings(self.param_groups)

@@ -49,11 +49,11 @@ class FactoredOptimizer(StackedOptimizer):
 
     own_settings: ClassVar[tuple[Setting, ...]] = (FACTOR_PRECISION,)
     carried_settings = frozenset({CLOCK, KERNEL})
+    counters = frozenset({CLOCK})
     pairs_rows = True
     multiplies = True
 
     share_over_dp: bool
-    _based: set[Tensor] | None = None  # parameters known to have factors
 
     def rests(self, group: Mapping[str, Any]) -> bool:
         """Whether the first gradient makes the factors alone."""
@@ -106,11 +106,6 @@ class FactoredOptimizer(StackedOptimizer):
                         "optimizer, such as AdamW"
                     )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state."""
-        super().load_state_dict(state_dict)
-        self._based = None
-
     def kernel_products(self) -> KernelProducts:
         """Those that update factors, in the strictest precision of a group."""
         parameters = self._parameters()
@@ -129,9 +124,7 @@ class FactoredOptimizer(StackedOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         held = list(filter(self._holds, self._parameters()))
-        if held and not self._session.settled.norms_measured:
-            begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
-            self._session.settled.norms_measured = True
+        begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
         super()._take(accepted)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
@@ -139,18 +132,20 @@ class FactoredOptimizer(StackedOptimizer):
 
     def _steps_of(self, accepted: Tensor) -> list[ParameterStep]:
         """Also looks which parameters have factors, or make them now; the host waits for that."""
-        if self._based is None:
-            self._based = set()
         steps = super()._steps_of(accepted)
-        starting = [p for p in steps if p.parameter not in self._based and any(plan.cost for plan in p.plans)]
+        starting = []
+        for p in steps:
+            if any(plan.cost for plan in p.plans) and not self._has_begun(p.parameter, STEPS):
+                starting.append(p)
         if starting:  # a device is waited for until all factors are known to be there, and no longer
             has_factors, makes_them = self._known(starting)
             for p, has, makes in zip(starting, has_factors, makes_them, strict=True):
                 p.first = not has
                 p.rests = self.rests(p.group)
                 if has or makes:
-                    self._based.add(p.parameter)
-            steps = [p for p in steps if not p.first or p.parameter in self._based]
+                    self._note_begun(p.parameter, STEPS)
+                else:
+                    steps.remove(p)
         if steps:
             counts = [p.state[STEPS] for p in steps]
             counted = torch.stack(counts) + torch.stack([p.accepted for p in steps])

@@ -1,6 +1,6 @@
 """Norms of weights that groups hold, or that size updates."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 
@@ -24,23 +24,26 @@ def radius_tensors(ends: Sequence[str], optional: bool) -> list[StateTensor]:
 
 def find_norms(optimizer: OrthogonalizedOptimizer) -> None:
     """Measure the norms to hold; refuse weights that would never move."""
+    settled = optimizer._session.settled
     needing = list[Tensor]()
     held = set[Tensor]()
-    for group in optimizer.param_groups:
-        settings = optimizer.effective(group)
-        if needs_norm(settings):
-            needing += group["params"]
+    for group, settings in zip(optimizer.param_groups, optimizer._session.settings, strict=True):
         if holds(settings):
             held.update(group["params"])
+        if holds(settings) or (needs_norm(settings) and not settled.norms_checked):
+            needing += group["params"]
     begin_norms(optimizer, type(optimizer).__name__, needing, held)
+    settled.norms_checked = True
 
 
-def begin_norms(optimizer: BaseOptimizer, name: str, needing: Sequence[Tensor], held: Set[Tensor]) -> None:
+def begin_norms(optimizer: BaseOptimizer, name: str, needing: Sequence[Tensor], held: set[Tensor]) -> None:
     """Let norms that were not measured yet begin as those of the weights.
 
     A weight without a norm would never move: it is a ``ValueError``, which ``name`` begins. Of parameters ``needing``
     a norm those that are ``held`` keep it.
     """
+    keys = {p: RADIUS + optimizer.key_ends(p)[-1] for p in held}
+    needing = [p for p in needing if p not in held or not optimizer._has_begun(p, keys[p])]
     if not needing:
         return
     matrices, norms = norms_of_weights(optimizer, needing)
@@ -60,6 +63,8 @@ def begin_norms(optimizer: BaseOptimizer, name: str, needing: Sequence[Tensor], 
     for radius, norm in zip(radii, torch.where(known == 0, norms, known).unbind(), strict=True):
         if radius is not None:
             radius.copy_(norm)
+    for parameter in held.intersection(needing):
+        optimizer._note_begun(parameter, keys[parameter])
 
 
 def kept_radii(optimizer: BaseOptimizer, parameter: Tensor) -> list[Tensor]:

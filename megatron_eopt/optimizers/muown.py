@@ -277,7 +277,6 @@ class Muown(TensorParallelMuon):
     )
 
     copied = 12  # stacks of gradients or directions, and of weights; weights of fused matrices apart
-    _begun: frozenset[Tensor] = frozenset()  # parameters that are known to have made a step
 
     @with_settings(Transport, TensorParallelMuon)
     def __init__(
@@ -316,27 +315,22 @@ class Muown(TensorParallelMuon):
         """None: how far rows turn depends on their norms."""
         return None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state with its norms of rows."""
-        super().load_state_dict(state_dict)
-        self._begun = frozenset()
-
     def _take(self, accepted: Tensor) -> None:
         parameters = self._parameters()
-        if len(self._begun) < len(parameters):
-            waiting = []
-            for i, p in enumerate(parameters):
-                if p not in self._begun and (p.grad is not None or self._waited_for(i)):
-                    waiting.append(p)
-            if waiting:
-                self._measure(waiting, dict(zip(parameters, accepted.unbind(), strict=True)))
+        waiting = []
+        for i, p in enumerate(parameters):
+            if (p.grad is not None or self._waited_for(i)) and not self._has_begun(p, STEPS):
+                waiting.append(p)
+        if waiting:
+            self._measure(waiting, dict(zip(parameters, accepted.unbind(), strict=True)))
         super()._take(accepted)
 
     def _measure(self, waiting: Sequence[Tensor], accepted: Mapping[Tensor, Tensor]) -> None:
         """Norms of rows of parameters without a step; the host waits."""
         counts = torch.stack([self._states.of(p, STEPS)[STEPS] for p in waiting]).tolist()
-        self._begun |= set(compress(waiting, counts))
-        new = [p for p in waiting if p not in self._begun]
+        for p in compress(waiting, counts):
+            self._note_begun(p, STEPS)
+        new = [p for p in waiting if not self._has_begun(p, STEPS)]
         indices = self._indices_of(new)
         W = self.engine.split(indices, [local(p.detach()) for p in new])
         squares = list(W)

@@ -105,6 +105,7 @@ class PSGDKron(StackedOptimizer):
         Setting("max_dim", "The longest side that has a factor; a longer one has its diagonal.", count(0)),
     )
     carried_settings = frozenset({CLOCK})
+    counters = frozenset({CLOCK})
     pairs_rows = True
 
     def __init__(

@@ -89,12 +89,12 @@ class ScheduleFreeAdamW(BaseOptimizer):
         Setting("weight_lr_power", "For schedulefree: power of the largest rate in the weight of a step.", AT_LEAST_0),
     )
     carried_settings = frozenset({TRAIN_MODE, COUNT})
+    counters = frozenset({COUNT})
     live_key = KEPT
     weight_keys = (Z, X, KEPT)
 
     _first_rates: list[float | None] | None = None  # of the groups; None of one that is a tensor
     _warned: bool = False  # whether a change of them was warned of
-    _begun: set[Tensor] | None = None  # parameters whose z is known to have begun
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
             if group[TRAIN_MODE]:
                 continue
             for parameter in group["params"]:
-                parameter.copy_(self.state[parameter].pop(KEPT))
+                parameter.copy_(self.state[parameter].pop(KEPT, parameter))  # whoever emptied the state begins at x
             group[TRAIN_MODE] = True
 
     # as the schedulefree package calls them
@@ -225,7 +225,6 @@ class ScheduleFreeAdamW(BaseOptimizer):
         for parameter in self._parameters():
             if X not in {tensor.key for tensor in self.state_tensors(parameter)}:
                 self.state.get(parameter, {}).pop(X, None)
-        self._begun = None
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.live == "x":
@@ -263,13 +262,12 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state; ``z`` and ``x`` start at the parameter."""
         state = self._states.of(parameter, SCHEDULE)
-        self._begun = set() if self._begun is None else self._begun
-        if parameter not in self._begun:
+        if not self._has_begun(parameter, SCHEDULE):
             new = state[SCHEDULE][0] == 0
             for key in {Z, X} & state.keys():
                 point = local(state[key])
                 point.copy_(torch.where(new, local(parameter).to(point.dtype), point))
-            self._begun.add(parameter)
+            self._note_begun(parameter, SCHEDULE)
         return state
 
 

@@ -26,7 +26,7 @@ class Settled:
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels
-    norms_measured: bool = False  # those that are to be held
+    norms_checked: bool = False  # those by which updates are sized
 
 
 @dataclass
@@ -34,11 +34,13 @@ class Session:
     """What is known of plans, groups and steps."""
 
     engine: Engine | None = None
+    parameters: list[Tensor] = field(default_factory=list)  # that it was made for
     engine_of: object = None  # the settings that the engine was made for
     agree: Callable[[Tensor], Tensor] | None = None  # minimum of flags over ranks; None where no rank shares anything
     settled: Settled = field(default_factory=Settled)  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
     said: list[tuple[torch.Size, dict[str, Any]]] = field(default_factory=list)  # by the parameters that were added
+    begun: dict[Tensor, Tensor] = field(default_factory=dict)  # parameter -> a tensor of the state that has begun
     nonfinite: NonFinite | None = None
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory

@@ -186,7 +186,6 @@ class Spectron(BaseOptimizer):
 
     _plan: FactorPlan  # made by prepare()
     _planned_for: Engine | None = None  # the engine of the parameters then
-    _done: frozenset[Tensor] = frozenset()  # that are not to be projected, or no more
     _errors: Mapping[str, float] = {}
 
     @also_called(num_power_iter="num_power_iterations")
@@ -284,7 +283,6 @@ class Spectron(BaseOptimizer):
         kernel = plan.engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
         self._plan = plan
         self._planned_for = engine
-        self._done |= {p for p, (first, *_) in plan.factors.items() if not first.in_state}
         for group in self.param_groups:
             group[KERNEL] = kernel
         return engine
@@ -349,7 +347,6 @@ class Spectron(BaseOptimizer):
                         f"{saved[key]}: build the optimizer as it was"
                     )
         super().load_state_dict(state_dict)
-        self._done = frozenset()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -379,7 +376,7 @@ class Spectron(BaseOptimizer):
         # also without a gradient where others wait for this rank's part
         active = [p for i, p in enumerate(parameters) if p.grad is not None or self.engine.shares(i)]
         with fp32_products("highest"):
-            waiting = [p for p in active if p not in self._done]
+            waiting = [p for p in active if not self._is_projected(p)]
             if waiting:
                 self._project(waiting, flags)
             self._session.changing = True
@@ -405,7 +402,7 @@ class Spectron(BaseOptimizer):
         for group in self.param_groups:
             units = []  # of parameters that step together
             for unit in batched(group["params"], 2 if group["pairs"] else 1):
-                if not active.isdisjoint(unit) and self._done.issuperset(unit):
+                if not active.isdisjoint(unit) and all(map(self._is_projected, unit)):
                     units.append(unit)
             for parameters in low_rank.in_chunks(units, self._plan.factors):
                 factors = [factor for p in parameters for factor in self._plan.factors[p]]
@@ -420,14 +417,19 @@ class Spectron(BaseOptimizer):
         value = state[FACTOR + factor.end] if factor.in_state else factor.parameter
         return LocalFactor(local(value), local(state[MOMENTUM_BUFFER + factor.end]), local(state[U + factor.end]))
 
+    def _is_projected(self, parameter: Tensor) -> bool:
+        """Whether a weight is the product of its factors; a factor itself is not projected."""
+        return not self._plan.factors[parameter][0].in_state or self._has_begun(parameter, PROJECTED)
+
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Project weights in their first step; the host waits."""
         # also with lr=0: torch loads a checkpoint into what such a step makes
         kept = [self._states.of(p, PROJECTED)[PROJECTED] for p in waiting]
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
         done, begins = torch.stack([*kept, *begin]).view(2, -1).tolist()
-        self._done |= set(compress(waiting, done))
-        new = [p for p in compress(waiting, begins) if p not in self._done]
+        for p in compress(waiting, done):
+            self._note_begun(p, PROJECTED)
+        new = [p for p in compress(waiting, begins) if not self._is_projected(p)]
         if not new:
             return
         factors = [factor for p in new for factor in self._plan.factors[p]]
@@ -442,7 +444,8 @@ class Spectron(BaseOptimizer):
                 # up to its norm its singular vector, whatever the order of rows, which may follow the ranks
                 of_factor.u.copy_(rows[:, 0])
             self.state[A.parameter][PROJECTED].fill_(1)
-        self._done |= set(new)
+        for p in new:
+            self._note_begun(p, PROJECTED)
 
     def _note_errors(self, parameters: Sequence[Tensor], errors: Sequence[float]) -> None:
         """Keep and report what projections change; refuse matrices that have no factors."""

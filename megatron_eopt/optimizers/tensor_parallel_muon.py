@@ -195,6 +195,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     group_keys: ClassVar[tuple[str, ...]] = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD)
     carried_settings = frozenset({KERNEL, STEP_KERNELS, MOMENTUM_STEPS})
+    counters = frozenset({MOMENTUM_STEPS})
     split_lengths = (3, 4)
     momentum_key = "momentum"
     nesterov_key = "nesterov"
@@ -311,9 +312,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         session = self._session
-        if not session.settled.norms_measured:
-            held_norms.find_norms(self)  # another try measures the same
-            session.settled.norms_measured = True
+        held_norms.find_norms(self)
         if self._of_user(*OF_PARAMETERS):
             batches = self._take_users(accepted)
         else:

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Self
 
@@ -42,14 +43,36 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class JoinedState(State):
-    """The state of two optimizers as one, each parameter's where it is stepped."""
+    """The state of two optimizers as one, each parameter's where it is stepped.
 
-    def __init__(self, matrices: State, rest: State) -> None:
-        self.matrices = matrices
-        self.rest = rest
+    As torch's, it makes what is asked for by ``state[parameter]``, and not by ``get`` or ``in``.
+    """
+
+    def __init__(self, matrices: Optimizer, rest: Optimizer) -> None:
+        self.matrices = matrices.state
+        self.rest = rest.state
+        self._groups_of_rest = rest.param_groups
 
     def _of(self, parameter: Tensor) -> State:
-        return self.rest if parameter in self.rest else self.matrices
+        if parameter in self.matrices or parameter in self.rest:
+            return self.rest if parameter in self.rest else self.matrices
+        of_rest = any(parameter is p for p in parameters_in(self._groups_of_rest))
+        return self.rest if of_rest else self.matrices
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self.matrices or parameter in self.rest
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        """A parameter's state, if there is one."""
+        return self._of(parameter).get(parameter, default)
+
+    def pop(self, parameter: Tensor, *default: Any) -> Any:
+        """Take a parameter's state out."""
+        return self._of(parameter).pop(parameter, *default)
+
+    def setdefault(self, parameter: Tensor, state: Any = None) -> Any:
+        """A parameter's state, set if there is none."""
+        return self._of(parameter).setdefault(parameter, state)
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         return self._of(parameter)[parameter]
@@ -314,6 +337,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._sort_state()
         groups = self._adam_groups  # AdamW would refuse them when the matrices have made their step
         for group in groups:
             check_values(self._of_adamw, OF_ADAMW, group)
@@ -337,12 +361,29 @@ class Muon(Optimizer):
 
     # State.
 
-    @property
-    def state(self) -> State:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> State:
         """State of all parameters, made when it is first read."""
         if not self.matrices.state:  # torch.distributed.checkpoint would make a step to have it
             self.init_state()
-        return self.matrices.state if self.adamw is None else JoinedState(self.matrices.state, self.adamw.state)
+        if self.adamw is None:
+            return self.matrices.state
+        self._sort_state()
+        return JoinedState(self.matrices, self.adamw)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.matrices.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
+        if self.adamw is not None:
+            self.adamw.state = defaultdict(dict)
+            self._sort_state()
+
+    def _sort_state(self) -> None:
+        """Give AdamW the state of its parameters, which may have been in no group when their state was set."""
+        if self.adamw is not None:
+            kept = self.matrices.state
+            for parameter in filter(kept.__contains__, parameters_in(self.adamw.param_groups)):
+                self.adamw.state[parameter] = kept.pop(parameter)
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""

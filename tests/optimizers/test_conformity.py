@@ -1,5 +1,6 @@
 """What torch promises of every optimizer: closures, groups, state dicts, copies, schedulers, refusals."""
 
+import collections
 import copy
 import io
 import pickle
@@ -503,3 +504,69 @@ def test_a_step_leaves_what_torch_has_for_the_whole_process(name):
     take(optimizer, 2)
     assert (torch.get_float32_matmul_precision(), torch.is_grad_enabled()) == before
     assert torch.equal(torch.random.get_rng_state(), random)
+
+
+def emptied(optimizer, how):
+    """The ways in which loops of others reset an optimizer between phases of a training."""
+    if how == "cleared":
+        optimizer.state.clear()
+    elif how == "set":
+        optimizer.state = collections.defaultdict(dict)
+    else:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                optimizer.state[p] = {}
+
+
+@every_variant
+def test_an_emptied_state_is_that_of_a_new_optimizer(name):
+    for how in ("cleared", "set", "each set"):
+        optimizer = build(name, matrices())
+        take(optimizer, 4)
+        expected = build(name, [torch.nn.Parameter(p) for p in parameters(optimizer)])
+        emptied(optimizer, how)
+        for each in (optimizer, expected):
+            take(each, 3, start=4)
+        assert_equal(optimizer, expected)
+
+
+@every_class
+def test_a_parameter_takes_the_place_of_another(name):
+    """With its state, set before the group has it or after: as in renderers of splats."""
+    for moved_first in (True, False):
+        optimizer, kept = (build(name, matrices()) for _ in range(2))
+        for each in (optimizer, kept):
+            take(each, 3)
+        for group in optimizer.param_groups:
+            for i, old in enumerate(group["params"]):
+                new = torch.nn.Parameter(old.detach().clone())
+                if moved_first:
+                    optimizer.state[new] = optimizer.state.pop(old)
+                    group["params"][i] = new
+                else:
+                    group["params"][i] = new
+                    optimizer.state[new] = optimizer.state.pop(old)
+        for each in (optimizer, kept):
+            take(each, 3, start=3)
+        for group, others in zip(optimizer.param_groups, kept.param_groups, strict=True):
+            assert all(map(torch.equal, group["params"], others["params"]))
+
+
+@every_class
+def test_a_parameter_of_another_shape_takes_the_place_of_one(name):
+    optimizer, kept = (build(name, matrices()) for _ in range(2))
+    for each in (optimizer, kept):
+        take(each, 2)
+    params = of_matrices(optimizer)[0]["params"]
+    del optimizer.state[params[0]]
+    [new] = params[:1] = matrices(1, (8, 4), seed=5)
+    before = new.detach().clone()
+    for seed in (1, 2):
+        new.grad = drawn((8, 4), seed)
+        for p in (params[1], of_matrices(kept)[0]["params"][1]):
+            p.grad = drawn((6, 4), seed)
+        for each in (optimizer, kept):
+            each.step()
+    assert new.isfinite().all()
+    assert not torch.equal(new, before)
+    assert torch.equal(params[1], of_matrices(kept)[0]["params"][1])

@@ -25,7 +25,8 @@ def test_a_step_shared_by_data_parallel_ranks_takes_as_much_at_any_number(ranks)
             optimizer = SOAP(parameters, pg_collection=groups, share_over_dp=True)
             optimizer.workspace = 2**28
             optimizer.init_state()
-            optimizer._based = set(parameters)  # no first gradient
+            for parameter in parameters:
+                optimizer._note_begun(parameter, "steps")  # no first gradient
             optimizer._session.engine = optimizer.proposed()
             accepted = torch.empty(len(parameters), dtype=torch.bool)
             with torch.no_grad(), Allocations() as allocated:

@@ -143,6 +143,19 @@ def test_loops_over_the_state_meet_tensors_alone_and_what_they_replace_is_steppe
     torch.testing.assert_close(difference, 0.9 * 2 * before)
 
 
+def test_asking_for_state_makes_none_as_in_torch():
+    optimizer, (matrix, vector) = named("a.weight")
+    other = nn.Parameter(torch.zeros(2))
+    assert [p in optimizer.state for p in (matrix, vector, other)] == [True, True, False]
+    assert optimizer.state.get(other) is None
+    with pytest.raises(KeyError):
+        optimizer.state.pop(other)
+    assert optimizer.state.pop(vector)["step"] == 2
+    optimizer.state.setdefault(vector, {"step": torch.tensor(0.0)})
+    assert {*optimizer.matrices.state} == {matrix}
+    assert {*optimizer.adamw.state} == {vector}
+
+
 def test_messages_name_the_class_that_users_built():
     matrix, vector = parameters((4, 4), (4,))
     with pytest.raises(ValueError, match=r"^Muon: lr must be a finite number"):

@@ -17,32 +17,14 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
     modulo 2^64: it changes with any one entry, and where entries are exchanged. Entries have 1, 2, 4 or 8 bytes.
     """
     sizes = [1] * (len(shape) - shard.ndim) + list(shard.shape)
-    return checksum_of_some(shard.detach().contiguous().view(-1), 0, sizes, offset, shape)
-
-
-def checksum_of_some(
-    entries: Tensor,
-    start: int,
-    sizes: Sequence[int],
-    offset: Sequence[int],
-    shape: Sequence[int],
-) -> Tensor:
-    """The part of :func:`checksum` of some entries of a shard.
-
-    Args:
-        entries: those that follow one another in the shard, as a vector.
-        start: index in the shard of the first one.
-        sizes: of the whole shard.
-        offset: of the shard in the global tensor.
-        shape: of the global tensor.
-    """
+    entries = shard.detach().contiguous().view(-1)
     device = entries.device
     total = torch.zeros((), dtype=torch.int64, device=device)
     bits = entries.view(INTEGERS[entries.element_size()])
     *leading, (width, first, _) = _joined_axes(sizes, offset, shape)
     done = 0
     while done < len(bits):
-        row, column = divmod(start + done, width)
+        row, column = divmod(done, width)
         left = len(bits) - done
         if column or left < width or width > _AT_ONCE:
             rows = 1

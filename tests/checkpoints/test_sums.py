@@ -1,7 +1,6 @@
 """Checksums of whole tensors: what moved shows, and nothing turns the comparison off without a word."""
 
 import io
-import json
 
 import pytest
 import torch
@@ -41,7 +40,6 @@ def test_what_was_saved_is_what_is_there(capsys, tmp_path, dtype):
     assert (status, lines(out, "error")) == (0, [])
     tensors = 7 if dtype == torch.float32 else 10
     assert f"{tensors} tensors compared with what was saved" in out
-    assert json.loads(verify(capsys, folder, "--json")[1])["data"]["compared"] == tensors
 
 
 @pytest.mark.parametrize(
@@ -137,11 +135,11 @@ def test_a_damaged_archive_is_told_once(capsys, tmp_path):
     assert "is damaged" in error
 
 
-def test_a_tensor_that_is_stored_in_another_order_is_not_compared(capsys, tmp_path):
-    """Its bytes are the same, and a load reads another tensor out of them."""
+def test_a_tensor_that_is_stored_in_another_order(capsys, tmp_path):
+    """What counts is what a load reads."""
     values = {"norm": torch.arange(6.0).view(2, 3)}
     state = made.common()
     state[CHECKSUMS] = made.sums(values)
     folder = made.save(tmp_path / "iter_0000005", {"norm": values["norm"].t().contiguous().t()}, state)
-    _, out = verify(capsys, folder)
-    assert any("norm is not stored entry by entry" in line for line in lines(out, "warning"))
+    status, out = verify(capsys, folder)
+    assert (status, out.splitlines()[-1]) == (0, "OK")

@@ -7,11 +7,9 @@ import re
 import pytest
 from tables import state_tensors
 
-from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.cli import main
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.registry import takes_matrices
-from megatron_eopt.tools.verify.optimizers import check_states
 from tests.megatron.runs import (
     EXACT,
     FILES,
@@ -198,15 +196,11 @@ def test_state_of_another_optimizer_or_other_settings_is_refused(saved_by, saved
     assert "--no-load-optim" in said
 
 
-def test_a_side_without_a_factor_is_no_damage_and_a_missing_factor_is(saved_by, capsys):
+def test_a_side_without_a_factor_is_no_damage(saved_by, capsys):
     """Matrices of 96 rows beside those of 64, and SOAP has factors up to 64."""
     checkpoint = saved_by("soap", "--soap-max-dim", 64)
     assert main(["verify-checkpoint", str(checkpoint)]) == 0
     assert "error" not in capsys.readouterr().out
-    contents = read_contents(newest(checkpoint))
-    del contents.tensors["optimizer.state.L.decoder.layers.mlp.linear_fc2.weight"]
-    (problem,) = check_states(contents)
-    assert "L is missing for decoder.layers.mlp.linear_fc2.weight" in problem.what
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_nan_in_the_momentum_is_refused(tmp_path, capsys):
     folder = tmp_path / "checkpoint"
     begun(tmp_path / "run", *MUON, *EVERY_TWO, folder, "--exit-interval", 4, fault="nan")
     status, report = verify(capsys, folder)
-    assert (status, f"{MOMENTUM} has 2 NaN" in report) == (1, True), report
+    assert (status, MOMENTUM in report, "has NaN or infinite" in report) == (1, True, True), report
     status, output = begun(tmp_path / "resumed", *MUON, "--load", folder)
     assert_refused(status, output, ["momentum_buffer of decoder.layers.", "not finite", "Load an earlier checkpoint"])
 

@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import json
 import re
 import shutil
 import zipfile
@@ -16,7 +15,6 @@ from megatron_eopt.checkpoints import harmless
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.cli import main
-from megatron_eopt.routing import from_json
 from tests.checkpoints import made
 from tests.megatron.runs import FILES, MUON, TP2, train
 
@@ -43,16 +41,15 @@ def verify(capsys, *arguments):
 
 
 def test_who_owned_what(saved, capsys):
-    """The table that the run printed, and as JSON what it was printed from."""
+    """The table that the run printed."""
     folder = saved[0]
     status, out, _ = verify(capsys, folder, "--manifest")
     assert re.search(r"^muon: lr .* \(matrix\)$", out, re.MULTILINE)
     lines = [line.split() for line in out.splitlines()]
     assert ["2", "128x64", "decoder.layers.*.self_attention.linear_qkv.weight"] in lines
     assert ["muon", "8", "61,440", "12", "0.246"] in lines
-    said = json.loads(verify(capsys, folder, "--manifest", "--json")[1])
-    assert {family.like.optimizer for family in from_json(said["manifest"])} == {"adam", "muon"}
-    assert (status, said["ok"]) == (0, True)
+    assert any(line[:1] == ["adam"] for line in lines)
+    assert status == 0
 
 
 def test_a_whole_one(saved, capsys):
@@ -61,9 +58,6 @@ def test_a_whole_one(saved, capsys):
     assert status == 0, out
     assert "iteration   2\n" in out
     assert "optimizer   TensorParallelMuon" in out
-    assert "momentum_buffer     4 tensors, 61,440 entries float32" in out
-    assert "exp_avg_sq          5 tensors, 16,704 entries float32" in out
-    assert ("fp32_param          4 tensors" in out) == bool(flags)
     assert ("TP 2" in out) == bool(flags)
     assert out.splitlines()[-1] == "OK"
 

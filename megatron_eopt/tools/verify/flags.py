@@ -8,9 +8,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = "Exit status: 0 without errors, 1 with errors, 2 if it cannot be read."
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
-    parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
+    parser.add_argument("--no-data", action="store_true", help="metadata and objects only: quick at any size")
     parser.add_argument(
         "--trust-globals",
         metavar="NAMES",

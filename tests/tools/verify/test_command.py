@@ -1,12 +1,11 @@
-"""The command: exit status for scripts, text for people, JSON for both."""
+"""The command: exit status for scripts, text for people."""
 
-import json
 import sys
 
 import pytest
 
 from megatron_eopt.cli import main
-from tests.checkpoints.made import block, common, overwrite, save, tensors
+from tests.checkpoints.made import block, change_layout, common, overwrite, save, tensors
 
 
 @pytest.fixture
@@ -32,10 +31,8 @@ def test_ok(capsys, folder):
         "iteration   5",
         "saved by    Megatron-Core 0.19 or later; TP 1, PP 1",
     ]
-    assert "optimizer   TensorParallelMuon (written down by megatron_eopt)" in lines
-    assert "  momentum_buffer     2 tensors, 192 entries float32" in lines
-    assert "  lr 0.01, c of 1 steps" in lines
-    assert "group 0.0   lr 0.01, momentum 0.95" in lines
+    assert any(line.startswith("optimizer   TensorParallelMuon lr 0.01") for line in lines)
+    assert "tensors     7 tensors, 408 entries" in lines
     assert any(line.startswith("data        9 archives read") for line in lines)
     assert lines[-1] == "OK"
 
@@ -52,25 +49,6 @@ def test_it_fits_a_terminal_of_80_columns(capsys, folder, monkeypatch):
     assert any("setting_11" in line for line in lines)
 
 
-@pytest.mark.parametrize("optimizer", ["TensorParallelMuon", "Shampoo", "PSGDKron"])
-def test_whether_qkv_are_split_is_told(capsys, folder, optimizer):
-    """All optimizers of matrices have a flag for it."""
-    state = common()
-    state["optimizer"][0]["megatron_eopt"] = block(optimizer) | {"settings": {"lr": 0.01, "split_qkv": False}}
-    save(folder / "iter_0000005", state=state)
-    lines = verify(capsys, folder)[1].splitlines()
-    assert "  lr 0.01, split_qkv False" in lines
-
-
-def test_json_says_the_same(capsys, folder):
-    status, out, _ = verify(capsys, folder, "--json")
-    said = json.loads(out)
-    assert (status, said["ok"], said["errors"], said["iteration"]) == (0, True, 0, 5)
-    muon = said["optimizers"][0]
-    assert muon["states"]["momentum_buffer"] == "2 tensors, 192 entries float32"
-    assert said["args"]["params_dtype"] == "torch.float32"
-
-
 def test_problems(capsys, folder):
     values = tensors()
     save(folder / "iter_0000005", values)
@@ -80,23 +58,24 @@ def test_problems(capsys, folder):
     assert status == 1
     assert "error:      mlp.fc1 in __0_0.distcp" in out
     assert out.splitlines()[-1] == "1 error"
-    assert json.loads(verify(capsys, folder, "--json")[1])["problems"][0]["severity"] == "error"
     status, out, _ = verify(capsys, folder, "--no-data")
     assert (status, "data        not read" in out) == (0, True)
-
-
-def test_warnings_are_no_errors(capsys, folder):
-    (folder / "latest_checkpointed_iteration.txt").unlink()
-    status, out, _ = verify(capsys, folder / "iter_0000005")
-    assert (status, out.splitlines()[-1]) == (0, "OK, 1 warning")
 
 
 def test_unreadable(capsys, tmp_path):
     status, out, err = verify(capsys, tmp_path / "none")
     assert (status, out) == (2, "")
     assert "no such folder" in err
-    status, out, _ = verify(capsys, tmp_path / "none", "--json")
-    assert (status, json.loads(out)["ok"]) == (2, False)
+
+
+def test_data_that_a_load_would_have_to_transform(capsys, folder):
+    def through_zstd(metadata):
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
+
+    change_layout(folder / "iter_0000005", through_zstd)
+    status, out, err = verify(capsys, folder)
+    assert (status, out) == (2, "")
+    assert "is stored through stream.zstd" in err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Self
@@ -93,9 +92,15 @@ class JoinedState(State):
 class JoinedGroups(list[Group]):
     """The groups of two optimizers, made anew whenever they are read."""
 
-    def append(self, group: Group) -> None:
-        """Refuse a group, which neither optimizer would have."""
-        raise TypeError("param_groups joins the groups of two optimizers: add a group by add_param_group()")
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Refuse a change, which neither optimizer would have."""
+        raise TypeError(
+            "param_groups joins the groups of two optimizers, so the list cannot be changed: add a group by "
+            "add_param_group(), and set keys of a group in its dict"
+        )
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, (list(self),)  # whose items a copy appends
@@ -116,13 +121,13 @@ class Muon(Optimizer):
 
     ``param_groups`` are the groups of the matrices, then those of AdamW; groups that :meth:`add_param_group` adds come
     last. A group of matrices has its ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``; a changed value is in
-    force in the next step. Each step sets AdamW's rates by the first group of matrices, unless that began with an lr of
-    0, so a scheduler or loop may set one rate for all groups::
+    force in the next step. The ``lr`` that a group has is its rate. If all groups are given one ``lr``, as by a loop,
+    it is the rate of the matrices, and the step sets those of AdamW::
 
-        lr of a group of AdamW = adam_lr * (lr of the first group of matrices / adam_lr_at)
+        lr of a group of AdamW = adam_lr * (lr of the matrices / adam_lr_at)
 
-    with AdamW's first rate, ``adam_lr``, and the first rate of the matrices, ``adam_lr_at``. To change AdamW's rate by
-    itself, set ``adam_lr`` of its group: an ``lr`` set there alone is overwritten, with a warning.
+    with AdamW's first rate, ``adam_lr``, and the first rate of the first group of matrices, ``adam_lr_at``. Where
+    ``adam_lr_at`` is 0, and where a scheduler began with several rates (``initial_lr``), each group keeps its ``lr``.
 
     ``state`` and ``state_dict`` have both states, each parameter's by itself. State that is missing is made where
     ``state`` is first read, and by ``state_dict``.
@@ -162,8 +167,6 @@ class Muon(Optimizer):
     matrices: BaseOptimizer
     adamw: AdamW | None
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _rates: list[Any] | None = None  # of AdamW's groups after the last step
-    _warned: bool = False  # whether a change of AdamW's rates was warned of
     _refusing: Refusing | None = None  # gradients that AdamW could not go on from
 
     def __init__(
@@ -234,7 +237,6 @@ class Muon(Optimizer):
             raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
         if adamw is not None:
             adamw.param_groups[0][ADAM_LR_AT] = float(matrices.param_groups[0]["lr"])
-            self._rates = [group["lr"] for group in adamw.param_groups]
         beside = {}
         for number, group in enumerate(self._adam_groups):
             check_parameters(self._of_adamw, self._adam_groups[: number + 1])
@@ -294,33 +296,16 @@ class Muon(Optimizer):
                 raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
 
     def _set_rates(self) -> None:
-        """Let AdamW's rates follow the first group of matrices."""
-        lr = self.matrices.param_groups[0]["lr"]
-        before = self._rates or []
-        rates = []
-        for index, group in enumerate(self._adam_groups):
-            if group[ADAM_LR_AT] > 0:
-                rate = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
-                if index < len(before):
-                    self._warn_of_rate(group["lr"], before[index], lr, rate)
-                group["lr"] = rate
-            rates.append(group["lr"])
-        self._rates = rates
-
-    def _warn_of_rate(self, found: Any, before: Any, lr: Any, rate: Any) -> None:
-        """Warn once where AdamW's rate was set to another than it follows.
-
-        A loop may set ``lr`` for all groups.
-        """
-        if self._warned or any(isinstance(x, Tensor) for x in (found, before, rate)):
+        """Take one rate of all groups for that of the matrices."""
+        groups = self.param_groups
+        lr, first = groups[0]["lr"], groups[0].get("initial_lr")
+        if any(isinstance(group["lr"], Tensor) and group["lr"].is_cuda for group in groups):
+            return  # to compare them would wait for the device
+        if any(group["lr"] != lr or group.get("initial_lr") != first for group in groups):
             return
-        if found != lr and not any(math.isclose(found, x, rel_tol=1e-6, abs_tol=1e-12) for x in (before, rate)):
-            self._warned = True
-            warn(
-                f"{self._called}: lr of a group of AdamW was set to {found:g}, and the step sets it to {rate:g}, as it "
-                f"follows the first group of matrices: give a scheduler the whole optimizer, or set {ADAM_LR} of that "
-                "group"
-            )
+        for group in self._adam_groups:
+            if group[ADAM_LR_AT] > 0:
+                group["lr"] = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
 
     # The step.
 
@@ -431,7 +416,7 @@ class Muon(Optimizer):
         self.matrices.load_state_dict(of_matrices)
         if self.adamw is not None:
             self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
-        self._rates = self._refusing = None
+        self._refusing = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

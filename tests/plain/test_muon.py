@@ -1,9 +1,11 @@
 """Muon of plain torch, and AdamW beside it, take the steps of formulas, in fp64, fp32 and bf16."""
 
 import copy
+import operator
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, StepLR
 
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.optimizers.with_adamw import Muon
@@ -118,12 +120,35 @@ def test_add_param_group_adds_matrices():
         (1, 0.02, 5),
     ]
     assert [group["params"] for group in optimizer.param_groups] == [[a], [vector], [b], [later]]
-    with pytest.raises(TypeError, match=r"add a group by add_param_group\(\)"):
-        optimizer.param_groups.append({"params": parameters((2, 2))})
     assert [group["lr"] for group in copy.deepcopy(optimizer.param_groups)] == [0.02, 0.01, 0.5, 0.02]
     before = values(params)
     run(optimizer, params, gradients(params, 1))
     assert all((p.detach() != old).all() for p, old in zip(params, before, strict=True))
+
+
+CHANGES = {
+    "append": lambda groups: groups.append({}),
+    "extend": lambda groups: groups.extend([{}]),
+    "insert": lambda groups: groups.insert(0, {}),
+    "pop": lambda groups: groups.pop(),
+    "remove": lambda groups: groups.remove(groups[0]),
+    "clear": lambda groups: groups.clear(),
+    "sort": lambda groups: groups.sort(key=len),
+    "reverse": lambda groups: groups.reverse(),
+    "set": lambda groups: operator.setitem(groups, 0, {}),
+    "set all": lambda groups: operator.setitem(groups, slice(None), []),
+    "del": lambda groups: operator.delitem(groups, 0),
+    "+=": lambda groups: operator.iadd(groups, [{}]),
+    "*=": lambda groups: operator.imul(groups, 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_list_of_groups_is_refused(name):
+    matrix, vector = parameters((4, 4), (4,))
+    optimizer = Muon([matrix], [vector])
+    with pytest.raises(TypeError, match=r"add a group by add_param_group\(\)"):
+        CHANGES[name](optimizer.param_groups)
 
 
 @pytest.mark.parametrize("name", ["muon_params", "adam_params"])
@@ -290,43 +315,115 @@ def test_an_argument_that_muon_has_not_is_refused_with_the_nearest_that_it_has(w
         Muon(parameters((4, 4)), [], **{wrong: 3})
 
 
-@pytest.mark.parametrize(("first", "later", "rate"), [(0.0, 0.5, 3e-3), (0.002, 0.001, 1.5e-3), (0.02, 0.02, 3e-3)])
-def test_the_rate_of_adamw_follows_the_first_group_from_its_own_first_rate(first, later, rate):
-    a, b, embedding = params = parameters((4, 4), (5, 4), (6, 4))
-    optimizer = Muon([{"params": [a], "lr": first}, {"params": [b]}], [embedding], lr=0.02, adam_lr=3e-3)
-    run(optimizer, params, gradients(params, 1))
-    assert optimizer.adamw.param_groups[0]["lr"] == 3e-3
-    optimizer.param_groups[0]["lr"] = later
-    run(optimizer, params, gradients(params, 1))
-    assert optimizer.adamw.param_groups[0]["lr"] == pytest.approx(rate)
+def rates(optimizer):
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def test_a_rate_of_adamw_that_would_be_overwritten_is_warned_of_once(caplog):
-    matrix, embedding = params = parameters((4, 4), (6, 4))
-    optimizer = Muon([matrix], [embedding], lr=0.02, adam_lr=3e-3)
-    both = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for _ in range(2):
+def of_four_groups(**settings):
+    """Muon with two groups of matrices and two of AdamW, each of which has its own first rate."""
+    a, b, embedding, vector = params = parameters((4, 4), (5, 4), (6, 4), (4,))
+    rest = [{"params": [embedding]}, {"params": [vector], "lr": 6e-3}]
+    optimizer = Muon([{"params": [a]}, {"params": [b], "lr": 0.05}], rest, **{"lr": 0.02, "adam_lr": 3e-3, **settings})
+    return optimizer, params
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [1e-3, 2e-3, 4e-3, 8e-3],
+        [1e-3, 1e-3, 4e-3, 1e-3],  # as the first group's, but not all are
+        [0.02, 0.05, 1e-3, 2e-3],  # AdamW's alone
+        [0.01, 0.05, 3e-3, 6e-3],  # of one group of matrices alone
+    ],
+    ids=str,
+)
+def test_each_group_steps_by_the_rate_that_was_set_for_it(given):
+    optimizer, params = of_four_groups(weight_decay=0.0)
+    starts, steps = values(params), gradients(params, 3)
+    for of_step in steps:
+        for group, rate in zip(optimizer.param_groups, given, strict=True):
+            group["lr"] = rate
+        run(optimizer, params, [of_step])
+        assert rates(optimizer) == given
+    for i, (p, start, rate) in enumerate(zip(params, starts, given, strict=True)):
+        own = [of_step[i] for of_step in steps]
+        expected = muon_reference(start, own, rate, 0.95) if i < 2 else adamw_reference(start, own, rate)
+        torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["numbers", "tensors"])
+def test_one_rate_of_all_groups_is_that_of_the_matrices(kind):
+    optimizer, params = of_four_groups()
+    for rate in (0.02, 0.01, 0.01, 0.0):
+        for group in optimizer.param_groups:
+            group["lr"] = kind(rate)
+        for _ in range(2):  # a rate stays until it is set again
+            run(optimizer, params, gradients(params, 1))
+            assert rates(optimizer) == pytest.approx([rate, rate, rate * 3 / 20, rate * 6 / 20])
+
+
+def test_a_first_rate_of_zero_has_no_ratio():
+    optimizer, params = of_four_groups(lr=0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    run(optimizer, params, gradients(params, 1))
+    assert rates(optimizer) == [0.01] * 4
+
+
+def layer_decay(optimizer):
+    """As timm sets rates: a scale of its own for each group."""
+    for group, scale in zip(optimizer.param_groups, (0.125, 0.5, 0.125, 1.0), strict=True):
+        group.setdefault("lr_scale", scale)
+    while True:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * group["lr_scale"]
+        yield
+
+
+def of_torch(make):
+    """A scheduler of torch as steps of a generator."""
+
+    def schedule(optimizer):
+        scheduler = make(optimizer)
+        while True:
+            yield
+            scheduler.step()
+
+    return schedule
+
+
+SCHEDULES = {
+    "layer decay": layer_decay,
+    "a function each": of_torch(lambda o: LambdaLR(o, [lambda t, n=n: (1 + n) / (1 + t) for n in range(4)])),
+    "one is constant": of_torch(lambda o: LambdaLR(o, [lambda t: 1 / (1 + t)] * 3 + [lambda t: 1.0])),
+    "to one floor": of_torch(lambda o: CosineAnnealingLR(o, 3, eta_min=1e-4)),
+    "warm-up": of_torch(lambda o: LambdaLR(o, lambda t: t / 4)),
+    "halved": of_torch(lambda o: StepLR(o, 1, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_each_group_is_followed_as_torch_follows_it(name):
+    optimizer, params = of_four_groups()
+    groups = [{"params": [p], "lr": rate} for p, rate in zip(parameters(*[(1,)] * 4), rates(optimizer), strict=True)]
+    plain = torch.optim.SGD(groups)
+    both = SCHEDULES[name](optimizer), SCHEDULES[name](plain)
+    for _ in range(5):
+        list(map(next, both))
+        plain.step()
         run(optimizer, params, gradients(params, 1))
-        both.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    run(optimizer, params, gradients(params, 1))
-    assert caplog.messages == []
-    torch.optim.lr_scheduler.LambdaLR(optimizer.adamw, lambda step: 0.0)
-    run(optimizer, params, gradients(params, 2))
-    (message,) = caplog.messages
-    assert message.startswith("Muon: lr of a group of AdamW was set to 0, and the step sets it to 0.001")
-    assert "set adam_lr of that group" in message
+        assert rates(optimizer) == pytest.approx(rates(plain))
 
 
-def test_a_schedule_of_adamws_own_beside_the_matrices_is_warned_of(caplog):
-    matrix, embedding = params = parameters((4, 4), (6, 4))
-    optimizer = Muon([matrix], [embedding], lr=0.02, adam_lr=3e-3)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4, eta_min=2e-3)
+def test_one_largest_rate_of_a_schedule_is_that_of_the_matrices():
+    optimizer, params = of_four_groups()
+    scheduler = OneCycleLR(optimizer, 0.1, total_steps=5, cycle_momentum=False)
     for _ in range(4):
         run(optimizer, params, gradients(params, 1))
-        cosine.step()
-    (message,) = caplog.messages
-    assert "and the step sets it to" in message
+        first, second, *of_adamw = rates(optimizer)
+        assert second == first
+        assert of_adamw == pytest.approx([first * 3 / 20, first * 6 / 20])
+        scheduler.step()
 
 
 def test_a_state_of_torchs_muon_is_refused_by_name():

@@ -184,7 +184,8 @@ def test_what_joins_adamw_later_steps_and_is_saved():
     optimizer = Muon(params[:1], params[1:2], lr=0.02, adam_lr=0.01)
     run(optimizer, params, gradients(params, 1))
     optimizer.adamw.add_param_group({"params": params[2:], "lr": 0.5})
-    optimizer.param_groups[0]["lr"] = 0.01
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
     run(optimizer, params, gradients(params, 1))
     assert [group["lr"] for group in optimizer.adamw.param_groups] == [0.005, 0.25]
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1]

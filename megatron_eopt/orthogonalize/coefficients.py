@@ -33,7 +33,7 @@ def with_safety(coefficients: Coefficients, safety: float) -> Coefficients:
 
 
 # The first polynomial maps 1, the singular value of a matrix of rank 1, to -0.585: an ascent direction. Its first zero
-# is at 0.884, and four steps return values up to 1.085, so a safety of 1.25 keeps the set positive, also repeated.
+# is at 0.884, so a safety of 1.25 keeps the set positive up to 1.1.
 _AOL_SAFETY = 1.25
 
 # Grishina, Smirnov and Rakhuba, CANS, arXiv 2506.10935. Above 1 the polynomials explode: in five steps the slope there
@@ -88,7 +88,7 @@ _SETS: dict[str, tuple[Coefficients, ...]] = {
     ),
 }
 # Their last polynomial maps [0, 1] closer to 1 each time.
-_REPEAT_LAST = frozenset({"polar_express", "cans", "deepseekv4"})
+_REPEAT_LAST = frozenset({"polar_express", "cans", "aol", "deepseekv4"})
 
 
 def get_supported_coefficient_types() -> tuple[str, ...]:
@@ -104,8 +104,8 @@ def validate_coefficient_type(coefficient_type: str) -> None:
 def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int = 5) -> tuple[Coefficients, ...]:
     """The schedule of ``steps`` polynomials of a set.
 
-    Beyond its length a set repeats its last polynomial (polar_express, cans, deepseekv4), or as a whole: cutting one
-    off half-way shrinks singular values (quintic in 6 steps: to 0.122). Fewer steps than a set has are allowed;
+    Beyond its length a set repeats its last polynomial (polar_express, cans, aol, deepseekv4), or as a whole: cutting
+    one off half-way shrinks singular values (quintic in 6 steps: to 0.122). Fewer steps than a set has are allowed;
     :func:`composite_range` tells what they reach. cubic5 takes 5 steps only.
 
     Args:

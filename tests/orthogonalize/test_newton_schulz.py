@@ -3,7 +3,7 @@ import torch
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 
-STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "cans": 5, "aol": 4, "deepseekv4": 10, "cubic5": 5}
+STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "cans": 5, "aol": 5, "deepseekv4": 10, "cubic5": 5}
 
 
 def exact(x, steps, coefficient_type):

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -45,7 +44,6 @@ from megatron_eopt.optimizers.parameters import (
     say_again,
     scale_rows,
     sharing_groups,
-    warned_of_unmarked,
 )
 from megatron_eopt.optimizers.session import Session, Settled
 from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_of_entry, forget_replaced
@@ -563,7 +561,6 @@ class BaseOptimizer(Optimizer):
             session.parameters = self._parameters()
             # shards that are taken for matrices step each by itself
             session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
-            self._warn_of_unmarked(engine)
         parameters = self._parameters()
         if session.nonfinite is None and parameters:
             devices = sorted({str(parameter.device) for parameter in parameters})
@@ -596,15 +593,6 @@ class BaseOptimizer(Optimizer):
         if self.multiplies and self._parameters() and (any(given) or times_kernels(*given, engine.device)):
             products = self.kernel_products()
         return engine.prepare(*given, products)
-
-    def _warn_of_unmarked(self, engine: Engine) -> None:
-        """Warn once of shards that tensor-parallel ranks take for whole matrices."""
-        tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
-        session = self._session
-        if tp is None or tp.size() == 1 or self.tp_mode == "blockwise" or session.told_unmarked:
-            return
-        name = type(self).__name__
-        session.told_unmarked = warned_of_unmarked(name, self._names(), self._parameters(), engine.matrices, tp)
 
     @property
     def engine(self) -> Engine:

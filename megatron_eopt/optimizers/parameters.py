@@ -1,6 +1,5 @@
 """Names, layouts and logical matrices of parameters."""
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,14 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.matrices import ATTRIBUTE, Split, check_split_shapes, declared_split
-from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, is_unmarked, layout_of
+from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, layout_of
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import Layout, of_stack, split_layout, within
-from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.settings.groups import warn
-
-logger = logging.getLogger(__name__)
 
 # Attributes of parameters:
 NAME = "name_in_model"  # where whoever makes the groups knows it and torch is not told
@@ -139,27 +135,6 @@ def say_again(parameters: Sequence[Tensor], said: Sequence[tuple[torch.Size, dic
                 setattr(parameter, key, value)
 
 
-def warned_of_unmarked(
-    optimizer: str,
-    names: Sequence[str],
-    parameters: Sequence[Tensor],
-    matrices: Sequence[Sequence[Matrix]],
-    tp: ProcessGroup,
-) -> bool:
-    """Warn of a ``partition_dim`` without ``tensor_model_parallel``."""
-    unmarked = []
-    for name, p, of_p in zip(names, parameters, matrices, strict=True):
-        if of_p and p.ndim > 1 and is_unmarked(p) and not is_sharded(p):
-            unmarked.append(name)
-    if unmarked and tp.rank() == 0:
-        logger.warning(
-            f"{optimizer}: {', '.join(unmarked)} have a partition_dim and no tensor_model_parallel, so each of the "
-            f"{tp.size()} tensor-parallel ranks takes its own for a whole matrix: set tensor_model_parallel = True on "
-            "a shard, False on what is whole"
-        )
-    return bool(unmarked)
-
-
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:
     """The layout of a parameter, or of each stacked matrix."""
     if isinstance(parameter, DTensor):
@@ -221,6 +196,8 @@ def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, c
         return
     for name in _cut_over(parameter):
         if getattr(pg_collection, name, None) is None:
+            if name == "tp":
+                advice += "; if every rank has it whole, set its tensor_model_parallel to False"
             raise ValueError(
                 f"{called} is marked as sharded, but no process group completes it: pass a pg_collection that has "
                 f"{name!r}{advice}"

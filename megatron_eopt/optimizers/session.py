@@ -52,7 +52,6 @@ class Session:
     checked: list[object] | None = None  # settings of groups, and functions of the user's, as they were checked last
     settings: list[dict[str, Any]] = field(default_factory=list)  # effective ones of each group, by these
     scalable: bool = False  # whether a GradScaler has been checked
-    told_unmarked: bool = False
     warns_without_gradients: bool = True  # until it has; Megatron's first step says more
     steps: int = 0  # that this object began, for errors
     changing: bool = False  # whether a step changes parameters and state, or an exception ended it while it did

@@ -17,27 +17,15 @@ def is_expert(parameter: Tensor) -> bool:
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether Megatron's attributes say that a parameter is cut."""
-    # partition_dim alone is no proof: Transformer Engine sets it to 0 on replicated weights
+    # Transformer Engine gives replicated weights a partition_dim, on which Megatron sets tensor_model_parallel = False
     return getattr(parameter, "partition_dim", -1) >= 0 and (
-        bool(getattr(parameter, "tensor_model_parallel", False)) or is_expert(parameter)
+        bool(getattr(parameter, "tensor_model_parallel", True)) or is_expert(parameter)
     )
-
-
-def is_unmarked(parameter: Tensor) -> bool:
-    """Whether attributes do not say if a parameter is cut."""
-    return getattr(parameter, "partition_dim", -1) >= 0 and not hasattr(parameter, "tensor_model_parallel")
 
 
 def is_cut_again(parameter: Tensor) -> bool:
     """Whether Megatron (0.19) cuts a shard's rows a second time."""
     return bool(getattr(parameter, "is_gtp_weight_remat", False))
-
-
-def is_replicated(parameter: Tensor) -> bool:
-    """Whether every tensor-parallel rank has all of a parameter."""
-    # vectors of a gated delta product are marked as cut, without a partition_dim
-    marked = is_unmarked(parameter) or bool(getattr(parameter, "tensor_model_parallel", False))
-    return not (marked or is_sharded(parameter) or is_cut_again(parameter))
 
 
 def padding_of(parameter: Tensor) -> int:

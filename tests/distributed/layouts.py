@@ -179,7 +179,7 @@ CASES = {
     "tall along columns": ((48, 24), sharded(1)),
     "wide along rows": ((24, 48), sharded(0)),
     "wide along columns": ((24, 48), sharded(1)),
-    "square": ((24, 24), sharded(1)),
+    "square": ((24, 24), {"partition_dim": 1}),
     "long sides": ((48, 36), sharded(0)),
     "few rows": ((12, 30), sharded(0)),
     "fused": ((6 * 16, 24), sharded(0, qkv_split_shapes=[8, 4, 4])),

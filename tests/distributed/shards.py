@@ -31,9 +31,14 @@ def sharded(dim, **more):
     return {"tensor_model_parallel": True, "partition_dim": dim, **more}
 
 
+def is_cut(attributes):
+    """Whether they are those of a shard."""
+    return attributes.get("tensor_model_parallel", "partition_dim" in attributes)
+
+
 def cut(x, attributes, rank, ranks):
     """This rank's shard of a whole tensor: of gate and up a part of each."""
-    if ranks == 1 or not (attributes.get("tensor_model_parallel") or attributes.get("expert_tp")):
+    if ranks == 1 or not is_cut(attributes):
         return x.clone()
     if GATE_UP in attributes.values():
         return torch.cat([half.chunk(ranks)[rank] for half in x.chunk(2)])

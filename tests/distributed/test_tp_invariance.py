@@ -1,8 +1,6 @@
 """The steps of every optimizer on several ranks are those of one rank, however parameters lie over them."""
 
 import functools
-import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from tests.distributed.layouts import (
     trained,
 )
 from tests.distributed.ranks import run_ranks
-from tests.distributed.shards import groups_of, marked, message_of, shard, sharded
+from tests.distributed.shards import groups_of, marked, message_of, shard
 from tests.optimizers.family import ELEMENTWISE, build
 from tests.optimizers.on_gpu import masking
 
@@ -157,11 +155,11 @@ def zero(rank):
 
 def differing(rank, ranks):
     said = {name: (*missing(name), without_group(name)) for name in OPTIMIZERS}
-    return said, missing_as_on_a_gpu(rank), zero(rank), of_users(), unmarked(rank)
+    return said, missing_as_on_a_gpu(rank), zero(rank), of_users()
 
 
 def without_group(name):
-    return message_of(lambda: build(name, [shard(torch.ones(4, 3))]))
+    return message_of(lambda: build(name, [marked(torch.ones(4, 3), partition_dim=0)]))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +184,7 @@ def test_on_a_gpu_ranks_without_a_gradient_make_the_step_with_the_others(differ)
 
 
 def test_a_norm_is_that_of_all_shards_and_zero_is_refused(differ):
-    for _, _, (message, untouched), *_ in differ:
+    for _, _, (message, untouched), _ in differ:
         assert "parameter 1 of group 0, of shape (6, 4) is 0: initialize it" in message
         assert untouched
 
@@ -218,60 +216,5 @@ def of_users():
     return kept, bool(optimizer.state[p]["momentum_buffer"].any()), optimizer.skipped_steps()
 
 
-MARKS = {
-    "unmarked": {"partition_dim": 0},
-    "shard": sharded(0),
-    "replicated": {"partition_dim": 0, "tensor_model_parallel": False},  # as Megatron marks Transformer Engine's
-    "default": {"partition_dim": -1, "tensor_model_parallel": False},
-    "expert": {"partition_dim": 0, "allreduce": False},
-    "plain": {},
-}
-
-
-def unmarked(rank):
-    """What is logged of parameters that may be shards, in some steps and with one that is added later."""
-    alone = SimpleNamespace(tp=dist.new_group([rank], use_local_synchronization=True), expt_tp=None)
-    logger, records = logging.getLogger("megatron_eopt"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-
-    def said(name, cases, **settings):
-        records.clear()
-        named = [(case, marked(torch.ones(4, 6), **MARKS[case])) for case in (*cases, "unmarked")]
-        for _, p in named:
-            p.grad = torch.arange(24.0).view(4, 6)
-        optimizer = build(name, named[:-1], **{"pg_collection": groups_of(), **settings})
-        optimizer.step()
-        optimizer.add_param_group({"params": [("later", named[-1][1])]})
-        optimizer.step()
-        return [each for each in records if "partition_dim" in each]
-
-    logger.addHandler(handler)
-    try:
-        return {
-            "TensorParallelMuon": said("muon", MARKS),
-            "SOAP": said("soap", ["unmarked"]),
-            "Spectron": said("spectron", ["unmarked"]),
-        }, [
-            said("muon", ["unmarked"], tp_mode="blockwise"),
-            said("muon", ["unmarked"], pg_collection=alone),
-            said("lion", ["unmarked"]),
-        ]
-    finally:
-        logger.removeHandler(handler)
-
-
 def test_a_users_update_that_is_not_finite_on_one_rank_is_left_out_on_all_that_share_it(differ):
-    assert [found for *_, found, _ in differ] == [([True, False], False, {"a": 1})] * 2
-
-
-def test_what_counts_as_whole_and_may_be_a_shard_is_named_once_by_the_first_rank(differ):
-    (*_, (first, others)), (*_, (second, _)) = differ
-    for name, messages in first.items():
-        (message,) = messages
-        assert message.startswith(
-            f"{name}: unmarked have a partition_dim and no tensor_model_parallel, so each of the 2"
-        )
-        assert "set tensor_model_parallel = True on a shard, False on what is whole" in message
-    assert not any(others)
-    assert not any(second.values())
+    assert [found for *_, found in differ] == [([True, False], False, {"a": 1})] * 2

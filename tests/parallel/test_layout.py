@@ -53,7 +53,9 @@ def expert_tp(shape, dim):
         ({"tensor_model_parallel": True, "partition_dim": 1}, tp((4, 12), 1)),
         # Transformer Engine sets partition_dim on replicated weights as well
         ({"tensor_model_parallel": False, "partition_dim": 0}, WHOLE),
-        ({"partition_dim": 0}, WHOLE),
+        ({"partition_dim": 0}, tp((8, 6), 0)),
+        ({"partition_dim": 1}, tp((4, 12), 1)),
+        ({"partition_dim": -1}, WHOLE),
         ({"tensor_model_parallel": True, "partition_dim": -1}, WHOLE),
         ({"partition_dim": 1, "expert_tp": True}, expert_tp((4, 24), 1)),
         ({"partition_dim": 0, "allreduce": False}, expert_tp((16, 6), 0)),
@@ -181,7 +183,7 @@ def test_logical_matrices_of_two_cuts(name, data):
     [
         ({"is_gtp_weight_remat": True}, (12, 6), "gtp_remat", 0),
         ({"is_gtp_weight_remat": True, "pad_length": 3}, (9, 6), "gtp_remat", 3),
-        # a shard of experts goes by the groups of experts, and partition_dim alone is no proof
+        # a shard of experts goes by the groups of experts
         ({"is_gtp_weight_remat": True, "pad_length": 1, "allreduce": False}, (7, 6), "expt_gtp_remat", 1),
         ({"is_gtp_weight_remat": True, "partition_dim": 0}, (12, 6), "gtp_remat", 0),
     ],

@@ -50,6 +50,7 @@ from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_
 from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_named
+from megatron_eopt.orthogonalize.precision import outside_autocast
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters
@@ -612,6 +613,8 @@ class BaseOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter whose gradient is there and finite.
 
+        Inside ``torch.autocast`` it computes as it does outside; ``closure`` computes inside.
+
         Args:
             closure: computes the loss and the gradients anew; called once, with gradients enabled.
 
@@ -634,8 +637,14 @@ class BaseOptimizer(Optimizer):
         session = self._session
         session.steps += 1
         counters.step = f"step {session.steps} of {type(self).__name__}"
-        if not parameters:
-            return loss
+        if parameters:
+            with outside_autocast(local(parameters[0]).device):
+                self._step(parameters)
+        return loss
+
+    def _step(self, parameters: Sequence[Tensor]) -> None:
+        """Check settings and gradients, agree where needed, and change what is accepted."""
+        session = self._session
         if len(parameters) != len(session.parameters) or not all(map(is_, parameters, session.parameters)):
             session.engine = session.nonfinite = None  # of other parameters
         if session.engine is None:
@@ -670,7 +679,6 @@ class BaseOptimizer(Optimizer):
             session.ended_by = type(error).__name__
             raise
         session.changing = False
-        return loss
 
     def _seen(self) -> list[object]:
         """Settings of groups and functions of the user's, to find out whether one changes."""

@@ -34,6 +34,13 @@ def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractCont
     return fp16_products() if dtype == torch.float16 else nullcontext()
 
 
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which a caller's ``torch.autocast`` changes no dtype."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 @contextmanager
 def fp16_products() -> Iterator[None]:
     """Accumulate fp16 products in fp32 inside the block."""

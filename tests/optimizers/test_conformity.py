@@ -570,3 +570,27 @@ def test_a_parameter_of_another_shape_takes_the_place_of_one(name):
     assert new.isfinite().all()
     assert not torch.equal(new, before)
     assert torch.equal(params[1], of_matrices(kept)[0]["params"][1])
+
+
+@every_variant
+def test_a_step_inside_autocast_is_the_step_outside(name):
+    """Three steps of one optimizer in it, of another without; the closure stays inside."""
+    dtypes = []
+
+    def closure():
+        dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+
+    inside, outside = (build(name, matrices()) for _ in range(2))
+    for step in range(3):
+        gradients = [drawn((6, 4), 10 * step + i) for i in range(2)]
+        for optimizer in (inside, outside):
+            for p, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+                p.grad = gradient.clone()
+        outside.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            inside.step(closure)
+    assert dtypes == [torch.bfloat16] * 3
+    assert_equal(inside, outside)
+    for found, expected in zip(inside.state.values(), outside.state.values(), strict=True):
+        for key, x in expected.items():
+            assert torch.equal(found[key], x), key

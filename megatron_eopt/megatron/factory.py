@@ -22,7 +22,6 @@ from megatron_eopt.megatron.kernels import choose_kernels
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
-from megatron_eopt.megatron.summary import summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.megatron.wrappers import (
@@ -84,7 +83,6 @@ class OptimizerOfRun:
         if self.metrics_interval:
             measure(self.optimizer, self.model_chunks, self.metrics_interval, self.facts.layer_wise)
         self.guard_first_step()
-        agreement.say(summary(list(torch_optimizers(self.optimizer))))
         self.phase("manifest and checks")
         spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         agreement.say(f"the start took {sum(self.seconds.values()):.1f} s on rank 0: {spent}")

@@ -267,12 +267,6 @@ def assert_flags_win(folder, *run, before, after, ranks=1, **how):
     return loaded
 
 
-def summary(output):
-    """The line that says which optimizer owns how many parameters."""
-    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:") and " owns " in line]
-    return line
-
-
 def assert_same(a, b):
     """Two snapshots are equal bit for bit, in what they hold and in every tensor."""
     assert a.keys() == b.keys()

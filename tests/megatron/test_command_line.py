@@ -18,7 +18,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import activation
 from megatron_eopt.megatron.arguments import FLAGS, unread
 from megatron_eopt.megatron.arguments import without_effect as unread_flags
-from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, since_0_20, summary, train
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, since_0_20, train
 
 
 @pytest.fixture
@@ -445,18 +445,9 @@ def test_the_tp_mode_is_auto_unless_another_is_named(run, parse):
     assert of_config(muon_tp_mode="duplicated") == "duplicated"
 
 
-def test_one_line_says_who_owns_what(tmp_path):
+def test_the_start_says_how_long_it_took(tmp_path):
     run = ["--num-layers", 2, *MUON, *TP2, "--train-iters", 1]
-    run += ["--muon-symmetric-products", "blocked"]  # which unasked do not serve bf16
     _, output = train(tmp_path / "run", 2, *run)
-    line = summary(output)
-    assert line == (
-        "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, "
-        "tp_mode auto, 12 matrices orthogonalized (12 by 5 steps of quintic, medium precision, "
-        "symmetric products by blocked), 12 duplicated over 2 ranks (exact), "
-        "first update RMS 0.2 (AdamW's is near 0.2); "
-        "AdamW owns 7 parameters with 8,512 elements on this rank"
-    )
     phases = ["parameters and settings", "checkpoint", "optimizer", "kernels", "plan", "manifest and checks"]
     (seconds,) = re.findall(r"^megatron_eopt: the start took ([\d.]+) s on rank 0: (.*)$", output, re.MULTILINE)
     assert re.sub(r" [\d.]+ s", "", seconds[1]).split(", ") == phases

@@ -19,7 +19,6 @@ from tests.megatron.runs import (
     losses,
     resumed,
     saving,
-    summary,
     train,
     whole,
     wide,
@@ -128,8 +127,6 @@ def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path, pr
 @pytest.mark.wide
 def test_data_parallel_ranks_share_shards_where_nothing_is_dealt(tmp_path):
     run = [*FP32, *TP2, "--global-batch-size", 8, "--train-iters", 4, "--muon-tp-mode", "owner", *FILES]
-    plain, output = train(tmp_path / "plain", 4, *run)
-    assert "18 owner over 2 ranks" in summary(output)
-    (shared, output), _ = resumed(tmp_path, 4, *run, "--muon-share-over-dp")
-    assert "18 owner over 4 ranks" in summary(output)
+    plain, _ = train(tmp_path / "plain", 4, *run)
+    (shared, _), _ = resumed(tmp_path, 4, *run, "--muon-share-over-dp")
     assert losses(shared) == pytest.approx(losses(plain), rel=1e-5)

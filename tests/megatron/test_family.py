@@ -22,7 +22,6 @@ from tests.megatron.runs import (
     refused,
     resumed,
     saving,
-    summary,
     train,
     whole,
     wide,
@@ -42,11 +41,6 @@ FLAGS = {
     "dion2": "--lr 2e-2 --min-lr 2e-2",
     "signum": "--lr 1e-3 --min-lr 1e-3",
     "lion": "--lr 1e-3 --min-lr 1e-3",
-}
-SAID = {  # by the line at start; of the others, how many parameters they own
-    "spectron": "each the product of two factors of rank 16",
-    "lion": "Lion owns 15 parameters with 78,144 elements on this rank",
-    **dict.fromkeys(("muon_hyperball", "polargrad", "muown"), "update RMS not known before the steps"),
 }
 FAMILY = [name for name in OPTIMIZERS if name not in ("muon", "adaptive_muon", "schedule_free_adamw")]  # elsewhere
 # Gradients of a few tokens do not span the sides of a matrix, so that their rounding chooses a part of eigenbases, by
@@ -81,8 +75,8 @@ def run(name):
 def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     flags = [*run(name), "--train-iters", 6]
     (alone,), output = train(tmp_path / "alone", 1, *flags, "--optimizer-manifest-file", tmp_path / "manifest.json")
-    owned = f"{OPTIMIZERS[name].cls.__name__} owns {8 if takes_matrices(name) else 15} parameters"
-    assert SAID.get(name, owned) in summary(output)
+    parameters = 8 if takes_matrices(name) else 15
+    assert re.search(rf"^{name} +{parameters} ", output, re.MULTILINE)  # of the manifest's totals
     assert alone["losses"][-1] < 0.9 * alone["losses"][0]
     assert f'"{name}"' in (tmp_path / "manifest.json").read_text()
 

@@ -12,7 +12,6 @@ from tests.megatron.runs import (
     losses,
     overriding,
     resumed,
-    summary,
     train,
     whole,
     wide,
@@ -54,9 +53,8 @@ def test_ademamix_updates_what_adam_would_beside_muon(tmp_path):
 def test_lion_beside_muon_equals_megatrons_own(tmp_path):
     run = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "high", "--muon-scalar-optimizer", "lion"]
     run += ["--train-iters", 10, "--muon-tp-mode", "duplicated"]
-    (ours,), output = train(tmp_path / "ours", 1, *run)
+    (ours,), _ = train(tmp_path / "ours", 1, *run)
     (theirs,), _ = train(tmp_path / "theirs", 1, *run, program=UPSTREAM)
-    assert summary(output).endswith("; Lion owns 7 parameters with 16,704 elements on this rank")
     assert len(having(ours["after"], "exp_avg")) == 7
     assert ours["losses"][-1] < 0.6 * ours["losses"][0]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)

@@ -21,7 +21,6 @@ from tests.megatron.runs import (
     overriding,
     refused,
     resumed,
-    summary,
     train,
     unchanged,
 )
@@ -43,9 +42,8 @@ def release(request, tmp_path_factory):
 @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed"])
 def test_equals_megatrons_own_muon(release, tmp_path, tp_mode):
     run = [*RUN, *MUON, "--train-iters", 10, "--muon-tp-mode", tp_mode, "--muon-fp32-matmul-prec", "high"]
-    ours, output = train(tmp_path / "ours", 2, *run, megatron=release)
+    ours, _ = train(tmp_path / "ours", 2, *run, megatron=release)
     theirs, _ = train(tmp_path / "theirs", 2, *run, program=UPSTREAM, megatron=release)
-    assert f", tp_mode {tp_mode}, 12 matrices" in summary(output)
     assert_trains_as(ours, theirs, rel=1e-4)
 
 

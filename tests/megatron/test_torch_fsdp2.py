@@ -18,7 +18,6 @@ from tests.megatron.runs import (
     overriding,
     refused,
     resumed,
-    summary,
     train,
     whole,
     wide,
@@ -44,8 +43,7 @@ FSDP = ["--use-torch-fsdp2"]
 def test_ranks_with_shards_train_as_one(tmp_path, ranks, flags):
     run = [*ONE_EACH, *MUON, "--train-iters", 5, *flags]
     (alone,), _ = train(tmp_path / "alone", 1, *run, "--tensor-model-parallel-size", 1)
-    sharded, output = train(tmp_path / "sharded", ranks, *run, *FSDP)
-    assert "(exact)" in summary(output)
+    sharded, _ = train(tmp_path / "sharded", ranks, *run, *FSDP)
     assert_trains_as(sharded, [alone])  # by norms they are clipped
     expected, found = whole([alone["after"]]), whole([rank["after"] for rank in sharded])
     for name, of_one in expected.items():  # Adam's updates are of one size, however small a gradient is

@@ -86,8 +86,8 @@ class AdEMAMix(BaseOptimizer):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Both momenta, the second moment, and the steps."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        moments = [StateTensor(key, dtype=wide) for key in (FAST, SLOW, EXP_AVG_SQ)]
-        return [*moments, StateTensor(STEPS, dims=(), dtype=torch.float64)]
+        moments = [StateTensor(key, dtype=wide, non_negative=key == EXP_AVG_SQ) for key in (FAST, SLOW, EXP_AVG_SQ)]
+        return [*moments, StateTensor(STEPS, dims=(), dtype=torch.float64, non_negative=True)]
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
         """Return one column: all state is elementwise."""

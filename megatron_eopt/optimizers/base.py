@@ -15,8 +15,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers.loaded_state import (
+    apart,
     check_loaded,
     check_writer,
+    hook_loaded,
+    hooked,
     lacking,
     mark_of,
     note_begun_anew,
@@ -24,6 +27,7 @@ from megatron_eopt.optimizers.loaded_state import (
     note_loaded,
     place,
     with_steps,
+    without_hooks,
     without_host,
 )
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16, warned_without_gradients
@@ -49,7 +53,7 @@ from megatron_eopt.optimizers.session import Session, Settled
 from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_of_entry, forget_replaced
 from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
-from megatron_eopt.orthogonalize.choices import check_named
+from megatron_eopt.orthogonalize.choices import check_count, check_named
 from megatron_eopt.orthogonalize.precision import outside_autocast
 from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -262,6 +266,8 @@ class BaseOptimizer(Optimizer):
         check_values(name, known, own)
         self._check_place(own)
         group |= {key: without_dimensions(value) for key, value in own.items()}
+        for key in self.counters & group.keys():
+            check_count(f"{name}: {key}", group[key], 0)
         self._check_together(group, self.effective(group))
 
     def _check_place(self, values: Mapping[str, Any]) -> None:
@@ -445,7 +451,7 @@ class BaseOptimizer(Optimizer):
         self.refuse_half_step()
         self.init_state()
         state = super().state_dict()
-        self.name_undecided(state["param_groups"])
+        self.name_undecided(state.get("param_groups", ()))  # unless a hook took them away
         return state
 
     def name_undecided(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -463,30 +469,43 @@ class BaseOptimizer(Optimizer):
         Raises:
             TypeError: if it has anything else in place of a tensor.
             ValueError: if the state is of another optimizer, if groups or shapes differ, if a tensor is missing, or if
-                one has values that are not finite.
+                one has values that are not finite, or below 0 where squares, norms and counts cannot be.
 
-        Nothing is changed then.
+        Nothing is changed then. Hooks are called as by torch: first those before a load, with the dict as it was given;
+        last those after it, when state is as steps will use it.
         """
         name = type(self).__name__
+        state_dict = hooked(self, name, state_dict)
         check_writer(type(self), state_dict, unmarked=True)
-        state_dict = without_unused(self, state_dict)
+        state_dict = self._to_load(without_unused(self, state_dict))
         saved = state_dict["param_groups"]
         groups = self._groups_to_load(saved)
         self._check_all_settings(groups)
         note_forgotten(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
         parameters = list(zip(self._parameters(), indices, strict=False))
-        saved_states = [(p, state_dict["state"].get(index, {})) for p, index in parameters]
+        states = apart(state_dict["state"])
+        saved_states = [(p, states.get(index, {})) for p, index in parameters]
         called = dict(zip(self._parameters(), self._names(), strict=True))
         loaded = with_steps(self._states, saved_states)
         converted = check_loaded(name, loaded, self.state_tensors, self.matrix_layouts, called)
         begun_anew = [called[p] for p in lacking(self._states, saved_states)]
-        of_devices = without_host(self._states, parameters, state_dict["state"])
-        super().load_state_dict({**state_dict, "param_groups": groups, "state": of_devices})
+        of_devices = without_host(self._states, parameters, states)
+        with without_hooks(self):
+            super().load_state_dict({**state_dict, "param_groups": groups, "state": of_devices})
         note_loaded(name, converted, place(self._states, loaded))
         note_begun_anew(name, begun_anew)
         self._session.engine = None
         self._session.changing = False
+        self._loaded()
+        hook_loaded(self)
+
+    def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state dict as this class has it; refuses what it cannot go on from, before anything is changed."""
+        return state_dict
+
+    def _loaded(self) -> None:
+        """What a class does after a load, before hooks of torch."""
 
     def _groups_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Saved groups, with the present settings where they lack one."""

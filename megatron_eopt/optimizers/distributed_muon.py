@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL
-from megatron_eopt.optimizers.loaded_state import check_finite, check_writer
+from megatron_eopt.optimizers.loaded_state import check_finite
 from megatron_eopt.optimizers.parameters import DescribedMatrix, names_of_last
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.optimizers.whole_matrices import (
@@ -248,9 +248,8 @@ class DistributedMuon(StackedOptimizer):
         groups = [dict(group) for group in self._consolidated["param_groups"]]
         return {**self._consolidated, "state": dict(self._consolidated["state"]), "param_groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; this rank keeps its own momenta."""
-        check_writer(type(self), state_dict)
+    def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Momenta that this rank computes with, of a whole state."""
         state = state_dict["state"]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         kept = {}
@@ -271,7 +270,9 @@ class DistributedMuon(StackedOptimizer):
                 f"the state has no momentum of {', '.join(missing)}, which rank {self.rank} computes: it is a part of "
                 "another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
             )
-        super().load_state_dict({**state_dict, "state": kept})
+        return {**state_dict, "state": kept}
+
+    def _loaded(self) -> None:
         self._consolidated = None
 
     # The step.

@@ -16,7 +16,14 @@ from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.held_norms import begin_norms, followed, radius_tensors
 from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.whole_matrices import CLOCK, MatrixStack, ParameterStep, Planned, StackedOptimizer
+from megatron_eopt.optimizers.whole_matrices import (
+    CLOCK,
+    EXP_AVG,
+    MatrixStack,
+    ParameterStep,
+    Planned,
+    StackedOptimizer,
+)
 from megatron_eopt.orthogonalize.kernels import KEPT, Shapes, made
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.products import Fp32Precision
@@ -79,8 +86,8 @@ class FactoredOptimizer(StackedOptimizer):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Moments, steps, and each matrix's factors, their eigenbases, and its norm."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        tensors = [StateTensor(key, dtype=wide) for key in self.moments]
-        tensors.append(StateTensor(STEPS, dims=(), dtype=torch.float64))
+        tensors = [StateTensor(key, dtype=wide, non_negative=key != EXP_AVG) for key in self.moments]
+        tensors.append(StateTensor(STEPS, dims=(), dtype=torch.float64, non_negative=True))
         for part, plan in enumerate(self._planned(parameter)):
             for length, has_factor, keys in zip(plan.layout.shape, plan.has_factor, SIDE_KEYS, strict=True):
                 if has_factor:

@@ -19,7 +19,10 @@ from megatron_eopt.parallel.records import Matrix
 
 def radius_tensors(ends: Sequence[str], optional: bool) -> list[StateTensor]:
     """Each matrix's norm, zero until measured."""
-    return [StateTensor(RADIUS + end, (), index, torch.float64, optional=optional) for index, end in enumerate(ends)]
+    tensors = []
+    for index, end in enumerate(ends):
+        tensors.append(StateTensor(RADIUS + end, (), index, torch.float64, optional=optional, non_negative=True))
+    return tensors
 
 
 def find_norms(optimizer: OrthogonalizedOptimizer) -> None:

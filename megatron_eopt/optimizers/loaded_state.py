@@ -2,11 +2,15 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.modifiers import without_matrix
 from megatron_eopt.optimizers.nonfinite import listed
@@ -65,20 +69,48 @@ def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: I
         warn(f"{name} loads a state that was made with {', with '.join(forgotten)}: build it as it was to go on alike")
 
 
-def check_state_dict(name: str, state_dict: object) -> None:
-    """Refuse what no optimizer's ``state_dict()`` returns."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+def hooked(optimizer: Optimizer, name: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What load_state_dict pre-hooks of torch make of a dict as it was given.
+
+    A ``ValueError``, which ``name`` begins, is for what no optimizer's ``state_dict()`` returns.
+    """
+    found: Any = copy(state_dict)
+    if isinstance(found, Mapping):
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(optimizer, found)  # type: ignore[arg-type]  # torch says dict
+            found = found if changed is None else changed
+    if not isinstance(found, Mapping) or not {"state", "param_groups"} <= found.keys():
+        got = sorted(found) if isinstance(found, Mapping) else type(found).__name__
         raise ValueError(
             f"{name}.load_state_dict takes what state_dict() returned, a dict with 'state' and 'param_groups', got "
-            f"{found}"
+            f"{got}"
         )
+    return dict(found)
+
+
+def hook_loaded(optimizer: Optimizer) -> None:
+    """Call load_state_dict post-hooks of torch, when all is as steps will use it."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """torch's load calls no hooks: it would call the first ones after our checks, the last ones before our casts."""
+    hooks = {}
+    for when in ("pre", "post"):
+        name = f"_optimizer_load_state_dict_{when}_hooks"
+        hooks[name] = vars(optimizer)[name]
+        vars(optimizer)[name] = {}
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
 
 
 def check_writer(cls: type, state_dict: Mapping[str, Any], unmarked: bool = False) -> None:
     """Refuse another optimizer's state; warn of an ``unmarked`` one."""
     called = cls.__name__
-    check_state_dict(called, state_dict)
     writers = {group.get(STATE_OF, "").partition(" ")[0] for group in state_dict["param_groups"]}
     others = writers - {name_in_states(cls), ""}
     if others:
@@ -120,6 +152,9 @@ def check_loaded(
 ) -> set[str]:
     """Refuse states that no step could go on from; returns conversions.
 
+    Values are those that the description of a tensor has: finite, and where it says so not below 0. Waits for the
+    device.
+
     Args:
         name: of the optimizer.
         states: parameters with the states that are to be theirs.
@@ -129,10 +164,10 @@ def check_loaded(
 
     Raises:
         TypeError: for what is no tensor.
-        ValueError: for a tensor that is missing, of another shape, or not finite.
+        ValueError: for a tensor that is missing, of another shape, sparse, not of real numbers, or with such values.
     """
     converted: set[str] = set()
-    values: list[tuple[str, Tensor, torch.dtype]] = []
+    values: list[tuple[str, Tensor, torch.dtype, bool]] = []
     for parameter, state in states:
         for tensor in described(parameter):
             key = tensor.key
@@ -151,14 +186,28 @@ def check_loaded(
             dtype = tensor.dtype or parameter.dtype
             if found.dtype != dtype:
                 converted.add(f"{key} from {found.dtype} to {dtype}")
-            values.append((of, found, dtype))
-    check_finite(name, values)
+            values.append((of, found, dtype, tensor.non_negative))
+    for of, found, dtype, non_negative in values:
+        check_finite(name, [(of, found, dtype)])
+        if non_negative and not found.is_meta and (local(found) < 0).any():
+            raise ValueError(
+                f"{name}: {of} in the state has values below 0, which no step makes of squares, norms or counts: load "
+                "an earlier state, or go on with fresh state from the weights alone"
+            )
     return converted
 
 
 def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
-    """Refuse tensors that are not finite in the dtypes that will keep them; waits for the device."""
+    """Refuse tensors that are sparse, of other numbers than real ones, or not finite in the dtypes that will keep them.
+
+    Waits for the device.
+    """
     for of, found, dtype in values:
+        if found.layout != torch.strided or found.is_complex() or found.is_quantized:
+            raise ValueError(
+                f"{name}: {of} in the state is {found.layout} of {found.dtype}, expected a dense tensor of real "
+                "numbers: convert it, by to_dense() or .real for example"
+            )
         if found.is_meta:  # of a model that has no values yet
             continue
         if dtype.is_floating_point and not local(found).to(dtype).isfinite().all():
@@ -185,6 +234,39 @@ def note_loaded(name: str, converted: Iterable[str], lacking: Iterable[str]) -> 
     lacking = sorted(lacking)
     if lacking:
         warn(f"{name} loads a state without {' and '.join(lacking)}, which begins anew")
+
+
+def apart(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Copies of states, in which no tensor lies where another one or an entry of its own does."""
+    storages = Counter(_storage(x) for state in states.values() for x in _tensors_of(state).values())
+    made = {}
+    for index, state in states.items():
+        copies = {}
+        for key, x in _tensors_of(state).items():
+            if storages[_storage(x)] > 1 or _overlaps(local(x)):
+                copies[key] = x.detach().clone(memory_format=torch.contiguous_format)
+        made[index] = {**state, **copies} if copies else state
+    return made
+
+
+def _tensors_of(state: object) -> dict[str, Tensor]:
+    if not isinstance(state, Mapping):  # of no parameter
+        return {}
+    return {key: x for key, x in state.items() if isinstance(x, Tensor) and x.layout == torch.strided and x.numel()}
+
+
+def _storage(x: Tensor) -> int:
+    return local(x).untyped_storage()._cdata
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether entries may lie in one place, as those of an expanded tensor."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def with_steps(states: States, saved: Saved) -> list[tuple[Tensor, Mapping[str, Any]]]:

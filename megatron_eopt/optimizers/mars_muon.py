@@ -93,7 +93,7 @@ class MarsMuon(TensorParallelMuon):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, the previous gradient, and whether there is one."""
-        has_previous = StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)
+        has_previous = StateTensor(HAS_PREVIOUS, (), dtype=torch.float32, non_negative=True)
         return [*super().state_tensors(parameter), StateTensor(PREVIOUS_GRADIENT), has_previous]
 
     @staticmethod

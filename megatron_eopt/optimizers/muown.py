@@ -308,8 +308,9 @@ class Muown(TensorParallelMuon):
         wide = torch.promote_types(parameter.dtype, torch.float32)
         tensors = super().state_tensors(parameter)
         for i, end in enumerate(self.key_ends(parameter)):
-            tensors += [StateTensor(key + end, ("rows",), i, wide) for key in ROWS]
-        return [*tensors, StateTensor(STEPS, (), dtype=torch.float64)]
+            for key in ROWS:
+                tensors.append(StateTensor(key + end, ("rows",), i, wide, non_negative=key == EXP_AVG_SQ))
+        return [*tensors, StateTensor(STEPS, (), dtype=torch.float64, non_negative=True)]
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """None: how far rows turn depends on their norms."""

@@ -142,7 +142,7 @@ class PSGDKron(StackedOptimizer):
             for key, length in zip(FACTORS, plan.layout.shape, strict=True):
                 dims = (length, length) if length <= longest else (length,)
                 tensors.append(StateTensor(key + plan.end, dims, part, wide, plan.compute_rank))
-            tensors.append(StateTensor(BOUNDS + plan.end, (2,), part, wide, plan.compute_rank))
+            tensors.append(StateTensor(BOUNDS + plan.end, (2,), part, wide, plan.compute_rank, non_negative=True))
         return tensors
 
     def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

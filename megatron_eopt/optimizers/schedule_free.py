@@ -9,7 +9,6 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.loaded_state import check_state_dict
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_count
@@ -55,7 +54,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     A state dict is of the mode in which it is taken, and goes with parameters saved at the same time: in evaluation it
     holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit. State dicts of KempnerForge's
-    optimizer load too, if taken at ``y``.
+    optimizer load too, after the weights: where these are at its ``x``, it was saved in evaluation.
 
     Args:
         params: parameters, or groups of them.
@@ -194,8 +193,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
         derived = parameter.dtype == wide and group["betas"][0] >= 0.5
         tensors = [
             StateTensor(Z, dtype=wide),
-            StateTensor(EXP_AVG_SQ, dtype=wide),
-            StateTensor(SCHEDULE, dims=(3,), dtype=torch.float64),
+            StateTensor(EXP_AVG_SQ, dtype=wide, non_negative=True),
+            StateTensor(SCHEDULE, dims=(3,), dtype=torch.float64, non_negative=True),
         ]
         if not derived:
             tensors.append(StateTensor(X, dtype=wide))
@@ -209,19 +208,22 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state and its mode, KempnerForge's too."""
-        check_state_dict(type(self).__name__, state_dict)
-        state_dict = from_kempnerforge(state_dict)
-        saved_groups = [{TRAIN_MODE: True, **group} for group in state_dict["param_groups"]]
-        state_dict = {**state_dict, "param_groups": saved_groups}
-        before = [group[TRAIN_MODE] for group in self.param_groups]
-        for group, saved in zip(self.param_groups, saved_groups, strict=False):
-            group[TRAIN_MODE] = saved[TRAIN_MODE]  # of it depends what a state has
+        before = [(group, group[TRAIN_MODE]) for group in self.param_groups]
         try:
             super().load_state_dict(state_dict)
         except Exception:
-            for group, mode in zip(self.param_groups, before, strict=True):
+            for group, mode in before:
                 group[TRAIN_MODE] = mode
             raise
+
+    def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = from_kempnerforge(state_dict, self._parameters())
+        saved_groups = [{TRAIN_MODE: True, **group} for group in state_dict["param_groups"]]
+        for group, saved in zip(self.param_groups, saved_groups, strict=False):
+            group[TRAIN_MODE] = saved[TRAIN_MODE]  # of it depends what a state has
+        return {**state_dict, "param_groups": saved_groups}
+
+    def _loaded(self) -> None:
         for parameter in self._parameters():
             if X not in {tensor.key for tensor in self.state_tensors(parameter)}:
                 self.state.get(parameter, {}).pop(X, None)
@@ -241,7 +243,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
         if self._warned:
             return
         for number, (first, rate) in enumerate(zip(self._first_rates, rates, strict=True)):
-            if first is None or rate is None or first == rate:
+            if first == 0:  # torch's checkpoints make a step at that rate to begin a state
+                self._first_rates[number] = rate
+            if not first or rate is None or first == rate:
                 continue
             self._warned = True
             warn(
@@ -344,8 +348,11 @@ def schedule_free_adamw(
         torch._foreach_sub_(ys, steps)
 
 
-def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Convert KempnerForge's state dict, or return ours; writes to neither."""
+def from_kempnerforge(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """Convert KempnerForge's state dict, or return ours; writes to neither.
+
+    It does not say whether it was saved in evaluation: then all ``parameters``, which are loaded before, are at ``x``.
+    """
     if "_k" not in state_dict:  # torch's get_optimizer_state_dict drops what is beside the groups
         if any("weight_sum" in state for state in state_dict["state"].values()):
             raise ValueError(
@@ -368,4 +375,22 @@ def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
                 total = state["weight_sum"] / (1 - group["betas"][0])  # theirs sums l (1 - beta1)
                 schedule = torch.tensor([count, total, 0.0], dtype=torch.float64)
                 states[index] = {Z: state["z"], EXP_AVG_SQ: state["v"], X: state["x"], SCHEDULE: schedule}
+    indices = [index for group in groups for index in group["params"]]
+    own = {index: p for index, p in zip(indices, parameters, strict=False) if index in states}
+    ys = {}
+    for group in groups:
+        for index in own.keys() & set(group["params"]):
+            ys[index] = torch.lerp(states[index][Z], states[index][X], group["betas"][0])
+    at_x = [_is_at(p, states[index][X]) for index, p in own.items()]
+    at_y = [_is_at(p, ys[index]) for index, p in own.items()]
+    if all(at_x) and not all(at_y):
+        for group in groups:
+            group[TRAIN_MODE] = False
+        for index, y in ys.items():
+            states[index][KEPT] = y
     return {"state": states, "param_groups": groups}
+
+
+def _is_at(parameter: Tensor, point: Tensor) -> bool:
+    weight = local(parameter.detach())
+    return torch.equal(weight, local(point).to(weight.device, weight.dtype))

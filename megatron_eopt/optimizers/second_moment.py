@@ -93,12 +93,13 @@ def by_method(step: Step) -> dict[str, tuple[list[Batch], list[int]]]:
 def moment_tensors(method: str, ends: Sequence[str], layouts: Sequence[Layout], optional: bool) -> list[StateTensor]:
     """The second moments of a parameter."""
     if method == "adamuon":
-        return [StateTensor(MOMENT2_BUFFER, dtype=torch.float32, optional=optional)]
+        return [StateTensor(MOMENT2_BUFFER, dtype=torch.float32, optional=optional, non_negative=True)]
     tensors = []
     for part, (end, layout) in enumerate(zip(ends, layouts, strict=True)):
         along: tuple[Dim, ...] = ("rows" if _tall(layout.shape) else "columns",)
         dims = along if method == "normuon" else ()
-        tensors.append(StateTensor(MOMENT2_BUFFER + end, dims, part, torch.float32, optional=optional))
+        key = MOMENT2_BUFFER + end
+        tensors.append(StateTensor(key, dims, part, torch.float32, optional=optional, non_negative=True))
     return tensors
 
 

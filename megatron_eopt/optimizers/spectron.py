@@ -13,7 +13,6 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.loaded_state import check_writer
 from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
@@ -330,15 +329,13 @@ class Spectron(BaseOptimizer):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, momenta and singular vectors; without factors for pairs."""
         factors = self._factors_of(parameter, self.matrix_layouts(parameter))
-        tensors = [StateTensor(PROJECTED, (), 0, factors[0].dtype)] if factors[0].in_state else []
+        tensors = [StateTensor(PROJECTED, (), 0, factors[0].dtype, non_negative=True)] if factors[0].in_state else []
         for pair in batched(factors, 2):
             for both in zip(*(factor.state_tensors() for factor in pair), strict=True):
                 tensors += both
         return tensors
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; projected weights keep its factors."""
-        check_writer(type(self), state_dict)
+    def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             for key in ("rank", "pairs"):
                 if saved.get(key, group[key]) != group[key]:
@@ -346,7 +343,7 @@ class Spectron(BaseOptimizer):
                         f"{type(self).__name__}: group {number} has {key}={group[key]}, but the state was saved with "
                         f"{saved[key]}: build the optimizer as it was"
                     )
-        super().load_state_dict(state_dict)
+        return state_dict
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__

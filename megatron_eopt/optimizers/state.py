@@ -52,6 +52,7 @@ class StateTensor:
     rank: int | None = None
     start: Callable[[int], Tensor] | None = None  # first values along its first dimension, by its length, not zeros
     optional: bool = False  # it begins anew where a loaded state lacks it
+    non_negative: bool = False  # second moments, norms and counts, of which a step takes roots and shares
 
     @property
     def like_parameter(self) -> bool:

@@ -14,7 +14,6 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports, second_moment
 from megatron_eopt.optimizers.base import KERNEL, STEP_KERNELS, BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.loaded_state import check_writer
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import (
     OF_PARAMETERS,
@@ -625,13 +624,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if self.momentum_dtype is not None or self.momentum_warmup:
             self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state with its kernel of symmetric products."""
-        check_writer(type(self), state_dict)
-        if self.momentum_warmup:  # which a state without it has behind it
-            saved = [{MOMENTUM_STEPS: self.momentum_warmup, **group} for group in state_dict["param_groups"]]
-            state_dict = {**state_dict, "param_groups": saved}
-        super().load_state_dict(state_dict)
+    def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if not self.momentum_warmup:
+            return state_dict
+        # which a state without it has behind it
+        saved = [{MOMENTUM_STEPS: self.momentum_warmup, **group} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": saved}
+
+    def _loaded(self) -> None:
         dropped = held_norms.drop_unused(self)
         if dropped:
             warn(f"{type(self).__name__}: the state has {' and '.join(dropped)}, which no modifier here keeps: dropped")

@@ -14,9 +14,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.loaded_state import (
+    apart,
     check_loaded,
-    check_state_dict,
     check_writer,
+    hook_loaded,
+    hooked,
     name_in_states,
     note_begun_anew,
 )
@@ -36,6 +38,8 @@ ADAM_LR_AT = "adam_lr_at"
 
 _RATES = (Setting(ADAM_LR, check=AT_LEAST_0), Setting(ADAM_LR_AT, check=AT_LEAST_0))
 OF_ADAMW = {record.name: record for record in (RECORDS["lr"], RECORDS["weight_decay"], *ADAM, *_RATES)}
+
+_STEP = StateTensor("step", (), dtype=torch.float32, non_negative=True)
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -388,7 +392,7 @@ class Muon(Optimizer):
             self._refusing.read(self._adam_groups)
         self.init_state()
         state = super().state_dict()
-        self.matrices.name_undecided(state["param_groups"][: len(self.matrices.param_groups)])
+        self.matrices.name_undecided(group for group in state.get("param_groups", ()) if ADAM_LR not in group)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -400,25 +404,21 @@ class Muon(Optimizer):
 
         Nothing is changed then.
         """
-        check_state_dict(self._called, state_dict)
+        state_dict = hooked(self, self._called, state_dict)
         if any("ns_coefficients" in group for group in state_dict["param_groups"]):
             raise ValueError(
                 f"{self._called} cannot load a state of torch.optim.Muon, whose momentum is another: "
                 "TensorParallelMuon loads it"
             )
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        of_matrices, of_adamw = _apart(_of_kempnerforge(state_dict) if "_adam_state" in state_dict else state_dict)
+        state_dict = _of_kempnerforge(state_dict) if "_adam_state" in state_dict else state_dict
+        of_matrices, of_adamw = _by_optimizer({**state_dict, "state": apart(state_dict["state"])})
         check_writer(type(self.matrices), of_matrices)
         self._check_adamw(of_adamw)
         self.matrices.load_state_dict(of_matrices)
         if self.adamw is not None:
             self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
         self._refusing = None
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        hook_loaded(self)
 
     def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
         """Refuse groups and state that AdamW could not go on from."""
@@ -446,7 +446,7 @@ class Muon(Optimizer):
         lacking = []
         for group, of_group in zip(groups, of_adamw["param_groups"], strict=True):
             for parameter, index in zip(group["params"], of_group["params"], strict=True):
-                described[parameter] = [StateTensor("step", (), dtype=torch.float32), *_moments(of_group)]
+                described[parameter] = [_STEP, *_moments(of_group)]
                 if index in of_adamw["state"]:
                     loaded.append((parameter, of_adamw["state"][index]))
                 elif parameter.requires_grad:
@@ -482,7 +482,7 @@ def _of_kempnerforge(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _by_optimizer(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state dicts of the matrices and of AdamW."""
     groups = state_dict["param_groups"]
     of_adamw = [group for group in groups if ADAM_LR in group]
@@ -511,4 +511,4 @@ def _moments(group: Group) -> list[StateTensor]:
     keys = ["exp_avg", "exp_avg_sq"]
     if group["amsgrad"]:
         keys.append("max_exp_avg_sq")
-    return [StateTensor(key) for key in keys]
+    return [StateTensor(key, non_negative=key != "exp_avg") for key in keys]

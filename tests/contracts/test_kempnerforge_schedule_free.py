@@ -153,3 +153,25 @@ def test_state_dicts_of_the_original_without_the_count_are_refused_and_nothing_i
     with pytest.raises(ValueError, match=r"no '_k', the steps made so far.*: set state_dict\['_k'\]"):
         optimizer.load_state_dict(state)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.3], ids=["x derived", "x kept"])
+def test_a_state_of_the_original_that_was_saved_in_evaluation_goes_on_at_y(beta1):
+    """Where its weights are x, also of a parameter that never had a gradient; after one step x and y are the same."""
+    for stop in (1, 4):
+        originals = parameters()
+        original = Original(originals, **{**SETTINGS, "betas": (beta1, 0.99)})
+        steps(original, originals, range(stop), late=5)
+        params = copy.deepcopy(originals)
+        for i, state in original.state.items():
+            params[i].data.copy_(state["x"])
+        optimizer = ScheduleFreeAdamW(params)
+        optimizer.load_state_dict(copy.deepcopy(original.state_dict()))
+        if stop > 1:
+            with pytest.raises(RuntimeError, match="call train_params"):
+                optimizer.step()
+        optimizer.train_params()
+        assert_close(params, originals)
+        for each, its in ((optimizer, params), (original, originals)):
+            steps(each, its, range(stop, stop + 4), late=5)
+        assert_close(params, originals)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from megatron_eopt import DistributedMuon, Lion, TensorParallelMuon, WeightAverage
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.with_adamw import Muon
-from tests.optimizers.family import OPTIMIZERS, build, every, every_class, matrices, take
+from tests.optimizers.family import OPTIMIZERS, build, every, every_class, every_variant, matrices, take
 from tests.plain.made import assert_same
 
 
@@ -461,3 +461,119 @@ def test_a_load_adds_no_setting(name):
     before = optimizer.settings()
     optimizer.load_state_dict(saved)
     assert optimizer.settings() == before
+
+
+def with_halves(saved):
+    """The same state with half of each value but counts."""
+    saved = copy.deepcopy(saved)
+    for index, key, value in tensors_of(saved):
+        saved["state"][index][key] = value / 2
+    return saved
+
+
+def halved_in_place(optimizer):
+    for state in optimizer.state.values():
+        for x in state.values():
+            x.mul_(0.5 if x.numel() > 1 else 1)
+
+
+def halved_anew(optimizer):
+    for state in optimizer.state.values():
+        state.update({key: x / 2 if x.numel() > 1 else x for key, x in state.items()})
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_of_a_load_are_called_in_torchs_order(name, dtype):
+    """First with the dict as it was given, whatever that is; last with the state that steps use."""
+    source, expected, before, in_place, anew = optimizers = [build(name, of(dtype)) for _ in range(5)]
+    take(source, 3)
+    saved = source.state_dict()
+    expected.load_state_dict(with_halves(saved))
+    before.register_load_state_dict_pre_hook(lambda _, found: with_halves(found["of another program"]))
+    before.load_state_dict({"of another program": saved})
+    for each, hook in ((in_place, halved_in_place), (anew, halved_anew)):
+        each.register_load_state_dict_post_hook(hook)
+        each.load_state_dict(copy.deepcopy(saved))
+    for each in optimizers[1:]:
+        take(each, 2, start=3)
+        assert all(map(torch.equal, *(x.param_groups[0]["params"] for x in (each, expected))))
+
+
+def of(dtype):
+    return [torch.nn.Parameter(p.detach().to(dtype)) for p in matrices()]
+
+
+@pytest.mark.parametrize("hook", [halved_in_place, halved_anew])
+def test_a_hook_of_a_load_meets_state_in_host_memory(hook):
+    source, expected, other = (build("muon", matrices(), offload_fraction=1.0) for _ in range(3))
+    take(source, 3)
+    expected.load_state_dict(with_halves(source.state_dict()))
+    other.register_load_state_dict_post_hook(hook)
+    other.load_state_dict(copy.deepcopy(source.state_dict()))
+    for each in (expected, other):
+        take(each, 2, start=3)
+    assert all(map(torch.equal, other.param_groups[0]["params"], expected.param_groups[0]["params"]))
+
+
+@every_class
+def test_hooks_of_a_state_dict_change_what_is_saved(name):
+    optimizer, other = (build(name, matrices()) for _ in range(2))
+    take(optimizer, 2)
+    expected = with_halves(optimizer.state_dict())["state"]
+    optimizer.register_state_dict_pre_hook(halved_anew)
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {"wrapped": state_dict})
+    other.register_load_state_dict_pre_hook(lambda _, found: found["wrapped"])
+    found = optimizer.state_dict()
+    assert all(torch.equal(x, expected[index][key]) for index, key, x in tensors_of(found["wrapped"]))
+    other.load_state_dict(found)
+    take(other, 1)
+
+
+# The one check of what a state has for a parameter.
+
+NEVER_BELOW_0 = ("exp_avg_sq", "moment2_buffer", "radius", "step", "schedule", "bounds", "projected", "has_previous")
+
+
+@every_variant
+def test_squares_norms_and_counts_below_0_are_refused(name):
+    saved, _ = saved_and_other(name)
+    for key in [key for key in saved["state"][1] if key.startswith(NEVER_BELOW_0)]:
+        saved, optimizer = saved_and_other(name)
+        saved["state"][1][key].view(-1)[-1] = -1
+        assert_refused(optimizer, saved, "below 0", repr(key), "parameter 1 of group 0")
+
+
+@every_class
+def test_sparse_and_complex_tensors_are_refused(name):
+    for made in (torch.Tensor.to_sparse, lambda x: torch.complex(x, x)):
+        saved, optimizer = saved_and_other(name)
+        index, key, value = next(each for each in tensors_of(saved) if each[2].ndim == 2)
+        saved["state"][index][key] = made(value.float())
+        assert_refused(optimizer, saved, "dense tensor of real numbers", repr(key))
+
+
+@pytest.mark.parametrize("found", ["5", -1, 2.0, True])
+@pytest.mark.parametrize("name", ["soap", "shampoo", "psgd_kron", "schedule_free_adamw", "muon in bf16"])
+def test_a_count_of_a_group_is_a_whole_number(name, found):
+    saved, optimizer = saved_and_other(name)
+    [key] = optimizer.counters
+    saved["param_groups"][0][key] = found
+    assert_refused(optimizer, saved, f"{key} must be a whole number", repr(found))
+
+
+@every_class
+def test_tensors_of_a_state_that_share_memory_step_apart(name):
+    """One tensor for several parameters, or a single entry that is expanded."""
+    saved, optimizer = saved_and_other(name)
+    _, other = saved_and_other(name)
+    saved["state"][1] = saved["state"][0]
+    for key in {"momentum_buffer", "exp_avg", "exp_avg_fast", "z"} & saved["state"][0].keys():
+        saved["state"][0][key] = torch.tensor(0.5).expand(6, 4)
+    apart = {**saved, "state": {i: copy.deepcopy(state) for i, state in saved["state"].items()}}
+    for state in apart["state"].values():
+        state.update({key: x.contiguous() for key, x in state.items()})
+    for each, state_dict in ((optimizer, saved), (other, apart)):
+        each.load_state_dict(state_dict)
+        take(each, 2, start=9)
+    assert all(map(torch.equal, optimizer.param_groups[0]["params"], other.param_groups[0]["params"]))

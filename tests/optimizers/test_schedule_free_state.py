@@ -5,8 +5,10 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW
+from tests.optimizers.family import take
 from tests.optimizers.several import parameters, run
 from tests.optimizers.test_schedule_free import SETTINGS, VARIANTS
 
@@ -111,3 +113,19 @@ def test_a_state_that_lacks_y_is_refused_and_nothing_is_changed():
         optimizer.load_state_dict(state)
     assert optimizer.live == "y"
     run(optimizer, params, [1])
+
+
+def test_a_resume_by_torchs_checkpoints_warns_of_no_schedule(caplog):
+    """They make a step at a rate of 0 to begin a state, and set the rate back."""
+    models = [torch.nn.Linear(4, 4) for _ in range(2)]
+    source, optimizer = (ScheduleFreeAdamW(model.parameters(), lr=2e-3) for model in models)
+    take(source, 2)
+    saved = get_optimizer_state_dict(models[0], source)
+    get_optimizer_state_dict(models[1], optimizer)
+    set_optimizer_state_dict(models[1], optimizer, saved)
+    take(optimizer, 2)
+    assert "schedule" not in caplog.text
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    take(optimizer, 1)
+    assert "went from 0.002 to 0.001" in caplog.text

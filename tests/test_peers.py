@@ -36,6 +36,15 @@ def of(mark):
 _, TABLE = rows(next(part for part in PAGE.split("\n\n") if part.startswith("| |")))
 
 
+def test_the_readme_has_the_times_of_the_page():
+    readme = (pages.DOCS.parent / "README.md").read_text()
+    _, table = rows(next(part for part in readme.split("\n\n") if "| update at TP" in part))
+    said = [re.findall(r"[\d,]+", cell) for cell in table["a step at TP 2 and TP 4, bf16 on two cores"]]
+    found = zip(*(of("steps")[f"ms, TP {ranks}, bf16"] for ranks in (2, 4)), strict=True)
+    for numbers, cells in zip(said, found, strict=True):
+        assert [number.replace(",", "") for number in numbers] == [cell.split()[0] for cell in cells]
+
+
 def test_the_tables_that_are_measured_have_the_rows_of_the_script():
     labels = [*CASES]
     at = labels.index(WHOLE) + 1

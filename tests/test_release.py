@@ -106,9 +106,17 @@ def test_the_changelog_has_the_form_of_keep_a_changelog():
 
 
 def test_links_lead_somewhere_and_named_files_exist():
-    for name in ("CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"):
+    for name in ("CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/PYPI.md", ".github/SECURITY.md"):
         assert not list(broken_links(ROOT / name))
         assert not list(missing_files(ROOT / name))
+
+
+def test_the_page_for_the_package_index_stands_alone():
+    """Links into the repository lead nowhere there. What it says is the beginning of README.md."""
+    text = (ROOT / PROJECT["readme"]).read_text()
+    assert not re.findall(r"\]\((?!https://)", text)
+    common = text.partition("\n")[2].partition("weight decay.")[0]
+    assert common in (ROOT / "README.md").read_text()
 
 
 def test_workflows_have_bounds():

@@ -25,7 +25,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     """Muon with a second moment: AdaMuon, NorMuon or NAMO.
 
     It is :class:`TensorParallelMuon` with one ``moment2_method`` for all groups, by a name of its own. The formulas are
-    those of :mod:`~megatron_eopt.optimizers.second_moment`.
+    those of :mod:`~megatron_eopt.optimizers.second_moment`. normuon has a second moment for each column of a wide
+    matrix, as emerging-optimizers; its paper (arXiv 2510.05491) has one for each row, whatever the shape.
 
     The scale of Muon multiplies ``U``. Means and norms are those of the global matrix, in at most one all-reduce of a
     step for each group of ranks, so the update at TP=k is the update at TP=1. A gradient that is not finite leaves the

@@ -11,7 +11,8 @@ look-ahead, and EMA an average with ``beta2``:
 Muon's scale multiplies ``U``. Means and norms are those of the global matrix, in at most one all-reduce of a step for
 each method and group of ranks.
 
-[1] AdaMuon, arXiv 2507.11005.  [2] NorMuon, arXiv 2510.05491.  [3] NAMO, arXiv 2602.17080.
+[1] AdaMuon, arXiv 2507.11005.  [2] NorMuon, arXiv 2510.05491, which has one ``v`` for each row, whatever the shape; the
+short dimension is that of emerging-optimizers.  [3] NAMO, arXiv 2602.17080.
 """
 
 from collections.abc import Mapping, Sequence

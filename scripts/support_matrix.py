@@ -53,6 +53,7 @@ FEATURES = (
     Feature("--fp8-param-gather, --fp4-param-gather", {"ddp.fp8_param_gather": True}),
     Feature("--loss-scale with --bf16", {"config.loss_scale": 1024.0}),
     Feature("tensor, pipeline (also interleaved) and data parallelism"),
+    Feature("context parallelism", note="these ranks are data-parallel ranks to an optimizer"),
     Feature("expert parallelism", note="every expert's matrices are matrices of their own"),
     Feature("--moe-single-grouped-weight, --moe-single-grouped-bias (unproven)", {"grouped_experts": "a weight"}),
     Feature("--tensor-parallel-num-weight-shards", _CUT_TWICE, "Transformer Engine alone cuts so", unproven=True),

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import get_args, pretrain
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 
 
@@ -187,10 +188,18 @@ def tensor_parallel_group(parameter):
     return parallel_state.get_expert_tensor_parallel_group()
 
 
-class Attention(torch.nn.Module):
-    """Causal attention whose values may be shorter than its keys, and which keeps the largest logit of each head.
+def of_context_rank(x, dim, rank=None):
+    """What a context-parallel rank has of sequences: one part from the front and its counterpart from the end."""
+    ranks = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank() if rank is None else rank
+    parts = x.chunk(2 * ranks, dim)
+    return torch.cat([parts[rank], parts[-1 - rank]], dim) if ranks > 1 else x
 
-    Megatron's own without Transformer Engine can do neither.
+
+class Attention(torch.nn.Module):
+    """Causal attention, also over context-parallel ranks, and which keeps the largest logit of each head.
+
+    Its values may be shorter than its keys. Megatron's own without Transformer Engine can do none of it.
     """
 
     current_max_attn_logits = None
@@ -202,17 +211,24 @@ class Attention(torch.nn.Module):
     def forward(self, query, key, value, attention_mask, **described):
         """(sequence, batch, heads, channels) to (sequence, batch, all channels of all heads)."""
         heads = query.size(2) // key.size(2)
+        ranks = parallel_state.get_context_parallel_world_size()
+        seen = torch.ones(len(query) * ranks, len(query) * ranks, dtype=torch.bool).tril()
+        if ranks > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = (torch.cat(all_gather(each, group=group)) for each in (key, value))
+            seen = torch.cat([of_context_rank(seen, 1, rank) for rank in range(ranks)], 1)
+            seen = of_context_rank(seen, 0)
         query, key, value = (
             each.repeat_interleave(repeated, 2).permute(1, 2, 0, 3)
             for each, repeated in ((query, 1), (key, heads), (value, heads))
         )
         if getattr(get_args(), "qk_clip", False):
             logits = (query @ key.mT).detach().float() * (self.softmax_scale or query.size(-1) ** -0.5)
-            largest = logits.where(torch.ones_like(logits, dtype=torch.bool).tril(), -torch.inf).amax((0, 2, 3))
+            largest = logits.where(seen, -torch.inf).amax((0, 2, 3))
             before = self.current_max_attn_logits
             self.current_max_attn_logits = largest if before is None else largest.maximum(before)
         result = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale
+            query, key, value, attn_mask=seen, scale=self.softmax_scale
         )
         return result.permute(2, 0, 1, 3).flatten(2)
 
@@ -230,7 +246,7 @@ def loss_func(mask, output):
 
 def forward_step(iterator, model, return_schedule_plan=False):
     record.models.setdefault(id(model), model)
-    batch = next(iterator)
+    batch = {key: of_context_rank(value, 1) for key, value in next(iterator).items()}
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 
@@ -264,7 +280,7 @@ def main():
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args()
-    if args.multi_latent_attention or getattr(args, "qk_clip", False):
+    if args.multi_latent_attention or args.context_parallel_size > 1 or getattr(args, "qk_clip", False):
         from megatron.core.models.backends import LocalSpecProvider
 
         LocalSpecProvider.core_attention = lambda provider: Attention

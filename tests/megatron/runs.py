@@ -35,8 +35,9 @@ WITHOUT_GQA[(_first := WITHOUT_GQA.index("--group-query-attention")) : _first + 
 TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
 MLA = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8
     --v-head-dim 16 --rotary-scaling-factor 1""".split()
-TP2, PP2, EP2, ETP2 = (
-    [f"--{name}-parallel-size", 2] for name in ("tensor-model", "pipeline-model", "expert-model", "expert-tensor")
+TP2, PP2, CP2, EP2, ETP2 = (
+    [f"--{name}-parallel-size", 2]
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
 )
 EXPERTS = ["--num-experts", 4, *EP2, "--moe-token-dispatcher-type", "alltoall"]
 SHARED = ["--use-distributed-optimizer"]

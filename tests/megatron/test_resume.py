@@ -9,6 +9,8 @@ from megatron_eopt.family import OPTIMIZERS
 from tests.megatron.runs import (
     ADAPTIVE,
     CLIP,
+    CP2,
+    EXACT,
     EXPERTS,
     FILES,
     MUON,
@@ -19,6 +21,7 @@ from tests.megatron.runs import (
     TP2,
     WARMUP,
     resumed,
+    train,
     whole,
 )
 
@@ -125,3 +128,14 @@ def test_files_of_the_torch_format_are_read_again(tmp_path, optimizer, precision
     """Megatron's, which it reads as plain values: with logical matrices declared, which are marks on parameters."""
     run = ["--num-layers", 2, *SCHEDULE, *steered(optimizer), "--muon-split", "all", *TP2]
     resumed(tmp_path, 2, *run, *PRECISIONS[precision], "--ckpt-format", "torch", "--train-iters", 4)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("optimizer", ["muon", "kl_shampoo"])
+@pytest.mark.shows("context parallelism")
+def test_context_parallel_ranks_train_as_one_and_resume(tmp_path, optimizer):
+    """With the attention of the tests: Megatron's own over these ranks is Transformer Engine's."""
+    run = ["--num-layers", 2, *SCHEDULE, *(CASES | RELATIVES)[optimizer][0], *EXACT, *FILES, "--train-iters", 4]
+    (straight, _), _ = resumed(tmp_path, 2, *run, *CP2)
+    (alone,), _ = train(tmp_path / "alone", 1, *run)
+    assert straight[0]["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-3)

@@ -8,6 +8,7 @@ import torch
 
 from tests.megatron.runs import (
     ADAPTIVE,
+    CP2,
     EP2,
     ETP2,
     EXACT,
@@ -75,13 +76,14 @@ LAYOUTS = {  # ranks, flags of the layout, flags of the model
     "TP2-DP2": (4, TP2, PLAIN),
     "TP2-PP2": (4, [*TP2, *PP2], PLAIN),
     "DP2": (2, [], PLAIN),
+    "CP2": (2, CP2, PLAIN),
     "PP2": (2, PP2, PLAIN),
     "interleaved PP2": (2, [*PP2, "--num-layers-per-virtual-pipeline-stage", 1], [*PLAIN, "--num-layers", 4]),
     "tied-PP2": (2, PP2, PLAIN[:-1]),
 }
 ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along both sides
 # Layouts in which these do what they do in others, run by `make test-full` alone.
-PARALLEL = {"DP2", "PP2", "interleaved PP2", "tied-PP2", "TP2-DP2", "TP2-PP2"}
+PARALLEL = {"DP2", "CP2", "PP2", "interleaved PP2", "tied-PP2", "TP2-DP2", "TP2-PP2"}
 OF_MODELS = {"TP4", "two query groups-TP2", "gated attention-TP2", "latent attention-TP2", "gate and up-TP2"}
 LIKE_OTHERS = dict.fromkeys(ONE_SIDE, PARALLEL) | dict.fromkeys(("shampoo", "kl_shampoo"), PARALLEL | OF_MODELS)
 BESIDE = {  # run by `make test-full` alone
@@ -160,6 +162,7 @@ def beyond(distances, bound):
     "--optimizer soap",
     "--optimizer spectron",
     "tensor, pipeline (also interleaved) and data parallelism",
+    "context parallelism",
     "expert parallelism",
     "--use-distributed-optimizer in fp32",
     "--use-megatron-fsdp",

@@ -1,12 +1,9 @@
 """What is done on CUDA devices alone, executed with stand-ins for torch.cuda and on tensors without numbers."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.watched import Watched
 from tests.optimizers.test_program import Names
@@ -41,21 +38,6 @@ def test_phases_of_a_step_are_timed_by_events_of_the_stream(monkeypatch):
     # update 0 to 10, exchange to 20, the iteration to 30, exchange to 40, update to 50; nothing to 60; update to 70
     assert watched.seconds() == pytest.approx({"exchange": 0.02, "orthogonalize": 0.01, "update": 0.03})
     assert log[8:] == ["waited for cuda:1"]
-
-
-def test_a_kernel_is_timed_until_the_device_is_done(monkeypatch):
-    now, waited = [0.0], []
-
-    def synchronize(device):
-        waited.append(device)
-        now[0] += 1.0  # of what was queued
-
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    runs = []
-    assert timing.seconds(lambda: runs.append(1), CUDA) == 1.0 / timing._RUNS
-    assert len(runs) == timing._RUNS * (timing._ROUNDS + 1)
-    assert waited == [CUDA] * (timing._ROUNDS + 1)
 
 
 def test_what_tensor_cores_round_is_made_symmetric():

@@ -11,14 +11,12 @@ from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip
 from megatron_eopt.megatron.arguments import loads_its_own, unread, without_effect
 from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
-from megatron_eopt.megatron.checkpoints.decided import decided_before
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
 from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
-from megatron_eopt.megatron.kernels import choose_kernels
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
@@ -33,6 +31,7 @@ from megatron_eopt.megatron.wrappers import (
 )
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import parameters_in
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 
 
 class OptimizerOfRun:
@@ -72,8 +71,7 @@ class OptimizerOfRun:
         matrices, overrides = agreement.on_all_ranks(self.check)
         tag(matrices)
         self.phase("parameters and settings")
-        self.read_checkpoint()
-        self.phase("checkpoint")
+        warn_of_other_checkpoints(self.facts.args)
         self.build(build, overrides)
         self.phase("optimizer")
         self.prepare()
@@ -125,11 +123,6 @@ class OptimizerOfRun:
         overrides = assignment.MegatronOverrides(self.assigned, self.config)
         return logical_matrices(self.assigned, self.config), overrides
 
-    def read_checkpoint(self) -> None:
-        """Read what the run had decided that saved the checkpoint to be loaded."""
-        warn_of_other_checkpoints(self.facts.args)
-        self.decided = agreement.from_rank_0(lambda: decided_before(self.facts.args, self.facts.megatron_fsdp))
-
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and check the result."""
         dealt = dealing.dealt_by_time(self.config, self.facts.args)
@@ -150,13 +143,10 @@ class OptimizerOfRun:
     def prepare(self) -> None:
         """Let every optimizer agree on its plan with other ranks."""
         here = [x for x in torch_optimizers(self.optimizer) if parameters_in(x.param_groups)]
-        for optimizer in here:
-            decided = self.decided.get(type(optimizer).__name__, {})
-            for group in optimizer.param_groups:
-                group.update(decided | group)
-        choose_kernels(here)
-        self.phase("kernels")
         agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
+        for optimizer in here:
+            if isinstance(optimizer, TensorParallelMuon):
+                agreement.say(optimizer.kernels())
 
     def build_manifest(self) -> None:
         """Record which optimizer updates every parameter, as built."""

@@ -54,8 +54,8 @@ from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_
 from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
 from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_count, check_named
+from megatron_eopt.orthogonalize.kernels import check_kernel
 from megatron_eopt.orthogonalize.precision import outside_autocast
-from megatron_eopt.parallel.agreement import KernelProducts, times_kernels
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters
 from megatron_eopt.parallel.engine import Engine
@@ -69,10 +69,6 @@ from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, set
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
 
-# Settings of a group without which a resumed run is not bit-equal.
-KERNEL = "symmetric_products"
-STEP_KERNELS = "step_kernels"
-DECIDED_BY_STEPS = {KERNEL, STEP_KERNELS}  # None in a state until a step has decided
 SIMPLE = (str, int, float, bool, type(None))  # types of values that are compared as they are
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
@@ -100,7 +96,6 @@ class BaseOptimizer(Optimizer):
     counters: ClassVar[frozenset[str]] = frozenset()  # of these, those that count steps
     split_lengths: ClassVar[tuple[int, ...]] = (3, 4)  # how many logical matrices a fused projection may have
     decays_weights: ClassVar[bool] = True  # without, what fills settings from a run's leaves the weight decay at 0
-    multiplies: ClassVar[bool] = False  # whether the kernel's products are its own, and nothing is orthogonalized
     weight_keys: ClassVar[tuple[str, ...]] = ()  # state that is a copy of the weight, which ``scale_rows`` scales too
     live_key: ClassVar[str | None] = None  # state of the training weights, where checkpoints hold ``exported()`` ones
     pairs_rows: ClassVar[bool] = False  # whether state pairs rows with rows, so that their order is part of it
@@ -450,18 +445,7 @@ class BaseOptimizer(Optimizer):
         """
         self.refuse_half_step()
         self.init_state()
-        state = super().state_dict()
-        self.name_undecided(state.get("param_groups", ()))  # unless a hook took them away
-        return state
-
-    def name_undecided(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Add what no step has decided yet to groups of a state.
-
-        ``torch.distributed.checkpoint`` loads and broadcasts only what a state has a key for.
-        """
-        for group in groups:
-            for key in self.carried_settings & DECIDED_BY_STEPS:
-                group.setdefault(key, None)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; groups keep settings that it lacks.
@@ -518,10 +502,7 @@ class BaseOptimizer(Optimizer):
         needed = self.defaults.keys() | self.settings_of_groups().keys() | self.carried_settings
         groups = []
         for of_state, own in zip(saved, self.param_groups, strict=True):
-            group = {}
-            for key, value in of_state.items():
-                if value is not None or key not in DECIDED_BY_STEPS:
-                    group[key] = value
+            group = dict(of_state)
             of_groups.rename(name, group, self.defaults)
             for key in needed & own.keys():
                 group.setdefault(key, own[key])
@@ -554,10 +535,6 @@ class BaseOptimizer(Optimizer):
         kept = state + (4 if self.keeps_momenta else 0)
         workspace = Workspace(bytes=self.workspace, kept=kept, state=state)
         return Engine(described, device, self.tp_mode, self.plan_rates, workspace)
-
-    def kernel_products(self) -> KernelProducts:
-        """What :meth:`prepare` will choose the kernel for."""
-        return self.proposed().stacks()
 
     def prepare(self) -> Engine:
         """Settle the step with the other ranks; all call together.
@@ -595,24 +572,13 @@ class BaseOptimizer(Optimizer):
         return session.engine
 
     def _agree_on(self, engine: Engine) -> None:
-        """Compare the plan with that of the other ranks; groups keep the kernel."""
+        """Compare the plan with that of the other ranks."""
+        check_kernel(self.symmetric_products, engine.device)
         try:
-            kernel = self._agreed_kernel(engine)
+            engine.prepare()
         except CollectiveError as error:
             error.add("to agree on a plan, which is made anew where a setting or a group changed")
             raise
-        if kernel is None:
-            return
-        for group in self.param_groups:
-            group[KERNEL] = kernel
-
-    def _agreed_kernel(self, engine: Engine) -> str | None:
-        """Agree on a plan, and on the kernel that it needs."""
-        given = self.symmetric_products, self.param_groups[0].get(KERNEL)
-        products = None
-        if self.multiplies and self._parameters() and (any(given) or times_kernels(*given, engine.device)):
-            products = self.kernel_products()
-        return engine.prepare(*given, products)
 
     @property
     def engine(self) -> Engine:

@@ -1,6 +1,5 @@
 """Dion2: Muon of the rows, or columns, whose momentum is largest."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod, sqrt
@@ -10,16 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.base import KERNEL
-from megatron_eopt.optimizers.factored import precision_of
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.whole_matrices import GRADIENT, MatrixStack, MatrixStep, Planned, StackedOptimizer
 from megatron_eopt.orthogonalize.coefficients import CoefficientType
-from megatron_eopt.orthogonalize.kernels import made
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.groups import iteration_of
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
@@ -78,7 +73,6 @@ class Dion2(StackedOptimizer):
         Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
     )
     moments = (MOMENTUM_SUM,)
-    carried_settings = frozenset({KERNEL})
     multiplies = True
 
     def __init__(
@@ -116,22 +110,6 @@ class Dion2(StackedOptimizer):
         selected = selected_of(self.group_of(parameter), plan.layout.shape)
         return replace(described, scale=scale, rms=scale * sqrt(selected / max(1, prod(plan.layout.shape))))
 
-    def kernel_products(self) -> KernelProducts:
-        """Those of the iterations, in the strictest precision of a group."""
-        stacks = Counter[tuple[int, int]]()
-        dtypes = set[torch.dtype]()
-        device = self._parameters()[0].device
-        for group in self.param_groups:
-            for p in group["params"]:
-                product = product_dtype(torch.promote_types(p.dtype, torch.float32), group["fp32_matmul_prec"])
-                dtypes |= {product, gram_dtype(product, device) or product}
-                for plan in self._planned(p):
-                    if 0 not in plan.layout.shape:
-                        stacks[selected_of(group, plan.layout.shape), max(plan.layout.shape)] += 1
-        shapes = sorted((count, *shape) for shape, count in stacks.items())
-        used = {group["fp32_matmul_prec"] for group in self.param_groups}
-        return shapes, sorted(dtypes, key=str), device, precision_of("highest" if "highest" in used else "high")
-
     def _bytes(self, matrix: MatrixStep) -> int:
         """Bytes of what comes back: an update and a momentum."""
         itemsize: int = matrix.of.state[MOMENTUM_SUM].element_size()
@@ -150,10 +128,7 @@ class Dion2(StackedOptimizer):
         order = x.abs().sum(2, dtype=torch.float64).argsort(dim=1, descending=True, stable=True)
         S = order[:, : selected_of(stack.group, (rows, cols)), None].expand(-1, -1, x.shape[2])
         selected = x.gather(1, S)
-        iteration = iteration_of(stack.group)
-        if stack.group.get(KERNEL) is not None:
-            products = made(stack.group[KERNEL], S.shape[1], precision_of(stack.group["fp32_matmul_prec"]))
-            iteration = replace(iteration, products=products)
+        iteration = replace(iteration_of(stack.group), products=self.symmetric_products)
         O = iteration(selected) * muon_scale_factor(rows, cols, "unit_rms_norm")
         update = torch.zeros_like(x).scatter_(1, S, O)
         x.scatter_(1, S, torch.where(stack.accepted[stack.own], selected * stack.group["momentum"], selected))

@@ -16,7 +16,6 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.loaded_state import check_finite
 from megatron_eopt.optimizers.parameters import DescribedMatrix, names_of_last
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
@@ -31,12 +30,9 @@ from megatron_eopt.optimizers.whole_matrices import (
     write_copies,
 )
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
-from megatron_eopt.orthogonalize.kernels import made
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
-from megatron_eopt.orthogonalize.products import Fp32Precision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype
 from megatron_eopt.orthogonalize.scale import muon_scale_factor, predicted_update_rms
-from megatron_eopt.parallel.agreement import KernelProducts, agreed_kernel
 from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
@@ -106,7 +102,6 @@ class DistributedMuon(StackedOptimizer):
         Setting("process_group", check=process_group_or_none, whole=True),
         Setting("collective_state_dict", whole=True),
     )
-    carried_settings = frozenset({KERNEL})
     fp32_matmul_prec: MatmulPrecision
     process_group: ProcessGroup | None
     collective_state_dict: bool | None
@@ -282,28 +277,6 @@ class DistributedMuon(StackedOptimizer):
         self.init_state()
         return super().prepare()
 
-    def _agreed_kernel(self, engine: Engine) -> str | None:
-        """Choose the kernel, on the ranks of the group alone."""
-        engine.prepare()
-        if not self._parameters():
-            return None
-        given = self.symmetric_products, self.param_groups[0].get(KERNEL)
-        return agreed_kernel(self.kernel_products(), *given, engine.groups)
-
-    @property
-    def _fp32(self) -> Fp32Precision:
-        return "tf32" if self.fp32_matmul_prec == "high" else "ieee"
-
-    def kernel_products(self) -> KernelProducts:
-        """Those of one matrix after another."""
-        parameters = self._parameters()
-        device = parameters[0].device
-        sizes = {tuple(sorted(self.layout(p).shape)) for p in parameters if p.numel()}
-        dtypes = {self._dtype_of(p) for p in parameters}
-        of_grams = {gram_dtype(dtype, device) for dtype in dtypes}
-        dtypes |= {dtype for dtype in of_grams if dtype is not None}
-        return sorted(sizes), sorted(dtypes, key=str), device, self._fp32
-
     def _chunks(self, steps: Sequence[ParameterStep]) -> Iterator[list[list[MatrixStep]]]:
         """One matrix of each rank at a time, the largest first."""
         of_ranks: dict[int, list[MatrixStep]] = {}
@@ -367,7 +340,7 @@ class DistributedMuon(StackedOptimizer):
             _COEFFICIENTS,
             fp32_matmul_prec=self.fp32_matmul_prec,
             propagate_nan=True,
-            products=made(p.group[KERNEL], min(update.shape), self._fp32),
+            products=self.symmetric_products,
         )
         return factor.to(self._dtype_of(p.parameter))
 

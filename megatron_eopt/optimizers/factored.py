@@ -1,9 +1,7 @@
 """Optimizers that keep a factor of the rows and one of the columns of each matrix."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,28 +9,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.optimizers import whole_matrices
-from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.held_norms import begin_norms, followed, radius_tensors
 from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.whole_matrices import (
-    CLOCK,
-    EXP_AVG,
-    MatrixStack,
-    ParameterStep,
-    Planned,
-    StackedOptimizer,
-)
-from megatron_eopt.orthogonalize.kernels import KEPT, Shapes, made
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.products import Fp32Precision
-from megatron_eopt.parallel.agreement import KernelProducts
+from megatron_eopt.optimizers.whole_matrices import CLOCK, EXP_AVG, MatrixStack, ParameterStep, StackedOptimizer
+from megatron_eopt.orthogonalize.kernels import products_for
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 
 STEPS = "steps"
+KERNEL = "symmetric_products"
 SIDE_KEYS = (("L", "Q_L"), ("R", "Q_R"))  # the state of the rows and of the columns, as Side has it
 
 Decay = Literal["decoupled", "independent", "palm"]
@@ -55,10 +42,9 @@ class FactoredOptimizer(StackedOptimizer):
     """
 
     own_settings: ClassVar[tuple[Setting, ...]] = (FACTOR_PRECISION,)
-    carried_settings = frozenset({CLOCK, KERNEL})
+    carried_settings = frozenset({CLOCK})
     counters = frozenset({CLOCK})
     pairs_rows = True
-    multiplies = True
 
     share_over_dp: bool
 
@@ -113,17 +99,6 @@ class FactoredOptimizer(StackedOptimizer):
                         "optimizer, such as AdamW"
                     )
 
-    def kernel_products(self) -> KernelProducts:
-        """Those that update factors, in the strictest precision of a group."""
-        parameters = self._parameters()
-        plans = list[Planned]()
-        for parameter in parameters:
-            plans += self._planned(parameter)
-        dtypes = sorted({torch.promote_types(p.dtype, torch.float32) for p in parameters}, key=str)
-        used = {group["fp32_matmul_prec"] for group in self.param_groups}
-        precision = precision_of("highest" if "highest" in used else "high")
-        return factor_stacks(plans), dtypes, parameters[0].device, precision
-
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
         with followed(self, list(filter(self._holds, parameters))):
@@ -172,6 +147,10 @@ class FactoredOptimizer(StackedOptimizer):
         known: list[list[bool]] = torch.stack([steps > 0, accepted & anywhere]).tolist()
         return known
 
+    def _settings(self, stack: MatrixStack) -> dict[str, Any]:
+        """Those of the group, and the kernel of products."""
+        return {**stack.group, KERNEL: self.symmetric_products}
+
     def _sides(self, stack: MatrixStack) -> list[Side | None]:
         """The sides of own matrices; None where they have no factor."""
         sides = list[Side | None]()
@@ -186,34 +165,10 @@ class FactoredOptimizer(StackedOptimizer):
                 stack.keep(basis, side.basis)
 
 
-def factor_stacks(plans: Iterable[Planned]) -> Shapes:
-    """Stacks with which a kernel of factors is checked and timed.
-
-    Their short side is the side of a factor, as kernels are tried: a longer side has more columns than in the step,
-    which end inside a tile where those of the step do. Those of ``R`` are multiplied transposed.
-    """
-    stacks = set[tuple[int, ...]]()
-    for (shape, has_factor), count in Counter((plan.layout.shape, plan.has_factor) for plan in plans).items():
-        together = min(count, max(1, whole_matrices.MOST_BYTES // (12 * max(1, prod(shape)))))
-        for side in (0, 1):
-            if has_factor[side]:
-                rows = shape[side]
-                cols = shape[1 - side]
-                least = rows if side == 0 else rows + 1  # those of R are strictly longer
-                while cols < least:
-                    cols += KEPT
-                stacks.add((together, cols, rows) if side == 1 else (together, rows, cols))
-    return sorted(stacks)
-
-
-def precision_of(precision: MatmulPrecision) -> Fp32Precision:
-    """How a kernel names the precision of products of factors."""
-    return "ieee" if precision == "highest" else "tf32"
-
-
 def gram(x: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """``X X^T`` of a stack, by the kernel of the group."""
-    return made(settings.get(KERNEL, "torch"), x.size(-2), precision_of(settings["fp32_matmul_prec"])).gram(x)
+    kernel = settings[KERNEL] or "torch"
+    return products_for(kernel, x.device, x.dtype, settings["fp32_matmul_prec"]).gram(x)
 
 
 def steps_taken(stack: MatrixStack) -> Tensor:

@@ -144,7 +144,7 @@ class Preconditioning(FactoredOptimizer):
         self, stack: MatrixStack, gradient: Tensor, left: Side | None, right: Side | None, begins: Tensor
     ) -> None:
         """Update factors with gradients, and make or turn bases."""
-        group = stack.group
+        group = self._settings(stack)
         accepted = stack.accepted[stack.own]
         beta = group["shampoo_beta"]
         weight = (1 - beta) / (1 - beta ** steps_taken(stack).clamp(min=1))

@@ -204,6 +204,6 @@ class SOAP(FactoredOptimizer):
             accepted = stack.accepted[stack.own]
             matrices = Preconditioned(gradient, momentum, squares, steps_taken(stack), accepted, left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
-                update = update_of(matrices, stack.group, stack.one.first)
+                update = update_of(matrices, self._settings(stack), stack.one.first)
             self._keep_sides(stack, [left, right])
         return [] if update is None else [update, squares]

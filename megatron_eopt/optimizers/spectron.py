@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, low_rank
-from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
@@ -30,7 +30,6 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import power_iterations
-from megatron_eopt.parallel.agreement import KernelProducts
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
@@ -178,7 +177,6 @@ class Spectron(BaseOptimizer):
         Setting("num_power_iterations", "Power iterations of a step, for the spectral norms.", count(1), whole=True),
     )
     group_keys = ("lr", "rank", "momentum_beta", "weight_decay")
-    carried_settings = frozenset({KERNEL})
     newton_schulz: NewtonSchulz
     num_power_iterations: int
     newton_schulz_calls: int = 0
@@ -279,16 +277,10 @@ class Spectron(BaseOptimizer):
                     f"{tuple(first.parameter.shape)}, whose group now has rank {first.rank}: set it back, it cannot "
                     "change"
                 )
-        kernel = plan.engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+        plan.engine.prepare()
         self._plan = plan
         self._planned_for = engine
-        for group in self.param_groups:
-            group[KERNEL] = kernel
         return engine
-
-    def kernel_products(self) -> KernelProducts:
-        """Those of the factors."""
-        return self.engine_to_explain().stacks()
 
     def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         iteration_of(settings)

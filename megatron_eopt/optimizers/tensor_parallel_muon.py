@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports, second_moment
-from megatron_eopt.optimizers.base import KERNEL, STEP_KERNELS, BaseOptimizer, fixed
+from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import (
@@ -31,11 +31,13 @@ from megatron_eopt.optimizers.parameters import (
 from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry
 from megatron_eopt.optimizers.step import Batch, Step, cast_to_average, of_parameters, scaled
-from megatron_eopt.optimizers.step_choice import agreed_kernels
+from megatron_eopt.optimizers.step_form import step_form
+from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.coefficients import Coefficients
+from megatron_eopt.orthogonalize.kernels import rule
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -55,7 +57,7 @@ from megatron_eopt.settings.groups import (
     note_short_schedule,
     warn,
 )
-from megatron_eopt.settings.of_class import check_effect, check_values, settings_of
+from megatron_eopt.settings.of_class import check_effect, settings_of
 from megatron_eopt.settings.records import (
     MODIFIERS,
     MOMENTUM_DTYPES,
@@ -193,7 +195,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     """
 
     group_keys: ClassVar[tuple[str, ...]] = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD)
-    carried_settings = frozenset({KERNEL, STEP_KERNELS, MOMENTUM_STEPS})
+    carried_settings = frozenset({MOMENTUM_STEPS})
     counters = frozenset({MOMENTUM_STEPS})
     split_lengths = (3, 4)
     momentum_key = "momentum"
@@ -438,7 +440,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 return engine, index, group
         described = replace(self._described("p", p, group), dtype=grad.dtype)
         of_p = Engine([described], grad.device, self.tp_mode, engine.rates)
-        of_p.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+        of_p.prepare()
         return of_p, 0, group
 
     def _factors(self, engine: Engine, index: int, shards: list[Tensor]) -> list[Tensor]:
@@ -497,17 +499,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if settled.scales is None:
             matrices = zip(self._parameters(), engine.matrices, strict=True)
             scales = [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            settled.kernels = agreed_kernels(self, engine, self.step_kernels)
-            if settled.kernels is not None:
+            form, _ = step_form(self, engine.device)
+            if form == "triton":
+                settled.kernels = StepKernels(engine)
                 engine.slice_chunks(self._copied())
             settled.scales = scales
-        form = "torch" if settled.kernels is None else "triton"
-        for group in self.param_groups:
-            if group.get(STEP_KERNELS, form) not in (form, None):
-                name = type(self).__name__
-                raise ValueError(
-                    f"{name}: groups and steps need one {STEP_KERNELS}, {form!r}, got {group[STEP_KERNELS]!r}"
-                )
         return engine
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
@@ -522,8 +518,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return second_moment.first_rms(settings, muon_rms, scale_of(settings, rows, cols))
 
     def explain(self) -> str:
-        """The plan of a step, a table; all ranks ask."""
-        return self.prepare().explain()
+        """The plan of a step, a table, and its kernels; all ranks ask."""
+        return f"{self.prepare().explain()}\n{self.kernels()}"
+
+    def kernels(self) -> str:
+        """Which kernels serve, and why."""
+        device = self.proposed().device
+        products = self.symmetric_products
+        why = "named"
+        if products is None:
+            dtype = product_dtype(local(self._parameters()[0]).dtype, self.fp32_matmul_prec)
+            products, why = rule(device, gram_dtype(dtype, device) or dtype)
+        form, reason = step_form(self, device)
+        return f"Symmetric products by {products} ({why}), elementwise work by {form} ({reason})."
 
     def engine_to_explain(self) -> Engine:
         """The engine of :meth:`explain`, before ranks agree on it."""
@@ -660,9 +667,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         iteration_of(settings)
         if self.measures or modifiers.measures(settings):
             refuse_blockwise(self, "norms")
-        if STEP_KERNELS in group:  # of a checkpoint, or chosen by ranks
-            kept = {STEP_KERNELS: group[STEP_KERNELS]}
-            check_values(type(self).__name__, settings_of(type(self)), kept)
         muon_checks.check_functions(self, settings)
         muon_checks.check_decided(self, group, settings)
         muon_checks.check_decay(self, group, settings)

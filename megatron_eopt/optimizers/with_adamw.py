@@ -391,9 +391,7 @@ class Muon(Optimizer):
         if self._refusing is not None:
             self._refusing.read(self._adam_groups)
         self.init_state()
-        state = super().state_dict()
-        self.matrices.name_undecided(group for group in state.get("param_groups", ()) if ADAM_LR not in group)
-        return state
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load both states, also from KempnerForge's Muon.

@@ -13,12 +13,13 @@ from megatron_eopt.orthogonalize import forms
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients, set_length
 from megatron_eopt.orthogonalize.forms import Iteration, Preset, Restarts
+from megatron_eopt.orthogonalize.kernels import products_for
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
     gram_dtype,
     product_dtype,
 )
-from megatron_eopt.orthogonalize.products import Products, default_products
+from megatron_eopt.orthogonalize.products import Products
 
 Form = Literal["auto", "standard", "gram"]
 
@@ -36,7 +37,7 @@ class NewtonSchulz:
     coefficient_type: CoefficientType = "quintic"
     fp32_matmul_prec: MatmulPrecision = "medium"
     max_bytes: int = MAX_BYTES
-    products: Products | None = None
+    products: Products | str | None = None  # or the name of a kernel
 
     def __post_init__(self) -> None:
         check_choice("fp32_matmul_prec", self.fp32_matmul_prec, get_args(MatmulPrecision))
@@ -105,7 +106,7 @@ def newton_schulz(
     restarts: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
-    products: Products | None = None,
+    products: Products | str | None = None,
 ) -> Tensor:
     """Approximate orthogonal factor ``U p(S) V^T`` of ``x``.
 
@@ -130,8 +131,8 @@ def newton_schulz(
             the table and the preset; ascending, below the number of steps.
         max_bytes: most memory for the chunk of a stack that is worked on at once; one matrix may take more.
         propagate_nan: return NaN instead of zero for a matrix with entries that are not finite.
-        products: computes the symmetric products; hashable. By default torch, in blocks for a large fp32 matrix on a
-            CPU.
+        products: computes the symmetric products; hashable, or the name of a kernel. By default that of
+            :func:`~megatron_eopt.orthogonalize.kernels.rule`.
 
     Returns:
         A new tensor of the shape and dtype of ``x``. Nothing waits for the device.
@@ -187,12 +188,12 @@ def _compiled(
 ) -> Iteration:
     """``restarts`` are None where the Gram form is unsafe."""
     schedule = settings.schedule
-    products = settings.products
+    precision = settings.fp32_matmul_prec
     rows, cols = sorted((height, width))
-    used = product_dtype(dtype, settings.fp32_matmul_prec)
+    used = product_dtype(dtype, precision)
     of_gram = gram_dtype(used, device)
     if form == "auto" and restarts is not None and of_gram is not None:
-        share = (products or default_products(device, of_gram)).share(rows)
+        share = products_for(settings.products, device, of_gram, precision).share(rows)
         standard = forms.standard_flops(rows, cols, schedule, share)
         form = "gram" if forms.gram_flops(rows, cols, schedule, restarts, share) < standard else "standard"
     if form == "gram":
@@ -204,8 +205,8 @@ def _compiled(
         schedule=schedule,
         restarts=restarts,
         dtype=used,
-        products=products or default_products(device, used),
-        precision=settings.fp32_matmul_prec if used in (torch.float16, torch.float32) else None,
+        products=products_for(settings.products, device, used, precision),
+        precision=precision if used in (torch.float16, torch.float32) else None,
         transposed=height > width,
         chunk=max(1, settings.max_bytes // max(1, of_one)),
         # from this short side on, a CPU multiplies fp32 matrices faster (by 5 to 15 %) one by one than stacked

@@ -247,11 +247,6 @@ class Blocked(Products):
         return out
 
 
-def default_products(device: torch.device, dtype: torch.dtype) -> Products:
-    """What computes products where nothing else is asked for."""
-    return Blocked() if device.type == "cpu" and dtype == torch.float32 else Products()
-
-
 def square_work(x: Tensor, count: int) -> list[Tensor]:
     """Uninitialized (rows x rows) or (n x rows x rows)."""
     rows = x.size(-2)

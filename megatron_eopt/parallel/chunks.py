@@ -1,7 +1,7 @@
 """Parameters, and how their plan is compiled into chunks."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
@@ -11,9 +11,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.orthogonalize.kernels import products_for
 from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
-from megatron_eopt.orthogonalize.products import Fp32Precision, Products, default_products
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.exchange import LayoutRuns, Shapes
 from megatron_eopt.parallel.layout import Layout, split_layout
@@ -121,9 +121,11 @@ class Compiler:
             if matrix.iteration == name:
                 short = max(short, min(matrix.shape))
                 itemsize = max(itemsize, product_dtype(dtype, iteration.fp32_matmul_prec).itemsize)
-        share = 0.5
-        if self._device.type == "cpu":
-            share = default_products(self._device, torch.float32).share(short)
+        precision = iteration.fp32_matmul_prec
+        of_gram = torch.float32
+        if self._device.type != "cpu":
+            of_gram = gram_dtype(product_dtype(torch.float32, precision), self._device) or of_gram
+        share = products_for(iteration.products, self._device, of_gram, precision).share(short)
         return Work(
             schedule=iteration.schedule,
             restarts=iteration.restarts,
@@ -131,43 +133,13 @@ class Compiler:
             itemsize=itemsize,
         )
 
-    def stacks(self, plan: Plan) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
-        """Shapes, dtypes, device and fp32 precision of a kernel's products.
-
-        Factors with more rows than columns are multiplied transposed, without a copy.
-        """
-        if not self.iterations:
-            return [], [], self._device, "ieee"
-        stacks = set[tuple[int, ...]]()
-        for bucket in plan.buckets:
-            matrix = plan.one_of(bucket)
-            shape = self._worked_on(bucket, matrix)
-            if not bucket.scheme.startswith("gram"):  # only shards are multiplied as they are, others short side first
-                shape = (min(shape), max(shape))
-            count = len(bucket.matrices)
-            if bucket.compute_ranks:
-                count = max(Counter(bucket.compute_ranks).values())
-            if 0 not in shape:
-                stacks.add((count, *shape) if count > 1 else shape)
-        precision = next(iter(self.iterations.values())).fp32_matmul_prec
-        dtypes = dict[torch.dtype, None]()
-        for dtype in sorted(set(self._dtypes), key=str):
-            product = product_dtype(dtype, precision)  # of the standard form
-            dtypes[product] = None
-            of_gram = gram_dtype(product, self._device)
-            if of_gram is not None:
-                dtypes[of_gram] = None
-        high = any(iteration.fp32_matmul_prec == "high" for iteration in self.iterations.values())
-        return sorted(stacks), list(dtypes), self._device, "tf32" if high else "ieee"
-
     def chunks(
         self,
         plan: Plan,
         parameters: Sequence[int],
-        products: Callable[[int], Products | None],
         copied: int,
     ) -> list[Chunk]:
-        """A plan's chunks with these parameters; ``products`` go by rows.
+        """A plan's chunks with these parameters.
 
         Programs are for as many parameters as the workspace has room to copy, of each entry so many bytes.
         """
@@ -182,7 +154,7 @@ class Compiler:
             for bucket in buckets:
                 order, runs = in_order(plan, bucket)
                 stacked.append(order)
-                jobs.append(self._job(plan, bucket, order, runs, products))
+                jobs.append(self._job(plan, bucket, order, runs))
             compiled.append(Chunk(jobs, self._slices(plan, stacked, copied), needed[number]))
         return compiled
 
@@ -192,7 +164,6 @@ class Compiler:
         bucket: Bucket,
         order: Sequence[int],
         runs: Sequence[LayoutRuns],
-        products: Callable[[int], Products | None],
     ) -> Job:
         matrix = plan.one_of(bucket)
         settings = self.iterations[matrix.iteration]
@@ -203,7 +174,6 @@ class Compiler:
         elif bucket.scheme == "distributed":
             form = "standard"
         shape = self._worked_on(bucket, matrix)
-        settings = replace(settings, products=products(min(shape)))
         of_shards = [plan.matrices[m].shard_in(self._groups).shape for m in order]
         shapes: Shapes = of_shards
         if len(set(of_shards)) == 1:

@@ -6,23 +6,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
-from megatron_eopt.orthogonalize.kernels import made
-from megatron_eopt.orthogonalize.products import Products
-from megatron_eopt.parallel.agreement import (
-    Groups,
-    KernelProducts,
-    agreed_kernel,
-    check_same,
-    check_same_on_replicas,
-    groups_by_label,
-    lowest_of_all,
-    times_kernels,
-)
+from megatron_eopt.parallel.agreement import check_same, groups_by_label
 from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import lowest
 from megatron_eopt.parallel.cost import largest_iteration
@@ -105,40 +93,17 @@ class Engine:
             self._room = 0  # its slots on the device are those of the chunk at work and of the next
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
         self._copied = OF_ENTRY
-        self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
 
-    def prepare(
-        self,
-        kernel: str | None = None,
-        kept: str | None = None,
-        products: KernelProducts | None = None,
-    ) -> str | None:
-        """Agree with all ranks, together, on plan and kernel.
+    def prepare(self) -> None:
+        """Compare the plan and the settings with those of the sharing ranks.
 
-        Returns the choice of a kernel: ``kernel``, that of the user, else ``kept``, that of the checkpoint or the run;
-        None without ``products``, which are :meth:`stacks` where something is orthogonalized. If neither is given,
-        kernels are timed on a GPU, and all ranks of the world agree, since replicas need not share a group; settings of
-        replicas are compared, too. Raises ``ValueError`` if plan or settings differ between ranks, ``RuntimeError`` if
-        the kernel cannot serve.
+        All of them call it together. Raises ``ValueError`` if plan or settings differ.
         """
         settings: dict[str, dict[str, Mapping[str, Any]]] = {label: {} for label in self.groups}
         for p in self._parameters:
             for label in p.shared_by:
                 settings[label][p.name] = p.settings
         check_same(self.plan, self.groups, settings)
-        if products is None and self.works:
-            products = self.stacks()
-        if products is None:
-            return None
-        groups = self._choosing(kernel, kept)
-        if groups is not self.groups:
-            held = [(p.name, p.dtype, p.layout and (p.layout.shape, p.layout.held)) for p in self._parameters]
-            check_same_on_replicas(held, {p.name: p.settings for p in self._parameters})
-        choice = agreed_kernel(products, kernel, kept, groups)
-        *_, precision = products
-        self._products = lambda rows: made(choice, rows, precision)
-        self._chunks.clear()
-        return choice
 
     def slice_chunks(self, copied: int) -> None:
         """Let programs take as many parameters as the workspace lets them copy; they copy some bytes of each entry."""
@@ -183,16 +148,12 @@ class Engine:
             order.append([i for of_slice in chunk.slices for i in of_slice.parameters])
         return order
 
-    def stacks(self) -> KernelProducts:
-        """Shapes, dtypes, device and fp32 precision of a kernel's products."""
-        return self._compiler.stacks(self.plan)
-
     def _chunks_of(self, indices: Sequence[int]) -> list[Chunk]:
         wanted = tuple(indices)
         if wanted not in self._chunks:
             if len(self._chunks) > _MOST_PLANS:
                 self._chunks.clear()
-            self._chunks[wanted] = self._compiler.chunks(self.plan, wanted, self._products, self._copied)
+            self._chunks[wanted] = self._compiler.chunks(self.plan, wanted, self._copied)
         return self._chunks[wanted]
 
     def agree(self, flags: Tensor) -> Tensor:
@@ -200,17 +161,6 @@ class Engine:
         for group, shared in self._sharers:
             flags = torch.where(shared, lowest(flags, group), flags)
         return flags
-
-    def lowest(self, flags: Tensor, asked: str | None, kept: str | None) -> Tensor:
-        """Minimum over all groups; as in :meth:`prepare` over the world if neither is given."""
-        return lowest_of_all(flags, self._choosing(asked, kept))
-
-    def _choosing(self, asked: str | None, kept: str | None) -> Groups:
-        """The ranks that choose a kernel together."""
-        world = dist.group.WORLD
-        if world is not None and times_kernels(asked, kept, self.device):
-            return {"world": world}
-        return self.groups
 
     def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]:
         """This rank's shards of logical matrices, as :meth:`flat`; empties ``tensors``."""

@@ -70,6 +70,7 @@ def iteration_of(settings: Mapping[str, Any]) -> NewtonSchulz:
         steps=settings["num_ns_steps"],
         coefficient_type=settings["coefficient_type"],
         fp32_matmul_prec=settings["fp32_matmul_prec"],
+        products=settings.get("symmetric_products"),
     )
 
 

@@ -228,18 +228,17 @@ EXECUTION = (
     Setting("plan_rates", check=_check_rates, whole=True),
     Setting(
         "symmetric_products",
-        "Kernel of symmetric products; by default that of the checkpoint, else, on a GPU, the fastest at start.",
+        "Kernel of symmetric products; by default that of a rule on device and dtype.",
         one_of(KERNELS, None),
         whole=True,
-        choices=tuple(KERNELS),
+        choices=KERNELS,
     ),
     Setting("workspace", check=count(1), whole=True),
     Setting("offload_fraction", check=_check_fraction, whole=True),
     Setting("momentum_dtype", check=_check_momentum_dtype, whole=True),
     Setting(
         "step_kernels",
-        "What does the elementwise work of a step; by default that of the checkpoint, else, on a GPU, triton where it "
-        "serves.",
+        "What does the elementwise work of a step; by default that of a rule on device and dtype.",
         one_of(get_args(StepForm), None),
         whole=True,
         choices=get_args(StepForm),

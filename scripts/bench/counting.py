@@ -12,8 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_eopt.optimizers import step_choice, step_kernels
+from megatron_eopt.optimizers import step_form, step_kernels
 from megatron_eopt.optimizers.nonfinite import NonFinite
+from megatron_eopt.orthogonalize import kernels
 
 _FREE = frozenset(
     "split split_with_sizes unbind reshape _unsafe_view _reshape_alias lift_fresh empty empty_like new_empty "
@@ -82,7 +83,10 @@ def counted_kernels(launched: Callable[[Any, Any, torch.Tensor], object], sent: 
         (step_kernels, "address", lambda x: 512 * id(x)),
         (step_kernels, "storage", lambda x: x.untyped_storage()._cdata),
         (step_kernels, "on_device", on_device),
-        (step_choice, "reason_against", lambda *given: None),
+        (step_form, "fast_triton", lambda device: None),
+        (step_form, "triton_missing", lambda device: None),
+        (kernels, "fast_triton", lambda device: None),
+        (kernels, "triton_missing", lambda device: None),
         (NonFinite, "_report", lambda self: None),
     )
     with ExitStack() as patches:

@@ -5,9 +5,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import product
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from gpu_verdicts import (
     without_waiting,
     world,
 )
+from kernel_checks import check
 from model_matrices import dealt_matrices
 from model_sizes import MODELS, Model, Parallel
 from small_model import Block
@@ -32,11 +32,9 @@ from torch.nn.functional import cross_entropy
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.optimizers import step_choice
 from megatron_eopt.orthogonalize.bases import by_products
-from megatron_eopt.orthogonalize.kernels import KERNELS, reason_against
-from megatron_eopt.orthogonalize.products import Fp32Precision
-from megatron_eopt.orthogonalize.timing import CANDIDATES
+from megatron_eopt.orthogonalize.kernels import triton_missing
+from megatron_eopt.orthogonalize.products import Fp32Precision, Products
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.rectangles import Shape
@@ -45,13 +43,11 @@ from megatron_eopt.plain import OptimizerConfig, build_optimizer
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 NATIVE_TESTS = ("tests/optimizers/test_step_kernels.py", TRITON_TESTS, "tests/optimizers/test_graphs.py")
 
-# optimizers with kernels of their own in a step
-STEPPED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("muon", {"cautious_weight_decay": True}),
-    ("polargrad", {}),
-    ("mars_muon", {}),
-    ("muon_hyperball", {}),
-    *(("adaptive_muon", {"moment2_method": method}) for method in ("adamuon", "normuon", "namo")),
+PRODUCTS: tuple[tuple[torch.dtype, Fp32Precision], ...] = (
+    (torch.float16, "ieee"),
+    (torch.bfloat16, "ieee"),
+    (torch.float32, "tf32"),
+    (torch.float32, "ieee"),
 )
 
 # both sides odd, tall, stacked, and of two sizes of real layers
@@ -87,31 +83,25 @@ MODES: tuple[TpMode, ...] = ("duplicated", "owner", "auto")
 GROWTH = 1.1  # of temporaries, from five layers to ten
 
 
+def triton_products(precision: Fp32Precision) -> Products:
+    """Those of the Triton kernel; triton is imported here, since it is not installed everywhere."""
+    from megatron_eopt.orthogonalize.triton_kernel import Triton
+
+    return Triton(precision)
+
+
 def kernels(run: Run) -> None:
-    """Every kernel against torch, as at a start; bases; tests of kernels and graphs; the kernel under sanitizers."""
-    for dtype, precision in ((torch.float16, "ieee"), (torch.bfloat16, "ieee"), (torch.float32, "tf32")):
-        for name in CANDIDATES[1 : 2 if dtype == torch.float32 else None]:
-            label = f"{name} in {dtype}".replace("torch.", "")
-            if missing := KERNELS["triton"].missing(run.device):
-                run.judge(label, None, "right products", reason=missing)
-                continue
-            with run.check(label):
-                shapes = CHECKED[:1] if run.tiny else CHECKED
-                wrong = reason_against(name, shapes, [dtype], run.device, cast(Fp32Precision, precision))
-                run.judge(label, wrong is None, "right products", reason=wrong or "")
-    for number, (weight, (name, settings)) in enumerate(
-        product((torch.float32, torch.bfloat16, torch.float16), STEPPED)
-    ):
-        label = " ".join([f"step of {name} in {weight}".replace("torch.", ""), *map(str, settings.values())])
-        missing = KERNELS["triton"].missing(run.device)
-        if missing or (run.tiny and number):
-            run.judge(label, None, "as torch", reason=missing or "a dry run makes one step")
+    """Triton's products against torch's; bases; tests of kernels and graphs; the kernel under sanitizers."""
+    for dtype, precision in PRODUCTS:
+        label = f"triton in {dtype}".replace("torch.", "")
+        if missing := triton_missing(run.device):
+            run.judge(label, None, "right products", reason=missing)
             continue
         with run.check(label):
-            parameter = nn.Parameter(torch.ones(8, 8, dtype=weight, device=run.device))
-            optimizer = cast(TensorParallelMuon, OPTIMIZERS[name].cls([parameter], **settings))
-            wrong = step_choice.reason_against(optimizer, run.device)
-            run.judge(label, wrong is None, "as torch", reason=wrong or "")
+            shapes = CHECKED[:1] if run.tiny else CHECKED
+            products = triton_products(precision)
+            wrong = check(products, shapes, dtype, run.device, fp32_precision=precision)
+            run.judge(label, wrong is None, "right products", reason=wrong or "")
     for shape in BASES[:1] if run.tiny else BASES:
         label = f"basis by products of {shape}"
         with run.check(label):

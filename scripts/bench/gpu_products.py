@@ -13,7 +13,7 @@ import torch
 from gpu_verdicts import Run, draw, in_a_row, needs
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.kernels import KERNELS
+from megatron_eopt.orthogonalize.kernels import triton_missing
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.orthogonalize.products import Products
@@ -55,7 +55,7 @@ def fp16(run: Run) -> None:
                 for name, (x, exact) in samples.items()
             }
             for kernel in ("triton", "torch"):
-                if missing := KERNELS[kernel].missing(run.device):
+                if missing := (triton_missing(run.device) if kernel == "triton" else None):
                     run.judge(f"{rows} x {cols}, {kernel}", None, "", reason=missing)
                     continue
                 for reduced in (False, True):
@@ -98,7 +98,7 @@ def spectra(rows: int, cols: int, device: torch.device) -> Iterator[tuple[str, T
 
 def gram_form(x: Tensor, kernel: str, standard: bool = False) -> Tensor:
     """The Gram form in fp16 as it is on a GPU, or the standard form in bf16, by the products of a kernel."""
-    settings = NewtonSchulz(products=KERNELS[kernel].make("ieee"))
+    settings = NewtonSchulz(products=kernel)
     iteration = settings.compile(x.shape, x.dtype, x.device, "standard" if standard else "gram")
     return (iteration if standard else replace(iteration, dtype=torch.float16))(x)
 
@@ -107,7 +107,7 @@ def taken_over(x: Tensor, kernel: str) -> float:
     """The error against fp64 of a step's path: bf16, in whose memory the iteration works in fp16."""
     x = x.to(torch.bfloat16)
     expected = bench.exact(x, "quintic")
-    settings = NewtonSchulz(products=KERNELS[kernel].make("ieee"))
+    settings = NewtonSchulz(products=kernel)
     iteration = replace(settings.compile(x.shape, x.dtype, x.device, "gram"), dtype=torch.float16)
     mine = x.clone()
     return error(iteration.run(mine, out=mine.view(iteration.dtype)), expected)
@@ -180,7 +180,7 @@ def share_of_rate(shape: Shape, seconds: float, rate: float) -> float:
 
 def sweep(run: Run) -> None:
     """The kernel against cuBLAS over rows, stacks and dtypes, its tiles against others; a picture."""
-    if missing := KERNELS["triton"].missing(run.device):
+    if missing := triton_missing(run.device):
         run.judge("sweep", None, "", reason=missing)
         return
     rows, stacks = ((64,), (2,)) if run.tiny else (SWEEP_ROWS, SWEEP_STACKS)

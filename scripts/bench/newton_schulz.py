@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +28,8 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.forms import PRESETS, gram_flops, restarts_for, standard_flops
-from megatron_eopt.orthogonalize.kernels import choose, made
+from megatron_eopt.orthogonalize.kernels import products_for
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
-from megatron_eopt.orthogonalize.products import Products
-from megatron_eopt.orthogonalize.timing import fastest, is_timed, times
 
 OUT = Path(__file__).resolve().parents[2] / "bench-out"
 
@@ -88,17 +86,6 @@ class Setup:
         """What the machine's rate is measured in."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
-    def products(self, shape: tuple[int, ...]) -> Products:
-        """What an optimizer would choose at start."""
-        return _products(self, shape)
-
-
-@cache
-def _products(setup: Setup, shape: tuple[int, ...]) -> Products:
-    dtypes = (torch.float16, torch.bfloat16) if setup.on_gpu else (torch.float32,)
-    timed = fastest(times([shape], dtypes, setup.device)) if is_timed(setup.device) else None
-    return made(timed or choose([shape], dtypes, setup.device).kernel, min(shape[-2:]))
-
 
 class Contestant(NamedTuple):
     """What orthogonalizes a matrix or a stack in fp32."""
@@ -141,7 +128,7 @@ def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def contestants(setup: Setup, shape: tuple[int, ...]) -> dict[str, Contestant]:
     """All by name, the peers that are installed first."""
-    products, medium = setup.products(shape), setup.precision == "medium"
+    medium = setup.precision == "medium"
     found: dict[str, Contestant] = {}
     with suppress(ImportError):
         from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz as emerging
@@ -166,7 +153,7 @@ def contestants(setup: Setup, shape: tuple[int, ...]) -> dict[str, Contestant]:
     found["torch.optim.Muon"] = Contestant(each(torch_muon), "simple", -1, "bf16")
 
     def ours(kind: str, extra: int, precision: MatmulPrecision = setup.precision, **settings: Any) -> Contestant:
-        settings = {"fp32_matmul_prec": precision, "products": products, **settings}
+        settings = {"fp32_matmul_prec": precision, **settings}
         in_gram = "fp16" if extra >= 0 and setup.device.type == "cuda" else "bf16"
         told = in_gram if precision == "medium" else "fp32"
         return Contestant(lambda x: newton_schulz(x, **settings), kind, extra, told)
@@ -207,7 +194,8 @@ def flops(setup: Setup, shape: tuple[int, ...], coefficient_type: str, extra: in
     count = standard_flops(rows, cols, schedule)
     if extra >= 0:
         restarts = restarts_for(coefficient_type, 5, setup.precision, extra)
-        share = setup.products(shape).share(rows)
+        of_gram = torch.float16 if setup.on_gpu else torch.float32
+        share = products_for(None, setup.device, of_gram, setup.precision).share(rows)
         if restarts is not None:
             cheaper = gram_flops(rows, cols, schedule, restarts, share) < standard_flops(rows, cols, schedule, share)
             count = gram_flops(rows, cols, schedule, restarts) if cheaper else count

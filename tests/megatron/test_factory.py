@@ -167,13 +167,6 @@ def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
     assert prepared == [with_one]
 
 
-@pytest.mark.parametrize(("settings", "expected"), [({}, "blocked"), ({"symmetric_products": "torch"}, "torch")])
-def test_the_kernel_of_the_checkpoint_is_that_of_the_plan(monkeypatch, settings, expected):
-    optimizer = TensorParallelMuon([nn.Parameter(torch.randn(512, 512))], fp32_matmul_prec="highest")
-    prepare(monkeypatch, optimizer, decided={"TensorParallelMuon": settings})
-    assert optimizer.param_groups[0]["symmetric_products"] == expected
-
-
 def test_what_megatron_adds_to_the_overrides_is_left_out():
     config = SimpleNamespace(optimizer="muon", lr=1e-2, min_lr=0.0)
     model = nn.Linear(4, 3)

@@ -2,13 +2,11 @@
 
 import functools
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.megatron.checkpoints.decided import decided_before
 from tests.megatron.runs import EXACT as PRECISE
 from tests.megatron.runs import (
     EXPERTS,
@@ -136,8 +134,6 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, straight):
     assert_same(after(found), after(expected))
     assert "changed since the checkpoint" not in said
     assert "other settings than the checkpoint" not in said
-    decided = decided_before(SimpleNamespace(load=load[1]), megatron_fsdp=True)
-    assert decided["TensorParallelMuon"] == {"symmetric_products": "torch"}
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,6 @@ def test_settings_of_groups_travel_with_the_state(method):
     stepped(made)
     state = copy.deepcopy(made.state_dict())
     assert {key: state["param_groups"][0][key] for key in OWN[0]} == OWN[0]
-    assert {group["symmetric_products"] for group in state["param_groups"]} == {"torch"}
     resumed = optimizer(grouped([{}] * 4), method)
     stepped(resumed, [5])  # planned for equal settings
     resumed.load_state_dict(state)
@@ -147,17 +146,6 @@ def test_a_changed_setting_is_in_force_in_the_next_step(method):
         fresh = optimizer(grouped(own), method, **memory)
         take_weights(fresh, made)
         assert_same(stepped(made, [5]), stepped(fresh, [5]))
-
-
-def test_one_rung_serves_all_groups():
-    made = TensorParallelMuon(
-        [{"params": [matrix(8, 8)], "num_ns_steps": 10}, {"params": [matrix(8, 8)]}], symmetric_products="blocked"
-    )
-    step(made, 0)
-    assert [group["symmetric_products"] for group in made.param_groups] == ["blocked", "blocked"]
-    made.add_param_group({"params": [matrix(8, 8)], "scale_mode": "unit_rms_norm"})
-    step(made, 0)
-    assert made.param_groups[2]["symmetric_products"] == "blocked"
 
 
 @pytest.mark.parametrize("method", [None, "normuon"])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers import step_choice, triton_step
+from megatron_eopt.optimizers import step_form, triton_step
 from megatron_eopt.orthogonalize import kernels, triton_kernel, triton_norms
 from tests.optimizers.on_gpu import masking
 from tests.orthogonalize.launched import binding, without_memory
@@ -37,8 +37,8 @@ def gpu(monkeypatch):
     """Notes launches, of launchers that know none."""
     for launcher in (*LAUNCHERS, *OF_MOMENTS):
         monkeypatch.setattr(launcher, "_known", {})
-    for module in (step_choice, kernels):
-        monkeypatch.setattr(module, "reason_against", lambda *given: None)
+    for module in (step_form, kernels):
+        monkeypatch.setattr(module, "triton_missing", lambda device: None)
     return binding(monkeypatch)
 
 

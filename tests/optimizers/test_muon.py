@@ -1,6 +1,3 @@
-import pytest
-import torch
-
 from megatron_eopt import TensorParallelMuon
 from tests.optimizers.field import matrix
 
@@ -21,20 +18,3 @@ def test_defaults_are_those_that_scripts_are_written_against():
     assert (opt.newton_schulz.steps, opt.newton_schulz.coefficient_type) == (5, "quintic")
     assert (opt.newton_schulz.fp32_matmul_prec, opt.tp_mode) == ("medium", "duplicated")
     assert (opt.scale_mode, opt.extra_scale_factor) == ("spectral", 1.0)
-
-
-def test_a_resumed_run_computes_symmetric_products_as_before():
-    p = matrix(64, 512)
-    opt = TensorParallelMuon([p])
-    p.grad = torch.ones_like(p) + torch.eye(64, 512)
-    opt.step()
-    state = opt.state_dict()
-    assert state["param_groups"][0]["symmetric_products"] == "torch"
-    state["param_groups"][0]["symmetric_products"] = "triton"
-    opt.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"'triton' of symmetric products cannot serve.*the kernel of the"):
-        opt.step()
-    other = TensorParallelMuon([p], symmetric_products="torch")
-    other.load_state_dict(state)
-    other.step()
-    assert other.param_groups[0]["symmetric_products"] == "torch"

@@ -58,9 +58,9 @@ def resources(kernel, kinds, fixed, aligned, target, options):
 
 def compile_all(target):
     """Compile what is timed and what the table can ask for, and say what is wrong; None where triton is too old."""
+    from megatron_eopt.orthogonalize.timing import CANDIDATES
     from triton.compiler import ASTSource
 
-    from megatron_eopt.orthogonalize.timing import CANDIDATES
     from megatron_eopt.orthogonalize.triton_kernel import Tiles, _kernel, tiles_for
 
     if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:

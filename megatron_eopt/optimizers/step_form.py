@@ -1,0 +1,61 @@
+"""Which form of the elementwise half of a step serves: kernels or torch.
+
+Parameters, settings and the device decide, so that ranks and resumes need not ask.
+"""
+
+import torch
+
+from megatron_eopt.matrices import declared_split
+from megatron_eopt.optimizers.modifiers import by_torch
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.step_kernels import DTYPES
+from megatron_eopt.orthogonalize.kernels import fast_triton, triton_missing
+from megatron_eopt.parallel.attributes import is_cut_again, padding_of
+from megatron_eopt.settings.records import StepForm
+
+
+def step_form(optimizer: OrthogonalizedOptimizer, device: torch.device) -> tuple[StepForm, str]:
+    """The form that is named, or that of the rule, and why.
+
+    Raises ``ValueError`` if kernels are named and cannot serve.
+    """
+    named: StepForm | None = vars(optimizer)["step_kernels"]
+    if named == "torch":
+        return named, "named"
+    if named == "triton":
+        reason = triton_missing(device) or reason_against(optimizer)
+        if reason is not None:
+            raise ValueError(f"step_kernels='triton' cannot serve: {reason}. step_kernels='torch' serves anywhere")
+        return named, "named"
+    reason = fast_triton(device) or reason_against(optimizer)
+    return ("triton", "measured to be faster") if reason is None else ("torch", reason)
+
+
+def reason_against(optimizer: OrthogonalizedOptimizer) -> str | None:
+    """Why kernels cannot serve Muon's parameters and settings, or None."""
+    modified = _modified(optimizer)
+    if modified:
+        return modified
+    for name, parameter in zip(optimizer._names(), optimizer._parameters(), strict=True):
+        weight = local(parameter)
+        split = declared_split(parameter)
+        momentum = optimizer.momentum_dtype or weight.dtype
+        if not {weight.dtype, momentum} <= set(DTYPES):
+            return f"{name} is in {weight.dtype}, its momentum in {momentum}"
+        if is_cut_again(parameter) and (padding := padding_of(parameter)):
+            return f"{name} has {padding} rows of padding"
+        stacked = split is not None and split.stacked is not None
+        if weight.ndim > 2 and not stacked and not weight.is_contiguous():
+            return f"{name} is read as a matrix, but its strides are {weight.stride()}"
+    return None
+
+
+def _modified(optimizer: OrthogonalizedOptimizer) -> str:
+    """What of the groups' modifiers kernels do not do; empty if they serve."""
+    of_groups = [optimizer.effective(group) for group in optimizer.param_groups]
+    wanted = sorted(filter(None, map(by_torch, of_groups)))
+    if wanted:
+        return f"groups have {' and '.join(dict.fromkeys(wanted))}"
+    differ = [key for key in ("weight_norm", "moment2_method") if len({each[key] for each in of_groups}) > 1]
+    return f"groups differ in {' and '.join(differ)}" if differ else ""

@@ -8,6 +8,8 @@ package.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatron_eopt.version import __version__ as __version__
+
 if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.family import *  # noqa: F403
     from megatron_eopt.metrics import watch as watch
@@ -23,8 +25,6 @@ if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.registry import get_optimizer_entry as get_optimizer_entry
     from megatron_eopt.registry import list_optimizers as list_optimizers
     from megatron_eopt.registry import register_optimizer as register_optimizer
-
-__version__ = "0.1.0.dev0"  # the one place of it: pyproject.toml and the command read it here
 
 _MODULES = {  # of the names that :mod:`megatron_eopt.family` has not
     "DistributedMuon": "optimizers",

@@ -7,7 +7,7 @@ venv=.venv
 stamp=$venv/installed-from
 
 # The place is part of it because an editable install remembers it: a copied checkout must not import the original.
-wanted="$(pwd -P) $(cat pyproject.toml megatron_eopt/__init__.py scripts/constraints.txt | cksum)"
+wanted="$(pwd -P) $(cat pyproject.toml megatron_eopt/version.py scripts/constraints.txt | cksum)"
 
 if "$venv/bin/python" -c '' 2>/dev/null; then
     [ "$wanted" = "$(cat "$stamp" 2>/dev/null)" ] && exit 0

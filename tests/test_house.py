@@ -11,7 +11,7 @@ import megatron_eopt
 PACKAGE = Path(megatron_eopt.__file__).parent
 # From the bottom up; a room imports from its own floor and from those below.
 FLOORS = [
-    {"redirect", "screen", "orthogonalize", "matrices"},
+    {"redirect", "screen", "version", "orthogonalize", "matrices"},
     {"parallel"},
     {"settings"},
     {"optimizers"},

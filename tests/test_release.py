@@ -81,7 +81,7 @@ def test_the_version_stands_in_one_place_and_the_citation_says_what_the_metadata
     assert PROJECT["dynamic"] == ["version"]
     texts = [*ROOT.glob("*.toml"), *ROOT.glob("*.yml"), *ROOT.glob("megatron_eopt/**/*.py"), *ROOT.glob("scripts/*")]
     named = [path for path in texts if path.is_file() and version in path.read_text()]
-    assert named == [ROOT / "megatron_eopt" / "__init__.py"]
+    assert named == [ROOT / "megatron_eopt" / "version.py"]
     assert (CITATION["version"], CITATION["cff-version"]) == (version, "1.2.0")
     for key in ("license", "authors", "keywords"):
         assert CITATION[key] == PROJECT[key]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_eopt import __version__
 from megatron_eopt.parallel.collectives import gather_numbers, values_of
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.records import Plan
+from megatron_eopt.version import __version__
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label
 

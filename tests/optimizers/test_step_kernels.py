@@ -486,16 +486,3 @@ def test_a_cpu_takes_torch_and_says_so_where_kernels_are_asked_for():
     with pytest.raises(ValueError, match=r"step_kernels='triton' cannot serve: no GPU.* 'torch' serves|cannot serve"):
         TensorParallelMuon([p], step_kernels="triton").step()
     assert torch.equal(p, before)
-
-
-@pytest.mark.parametrize("form", ["nonsense", True])
-def test_an_unknown_form_in_a_group_is_refused(form):
-    with pytest.raises(ValueError, match="unknown step_kernels"):
-        TensorParallelMuon([{"params": [nn.Parameter(torch.ones(3, 2))], "step_kernels": form}])
-
-
-def test_groups_have_one_form():
-    a, b = of_shapes(shapes=[(4, 3), (3, 5)])
-    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
-    with pytest.raises(ValueError, match="groups and steps need one step_kernels, 'torch', got 'triton'"):
-        TensorParallelMuon([{"params": [a], "step_kernels": "torch"}, {"params": [b], "step_kernels": "triton"}]).step()

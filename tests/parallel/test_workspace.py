@@ -113,7 +113,7 @@ def test_a_chunk_waits_for_room_beside_those_at_work(state):
         ParamSpec(str(i), torch.float32, on_one_rank(each), iteration=iteration) for i, each in enumerate(shapes)
     ]
     engine = Engine(parameters, torch.device("cpu"), workspace=Workspace(bytes=2**15, state=state, kept=state))
-    engine.prepare("torch")
+    engine.prepare()
     chunks = engine._chunks_of(range(len(shapes)))
     chunk_of = {i: number for number, chunk in enumerate(chunks) for each in chunk.slices for i in each.parameters}
     room = 0 if state else engine.workspace.for_chunks(largest_iteration(engine.plan.matrices, engine.works))

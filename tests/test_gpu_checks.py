@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -227,7 +227,7 @@ def test_make_gpu_with_a_python_of_the_callers_makes_no_environment():
 
 def test_a_sweep_for_which_no_time_is_left_says_so(run, monkeypatch):
     run.until = time.monotonic() - 1
-    monkeypatch.setattr(gpu_products, "KERNELS", {"triton": SimpleNamespace(missing=lambda device: None)})
+    monkeypatch.setattr(gpu_products, "triton_missing", lambda device: None)
     gpu.run_here("sweep", run)
     assert {(each.status, each.reason) for each in run.verdicts} == {("skipped", "no time was left")}
 

@@ -57,11 +57,10 @@ def resources(kernel, kinds, fixed, aligned, target, options):
 
 
 def compile_all(target):
-    """Compile what is timed and what the table can ask for, and say what is wrong; None where triton is too old."""
-    from megatron_eopt.orthogonalize.timing import CANDIDATES
+    """Compile what the table of tiles can ask for, and say what is wrong; None where triton is too old."""
     from triton.compiler import ASTSource
 
-    from megatron_eopt.orthogonalize.triton_kernel import Tiles, _kernel, tiles_for
+    from megatron_eopt.orthogonalize.triton_kernel import _kernel, tiles_for
 
     if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
         return None
@@ -70,10 +69,7 @@ def compile_all(target):
     # as constants they would make one kernel for each value
     wrong = [each.name for each in _kernel.params if each.name in ("alpha", "beta") and each.is_constexpr]
     for number, (dtype, precision) in enumerate(kinds):
-        names_of = CANDIDATES[2:] if dtype == torch.float16 else ()  # in bf16 the same
-        timed = [Tiles(*map(int, re.findall(r"\d+", name))) for name in names_of]
-        table = [tiles_for(rows, dtype, precision) for rows in (512, 4096)]
-        for index, chosen in enumerate([*table, *(each for each in timed if each not in table)]):
+        for index, chosen in enumerate(tiles_for(rows, dtype, precision) for rows in (512, 4096)):
             shape = (chosen.width, chosen.depth, chosen.warps, chosen.stages)
             # masks and transposed factors, each with half of the rest
             even, transposed = number % 2 == 0, index == 0

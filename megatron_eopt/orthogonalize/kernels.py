@@ -40,6 +40,8 @@ def fast_triton(device: torch.device) -> str | None:
         return reason
     if device.type == "cpu":
         return "on a CPU Triton is interpreted"
+    if device.type == "meta":
+        return None
     capability = torch.cuda.get_device_capability(device)
     if capability not in FAST_TRITON:
         return "no GPU of compute capability {}.{} was measured".format(*capability)
@@ -54,6 +56,8 @@ def triton_missing(device: torch.device) -> str | None:
         from megatron_eopt.orthogonalize.triton_kernel import INTERPRETED
 
         return None if INTERPRETED else "no GPU: the matrices are on the CPU"
+    if device.type == "meta":  # a model that is planned for a GPU
+        return None
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"no GPU that triton can use: the matrices are on {device.type!r}"
     major, minor = torch.cuda.get_device_capability(device)

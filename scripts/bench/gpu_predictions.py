@@ -35,7 +35,7 @@ def experts() -> str:
         adam, own = (count * shape[0] * shape[1] * each / bandwidth * 1e3 for each in (ADAM_BYTES, ENTRY_BYTES))
         products, plans = [], []
         for name in ("quintic", "cubic5"):
-            iteration = NewtonSchulz(coefficient_type=name)
+            iteration = NewtonSchulz(coefficient_type=name, products="triton")
             specs = [ParamSpec(f"{n}", torch.float32, on_one_rank(shape), iteration=iteration) for n in range(count)]
             engine = Engine(specs, torch.device("cuda"))
             products.append(plan_cost(engine.plan, engine.works).flops / flops * 1e3)

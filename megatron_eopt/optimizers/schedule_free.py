@@ -142,6 +142,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         for group in (self.defaults, *self.param_groups):
             group["warmup_steps"] = steps
 
+    @torch.inference_mode(False)  # whose tensors could not be state
     @torch.no_grad()
     def eval_params(self) -> None:
         """Set the parameters to ``x``, for evaluation and export."""

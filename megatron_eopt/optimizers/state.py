@@ -133,6 +133,7 @@ class States:
                     state[tensor.key] = self.initial(parameter, tensor)
         return state
 
+    @torch.inference_mode(False)  # whose tensors no later step could change
     def initial(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
         """A state tensor before the first step."""
         dtype = tensor.dtype or parameter.dtype

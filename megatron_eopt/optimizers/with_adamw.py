@@ -415,6 +415,7 @@ class Muon(Optimizer):
         self.matrices.load_state_dict(of_matrices)
         if self.adamw is not None:
             self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
+            lay_as_parameters(self.adamw)
         self._refusing = None
         hook_loaded(self)
 
@@ -493,6 +494,15 @@ def _by_optimizer(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     )
 
 
+def lay_as_parameters(adamw: Optimizer) -> None:
+    """Lay loaded state as its parameters, as torch's fused AdamW takes it to lie."""
+    for parameter, state in adamw.state.items():
+        for key, x in state.items():
+            if isinstance(x, Tensor) and x.shape == parameter.shape and x.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=x.dtype, requires_grad=False).copy_(x)
+
+
+@torch.inference_mode(False)
 def _init_adamw(adamw: AdamW) -> None:
     """Create state that is missing, as torch's step would."""
     for group in adamw.param_groups:

@@ -25,7 +25,7 @@ from megatron_eopt.optimizers.parameters import NAME, OF_FSDP1, parameters_in
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.optimizers.with_adamw import Muon, lay_as_parameters
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.plain import kinds
 from megatron_eopt.plain.config import OptimizerConfig, Unchosen, config_of, given_fields
@@ -257,7 +257,9 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     betas = config.betas or ADAM_BETAS
     if isinstance(config.fused, bool):
         fused = _fused(parameters, config)
-        return AdamW(groups, **_settings(config, AdamW, betas=betas, eps=config.eps, fused=fused))
+        adamw = AdamW(groups, **_settings(config, AdamW, betas=betas, eps=config.eps, fused=fused))
+        adamw.register_load_state_dict_post_hook(lay_as_parameters)
+        return adamw
     try:
         adam = import_module(_FUSED_ADAM[config.fused]).FusedAdam
     except ImportError as error:

@@ -594,3 +594,16 @@ def test_a_step_inside_autocast_is_the_step_outside(name):
     for found, expected in zip(inside.state.values(), outside.state.values(), strict=True):
         for key, x in expected.items():
             assert torch.equal(found[key], x), key
+
+
+@every_variant
+def test_state_made_in_inference_mode_steps_as_any_other(name):
+    """Trainers validate in it, and save their checkpoints."""
+    saved, plain = (build(name, matrices()) for _ in range(2))
+    with torch.inference_mode():
+        getattr(saved, "eval_params", saved.init_state)()
+        saved.state_dict()
+    getattr(saved, "train_params", saved.init_state)()
+    for optimizer in (saved, plain):
+        take(optimizer, 2)
+    assert_equal(saved, plain)

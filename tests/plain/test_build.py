@@ -311,6 +311,26 @@ def test_fused_is_torchs_where_it_has_one():
     assert build(Model().to("meta"), "adamw").defaults["fused"] is None
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_state_loads_into_weights_of_another_memory_format(name):
+    """torch's fused AdamW takes its state to lie as its parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3, groups=3))
+    turned = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    optimizer, other = (build(each, name, fused=True) for each in (model, turned))
+    x = torch.randn(2, 4, 6, 6)
+    for step in range(2):
+        for each, its in ((model, optimizer), (turned, other))[: step + 1]:
+            its.zero_grad()
+            each(x).square().mean().backward()
+            its.step()
+        if step == 0:
+            turned.load_state_dict(model.state_dict())
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(model.parameters(), turned.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 @pytest.mark.parametrize(
     ("package", "module"),
     [("transformer_engine", "transformer_engine.pytorch.optimizers"), ("apex", "apex.optimizers")],

@@ -58,6 +58,7 @@ class AdEMAMix(BaseOptimizer):
     [1] Pagliardini et al., The AdEMAMix Optimizer: Better, Faster, Older, arXiv 2409.03137.
     """
 
+    elementwise = True
     own_settings = (
         *ADAM,
         Setting("beta3", "Decay rate of the slow momentum, in [0, 1).", BELOW_1),

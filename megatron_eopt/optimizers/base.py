@@ -96,6 +96,7 @@ class BaseOptimizer(Optimizer):
     counters: ClassVar[frozenset[str]] = frozenset()  # of these, those that count steps
     split_lengths: ClassVar[tuple[int, ...]] = (3, 4)  # how many logical matrices a fused projection may have
     decays_weights: ClassVar[bool] = True  # without, what fills settings from a run's leaves the weight decay at 0
+    elementwise: ClassVar[bool] = False  # whether any part of a parameter steps as within the whole
     weight_keys: ClassVar[tuple[str, ...]] = ()  # state that is a copy of the weight, which ``scale_rows`` scales too
     live_key: ClassVar[str | None] = None  # state of the training weights, where checkpoints hold ``exported()`` ones
     pairs_rows: ClassVar[bool] = False  # whether state pairs rows with rows, so that their order is part of it
@@ -402,8 +403,9 @@ class BaseOptimizer(Optimizer):
         say_again(parameters, self._session.said)
         self._session.key_ends.clear()
         forget_replaced(type(self).__name__, self.state, parameters)
-        if type(self).described_matrices is not BaseOptimizer.described_matrices:
-            refuse_flattened(type(self).__name__, self.param_groups)
+        if not self.elementwise:
+            shapes = {shape for shape, _ in self._session.said}
+            refuse_flattened(type(self).__name__, self.param_groups, shapes)
 
     def _count_anew(self) -> None:
         """Let counters begin with the state, which its owner may have emptied."""

@@ -19,6 +19,8 @@ EXP_AVG = "exp_avg"  # the momentum, named as where Megatron-Core creates the st
 class Signs(BaseOptimizer):
     """The step that Lion and Signum share."""
 
+    elementwise = True
+
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
         """Those of the update and of the momentum."""
         beta1, beta2 = group["betas"]

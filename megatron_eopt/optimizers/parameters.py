@@ -1,6 +1,6 @@
 """Names, layouts and logical matrices of parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,11 +113,17 @@ def check_parameters(name: str, groups: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def refuse_flattened(name: str, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse shards of FSDP1, which are vectors."""
+def refuse_flattened(name: str, groups: Sequence[dict[str, Any]], given: Collection[torch.Size]) -> None:
+    """Refuse flat shards, such as FSDP1's; ``given`` are shapes that parameters had."""
     for parameter, called in zip(parameters_in(groups), parameter_names(groups, shapes=False), strict=True):
         if getattr(parameter, FLATTENED, False):
             raise ValueError(f"{name}: {called} {OF_FSDP1}")
+        if given and parameter.ndim < 2 and parameter.shape not in given:
+            raise ValueError(
+                f"{name}: {called} has shape {tuple(parameter.shape)}, which none had that the optimizer was given: a "
+                "flat partition, as ZeRO makes them, does not say which matrix it is of. Shard by fully_shard (FSDP2) "
+                "or by Megatron, and add a vector of the model's by add_param_group()"
+            )
 
 
 def said_of(parameters: Iterable[Tensor]) -> list[tuple[torch.Size, dict[str, Any]]]:

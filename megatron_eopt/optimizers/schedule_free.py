@@ -76,6 +76,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     [1] Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
     """
 
+    elementwise = True
     own_settings = (
         *ADAM,
         Setting("warmup_steps", "Steps in which its rate grows; take --lr-decay-style constant with it.", count(0)),

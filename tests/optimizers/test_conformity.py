@@ -607,3 +607,25 @@ def test_state_made_in_inference_mode_steps_as_any_other(name):
     for optimizer in (saved, plain):
         take(optimizer, 2)
     assert_equal(saved, plain)
+
+
+@every_class
+@pytest.mark.parametrize("how", ["in its group", "in its data"])
+def test_flat_partitions_are_refused_by_name_before_anything_changes(name, how):
+    """ZeRO's are one vector in place of the parameters of a group."""
+    params = matrices()
+    optimizer = build(name, params)
+    flat = torch.nn.Parameter(torch.cat([p.detach().flatten() for p in params]))
+    before = flat.detach().clone()
+    if how == "in its group":
+        of_matrices(optimizer)[0]["params"][:] = [flat]
+    else:
+        params[0].data, flat = flat.data, params[0]
+    flat.grad = torch.ones_like(flat)
+    if name in ELEMENTWISE:
+        optimizer.step()
+        assert not torch.equal(flat, before)
+        return
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 has shape \(48,\).* fully_shard"):
+        optimizer.step()
+    assert torch.equal(flat, before)

@@ -65,7 +65,8 @@ def check_same(plan: Plan, groups: Groups, settings: Mapping[str, Mapping[str, A
         )
         raise ValueError(
             f"the optimizer's plan differs between ranks 0 and {pair[1]} of group {label!r}: {difference}. Ranks that "
-            f"share parameters need the same parameters in the same order, with the same settings"
+            f"share parameters need the same parameters in the same order, with the same settings and, unless they are "
+            f"DTensors, with shards of one shape: pad what does not divide"
         )
 
 

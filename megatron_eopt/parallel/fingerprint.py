@@ -43,7 +43,8 @@ def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
     for number, matrix in enumerate(matrices):
         yield f"matrix {number} is", matrix.name
     for matrix in matrices:
-        for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
+        yield f"{matrix.name!r} has, by its shard, the whole shape", matrix.shape
+        for what in ("rectangles", "group", "itemsize", "iteration"):
             yield f"{matrix.name!r} has the {what}", getattr(matrix, what)
     named = [tuple(plan.matrices[i].name for i in bucket.matrices) for bucket in buckets]
     for bucket, names in zip(buckets, named, strict=True):

@@ -85,12 +85,14 @@ def two_below_1(called: str, value: Any) -> None:
 
 def check_scalar(called: str, value: Any) -> None:
     """Refuse what is no number and no tensor of one entry."""
+    expected = f"{called} must be a number, or a tensor of one entry, got {value!r}"
     if isinstance(value, Tensor):
-        fits = value.numel() == 1
-    else:  # numbers of numpy's have no dimensions
-        fits = isinstance(value, Real) or getattr(value, "ndim", None) == 0
-    if isinstance(value, bool) or not fits:
-        raise TypeError(f"{called} must be a number, or a tensor of one entry, got {value!r}")
+        if value.numel() != 1:
+            raise ValueError(expected)
+        return
+    # numbers of numpy's have no dimensions
+    if isinstance(value, bool) or not (isinstance(value, Real) or getattr(value, "ndim", None) == 0):
+        raise TypeError(expected)
 
 
 def is_readable(value: Any) -> bool:

@@ -335,6 +335,12 @@ def test_soaps_scale_belongs_to_the_groups_that_orthogonalize():
     SOAP(apart, orthogonalize=True, scale_mode="spectral")
 
 
+@pytest.mark.parametrize("made", [TensorParallelMuon, torch.optim.AdamW])
+def test_a_rate_of_several_entries_is_a_value_error_as_in_torch(made):
+    with pytest.raises(ValueError, match=r"\blr\b"):
+        made(matrices(1), lr=TWO)
+
+
 @every
 def test_numbers_of_numpy_and_tensors_of_one_entry_make_the_steps_of_pythons(name):
     results = []

@@ -322,7 +322,9 @@ def test_the_first_difference_is_named():
         replace(first, matrices=first.matrices[i : i + 2], compute_ranks=first.compute_ranks[i : i + 2]) for i in (0, 2)
     ]
     others = {
-        f"{name!r} has the shape (4096, 16384) in the one and (3, 4)": changed(plan, 1, shape=(3, 4)),
+        f"{name!r} has, by its shard, the whole shape (4096, 16384) in the one and (3, 4)": changed(
+            plan, 1, shape=(3, 4)
+        ),
         f"{name!r} has the rectangles": changed(plan, 1, rectangles=(whole((4096, 16384)),)),
         f"{name!r} has the group 'tp' in the one and 'dp'": changed(plan, 1, group="dp"),
         f"{name!r} has the itemsize 4 in the one and 2": changed(plan, 1, itemsize=2),

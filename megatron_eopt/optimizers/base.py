@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megatron_eopt.matrices import WHOLE, Split, declared_split, is_transposed, split_of
+from megatron_eopt.matrices import ATTRIBUTE, WHOLE, Split, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers.loaded_state import (
     apart,
     check_loaded,
@@ -550,6 +550,7 @@ class BaseOptimizer(Optimizer):
         session = self._session
         if session.engine is None:
             self._follow_replaced()
+            session.tags = self._tags()
         wanted = self._planned_settings()
         if session.engine is None or session.engine_of != wanted:
             engine = self.proposed()
@@ -643,6 +644,7 @@ class BaseOptimizer(Optimizer):
             for group in self.param_groups:
                 of_groups.rename(type(self).__name__, group, self.defaults)
             self._check_all_settings(self.param_groups)
+            self._check_tags()
         self._check_gradients(parameters)
         if parameters[0].grad is None and session.warns_without_gradients:
             session.warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)
@@ -667,9 +669,33 @@ class BaseOptimizer(Optimizer):
             raise
         session.changing = False
 
+    def _tags(self) -> list[object]:
+        """What each parameter says of its logical matrices."""
+        if self.elementwise:
+            return []
+        is_qkv_fn = self.is_qkv_fn if self.split_qkv else None
+        tags: list[object] = []
+        for parameter in self._parameters():
+            said = vars(parameter)
+            is_qkv = is_qkv_fn is not None and bool(is_qkv_fn(parameter))
+            tags.append((is_qkv, _frozen(said.get("qkv_split_shapes")), said.get(ATTRIBUTE)))
+        return tags
+
+    def _check_tags(self) -> None:
+        """Refuse other logical matrices than those of the plan, which state may follow."""
+        if self.elementwise or self._session.engine is None:
+            return
+        for called, then, now in zip(self._names(), self._session.tags, self._tags(), strict=True):
+            if then != now:
+                raise ValueError(
+                    f"{type(self).__name__}: {called} is declared otherwise than in the steps before, by is_qkv_fn, "
+                    f"its qkv_split_shapes or its {ATTRIBUTE}: declare logical matrices before the first step, or "
+                    "build the optimizer anew"
+                )
+
     def _seen(self) -> list[object]:
-        """Settings of groups and functions of the user's, to find out whether one changes."""
-        seen: list[object] = [vars(self).get(name) for name in OF_USERS]
+        """Settings of groups, declarations and functions of the user's, to find out whether one changes."""
+        seen: list[object] = [*self._tags(), *[vars(self).get(name) for name in OF_USERS]]
         for group in self.param_groups:
             of_group: dict[str, object] = {}
             for key, value in group.items():

@@ -35,6 +35,7 @@ class Session:
 
     engine: Engine | None = None
     parameters: list[Tensor] = field(default_factory=list)  # that it was made for
+    tags: list[object] = field(default_factory=list)  # what these said of their logical matrices
     engine_of: object = None  # the settings that the engine was made for
     agree: Callable[[Tensor], Tensor] | None = None  # minimum of flags over ranks; None where no rank shares anything
     settled: Settled = field(default_factory=Settled)  # anew with each engine

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, WHOLE, concatenated, experts, interleaved, query_key_value
 from tests.matrices.models import kinds
+from tests.optimizers.family import ELEMENTWISE, build, having, matrices, take
 from tests.parallel.test_layout import Group
 
 KINDS = kinds()
@@ -116,3 +118,22 @@ def test_a_stack_cannot_be_cut_along_its_leading_dimension():
     p = parameter(torch.ones(2, 4, 4), experts(2), tensor_model_parallel=True, partition_dim=0)
     with pytest.raises(ValueError, match="partition_dim of a stack of matrices is 1 or 2, got 0"):
         TensorParallelMuon([p], pg_collection=groups)
+
+
+DECLARED = {"logical_matrices": concatenated(a=8, b=4), "qkv_split_shapes": [2, 2, 2], "is_qkv": True}
+CHANGES = [(name, "logical_matrices") for name in OPTIMIZERS if name not in ELEMENTWISE]
+CHANGES += [(name, what) for name in having("split_qkv") for what in ("qkv_split_shapes", "is_qkv")]
+
+
+@pytest.mark.parametrize(("name", "what"), CHANGES)
+def test_declarations_that_change_between_steps_are_refused(name, what):
+    (p,) = matrices(1, (12, 4))
+    p.is_qkv, p.qkv_split_shapes = what == "qkv_split_shapes", [1, 1, 1]
+    fused = {"split_qkv": True, "is_qkv_fn": lambda p: p.is_qkv}
+    optimizer = build(name, [p], **(fused if name in having("split_qkv") else {}))
+    take(optimizer, 1)
+    before = p.detach().clone()
+    setattr(p, what, DECLARED[what])
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.* is declared otherwise than in the steps before"):
+        take(optimizer, 1)
+    assert torch.equal(p, before)

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_eopt import SOAP, DistributedMuon, Muon, OrthogonalizedOptimizer, Scion, Spectron
+from megatron_eopt import (
+    SOAP,
+    DistributedMuon,
+    Muon,
+    OrthogonalizedOptimizer,
+    Scion,
+    Spectron,
+    TensorParallelMuon,
+)
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers.spectron import factor_pairs

@@ -13,7 +13,7 @@ from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
-from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
+from megatron_eopt.megatron.checkpoints.torch_dist import SavedState, refuse_unsaved
 from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
@@ -167,7 +167,14 @@ class OptimizerOfRun:
 
     def guard_first_step(self) -> None:
         """Install the checks of the first step."""
-        check_steps(self.optimizer, self.matrices_here, lambda: warn_of_unused(self.assigned))
+        check_steps(self.optimizer, self.matrices_here, lambda: warn_of_unused(self.assigned), self.check_state)
+
+    def check_state(self) -> None:
+        """Refuse state that the first step has made and no save could hold."""
+        args = self.facts.args
+        if on(args, "save") and args.ckpt_format == "torch_dist":
+            for wrapper in plain_wrappers(self.optimizer):
+                refuse_unsaved(wrapper.optimizer)
 
 
 def warn_of_other_checkpoints(args: Any) -> None:

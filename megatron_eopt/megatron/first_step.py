@@ -19,11 +19,16 @@ from megatron_eopt.optimizers.parameters import local
 _NUMBER_OF_EXPERT = re.compile(r"(?<=^local_experts\.)\d+|(?<=\.weight)\d+|(?<=\.bias)\d+")
 
 
-def check_steps(optimizer: Any, expected: int, look: Callable[[], None] = lambda: None) -> None:
+def check_steps(
+    optimizer: Any,
+    expected: int,
+    look: Callable[[], None] = lambda: None,
+    look_again: Callable[[], None] = lambda: None,
+) -> None:
     """Check that the first step updates ``expected`` matrices here.
 
     Fewer prove nothing at a learning rate of zero, as warmups begin with, or where gradients are not finite: then the
-    next step counts. ``look`` is called before the first.
+    next step counts. ``look`` is called before the first, and ``look_again`` after it.
     """
     step = optimizer.step
     proven = False
@@ -35,11 +40,14 @@ def check_steps(optimizer: Any, expected: int, look: Callable[[], None] = lambda
     @functools.wraps(step)
     def checked_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal proven, looked
-        if not looked:
-            looked = True
+        first = not looked
+        looked = True
+        if first:
             look()
         before = sum(inner.matrices_updated for inner in counting)
         result = step(*args, **kwargs)
+        if first:
+            look_again()
         if not proven and result[0]:
             updated = sum(inner.matrices_updated for inner in counting) - before
             at_rest = any(group["lr"] == 0 for inner in counting for group in inner.param_groups)

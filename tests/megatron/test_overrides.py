@@ -206,6 +206,16 @@ def test_settings_of_users_own_optimizers(tmp_path, overrides):
     assert "overrides.json:1: gentle: shy has one gentle for all its parameters, which is set for the run" in said
 
 
+def test_state_of_a_users_optimizer_that_cannot_be_saved_ends_the_first_step(tmp_path):
+    how = {"program": [*LAUNCHER[:-1], str(ROOT / "tests" / "megatron" / "user_optimizer.py")]}
+    run = [*STEPS, "--optimizer", "counting"]
+    said = refused(*run, "--save", tmp_path, "--save-interval", 100, **how)
+    assert "counting: Counting keeps 'seen', a tensor of shape ()" in said
+    assert "call a count 'step'" in said
+    assert not [*tmp_path.iterdir()]
+    assert start(1, *SMALL_GPT, *run, **how).returncode == 0  # which saves nothing
+
+
 def test_a_mistake_ends_the_run_before_it_begins(overrides):
     """Also one that only the rank finds that has the parameter."""
     said = refused(*RUN, *overrides({"select": "*", "optimizer": "mun"}, {"select": "*", "wieght_decay": 1}))

@@ -37,7 +37,17 @@ class Shy(SignMomentum):
         super().__init__(params, lr, decay)
 
 
-for name, optimizer in {"sign_momentum": functools.partial(SignMomentum), "shy": Shy}.items():
+class Counting(SignMomentum):
+    """One that keeps a number of its own for each parameter."""
+
+    def init_state(self):
+        super().init_state()
+        for state in self.state.values():
+            state.setdefault("seen", torch.zeros(()))
+
+
+made_by = {"sign_momentum": functools.partial(SignMomentum), "shy": Shy, "counting": Counting}
+for name, optimizer in made_by.items():
     register_optimizer(
         name, EmergingOptimizerEntry(optimizer, config_to_kwargs=lambda config, chunks, groups: {"lr": config.lr})
     )

@@ -27,6 +27,7 @@ from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
 from megatron_eopt.parallel.attributes import is_cut_again
+from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing import to_json
 
 
@@ -243,6 +244,7 @@ class SavedState:
 
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """A copy of the state without tensors of other shapes."""
+        refuse_unsaved(optimizer)
         hidden = {(index, tensor.key) for index, _, tensor in self._of_other_shapes()}
         state = {}
         for index, values in state_dict["state"].items():
@@ -284,6 +286,23 @@ class SavedState:
             names.append([self._names[index] for index in range(first, end)])
             first = end
         return names
+
+
+def refuse_unsaved(optimizer: Optimizer) -> None:
+    """Refuse state of a user's optimizer that Megatron cannot save."""
+    if optimizer not in BUILT_AS or isinstance(optimizer, BaseOptimizer):
+        return
+    for parameter in parameters_in(optimizer.param_groups):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            shape = tuple(local(value).shape) if isinstance(value, Tensor) else None
+            if key != "step" and shape != tuple(local(parameter).shape):
+                found = type(value).__name__ if shape is None else f"a tensor of shape {shape}"
+                raise ValueError(
+                    f"{BUILT_AS[optimizer]}: {type(optimizer).__name__} keeps {key!r}, {found}, for a parameter of "
+                    f"shape {tuple(parameter.shape)}, and torch_dist checkpoints hold tensors of the shape of the "
+                    "parameter beside one 'step', equal for all: call a count 'step', keep another number in the "
+                    "group, describe other shapes by a subclass of BaseOptimizer, or save with --ckpt-format torch"
+                )
 
 
 class _OnRank(NamedTuple):

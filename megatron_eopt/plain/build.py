@@ -1,7 +1,6 @@
 """Build an optimizer of plain torch for a model."""
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -68,8 +67,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     ``fully_shard`` and the like.
 
     Optimizers of matrices leave embeddings and output layers to AdamW. They have the attribute
-    ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding``, ``nn.EmbeddingBag``
-    (also where they are tied), and of a ``nn.Linear`` with one of the names in
+    ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding`` and
+    ``nn.EmbeddingBag`` (also where they are tied), and of output layers: those that a model returns by
+    ``get_output_embeddings()`` or ``get_classifier()``, and those with one of the names in
     :data:`~megatron_eopt.plain.kinds.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
 
     Args:
@@ -146,7 +146,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     ]
     optimizer = builder(groups, config)
     _check_built(optimizer_name, optimizer, trained)
-    _warn_of_unfrozen(optimizer, [(name, parameter) for name, parameter in named if not parameter.requires_grad])
     return optimizer
 
 
@@ -155,31 +154,6 @@ def _refuse_fsdp1(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(f"{name or 'the model'} {OF_FSDP1}")
-
-
-def _warn_of_unfrozen(optimizer: Any, frozen: Sequence[tuple[str, Tensor]]) -> None:
-    """Warn once, in a step, of parameters that were unfrozen."""
-    if not frozen or not isinstance(optimizer, Optimizer):
-        return
-    waiting = [(name, weakref.ref(parameter)) for name, parameter in frozen]
-
-    def look(stepped: Optimizer, *_: Any) -> None:
-        unfrozen = {}
-        for name, reference in waiting:
-            parameter = reference()
-            if parameter is not None and parameter.requires_grad:
-                unfrozen[name] = parameter
-        taken = set(parameters_in(stepped.param_groups)) if unfrozen else set()
-        forgotten = [name for name, parameter in unfrozen.items() if parameter not in taken]
-        if forgotten:
-            handle.remove()
-            _log(
-                f"{listed(forgotten)} were frozen when the optimizer was built, so it does not train them: build it "
-                f"after requires_grad is set",
-                logging.WARNING,
-            )
-
-    handle = optimizer.register_step_pre_hook(look)
 
 
 def _config_of_name(name: str) -> OptimizerConfig:

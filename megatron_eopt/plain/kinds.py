@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from megatron_eopt.matrices import (
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import factor_pairs
 
-OUTPUT_LAYERS = (
+OUTPUT_LAYERS = {
     "lm_head",
     "head",
     "output",
@@ -30,8 +31,12 @@ OUTPUT_LAYERS = (
     "unembed",
     "classifier",
     "score",
-)
-"""Names of a Linear that is an output layer, unless its path has a number, as in a block."""
+    "fc",
+    "qa_outputs",
+}
+"""Names of output layers, where no number comes before them in the path, as in a block; add those of your models."""
+
+OUTPUT_GETTERS = ("get_output_embeddings", "get_classifier")  # by which models of transformers and timm say it
 
 MARK = "is_embedding_or_output_parameter"  # attribute of a parameter, True or False; Megatron sets it, too
 NO_LINEAR_MAP = "is_no_linear_map"  # attribute of a parameter of two or more dimensions that multiplies no vectors
@@ -55,11 +60,35 @@ def mark_embeddings_and_outputs(model: nn.Module) -> None:
     """Set :data:`MARK` on unmarked weights of embeddings and output layers."""
     for name, module in model.named_modules():
         *path, last = name.split(".")
-        is_one = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if isinstance(module, nn.Linear) and last in OUTPUT_LAYERS:
-            is_one = not any(part.isdigit() for part in path)
-        if is_one and not hasattr(module.weight, MARK):
-            setattr(module.weight, MARK, True)
+        found = _said_outputs(module)
+        if last in OUTPUT_LAYERS and not any(part.isdigit() for part in path):
+            found.append(module)
+        weights = [weight for layer in found for weight in _output_weights(layer)]
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            weights += module.parameters()  # several where it is parametrized
+        for weight in weights:
+            if not hasattr(weight, MARK):
+                setattr(weight, MARK, True)
+
+
+def _said_outputs(module: nn.Module) -> list[nn.Module]:
+    """The output layers that a model says it has."""
+    said: list[Any] = []
+    for name in OUTPUT_GETTERS:
+        getter = getattr(module, name, None)
+        if callable(getter) and not signature(getter).parameters:
+            layers = getter()
+            said += layers if isinstance(layers, list | tuple) else [layers]
+    return [layer for layer in said if isinstance(layer, nn.Module)]
+
+
+def _output_weights(layer: nn.Module) -> list[Tensor]:
+    """The weights of an output layer, which may be wrapped, or the last of several.
+
+    Those in it that have as many rows as the last one: parts of one weight, its copies and adapters.
+    """
+    weights = [p for p in layer.parameters() if p.ndim > 1]
+    return [p for p in weights if p.shape[0] == weights[-1].shape[0]]
 
 
 def mark_no_linear_maps(model: nn.Module) -> None:
@@ -174,6 +203,8 @@ def for_muon_of_all(parameter: Tensor) -> str | None:
 def _other_than_hidden(parameter: Tensor) -> str | None:
     if parameter.ndim < 2:
         return "of fewer than two dimensions"
+    if parameter.ndim > 2 and parameter.numel() == max(parameter.shape):
+        return "of one row or column"
     if getattr(parameter, NO_LINEAR_MAP, False):
         return "no linear maps"
     if getattr(parameter, MARK, False):

@@ -9,12 +9,13 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
 from megatron_eopt import registry
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, undeclare
-from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from megatron_eopt.plain import OptimizerConfig, build_optimizer, kinds
 from megatron_eopt.registry import register_optimizer
 from megatron_eopt.settings.presets import PRESETS
 from tests.optimizers.family import decays
@@ -144,6 +145,75 @@ def test_what_is_far_longer_than_wide_is_adamws_unless_it_is_declared_to_be_seve
     assert [tuple(p.shape) for p in scion.param_groups[0]["params"]] == [(40, 3)]
 
 
+class Wrapper(nn.Module):
+    """It holds a layer and a frozen original, as PEFT's modules_to_save does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.original_module = copy.deepcopy(layer).requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict({"default": layer})
+
+
+class Head(nn.Module):
+    """Several layers, of which the last one is the output layer, as of RoBERTa."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+        self.decoder = layer
+
+
+WRAPPED = {
+    "as it is": lambda layer: layer,
+    "compiled": lambda layer: torch.compile(layer, backend="eager"),
+    "checkpointed": checkpoint_wrapper,
+    "saved": Wrapper,
+    "compiled and saved": lambda layer: torch.compile(Wrapper(layer), backend="eager"),
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "in a sequence": lambda layer: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), layer),
+    "in a head": Head,
+}
+
+
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+@pytest.mark.parametrize("way", WRAPPED)
+def test_an_output_layer_is_found_however_it_is_wrapped(way, name):
+    model = Model()
+    model.embedding = WRAPPED[way](model.embedding)
+    model.lm_head = WRAPPED[way](model.lm_head)
+    taken = names_of(model, build(model, name).param_groups[0])
+    in_front = [n for n in taken if n not in ("layers.0.output.weight", "layers.1.output.weight")]
+    hidden = {"in a sequence": "0", "in a head": "dense"}.get(way)
+    assert in_front == ([f"{outer}.{hidden}.weight" for outer in ("embedding", "lm_head")] if hidden else [])
+
+
+@pytest.mark.parametrize("getter", ["get_output_embeddings", "get_classifier"])
+def test_output_layers_that_a_model_says_are_adamws(getter):
+    model = Model()
+    model.first, model.second = nn.Linear(8, 8), nn.Linear(8, 8)
+    own = type("Own", (Model,), {getter: lambda self: (self.first, torch.compile(self.second), None)})
+    asks = type("Asks", (Model,), {getter: lambda self, name: getattr(self, name)})
+    layers = ["layers.0.output.weight", "layers.1.output.weight"]
+    for cls, taken in ((own, layers), (asks, [*layers, "first.weight", "second.weight"])):
+        its = copy.deepcopy(model)
+        its.__class__ = cls
+        for whole in (its, nn.ModuleDict({"inner": its})):
+            assert names_of(its, build(whole, "muon").param_groups[0]) == taken
+
+
+def test_names_of_output_layers_may_be_added(monkeypatch):
+    model = Model()
+    model.to_logits = nn.Linear(8, 11)
+    monkeypatch.setattr(kinds, "OUTPUT_LAYERS", {*kinds.OUTPUT_LAYERS, "to_logits"})
+    assert "to_logits.weight" in names_of(model, build(model, "muon").adamw.param_groups[0])
+
+
+def test_a_number_for_each_head_is_no_matrix():
+    model = Model()
+    model.temperatures = nn.Parameter(torch.ones(4, 1, 1))
+    assert "temperatures" in names_of(model, build(model, "muon").adamw.param_groups[0])
+
+
 def test_a_mark_says_what_names_do_not():
     model = Model()
     model.lm_head.weight.is_embedding_or_output_parameter = False
@@ -238,22 +308,6 @@ def test_torchs_fused_attention_is_three_matrices():
     for update in (weight.detach() - before).split(32):
         values = torch.linalg.svdvals(update)
         assert 0.9 < values.median() < 1.1
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
-def test_a_parameter_that_is_unfrozen_later_is_warned_of_once(name, caplog):
-    model = Model()
-    model.layers[0].requires_grad_(False)
-    optimizer = build(model, name)
-    train(model, optimizer, 1)
-    model.layers[0].requires_grad_(True)
-    optimizer.add_param_group({"params": [model.layers[0]["output"].weight]})
-    before = model.layers[0]["output"].weight.detach().clone()
-    assert not warnings_of(caplog)
-    train(model, optimizer, 2)
-    assert not torch.equal(model.layers[0]["output"].weight, before)
-    (message,) = warnings_of(caplog)
-    assert message.startswith("layers.0.output.bias were frozen when the optimizer was built")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -132,7 +132,8 @@ def built_before_fully_shard():
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         model(torch.ones(3, 6)).sum().backward()
-        optimizer.step()
+        for _ in range(2):
+            optimizer.step()
     finally:
         dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ from megatron_eopt.optimizers.loaded_state import (
     without_hooks,
     without_host,
 )
-from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16, warned_without_gradients
+from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
@@ -646,8 +646,7 @@ class BaseOptimizer(Optimizer):
             self._check_all_settings(self.param_groups)
             self._check_tags()
         self._check_gradients(parameters)
-        if parameters[0].grad is None and session.warns_without_gradients:
-            session.warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)
+        session.without_gradients.look(type(self).__name__, self.param_groups)
         engine = session.engine
         if changed or engine is None:
             engine = self.prepare()

@@ -248,16 +248,42 @@ def _is_summand(gradient: Tensor) -> bool:
     return any(x.is_partial() and gradient.device_mesh.size(i) > 1 for i, x in placed)
 
 
-def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:
-    """Whether no trained parameter has a gradient, with a warning."""
-    if any(p.grad is not None for p in parameters) or not any(p.requires_grad for p in parameters):
-        return False
-    logger.warning(
-        f"{name} makes a step in which none of its parameters ({len(parameters)}) has a gradient, and leaves them as "
-        "they are: fully_shard replaces the parameters of a model, so build the optimizer after it, of those that "
-        "the model has then; without fully_shard, call backward() before step(), and zero_grad() after it"
-    )
-    return True
+class WithoutGradients:
+    """Warns once of groups that have no gradient in two steps."""
+
+    def __init__(self) -> None:
+        self.told = False
+        self._before: set[int] = set()  # groups without a gradient in the last step
+
+    def look(self, name: str, groups: Sequence[dict[str, Any]]) -> None:
+        """Look at the gradients of a step; an optimizer's ``name`` begins the warning."""
+        if self.told:
+            return
+        now = set()
+        for number, group in enumerate(groups):
+            if group["params"] and all(p.grad is None for p in group["params"]):
+                now.add(number)
+        twice = now & self._before
+        self._before = now
+        if not twice:
+            return
+        self.told = True
+        without = parameters_in([groups[number] for number in sorted(twice)])
+        called = dict(zip(parameters_in(groups), parameter_names(groups), strict=True))
+        if any(p.requires_grad for p in without):
+            why = (
+                "fully_shard and the like replace the parameters of a model, so build the optimizer after them, of "
+                "those that the model has then; else call backward() before step(), and zero_grad() after it"
+            )
+        else:
+            why = (
+                "they are frozen. PEFT, also by TRL's peft_config, freezes a model's parameters and adds others: wrap "
+                "the model first, and build the optimizer of what it trains then"
+            )
+        logger.warning(
+            f"{name}: in two steps no parameter of a whole group had a gradient, so these {len(without)} stay as they "
+            f"are: {listed(called[p] for p in without)}: {why}"
+        )
 
 
 def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:

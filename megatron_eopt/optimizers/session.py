@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.nonfinite import NonFinite
+from megatron_eopt.optimizers.nonfinite import NonFinite, WithoutGradients
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.rounding import Numbered
 from megatron_eopt.optimizers.step_kernels import StepKernels
@@ -53,7 +53,7 @@ class Session:
     checked: list[object] | None = None  # settings of groups, and functions of the user's, as they were checked last
     settings: list[dict[str, Any]] = field(default_factory=list)  # effective ones of each group, by these
     scalable: bool = False  # whether a GradScaler has been checked
-    warns_without_gradients: bool = True  # until it has; Megatron's first step says more
+    without_gradients: WithoutGradients = field(default_factory=WithoutGradients)
     steps: int = 0  # that this object began, for errors
     changing: bool = False  # whether a step changes parameters and state, or an exception ended it while it did
     ended_by: str = ""  # the name of that exception

@@ -22,7 +22,7 @@ from megatron_eopt.optimizers.loaded_state import (
     name_in_states,
     note_begun_anew,
 )
-from megatron_eopt.optimizers.nonfinite import Refusing, check_gradients
+from megatron_eopt.optimizers.nonfinite import Refusing, WithoutGradients, check_gradients
 from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names, parameters_in
 from megatron_eopt.optimizers.state import STATE_OF, StateTensor, forget_replaced
 from megatron_eopt.optimizers.weight_average import average_of, without_unused
@@ -172,6 +172,7 @@ class Muon(Optimizer):
     adamw: AdamW | None
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _refusing: Refusing | None = None  # gradients that AdamW could not go on from
+    _without_gradients: WithoutGradients | None = None  # groups of AdamW
 
     def __init__(
         self,
@@ -332,6 +333,9 @@ class Muon(Optimizer):
             check_values(self._of_adamw, OF_ADAMW, group)
         parameters = parameters_in(groups)
         check_gradients(self._of_adamw, parameters, groups, False)
+        if self._without_gradients is None:
+            self._without_gradients = WithoutGradients()
+        self._without_gradients.look(self._of_adamw, groups)
         if self._refusing is None:
             self._refusing = Refusing(self._of_adamw)
         self._refusing.look(parameters, groups)

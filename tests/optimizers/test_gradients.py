@@ -231,38 +231,63 @@ def test_a_copy_to_the_host_is_awaited_on_the_device_of_the_parameters(monkeypat
 
 def said(caplog):
     """What was warned of steps without a gradient."""
-    return [record.message for record in caplog.records if "has a gradient" in record.message]
+    return [record.message for record in caplog.records if "had a gradient" in record.message]
 
 
 @every
-def test_a_step_in_which_no_parameter_has_a_gradient_is_told_once(name, caplog):
-    p, q = matrix(), matrix(5, 7, seed=1)
-    opt = build(name, [p, q])
+def test_a_group_without_a_gradient_in_two_steps_is_told_once(name, caplog):
+    p, q, r = matrix(), matrix(5, 7, seed=1), matrix(4, 6, seed=2)
+    opt = build(name, [{"params": [p, q]}, {"params": [r]}])
     before = p.detach().clone()
-    for _ in range(3):
+    for _ in range(4):
+        r.grad = gradient(r, 0)
         opt.step()
+        assert len(said(caplog)) <= 1
     [message] = said(caplog)
-    assert message.startswith(f"{type(opt).__name__} makes a step in which none of its parameters (2) has a gradient")
-    assert "fully_shard replaces the parameters of a model, so build the optimizer after it" in message
+    assert message.startswith(f"{type(opt).__name__}: in two steps no parameter of a whole group had a gradient")
+    assert "so these 2 stay as they are: parameter 0 of group 0, of shape " in message
+    assert "fully_shard and the like replace the parameters of a model, so build the optimizer after them" in message
     assert torch.equal(p, before)
 
 
-def test_a_gradient_of_one_parameter_is_enough_and_frozen_ones_need_none(caplog):
+def test_what_is_frozen_later_is_told_of(caplog):
+    p = matrix()
+    opt = TensorParallelMuon([p])
+    p.grad = gradient(p, 0)
+    opt.step()
+    p.requires_grad_(False)
+    opt.zero_grad()
+    opt.step()
+    assert said(caplog) == []
+    opt.step()
+    [message] = said(caplog)
+    assert "they are frozen. PEFT, also by TRL's peft_config" in message
+
+
+def test_a_gradient_of_one_parameter_of_a_group_is_enough(caplog):
     p, q = matrix(), matrix(5, 7, seed=1)
     opt = TensorParallelMuon([p, q])
     q.grad = gradient(q, 0)
     opt.step()
     opt.step(lambda: (p.square().sum() + q.square().sum()).backward())
-    TensorParallelMuon([matrix().requires_grad_(False)]).step()
-    TensorParallelMuon([{"params": []}]).step()
+    for _ in range(3):  # a step without any gradient, and one with them
+        opt.zero_grad()
+        opt.step()
+        p.grad = gradient(p, 0)
+        opt.step()
+    other = TensorParallelMuon([{"params": []}])
+    other.step()
+    other.step()
     assert said(caplog) == []
 
 
-def test_muon_with_adamw_inside_tells_of_matrices_without_a_gradient(caplog):
+@pytest.mark.parametrize("lacking", ["Muon", "AdamW in Muon"])
+def test_muon_with_adamw_inside_tells_of_both(lacking, caplog):
     p, q = matrix(), matrix(5, 7, seed=1)
     opt = Muon([p], [q])
-    q.grad = gradient(q, 0)
-    opt.step()
-    opt.step()
+    trained = q if lacking == "Muon" else p
+    trained.grad = gradient(trained, 0)
+    for _ in range(3):
+        opt.step()
     [message] = said(caplog)
-    assert message.startswith("Muon makes a step in which none of its parameters (1) has a gradient")
+    assert message.startswith(f"{lacking}: in two steps no parameter of a whole group had a gradient")

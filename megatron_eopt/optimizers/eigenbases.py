@@ -5,11 +5,11 @@ A basis has the eigenvectors of a factor as columns. None stands for a side with
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.factored import Side
-from megatron_eopt.orthogonalize.bases import orthonormal_columns
+from megatron_eopt.optimizers.nonfinite import LARGEST_NORM
+from megatron_eopt.orthogonalize.bases import eigenvectors, orthonormal_columns
 
 BasisMethod = Literal["qr", "eigh"]
 
@@ -37,9 +37,18 @@ def eigenvalues(side: Side) -> Tensor:
     return (side.basis.mT @ side.factor * side.basis.mT).sum(-1)
 
 
+def whitened(gradient: Tensor, side: Side, roots: Tensor) -> Tensor:
+    """A root of ``G F^-1 G^T``, from inverse roots of the eigenvalues of ``F`` (n, length).
+
+    After tiny gradients it may be so large that a product overflows, whatever the bound on gradients: here it has the
+    same bound.
+    """
+    return ((gradient @ side.basis) * roots[:, None]).clamp_(-LARGEST_NORM, LARGEST_NORM)
+
+
 def eigenbasis(factor: Tensor) -> Tensor:
     """The eigenvectors, the one of the largest eigenvalue first."""
-    return torch.linalg.eigh(factor).eigenvectors.flip(-1)
+    return eigenvectors(factor)[1]
 
 
 def turned(side: Side, images: Tensor, order: Tensor | None) -> Tensor:

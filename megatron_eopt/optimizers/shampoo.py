@@ -15,6 +15,7 @@ from megatron_eopt.optimizers.eigenbases import (
     into_bases,
     out_of_bases,
     turned,
+    whitened,
 )
 from megatron_eopt.optimizers.factored import (
     Decay,
@@ -155,8 +156,10 @@ class Preconditioning(FactoredOptimizer):
         if self.whitens and left is not None and right is not None:  # both before a factor changes
             size = gradient.square().mean((1, 2), keepdim=True).sqrt()
             scaled = gradient / torch.where(size > 0, size, 1.0).sqrt()
-            of_rows = torch.where(begins, scaled, whitened(gradient, right, group["damping"]))
-            of_columns = torch.where(begins, scaled.mT, whitened(gradient.mT, left, group["damping"]))
+            of_rows = whitened(gradient, right, inverse_roots(right, 2, group["damping"]))
+            of_columns = whitened(gradient.mT, left, inverse_roots(left, 2, group["damping"]))
+            of_rows = torch.where(begins, scaled, of_rows)
+            of_columns = torch.where(begins, scaled.mT, of_columns)
         for side, root, divisor in ((left, of_rows, gradient.shape[2]), (right, of_columns, gradient.shape[1])):
             if side is None:
                 continue
@@ -200,11 +203,6 @@ def without_factors(left: Side | None, right: Side | None) -> Tensor:
     side = left or right
     assert side is not None, "a matrix without a factor is refused"
     return side.factor.diagonal(dim1=1, dim2=2).amax(-1)[:, None, None] == 0
-
-
-def whitened(gradient: Tensor, side: Side, damping: float) -> Tensor:
-    """A root of ``G P^2 G^T``, where ``P`` is the inverse square root of the factor of columns."""
-    return (gradient @ side.basis) * inverse_roots(side, 2, damping)[:, None]
 
 
 def inverse_roots(side: Side, order: int, damping: float) -> Tensor:

@@ -14,8 +14,10 @@ from megatron_eopt.optimizers.eigenbases import (
     into_bases,
     out_of_bases,
     turned,
+    whitened,
 )
 from megatron_eopt.optimizers.factored import Side, follow, gram
+from megatron_eopt.optimizers.nonfinite import LARGEST_NORM
 from megatron_eopt.optimizers.whole_matrices import refreshes
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
@@ -93,7 +95,7 @@ def _product(gradient: Tensor, other: Side | None, settings: Mapping[str, Any], 
         return gram(gradient, settings) / cols
     if of_current:
         return _product_of_current(gradient, other, settings["eps"], first)
-    return gram(_whitened(gradient, other), settings) / cols
+    return gram(whitened(gradient, other, _inverse_roots(other)), settings) / cols
 
 
 def _product_of_current(gradient: Tensor, other: Side, eps: float, first: bool) -> Tensor:
@@ -103,6 +105,8 @@ def _product_of_current(gradient: Tensor, other: Side, eps: float, first: bool) 
     ``eps``, the least eigenvalue, is all that there is of a factor before the first gradient. The first products are so
     large that bases turn slowly: the second moment is diagonal in the first ones, and useless in very other ones.
     """
+    largest = LARGEST_NORM * eps**0.5  # so that no product overflows
+    gradient = gradient.clamp(-largest, largest)
     inverse = eigenvalues(other).clamp(min=eps).reciprocal() * (1 / gradient.size(-1))
     columns = inverse[:, None]
     if first:
@@ -160,13 +164,13 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
     return out_of_bases(update, matrices.left, matrices.right)
 
 
-def _whitened(gradient: Tensor, side: Side) -> Tensor:
-    """A root of ``G F^-1 G^T`` by the basis's eigenvalues.
+def _inverse_roots(side: Side) -> Tensor:
+    """Of the eigenvalues (n, length), which are at least a millionth of the largest.
 
-    They are at least a millionth of the largest: what is smaller is rounding of fp32, and its inverse would multiply
-    gradients. A factor that is zero, as before the first gradient, counts as the identity.
+    What is smaller is rounding of fp32, and its inverse would multiply gradients. A factor that is zero, as before the
+    first gradient, counts as the identity.
     """
     values = eigenvalues(side)
     largest = values.amax(-1, keepdim=True)
-    scales = torch.where(largest > 0, values.clamp(min=1e-6 * largest).rsqrt(), 1.0)
-    return (gradient @ side.basis) * scales[:, None]
+    least = (1e-6 * largest).clamp(min=torch.finfo(values.dtype).tiny)
+    return torch.where(largest > 0, values.clamp(min=least).rsqrt(), 1.0)

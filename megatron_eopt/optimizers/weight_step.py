@@ -43,7 +43,7 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
     steps = lengths / nonzero(squared_updates.sqrt())
     squared = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0)
     # nearer to the center, what a step leaves of a matrix is rounding, and so is its direction
-    moves = (steps != 0) & (squared_updates > 0) & (squared > 1e-12 * squared_weights)
+    moves = _has_direction(steps, squared_updates) & (squared > 1e-12 * squared_weights)
     return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
 
 
@@ -61,7 +61,12 @@ def resized(squares: Tensor, inner: Tensor, rates: Tensor, settings: Mapping[str
         change = after - norms
         kept = torch.where(change > 0, settings["brake_outward"], settings["brake_inward"])
         resize = (norms + kept * change) / nonzero(after)
-    return torch.stack([(steps != 0) & (squared_updates > 0), steps, resize], 1)
+    return torch.stack([_has_direction(steps, squared_updates), steps, resize], 1)
+
+
+def _has_direction(steps: Tensor, squared_updates: Tensor) -> Tensor:
+    """Whether there is a step, which fp32 can have: an update near its least number is rounding."""
+    return (steps != 0) & (squared_updates > 0) & (steps <= torch.finfo(torch.float32).max)
 
 
 def _stacks(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_eopt.orthogonalize.bases import eigenvectors
 from megatron_eopt.orthogonalize.forms import nonzero
 
 SumOverRanks = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # over the ranks with a matrix's other rows
@@ -86,10 +87,10 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     W = matrix.double()
     if transposed:
         W = W.mT
-    squares, U = torch.linalg.eigh(W @ W.mT)
-    S = squares.clamp(min=0).sqrt().flip(0)
+    squares, U = eigenvectors(W @ W.mT)
+    S = squares.clamp(min=0).sqrt()
     root = S[:rank].sqrt()
-    U = U.flip(1)[:, :rank]
+    U = U[:, :rank]
     # A B^T = U U^T W whatever rounding made of a small singular value
     A = U * root
     B = W.mT @ U / nonzero(root)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers import eigenbases, whole_matrices
 from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
@@ -15,6 +16,7 @@ from megatron_eopt.parallel.collectives import counters
 from tests.distributed.layouts import PROGRAMS, TensorParallel, assert_as_one, found, set_gradients, trained
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import counted, grid, groups_of, message_of, placed, shard, sharded
+from tests.optimizers.family import having
 
 TWO, SMALL = TensorParallel(2), 8 * 3 * 48 * 24 * 2
 LEFT = {"one": ["tall along columns"], "nowhere": ["tall along columns", "expert"]}
@@ -52,7 +54,7 @@ def on_two(rank, ranks):
         *model, said = without_gradients(program, TWO, rank, names)
         results[key] = found(*model, TWO, rank), said
     NonFinite._report = report
-    return results, by_strips(rank, ranks)
+    return results, by_strips(rank, ranks), of_zero_rows(rank, ranks)
 
 
 def by_strips(rank, ranks):
@@ -66,6 +68,22 @@ def by_strips(rank, ranks):
     return optimizer.state[p]["L"], p.detach()
 
 
+def of_zero_rows(rank, ranks):
+    """Weights after gradients with most rows zero, the first of them tiny and the last huge."""
+    weights = {}
+    for name in having("max_dim", "precondition_frequency"):
+        generator = torch.Generator().manual_seed(0)
+        p, *gradients = torch.randn(6, 128, 8, generator=generator)
+        p = placed(p, sharded(0), rank, ranks)
+        optimizer = OPTIMIZERS[name].cls([p], pg_collection=groups_of(ranks), precondition_frequency=1)
+        for gradient, scale in zip(gradients, (1e-20, 1e-20, 1.0, 1e9, 1e12), strict=True):
+            gradient[torch.rand(128, generator=generator) < 0.9] = 0
+            p.grad = placed(gradient * scale, sharded(0), rank, ranks).detach()
+            optimizer.step()
+        weights[name] = p.detach()
+    return weights
+
+
 @pytest.fixture(scope="module")
 def of_two():
     return run_ranks(on_two, 2)
@@ -75,9 +93,9 @@ def test_small_stacks_take_more_exchanges_for_the_same_steps(of_two):
     for name in ("soap", "psgd"):
         program = PROGRAMS[name]
         alone = trained(program)
-        assert_as_one(program, TWO, [of_rank["small", name][0] for of_rank, _ in of_two], alone)
-        assert all(of_rank["small", name][1][0] > program.calls["all_to_all"] for of_rank, _ in of_two)
-    for of_rank, _ in of_two:  # factors of a cut matrix are on one rank, and of all of them on both
+        assert_as_one(program, TWO, [of_rank["small", name][0] for of_rank, *_ in of_two], alone)
+        assert all(of_rank["small", name][1][0] > program.calls["all_to_all"] for of_rank, *_ in of_two)
+    for of_rank, *_ in of_two:  # factors of a cut matrix are on one rank, and of all of them on both
         cut = [of for name, of in of_rank["small", "soap"][0].items() if "replicated" not in name]
         assert any(of["L"].x.numel() for of in cut if "L" in of)
 
@@ -86,11 +104,11 @@ def test_bases_by_products_make_the_steps_of_one_rank(of_two):
     program = PROGRAMS["soap"]
     with patch.object(eigenbases, "orthonormal_columns", by_products):
         alone = trained(program)
-    assert_as_one(program, TWO, [of_rank["by products"] for of_rank, _ in of_two], alone)
+    assert_as_one(program, TWO, [of_rank["by products"] for of_rank, *_ in of_two], alone)
 
 
 def test_the_first_step_asks_whose_gradients_are_zero_and_brings_no_updates_back(of_two):
-    for of_rank, _ in of_two:
+    for of_rank, *_ in of_two:
         calls = {name: number for name, (number, _) in of_rank["first"].items()}
         # gradients of two dtypes in one group, and of the other; for each group whose are zero, settings, and flags
         assert calls == {"all_to_all": 3, "agree": 2 + 2, "all_reduce": 2}
@@ -99,22 +117,29 @@ def test_the_first_step_asks_whose_gradients_are_zero_and_brings_no_updates_back
 def test_ranks_without_a_gradient_are_told_or_leave_the_matrix_out(of_two):
     program = PROGRAMS["soap"]
     before, (optimizer, parameters, _) = trained(program, steps=range(2)), trained(program, steps=range(4))
-    assert_as_one(program, TWO, [of_rank["refused"][0] for of_rank, _ in of_two], before)
-    for of_rank, _ in of_two:
+    assert_as_one(program, TWO, [of_rank["refused"][0] for of_rank, *_ in of_two], before)
+    for of_rank, *_ in of_two:
         assert "tall along columns has a gradient on some of the ranks that share it, none" in of_rank["refused"][1]
     for key, names in LEFT.items():
         for name in names:
             parameters[name] = before[1][name]
             optimizer.state[before[1][name]] = before[0].state[before[1][name]]
-        assert_as_one(program, TWO, [of_rank[key][0] for of_rank, _ in of_two], (optimizer, parameters, {}), key)
-        assert not any(of_rank[key][1] for of_rank, _ in of_two)
+        assert_as_one(program, TWO, [of_rank[key][0] for of_rank, *_ in of_two], (optimizer, parameters, {}), key)
+        assert not any(of_rank[key][1] for of_rank, *_ in of_two)
 
 
 def test_a_kernel_of_factors_serves_on_two_ranks_as_on_one(of_two):
     whole, weight = by_strips(0, 1)
-    (kept,) = (factor for _, (factor, *_) in of_two if factor.numel())
+    (kept,) = (factor for _, (factor, *_), _ in of_two if factor.numel())
     assert torch.equal(kept, whole)
-    assert torch.equal(torch.cat([part for _, (_, part) in of_two]), weight)
+    assert torch.equal(torch.cat([part for _, (_, part), _ in of_two]), weight)
+
+
+def test_rows_of_zeros_of_all_sizes_make_the_steps_of_one_rank(of_two):
+    for name, alone in of_zero_rows(0, 1).items():
+        weight = torch.cat([of_rank[name] for *_, of_rank in of_two])
+        assert torch.isfinite(weight).all(), name
+        assert torch.equal(weight, alone), name
 
 
 MODEL = [((16, 12), 0)] * 8 + [((8, 24), 1)] * 4

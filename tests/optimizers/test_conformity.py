@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_eopt import Muon, TensorParallelMuon
+from megatron_eopt.family import OPTIMIZERS
 from tests.matrices.models import kinds
 from tests.optimizers.family import (
     ELEMENTWISE,
@@ -24,6 +25,7 @@ from tests.optimizers.family import (
 )
 from tests.optimizers.field import drawn
 from tests.optimizers.on_gpu import captured, masking
+from tests.orthogonalize.test_bases import KINDS, gradients_of_kind
 
 
 def parameters(optimizer):
@@ -629,3 +631,49 @@ def test_flat_partitions_are_refused_by_name_before_anything_changes(name, how):
     with pytest.raises(ValueError, match=r"parameter 0 of group 0 has shape \(48,\).* fully_shard"):
         optimizer.step()
     assert torch.equal(flat, before)
+
+
+# Every optimizer, and further ways to follow factors.
+WITH_FACTORS = {
+    **{name: (name, {}) for name in OPTIMIZERS},
+    "soap of KL factors": ("soap held", {}),
+    "soap of KL factors, current": ("soap of current gradients", {"use_kl_shampoo": True}),
+    "shampoo by eigh": ("shampoo held", {}),
+    "psgd of a diagonal": ("psgd of a diagonal", {}),
+}
+whatever_factors = pytest.mark.parametrize(("name", "settings"), WITH_FACTORS.values(), ids=WITH_FACTORS)
+
+
+def assert_finite(optimizer, what):
+    for number, p in enumerate(optimizer.param_groups[0]["params"]):
+        for key, x in {"weight": p, **optimizer.state[p]}.items():
+            assert torch.isfinite(x).all(), (key, *what(number))
+
+
+@whatever_factors
+def test_gradients_of_any_two_sizes_leave_all_finite(name, settings):
+    """No square, product or inverse of what is finite may vanish or overflow."""
+    scales = [1e-30, 1e-22, 1e-20, 1e-15, 1e-10, 1.0, 1e9, 1e12, 8e13]  # the last is just below the bound on gradients
+    pairs = [(one, other) for one in scales for other in scales]
+    params = matrices(len(pairs), (12, 8))
+    optimizer = build(name, params, **settings)
+    for step in range(12):
+        for number, (p, pair) in enumerate(zip(params, pairs, strict=True)):
+            p.grad = drawn((12, 8), 100 * step + number) * pair[step >= 3 and step % 2]
+        optimizer.step()
+        assert_finite(optimizer, lambda number, step=step: (step, pairs[number]))
+    assert not optimizer.skipped_steps()
+
+
+@whatever_factors
+def test_degenerate_gradients_leave_all_finite(name, settings):
+    """As of tokens that a batch lacks, dead units, one sample: whatever a decomposition makes of them."""
+    cases = [(kind, wide, scale) for kind in KINDS for wide in (False, True) for scale in (1e-22, 1.0, 1e4)]
+    params = [torch.nn.Parameter(drawn((6, 128) if wide else (128, 6), i)) for i, (_, wide, _) in enumerate(cases)]
+    optimizer = build(name, params, **settings)
+    for step in range(4):
+        for number, (p, (kind, wide, scale)) in enumerate(zip(params, cases, strict=True)):
+            gradient = gradients_of_kind(kind, 128, torch.Generator().manual_seed(100 * step + number)) * scale
+            p.grad = gradient.mT if wide else gradient
+        optimizer.step()
+        assert_finite(optimizer, lambda number, step=step: (step, cases[number]))

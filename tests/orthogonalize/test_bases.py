@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.orthogonalize import bases
-from megatron_eopt.orthogonalize.bases import by_products, orthonormal_columns
+from megatron_eopt.orthogonalize.bases import by_products, eigenvectors, orthonormal_columns
 from megatron_eopt.orthogonalize.precision import fp32_products
 from tests.optimizers.field import drawn
 
@@ -81,7 +81,7 @@ def test_iterated_bases_are_orthonormal_whatever_factors_lack(kind, rounded, dty
             F = F.lerp(x @ x.mT, 0.4)
             images = in_tf32(F) @ in_tf32(Q) if rounded else F @ Q
             if step == 0:
-                Q = torch.linalg.eigh(F).eigenvectors.flip(-1)
+                _, Q = eigenvectors(F)
             else:
                 Q, _ = by_products(images, near=Q)
             assert off_orthonormal(Q) < ROUNDING[dtype], (rows, step)
@@ -143,3 +143,54 @@ def test_a_gpu_takes_as_many_launches_for_many_matrices_as_for_few(length, most)
         assert "linalg_qr" not in counted.kernels
         counts.append(counted.kernels.total())
     assert counts[0] == counts[1] < most
+
+
+def factors_with_rows_of_zeros(dtype):
+    """As embeddings have them, of which LAPACK decomposes more than half with an error."""
+    factors = []
+    for seed in range(12):
+        x = torch.zeros(128, 8, dtype=dtype)
+        alive = torch.randperm(128, generator=torch.Generator().manual_seed(seed))[:16]
+        x[alive] = drawn((16, 8), seed, dtype)
+        factors.append(x @ x.mT)
+    return torch.stack(factors)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-20, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_zeros_have_eigenvectors(dtype, scale):
+    factors = factors_with_rows_of_zeros(dtype)
+    values, vectors = eigenvectors(factors * scale)
+    exact = torch.linalg.eigvalsh(factors.double() + 1e-20 * torch.eye(128)).flip(-1) * scale
+    assert off_orthonormal(vectors) < ROUNDING[dtype]
+    tolerance = 1e-5 if scale == 1e-40 else 10 * ROUNDING[dtype]  # fp32 has five digits there
+    torch.testing.assert_close(values.double() / scale, exact / scale, rtol=0, atol=tolerance * 100)
+    torch.testing.assert_close((factors @ vectors), vectors * (values / scale)[:, None], rtol=0, atol=tolerance * 100)
+
+
+def test_eigenvectors_have_the_bits_of_lapack():
+    x = drawn((3, 20, 30), 0, torch.float32)
+    factors = x @ x.mT
+    expected = torch.linalg.eigh(factors)
+    for ours, theirs in zip(eigenvectors(factors), expected, strict=True):
+        assert torch.equal(ours, theirs.flip(-1))
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_eigenvectors_that_fail_in_fp32_are_found_in_fp64(silent, monkeypatch):
+    eigh = torch.linalg.eigh
+
+    def failing(x):
+        if x.dtype == torch.float64:
+            return eigh(x)
+        if silent:
+            return eigh(torch.eye(x.size(-1)).expand_as(x))[0], torch.full_like(x, torch.nan)
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+    factors = factors_with_rows_of_zeros(torch.float32)
+    expected = eigh(factors.double()).eigenvalues.flip(-1).float()
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    values, vectors = eigenvectors(factors)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+    assert vectors.dtype == torch.float32
+    assert off_orthonormal(vectors) < ROUNDING[torch.float32]

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+LIKE = 0.7  # how like a name its misspelling is, by difflib; max_lr is not that like min_lr
+
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of the choices."""
@@ -41,15 +43,15 @@ def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{near_or_all(name, names)}")
 
 
-def close(name: str, known: Iterable[str]) -> list[str]:
+def close(name: str, known: Iterable[str], likeness: float = LIKE) -> list[str]:
     """At most three similar known names, nearest first, ignoring case."""
     by_case = {known_name.lower(): known_name for known_name in known}
-    return [by_case[near] for near in difflib.get_close_matches(name.lower(), by_case)]
+    return [by_case[near] for near in difflib.get_close_matches(name.lower(), by_case, cutoff=likeness)]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], likeness: float = LIKE) -> str:
     """``, did you mean 'NAME'?`` if a name is near."""
-    for near in close(name, known):
+    for near in close(name, known, likeness):
         return f", did you mean {near!r}?"
     return ""
 

@@ -5,6 +5,7 @@ read as version 1.2, which contains JSON: ``1e-3`` is a number and ``no`` is tex
 """
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -39,13 +40,20 @@ class Entry:
 
 
 def make_entry(selector: object, settings: Any, layer: Layer, source: str) -> Entry:
-    """One checked entry; an :class:`OverrideError` has a line for each mistake."""
+    """One checked entry; an :class:`OverrideError` has a line for each mistake.
+
+    A setting may be Megatron's ``max_lr``, which is ``lr``.
+    """
     try:
         parsed = Selector.parse(selector)
     except OverrideError as error:
         raise OverrideError(f"{source}: select: {error}") from None
     if not isinstance(settings, Mapping) or not settings:
-        raise OverrideError(f"{source}: expected a mapping of settings, as lr: 1e-3, got {settings!r}")
+        raise OverrideError(f"{source}: expected a mapping of settings, as lr: 1e-3, got {reprlib.repr(settings)}")
+    if "max_lr" in settings:
+        if "lr" in settings:
+            raise OverrideError(f"{source}: max_lr is lr: keep one of the two")
+        settings = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
     values = {}
     mistakes = []
     for key, raw in settings.items():
@@ -79,16 +87,11 @@ def entries_from_dict(
 ) -> list[Entry]:
     """Entries from ``{selector: settings}``.
 
-    A selector may be a ``ParamKey``, and a setting Megatron's ``max_lr``. An :class:`OverrideError` has a line for each
-    mistake.
+    A selector may be a ``ParamKey``. An :class:`OverrideError` has a line for each mistake.
     """
     written = []
     for selector, settings in overrides.items():
         own_source = f"{source}[{_shown(selector)}]"
-        if isinstance(settings, Mapping) and "max_lr" in settings:
-            if "lr" in settings:
-                raise OverrideError(f"{own_source}: max_lr is lr: keep one of the two")
-            settings = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
         written.append((selector, settings, own_source))
     return _make_entries(written, layer)
 
@@ -102,12 +105,12 @@ def _shown(selector: object) -> str:
         return repr(selector)
 
 
+_MOST = 1_000_000  # bytes of a file
 _SCALARS = {  # of the core schema of YAML 1.2: type -> how it is written
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
     "int": r"[-+]?(0|[1-9][0-9]*)",
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-    "merge": r"<<",
 }
 _RESOLVERS = [(f"tag:yaml.org,2002:{kind}", re.compile(f"^({written})$")) for kind, written in _SCALARS.items()]
 
@@ -115,17 +118,33 @@ _RESOLVERS = [(f"tag:yaml.org,2002:{kind}", re.compile(f"^({written})$")) for ki
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: ClassVar = {None: _RESOLVERS}  # None: whatever a scalar begins with
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse aliases: some hundred bytes of them can stand for gigabytes."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="found an alias, and aliases are not read", problem_mark=mark)
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key that is there twice, of which PyYAML takes the last."""
         seen = set()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+            if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is here a second time", problem_mark=key.start_mark)
             seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
+
+
+def _read(path: Path) -> str:
+    """The text of a file of at most :data:`_MOST` bytes; a pipe or device may never end."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is no regular file")
+    if path.stat().st_size > _MOST:
+        raise OSError(f"it has {path.stat().st_size:,} bytes, and at most {_MOST:,} are read")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def read_overrides(path: str | PathLike[str]) -> list[Entry]:
@@ -135,7 +154,7 @@ def read_overrides(path: str | PathLike[str]) -> list[Entry]:
     the entry begins.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = _read(Path(path))
         if Path(path).suffix == ".json":
             text = text.replace("\t", " ")  # by which JSON may be indented, and YAML not
         loader = _Loader(text)
@@ -145,6 +164,8 @@ def read_overrides(path: str | PathLike[str]) -> list[Entry]:
         line = error.problem_mark.line + 1
         hint = "quote a selector that begins with *, and indent by blanks"
         raise OverrideError(f"{path}:{line}: this is no YAML: {error.problem}: {hint}") from None
+    except RecursionError:
+        raise OverrideError(f"{path}: cannot be read: it is nested hundreds of times, and entries are flat") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OverrideError(f"{path}: cannot be read: {error}") from None
     written = []
@@ -152,7 +173,9 @@ def read_overrides(path: str | PathLike[str]) -> list[Entry]:
         for entry, node in zip(found, root.value, strict=True):
             source = f"{path}:{node.start_mark.line + 1}"
             if not isinstance(entry, dict) or "select" not in entry:
-                raise OverrideError(f"{source}: expected an entry {{select: ..., SETTING: ...}}, got {entry!r}")
+                raise OverrideError(
+                    f"{source}: expected an entry {{select: ..., SETTING: ...}}, got {reprlib.repr(entry)}"
+                )
             settings = {key: value for key, value in entry.items() if key != "select"}
             written.append((entry["select"], settings, source))
     elif isinstance(found, dict):
@@ -162,6 +185,6 @@ def read_overrides(path: str | PathLike[str]) -> list[Entry]:
     if not written:
         raise OverrideError(
             f"{path}: expected a list of entries {{select: ..., SETTING: ...}}, or a mapping of selectors to settings, "
-            f"got {found!r}"
+            f"got {reprlib.repr(found)}"
         )
     return _make_entries(written, Layer.FILE)

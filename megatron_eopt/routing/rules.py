@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.orthogonalize.choices import did_you_mean
+from megatron_eopt.orthogonalize.choices import LIKE, did_you_mean
 from megatron_eopt.routing.entries import Entry, Layer, Order
-from megatron_eopt.routing.selectors import OverrideError, ParameterInfo, Selector
+from megatron_eopt.routing.selectors import Kind, OverrideError, ParameterInfo, Selector
 from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, settings_of
+from megatron_eopt.settings.of_class import MISSPELT
 
 
 class Overruled(NamedTuple):
@@ -55,6 +56,7 @@ class _Claim(NamedTuple):
     order: Order
     value: Any
     source: str
+    layer: Layer
 
 
 _Claims = dict[str, list[_Claim]]  # by setting
@@ -129,7 +131,7 @@ def _claims(entries: Iterable[Entry], info: ParameterInfo) -> _Claims:
         if entry.selector.matches(info):
             order = entry.order(info)
             for key, value in entry.settings.items():
-                claims[key].append(_Claim(order, value, entry.source))
+                claims[key].append(_Claim(order, value, entry.source, entry.layer))
     return claims
 
 
@@ -195,7 +197,7 @@ def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None) -> list[
     if exclude is not None and exclude.value:
         for key in won.keys() - {"exclude"}:
             claim = won.pop(key)
-            if claim.order >= exclude.order:
+            if claim.order >= exclude.order and claim.layer != Layer.DEFAULTS:
                 wrong.append(f"{claim.source}: {key}: {exclude.source} excludes the parameter")
         return wrong
     given = won.get("optimizer")
@@ -213,7 +215,8 @@ def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None) -> list[
 def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
     for condition in selector.conditions:
         if not any(condition.matches(info) for info in infos):
-            return f"'{condition}' matches no parameter{did_you_mean(condition.text, _words(infos))}"
+            likeness = MISSPELT if condition.kind == Kind.NAME else LIKE  # many names end alike
+            return f"'{condition}' matches no parameter{did_you_mean(condition.text, _words(infos), likeness)}"
     return f"no parameter is matched by all of '{selector}', though some are by each"
 
 

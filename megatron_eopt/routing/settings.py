@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.family import SplitName
 from megatron_eopt.from_config import constructor_arguments
-from megatron_eopt.orthogonalize.choices import near_or_all
+from megatron_eopt.orthogonalize.choices import did_you_mean, near_or_all
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
 RATES = ("lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
@@ -82,7 +82,9 @@ def check_setting(key: str, raw: Any, optimizer: str | None) -> Any:
     known |= OF_ALL
     if key not in known:
         what = "unknown setting" if optimizer is None else f"{optimizer} has no such setting of a parameter"
-        raise ValueError(f"{what}{near_or_all(key, known)}")
+        of_optimizer = "one of an optimizer" if optimizer is None else f"one of {optimizer}"
+        expected = f": expected {', '.join(OF_ALL)}, or {of_optimizer}, which docs/overrides.md lists"
+        raise ValueError(f"{what}{did_you_mean(key, known) or expected}")
     if key == "split" and isinstance(raw, bool):
         raw = "default" if raw else "none"
     value = _converted(raw, known[key])

@@ -1,6 +1,7 @@
 """What a file may hold, and what is said of one that is wrong."""
 
 import json
+import os
 import textwrap
 
 import pytest
@@ -17,14 +18,14 @@ RIGHT = """\
 # Matrices of attention learn more slowly.
 - select: "*.self_attention.*.weight"
   lr: 1e-3
-  betas: &betas [0.9, 0.95]
+  betas: [0.9, 0.95]
   optimizer: adam
 
 - select: {name: output_layer.weight, shape: embedding}
   exclude: true
 - {select: "re:fc[12]", num_ns_steps: 7, scale_mode: spectral, split: false}
 - select: attr:is_qkv
-  betas: *betas
+  betas: [0.9, 0.95]
 """
 
 
@@ -53,16 +54,14 @@ def test_a_file_is_a_list_of_entries(tmp_path):
     assert resolve(entries, model(), "muon")["output_layer.weight"].settings == {"exclude": True}
 
 
-def test_or_a_mapping_of_selectors_with_merges(tmp_path):
+def test_or_a_mapping_of_selectors(tmp_path):
     text = """\
-        "shape:matrix": &slow
-          lr: 1
+        "shape:matrix":
+          max_lr: 1
           eps: 1E-6
-        "*.bias":
-          <<: *slow
-          lr: .5
+        "*.bias": {lr: .5}
         """
-    assert [entry.settings for entry in read(tmp_path, text)] == [{"lr": 1.0, "eps": 1e-6}, {"lr": 0.5, "eps": 1e-6}]
+    assert [entry.settings for entry in read(tmp_path, text)] == [{"lr": 1.0, "eps": 1e-6}, {"lr": 0.5}]
 
 
 def test_json_is_read_with_its_lines_too(tmp_path):
@@ -106,7 +105,7 @@ def test_json_and_yaml_are_the_same(tmp_path_factory, document):
         "o.json": json.dumps(document),
         "i.json": json.dumps(document, indent=2),
         "o.yaml": json.dumps(document),
-        "b.yaml": yaml.safe_dump(document, sort_keys=False),
+        "b.yaml": yaml.safe_dump(json.loads(json.dumps(document)), sort_keys=False),  # without aliases
     }
     entries = [[(entry.selector, entry.settings) for entry in read(folder, text, name)] for name, text in texts.items()]
     assert all(each == entries[0] for each in entries)
@@ -119,6 +118,7 @@ def entry(text, selector='"*.weight"'):
 
 WRONG = {
     "misspelt key": (entry("wieght_decay: 0.1"), "1: wieght_decay: unknown setting, did you mean 'weight_decay'?"),
+    "frozen": (entry("frozen: true"), "1: frozen: unknown setting: expected optimizer, lr, min_lr"),
     "upper case": (entry("LR: 0.1"), "1: LR: unknown setting, did you mean 'lr'?"),
     "key like none": (entry("zzz: 1"), "1: zzz: unknown setting: expected "),
     "key that is a number": (entry("3: 1"), "1: 3: unknown setting: expected "),
@@ -155,13 +155,16 @@ WRONG = {
     "asterisk": ("- select: *.weight\n", "1: this is no YAML: expected alphabetic or numeric character, but found '.'"),
     "asterisk and text": (
         "- select: *weight\n",
-        "1: this is no YAML: found undefined alias 'weight': quote a",
+        "1: this is no YAML: found an alias, and aliases are not read: quote a selector",
     ),
     "bracket": ("- {select: x\n  lr: 1\n", "2: this is no YAML: expected ',' or '}', but got ':'"),
     "tab": ("- select: x\n\tlr: 1\n", "2: this is no YAML: found character '\\t' that cannot start any token"),
     "two documents": ("- {select: x, lr: 1}\n---\n- {select: x, lr: 1}\n", "2: this is no YAML: but found another doc"),
     "tag": (entry("lr: !!python/object/apply:os.getcwd []"), "2: this is no YAML: could not determine a constructor"),
-    "merge of a number": (entry("<<: 3"), "2: this is no YAML: expected a mapping or list of mappings for merging"),
+    "alias": ("- &a {select: x, lr: 1}\n- *a\n", "2: this is no YAML: found an alias"),
+    "merge": (entry("<<: {lr: 1}"), "1: <<: unknown setting: expected optimizer, lr, min_lr"),
+    "nested": ("[" * 5000, " cannot be read: it is nested"),
+    "too long": ("#" * 1_000_001, " cannot be read: it has 1,000,001 bytes"),
     "key that is a list": ("[a]: {lr: 1}\n", "1: this is no YAML: found unhashable key"),
     "single entry": ('select: "*"\nlr: 1\n', "1: expected a mapping of settings, as lr: 1e-3, got '*'"),
     "selector twice": ("a: {lr: 1}\nb: {lr: 1}\na: {lr: 2}\n", "3: this is no YAML: a is here a second time"),
@@ -189,8 +192,17 @@ def test_wrong_json_too(tmp_path, monkeypatch):
         read_overrides("o.json")
 
 
-def test_numbers_and_aliases_are_those_of_yaml_1_2(tmp_path):
-    (first, again) = read(tmp_path, "- &a {select: x, num_ns_steps: 010, lr: 1e-3, scale_mode: no}\n- *a\n")
-    assert first.settings == again.settings == {"num_ns_steps": 10, "lr": 1e-3, "scale_mode": "no"}
+def test_a_device_or_a_pipe_is_not_read(tmp_path):
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("zero.yaml", "pipe.yaml", "folder.yaml"):
+        with pytest.raises(OverrideError, match=f"{name}: cannot be read: it is no regular file"):
+            read_overrides(tmp_path / name)
+
+
+def test_scalars_are_those_of_yaml_1_2(tmp_path):
+    (entry,) = read(tmp_path, "- {select: x, num_ns_steps: 010, lr: 1e-3, scale_mode: no}\n")
+    assert entry.settings == {"num_ns_steps": 10, "lr": 1e-3, "scale_mode": "no"}
     with pytest.raises(OverrideError, match=r"nowhere[.]yaml: cannot be read: .*No such file or directory"):
         read_overrides(tmp_path / "nowhere.yaml")

@@ -176,6 +176,16 @@ def test_a_selector_that_matches_nothing_is_an_error_with_what_is_near(selector,
     assert said in line
 
 
+def test_another_name_with_the_same_ending_is_not_suggested():
+    for name in ("lm_head.weight", "q_proj.weight", "embed_tokens.weight"):
+        assert refused(entry(name, "f:1", lr=1.0)) == [f"f:1: select: '{name}' matches no parameter"]
+
+
+def test_defaults_of_an_excluded_parameter_are_no_mistake():
+    defaults = entry(f"*{BIAS}", "default of Megatron", Layer.DEFAULTS, wd_mult=0.0)
+    assert resolved(defaults, entry("*", "f:1", exclude=True), name=BIAS).settings == {"exclude": True}
+
+
 def test_defaults_may_match_nothing_and_so_may_what_matches_on_another_rank():
     assert resolve([entry("x", "d", Layer.DEFAULTS, lr=1.0)], model())[QKV].settings == {}
     elsewhere = [entry("x", "f:1", lr=1.0), entry("output_layer.weight", "f:2", lr=1.0)]

@@ -57,7 +57,8 @@ def test_adams_checkpoint_is_refused_and_on_request_its_first_moment_is_the_mome
     message = refused(checkpoint, *MUON)
     assert "holds exp_avg, exp_avg_sq for decoder." in message
     assert "TensorParallelMuon needs momentum_buffer: Adam wrote it. Pass --muon-momentum-from-adam" in message
-    (muon,), _ = load(tmp_path, checkpoint, *MUON, "--muon-momentum-from-adam")
+    (muon,), output = load(tmp_path, checkpoint, *MUON, "--muon-momentum-from-adam")
+    assert "the momenta of 8 parameters are Adam's first moments" in output
     matrices = 0
     for name, state in muon["before"].items():
         was = adam["after"][name]
@@ -115,7 +116,8 @@ def test_megatrons_own_muon_and_ours_go_on_from_one_another(tmp_path, saved, her
 @pytest.mark.full
 def test_weights_alone_load_where_the_user_says_so(tmp_path, saved):
     checkpoint, muon = saved(*MUON)
-    (adaptive,), _ = load(tmp_path, checkpoint, *ADAPTIVE, "namo", "--no-load-optim")
+    (adaptive,), output = load(tmp_path, checkpoint, *ADAPTIVE, "namo", "--no-load-optim")
+    assert "all optimizer state begins at zero" in output
     for name, state in adaptive["before"].items():
         assert torch.equal(state["parameter"], muon["after"][name]["parameter"])
         assert not state.get("momentum_buffer", torch.zeros(1)).any()

@@ -17,7 +17,7 @@ from megatron_eopt.megatron.checkpoints.refusals import (
     FIRST_MOMENT,
     imports_adam,
 )
-from megatron_eopt.megatron.checkpoints.sharding import Sharded, sharded_tensors, state_key
+from megatron_eopt.megatron.checkpoints.sharding import Sharded, sharded_tensors, stacked_index, state_key
 from megatron_eopt.megatron.checkpoints.stored import Stored
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
@@ -81,7 +81,8 @@ def _leave_out_missing(optimizers: Iterable[StateDict], stored: Iterable[str]) -
 
 
 def _ask_for_adams(optimizers: Iterable[StateDict], stored: Iterable[str]) -> None:
-    """Ask for Adam's first moments in place of momenta."""
+    """Ask for Adam's first moments in place of momenta, and say so; all ranks together."""
+    parameters = set[str]()
     theirs = {MOMENTUM_BUFFER: FIRST_MOMENT}
     if any(split_key(key)[0] == DISTRIBUTED_MAIN for key in stored):
         theirs[MAIN] = DISTRIBUTED_MAIN
@@ -89,6 +90,9 @@ def _ask_for_adams(optimizers: Iterable[StateDict], stored: Iterable[str]) -> No
         name, parameter = split_key(value.key)
         if name in theirs:
             value.key = state_key(theirs[name], parameter)
+        if name == MOMENTUM_BUFFER:
+            parameters.add(f"{parameter} {stacked_index(value)}")
+    say(f"--muon-momentum-from-adam: the momenta of {len(union(parameters))} parameters are Adam's first moments")
 
 
 def _requested(optimizers: Iterable[StateDict]) -> Iterator[Sharded]:

@@ -84,6 +84,11 @@ def with_optimizer(
     finally:
         forget_metadata()  # nobody asks again
     args = releases.training_args()
+    if ours and on(args, "no_load_optim") and result[0]:
+        say(
+            f"--no-load-optim: the weights are those of iteration {result[0]}, all optimizer state begins at zero, and "
+            f"so does the schedule of rates and weight decay"
+        )
     overrides = on(args, "override_opt_param_scheduler")
     if ours and opt_param_scheduler is not None and (overrides or on(args, matching.FROM_CHECKPOINT)):
         if overrides:

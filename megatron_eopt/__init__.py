@@ -86,7 +86,14 @@ def activate() -> None:
     activate()
 
 
-def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: Any,
+    config_overrides: Any = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
     """Build a Megatron model's optimizer for your own training loop.
 
     Takes and returns what ``megatron.core.optimizer.get_megatron_optimizer`` does, and is that function for
@@ -95,8 +102,8 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
     Args:
         config: Megatron's ``OptimizerConfig``.
         model_chunks: the model, one module per virtual pipeline stage.
-        *args: further arguments of Megatron-Core's function.
-        **kwargs: the same by name: ``config_overrides``, ``use_gloo_process_groups``, ``pg_collection``.
+        config_overrides: Megatron's ``ParamKey``, or a selector -> settings.
+        use_gloo_process_groups: as in Megatron-Core, as are the rest.
 
     Returns:
         Megatron's optimizer around ours; its attribute ``megatron_eopt`` says what was decided.
@@ -114,4 +121,11 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
     activate()
     from megatron_eopt.megatron import releases
 
-    return releases.core_optimizer().get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+    return releases.core_optimizer().get_megatron_optimizer(
+        config,
+        model_chunks,
+        config_overrides=config_overrides,
+        use_gloo_process_groups=use_gloo_process_groups,
+        pg_collection=pg_collection,
+        dump_param_to_param_group_map=dump_param_to_param_group_map,
+    )

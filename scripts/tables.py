@@ -20,8 +20,8 @@ from state_bytes import DATA, bytes_rows, share_rows  # which finds scripts/benc
 from support_matrix import RELEASES, support_matrix
 
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
-from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.releases import MAIN
+from megatron_eopt.megatron.run_flags import RUN_FLAGS
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
@@ -348,7 +348,8 @@ search:
 
 Every flag of this package, with what it does and its default: those of every run, [Muon's](#muon), and those of each
 other optimizer. `--optimizer NAME` names the optimizer of a run. Megatron's `--lr`, `--min-lr`, `--weight-decay`,
-`--clip-grad` and the schedules hold for every optimizer. A run warns of a flag that none of its optimizers reads.
+`--clip-grad` and the schedules hold for every optimizer. A flag that none of its optimizers reads
+ends a run at its start.
 
 A star marks a flag that Megatron has itself, a dagger (†) what holds for a whole optimizer. All else single parameters
 may have too, in [overrides](overrides.md), by the name without `--`, the optimizer and `no`.

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_eopt import Muon, OptimizerConfig, TensorParallelMuon
 from megatron_eopt.checkpoints.contents import read_contents
-from megatron_eopt.megatron.agreement import refuse_different
-from megatron_eopt.megatron.arguments import with_flags
+from megatron_eopt.megatron.agreement import refuse_different, say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checkpoints.refusals import mismatch, of_another, stacks_layers
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
+from megatron_eopt.megatron.given import warnings_of
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run
@@ -98,7 +98,8 @@ def interrupted():
 
 def parsed_before_activation():
     args = SimpleNamespace(optimizer="muon", muon_tp_mode="blockwise")
-    with_flags(lambda args: (SimpleNamespace(), {}))(args)
+    for warning in warnings_of(args, args):
+        say(f"warning: {warning}")
 
 
 def started_differently(monkeypatch):
@@ -203,10 +204,10 @@ def is_said(quoted, said):
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_quoted_message_is_said(message, monkeypatch, tmp_path, caplog, capsys):
     name, quoted = MESSAGES[message]
-    say = SAID[name]
+    say_it = SAID[name]
     given = {"monkeypatch": monkeypatch, "tmp_path": tmp_path}
     try:
-        said = say(*(given[each] for each in say.__code__.co_varnames[: say.__code__.co_argcount]))
+        said = say_it(*(given[each] for each in say_it.__code__.co_varnames[: say_it.__code__.co_argcount]))
     except (ValueError, RuntimeError) as error:
         said = str(error)
     assert is_said(quoted, f"{said} {capsys.readouterr().out} {caplog.text}")

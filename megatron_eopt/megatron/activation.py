@@ -22,6 +22,7 @@ from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, gated, layers, loading, whole
 from megatron_eopt.megatron.qk_clip import clip
+from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.megatron.wrappers import shard_of
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
@@ -161,7 +162,6 @@ def _of_training() -> list[Redirection]:
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     at_average = "an average of weights, Schedule-Free's or --optimizer-weight-average's, is what is evaluated"
-    flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
         without_makefile(),
         Redirection(checkpointing, "_load_base_checkpoint", whole.checked_base, refused),
@@ -172,7 +172,6 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "read_metadata", whole.checked_tracker, empty),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
-        Redirection(training, "get_megatron_optimizer_config", arguments.with_flags, flags),
         Redirection(training, "evaluate", averaged, at_average),
         Redirection(training, "clip_qk", clip, clipped),
     ]
@@ -181,7 +180,7 @@ def _of_training() -> list[Redirection]:
 @around
 def _with_our_settings(init: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     fields = {field.name for field in dataclasses.fields(self)}
-    ours = {flag.dest for flag in arguments.FLAGS} & kwargs.keys() - fields
+    ours = {flag.dest for flag in FLAGS} & kwargs.keys() - fields
     for name in ours:
         setattr(self, name, kwargs.pop(name))
     init(self, *args, **{"muon_tp_mode": arguments.DEFAULT_TP_MODE, **kwargs})

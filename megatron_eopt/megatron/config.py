@@ -1,19 +1,19 @@
 """The config that the optimizers of a run are built by."""
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron.agreement import say
+from megatron_eopt.megatron.given import TYPED, typed_flags
 from megatron_eopt.megatron.support.run import Run, on, primary_of
 from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.registry import create_emerging_optimizer
 from megatron_eopt.settings.presets import PRESETS, described
-
-PRESET_FLAGS_GIVEN = "preset_flags_given"  # on arguments: destinations of flags, among those that presets set
 
 
 def config_of_run(config: Any, run: Run) -> Any:
@@ -41,8 +41,23 @@ def refuse_settings(args: Any) -> None:
     try:
         no_ranks = SimpleNamespace(tp=None, dp_cp=None)
         create_emerging_optimizer(config, groups, primary_of(args), [SimpleNamespace(config=args)], no_ranks)
+    except ValueError as error:
+        raise ValueError(f"{error}{_typed_of(str(error), args)}") from None
     finally:
         ours.setLevel(level)
+
+
+def _typed_of(message: str, args: Any) -> str:
+    """The flags of settings that a message names, for who typed flags."""
+    words = set(re.findall(r"\w+", message))
+    preset = getattr(args, "muon_preset", None)
+    by_preset = {} if preset is None else PRESETS[preset].settings_of(primary_of(args))
+    names = []
+    for flag in typed_flags(args):
+        of_preset = flag.setting == "preset" and words & by_preset.keys()
+        if flag.setting in words or of_preset:
+            names.append(flag.name)
+    return f" (typed: {', '.join(names)})" if names else ""
 
 
 def _can_share_factors(run: Run) -> bool:
@@ -72,7 +87,7 @@ def with_preset(config: Any, args: Any = None) -> Any:
         )
     prefix = "soap" if name == "soap" else "muon"
     defaults = {flag.setting: flag.default for flag in OPTIMIZERS[prefix].flags}
-    flags_given = getattr(args, PRESET_FLAGS_GIVEN, None)
+    typed = getattr(args, TYPED, None)
     replaced = {}
     contradicting = {}
     for key, value in settings.items():
@@ -82,14 +97,14 @@ def with_preset(config: Any, args: Any = None) -> Any:
             continue
         replaced[key] = own
         default = defaults[key] if args is not None else getattr(type(config), field, defaults[key])
-        if own != default or field in (flags_given or ()):
+        if own != default or field in (typed or ()):
             contradicting[key] = own
     if contradicting:
         raise ValueError(
             f"--muon-preset {preset} stands for {described(settings)}, but the run also says "
             f"{described(contradicting)}: keep the preset, or what it stands for as flags"
         )
-    if replaced and flags_given is None:
+    if replaced and typed is None:
         known = "these are defaults of the config, which count as not given"
         say(f"muon_preset {preset} replaces {described(replaced)}: {known}")
     return with_fields(config, **{f"{prefix}_{key}": value for key, value in settings.items()})

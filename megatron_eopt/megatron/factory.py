@@ -1,5 +1,6 @@
 """Build the optimizer of a run, in phases."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 
 from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.arguments import loads_its_own, unread, without_effect
+from megatron_eopt.megatron.arguments import loads_its_own
 from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
@@ -17,6 +18,7 @@ from megatron_eopt.megatron.checkpoints.torch_dist import SavedState, refuse_uns
 from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
+from megatron_eopt.megatron.given import idle_flags, idle_settings, warnings_of
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
@@ -58,16 +60,17 @@ class OptimizerOfRun:
         The seconds of each phase are printed.
         """
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
+        agreement.on_all_ranks(lambda: refuse_unwritable(self.facts.args))
         caveat = releases.caveat(self.facts.release)
         if caveat is not None:
             agreement.say(caveat)
-        for warning in unread(self.facts.config):
+        for warning in warnings_of(self.facts.config, self.facts.args):
             agreement.say(f"warning: {warning}")
         self.describe()
         of_all = parameters_of(self.model_chunks, self.groups)
         agreement.on_all_ranks(lambda: agreement.refuse_different_parameters(of_all, self.groups))
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
-        self.warn_of_unread_flags()
+        self.refuse_idle_flags()
         matrices, overrides = agreement.on_all_ranks(self.check)
         tag(matrices)
         self.phase("parameters and settings")
@@ -103,12 +106,14 @@ class OptimizerOfRun:
         mark(self.parameters)
         warn_of_shared_keys(self.parameters, self.groups.tp.size(), on(self.facts.model, "sequence_parallel"))
 
-    def warn_of_unread_flags(self) -> None:
-        """Warn of given flags that no optimizer of any rank reads."""
+    def refuse_idle_flags(self) -> None:
+        """Refuse typed flags, and warn of settings, that no optimizer of any rank reads."""
         names = agreement.union(each.optimizer for each in self.assigned if each.optimizer is not None)
-        if self.facts.args is not None:
-            for warning in without_effect(self.facts.args, names):
-                agreement.say(f"warning: {warning}")
+        idle = idle_flags(self.facts.config, self.facts.args, names)
+        if idle:
+            raise ValueError("\n".join(idle))
+        for warning in idle_settings(self.facts.config, self.facts.args, names):
+            agreement.say(f"warning: {warning}")
 
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
@@ -175,6 +180,21 @@ class OptimizerOfRun:
         if on(args, "save") and args.ckpt_format == "torch_dist":
             for wrapper in plain_wrappers(self.optimizer):
                 refuse_unsaved(wrapper.optimizer)
+
+
+def refuse_unwritable(args: Any) -> None:
+    """Refuse a ``--save`` that no file can be written to, before a run has trained to its first save.
+
+    Whether the disk has room is not asked: nobody knows what else is written to it until then.
+    """
+    if not on(args, "save") or on(args, "enable_msc"):  # which is no folder of this machine
+        return
+    folder = Path(args.save).absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"--save {args.save}: {there} is a file, and no folder: name a folder, or one to be made")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--save {args.save}: this process may not write to {there}: name another folder")
 
 
 def warn_of_other_checkpoints(args: Any) -> None:

@@ -18,17 +18,15 @@ sys.path.insert(0, str(ROOT / "examples"))
 import demo  # noqa: E402
 import loopback  # noqa: E402, F401
 
+from megatron_eopt.family import OPTIMIZERS  # noqa: E402
+
 SETTINGS = DOCS / "optimizers.md"
 
 STEPS = 200
 THREADS = 1  # of each run, so that what else the machine does finds another core
 LAST = 20  # steps that a loss is averaged over: that of one batch is noisy
-# A hundredth of the files is held out. Precision 'high': with Megatron's 'medium', a CPU multiplies in bf16 if it can,
-# and the figures depend on the machine.
-COMMON = (
-    "--split 99,1,0 --num-workers 0 --eval-iters 8 --eval-interval 1000000 --log-interval 1 "
-    "--muon-fp32-matmul-prec high"
-)
+# A hundredth of the files is held out.
+COMMON = "--split 99,1,0 --num-workers 0 --eval-iters 8 --eval-interval 1000000 --log-interval 1"
 
 Losses = dict[int, float]  # iteration -> loss
 
@@ -79,6 +77,16 @@ def loss_at(losses: Losses, step: int) -> float:
     return statistics.fmean(loss for iteration, loss in losses.items() if step - LAST < iteration <= step)
 
 
+def precision(optimizer: str) -> list[str]:
+    """The flag of precision 'high', where an optimizer has it.
+
+    With Megatron's 'medium', a CPU multiplies in bf16 if it can, and the figures depend on the machine.
+    """
+    row = OPTIMIZERS.get(optimizer)
+    has_it = row is not None and "fp32_matmul_prec" in row.of_muon
+    return ["--muon-fp32-matmul-prec", "high"] if has_it else []
+
+
 def command(name: str, flags: Sequence[str], steps: int, out: Path) -> list[str]:
     """The command line of a run: the demo's model and schedule, then what differs, since the last of a flag counts."""
     data = ["--data-path", str(out / "stdlib"), "--data-cache-path", str(out / "cache")]
@@ -87,7 +95,7 @@ def command(name: str, flags: Sequence[str], steps: int, out: Path) -> list[str]
         *[sys.executable, "examples/loopback.py", "--nproc-per-node", "1"],
         *["-m", "megatron_eopt.run", "--cpu", "examples/pretrain_gpt.py"],
         *[*demo.MODEL.split(), *demo.SCHEDULE.split(), *demo.CPU.split(), *COMMON.split()],
-        *[*data, *of_steps, "--optimizer", name, *flags],
+        *[*data, *of_steps, "--optimizer", name, *precision(name), *flags],
     ]
 
 

@@ -16,16 +16,15 @@ from typing import Any
 import corpus
 import protocol
 from protocol import Run
-from training import ROOT, demo, loopback, processor
+from training import ROOT, demo, loopback, precision, processor
 
 from megatron_eopt.screen import progress
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
 BLOCK = 10  # steps that a printed training loss is the mean of
-# Precision 'high': with Megatron's 'medium', a CPU multiplies in bf16 if it can, and losses depend on the machine.
 COMMON = (
     f"--num-workers 0 --log-interval {BLOCK} --eval-iters {corpus.PIECES * corpus.PIECE // corpus.LENGTH // 16} "
-    "--eval-interval 1000000 --muon-fp32-matmul-prec high"
+    "--eval-interval 1000000"
 )
 _HELD_OUT = re.compile(r"loss at iteration \d+ on (validation|test) set \| lm loss value: ([-+.\w]+)")
 # What Megatron says of gradients, and what this package does; a log may have words such as "found info" too.
@@ -41,7 +40,8 @@ def command(run: Run, data: Path) -> list[str]:
     return [
         *[sys.executable, "-m", "megatron_eopt.run", "--cpu", "examples/pretrain_gpt.py"],
         *[*demo.MODEL.split(), *demo.SCHEDULE.split(), *demo.CPU.split(), *COMMON.split()],
-        *[*paths, "--data-cache-path", str(data / corpus.CACHE), "--optimizer", run.named, *run.flags],
+        *[*paths, "--data-cache-path", str(data / corpus.CACHE), "--optimizer", run.named],
+        *[*precision(run.named), *run.flags],
     ]
 
 

@@ -1,6 +1,7 @@
 """Start real Megatron runs on this machine and read what they recorded."""
 
 import atexit
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from examples import loopback
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.routing import from_json, rows
 
 HERE = Path(__file__).parent
@@ -189,7 +191,7 @@ def start(
     started by torchrun.
     ``megatron`` is a folder with another release of Megatron-Core than the installed one.
     """
-    arguments = [*map(str, arguments)]
+    arguments = _without_idle([*map(str, arguments)])
     environment = (environment or {}) | ({} if record is None else {"RECORD": str(record)})
     if forked and megatron is None and (forks := _forks.get(tuple(program[:-1]))):
         return forks.run(program[-1], ranks, arguments, environment, directory, timeout)
@@ -205,6 +207,18 @@ def start(
             text=True,
             timeout=timeout,
         )
+
+
+def _without_idle(arguments):
+    """Without precision and eps, which tests give to all runs, where the optimizer reads none and would refuse them."""
+    named = [value for flag, value in itertools.pairwise(arguments) if flag == "--optimizer"]
+    row = OPTIMIZERS.get(named[-1]) if named else None
+    idle = set()
+    if row is not None and "fp32_matmul_prec" not in row.of_muon:
+        idle.add(EXACT[0])
+    if row is not None and row.owns == "all" and row.betas != "adam":
+        idle.add("--adam-eps")
+    return [each for flag, each in itertools.pairwise(["", *arguments]) if not idle & {flag, each}]
 
 
 def train(folder, ranks, *arguments, model=SMALL_GPT, **how):

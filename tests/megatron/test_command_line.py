@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import gc
 import inspect
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -12,12 +13,22 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import megatron_eopt
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt import run as launcher
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import activation
-from megatron_eopt.megatron.arguments import FLAGS, unread
-from megatron_eopt.megatron.arguments import without_effect as unread_flags
+from megatron_eopt.megatron.factory import refuse_unwritable
+from megatron_eopt.megatron.given import (
+    complete,
+    idle_flags,
+    idle_settings,
+    typed_flags,
+    warnings_of,
+    without_effect,
+)
+from megatron_eopt.megatron.run_flags import FLAGS
+from megatron_eopt.registry import takes_matrices
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, since_0_20, train
 
 
@@ -104,17 +115,14 @@ def test_no_number_of_ours_can_be_nan(activated, capsys):
 
 
 @pytest.mark.parametrize("name", ["laprop", "mop", "rekls", "sinkhorn_muon", "spel"])
-def test_optimizers_that_megatron_brings_along_are_refused_and_never_called_ours(parse, capsys, name):
-    from megatron.training import training
-
+def test_optimizers_that_megatron_brings_along_are_refused_and_never_called_ours(parse, validate, capsys, name):
     pytest.importorskip("emerging_optimizers")
     with pytest.raises(SystemExit):
         parse("--optimizer", name)
     said = capsys.readouterr().err
     assert f"argument --optimizer: {name} is in Megatron's registry from the package emerging-optimizers" in said
-    args = with_dtypes(parse("--optimizer", "adam", "--lr", "0.1", "--optimizer-overrides", "x.yaml"))
     with pytest.raises(ValueError, match="take an optimizer of this package") as raised:
-        training.get_megatron_optimizer_config(args)
+        validate("--optimizer", "adam", "--optimizer-overrides", "x.yaml")
     assert name not in str(raised.value)
 
 
@@ -136,47 +144,146 @@ def with_dtypes(args):
     return args
 
 
+def config_as_frameworks_make_it(args, **fields):
+    """Megatron's fields of parsed arguments, by slime's way, and what a run makes of the config."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    with_dtypes(args)
+    names = [field.name for field in dataclasses.fields(OptimizerConfig) if hasattr(args, field.name)]
+    config = OptimizerConfig(**{name: getattr(args, name) for name in names} | fields)
+    complete(config, args)
+    return config
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "flags", "without_effect"),
+    ("optimizer", "flags", "idle"),
     [
         (
             "adam",
             "--muon-momentum 0.3 --lion-beta1 0.8 --lion-beta2 0.8 --soap-nesterov",
             {"--muon-momentum": "muon", "--soap-nesterov": "soap", "--lion-beta1, --lion-beta2": "lion"},
         ),
-        ("adam", "--muon-no-split-qkv", {"--muon-no-split-qkv": "soap"}),
+        ("adam", "--muon-no-split-qkv --adam-beta1 0.8", {"--muon-no-split-qkv": "soap"}),
+        ("adam", "--muon-momentum 0.9", {"--muon-momentum": "muon"}),  # which is the default
         ("adam", "", {}),
         ("lion", "--lion-beta1 0.8 --muon-num-ns-steps 10", {"--muon-num-ns-steps": "scion"}),
+        ("lion", "--adam-beta1 0.5 --adam-eps 1e-5", {"--adam-beta1, --adam-eps": "soap"}),
         ("soap", "--muon-scale-mode shape_scaling --muon-no-split-qkv --muon-lr 0.1", {"--muon-scale-mode": "muon"}),
         ("adaptive_muon", "--muon-momentum 0.3 --muon-nesterov --muon-tp-mode blockwise", {}),
         ("muon", "--muon-momentum 0.3 --muon-scalar-optimizer lion --lion-beta1 0.8", {}),
+        ("muon", "--sgd-momentum 0.3 --adam-beta2 0.95", {"--sgd-momentum": "sgd"}),
         ("scion", "--muon-momentum 0.3 --muon-num-ns-steps 10", {"--muon-momentum": "muon"}),
     ],
 )
-def test_flags_without_effect_are_named(parse, capsys, optimizer, flags, without_effect):
-    from megatron.training import training
-
-    args = parse("--optimizer", optimizer, "--lr", "0.1", *flags.split())
-    said = unread_flags(args, [optimizer, args.muon_scalar_optimizer])
-    training.get_megatron_optimizer_config(with_dtypes(args))
-    training.get_megatron_optimizer_config(args)  # as 0.19 does, which makes two
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("megatron_eopt:")]
-    # what runs of this package's optimizers do not read is said once overrides are resolved
-    assert printed == ([f"megatron_eopt: warning: {line}" for line in said] if optimizer == "adam" else [])
-    assert len(said) == len(without_effect)
-    for line, (named, reader) in zip(said, without_effect.items(), strict=True):
-        warned = f"{named} without effect, with --optimizer {optimizer}: leave out, or take"
-        assert line.startswith(warned)
+def test_flags_without_effect_are_errors(parse, validate, optimizer, flags, idle):
+    args = parse("--optimizer", optimizer, *flags.split())
+    built = {optimizer, args.muon_scalar_optimizer if takes_matrices(optimizer) else optimizer}
+    said = without_effect(optimizer, typed_flags(args), built)
+    assert len(said) == len(idle)
+    for line, (named, reader) in zip(said, idle.items(), strict=True):
+        assert line.startswith(f"{named} without effect, with --optimizer {optimizer}: leave out, or take")
         assert reader in line.rpartition(" --optimizer ")[2].split(" or ")
         assert optimizer not in line.rpartition(" --optimizer ")[2].split(" or ")
+    if optimizer == "adam" and idle:  # which this package does not build
+        with pytest.raises(ValueError, match=said[0]):
+            validate("--optimizer", optimizer, *flags.split())
 
 
-@pytest.mark.parametrize(("optimizer", "without_effect"), [("muon", False), ("soap", False), ("lion", True)])
-def test_flags_of_megatron_0_20_without_effect_are_named(parse, optimizer, without_effect):
-    args = parse("--optimizer", optimizer, "--lr", "0.1")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--muon-split all --muon-no-split-qkv", "--muon-no-split-qkv without effect, with --muon-split all"),
+        ("--muon-no-split-qkv", None),
+        ("--muon-momentum-from-adam", "without effect, without --load"),
+        ("--muon-momentum-from-adam --load x --no-load-optim", "without effect, with --no-load-optim"),
+        ("--muon-momentum-from-adam --load x", None),
+    ],
+)
+def test_flags_without_effect_beside_others_are_errors(parse, flags, said):
+    args = parse("--optimizer", "muon", *flags.split())
+    lines = idle_flags(config_as_frameworks_make_it(args), args, ["muon", "adam"])
+    assert len(lines) == (said is not None)
+    assert all(said in line for line in lines)
+
+
+def test_settings_without_effect_are_warned_of(parse):
+    from megatron.core.optimizer import OptimizerConfig
+
+    args = parse("--optimizer", "muon", "--lr", "0.1")
+    config = config_as_frameworks_make_it(args)
+    assert idle_settings(config, args, ["muon", "adam"]) == []
+    config.dion_momentum = 0.5
+    (said,) = idle_settings(config, args, ["muon", "adam"])
+    assert said.startswith("--dion-momentum without effect")
+    assert idle_settings(OptimizerConfig(optimizer="lion"), None, ["lion"]) == []
+    lion = OptimizerConfig(optimizer="lion", lion_beta1=0.5, muon_momentum=0.7)
+    (said,) = idle_settings(lion, None, ["lion"])
+    assert said.startswith("--muon-momentum without effect")
+
+
+def test_a_schedule_for_schedule_free_is_warned_of_at_start(parse):
+    for style, warned in (("cosine", 1), ("constant", 0)):
+        args = parse("--optimizer", "schedule_free_adamw", "--lr", "0.1", "--lr-decay-style", style)
+        config = config_as_frameworks_make_it(args)
+        assert len(idle_settings(config, args, ["schedule_free_adamw"])) == warned
+        assert idle_settings(config, args, ["muon"]) == []
+
+
+def test_typed_flags_reach_any_config(parse):
+    args = parse(*"--optimizer muon --muon-preset match_adamw --muon-lr 2e-3 --muon-split all".split())
+    config = config_as_frameworks_make_it(args)
+    assert (config.muon_preset, config.matrix_lr, config.muon_split) == ("match_adamw", 2e-3, "all")
+    assert config.soap_precondition_frequency == 1  # the flag's default, which the constructor's is not
+    assert config.lr_decay_style == "linear"
+
+
+def test_a_config_that_contradicts_typed_flags_is_refused(parse):
+    args = parse(*"--optimizer muon --muon-momentum 0.9 --muon-lr 2e-3".split())
+    with pytest.raises(
+        ValueError, match=r"--muon-momentum was typed, for muon_momentum=0\.9, and the config has 0\.95"
+    ):
+        config_as_frameworks_make_it(args, muon_momentum=0.95)
+    with pytest.raises(ValueError, match=r"--muon-lr was typed, for matrix_lr=0\.002, and the config has 0\.1"):
+        config_as_frameworks_make_it(args, matrix_lr=0.1)
+    config_as_frameworks_make_it(args, matrix_lr=2e-3, muon_num_ns_steps=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("muon_prest", "muon_preset"),
+        ("muon_lr", "matrix_lr"),
+        ("matrix_Ir", "matrix_lr"),
+        ("muon_momentun", "muon_momentum"),
+        ("dion_rank_fracton", "dion_rank_fraction"),
+    ],
+)
+def test_attributes_that_nothing_reads_are_warned_of(activated, name, meant):
+    from megatron.core.optimizer import OptimizerConfig
+
+    config = OptimizerConfig(optimizer="muon", lr=0.1)
+    setattr(config, name, 0.5)
+    (said,) = warnings_of(config)
+    assert said.startswith(f"{name}=0.5 of the config without effect")
+    assert said.endswith(f"did you mean {meant!r}?")
+
+
+def test_attributes_that_an_optimizer_reads_are_not_warned_of(activated):
+    from megatron.core.optimizer import OptimizerConfig
+
+    config = OptimizerConfig(optimizer="muon", lr=0.1, matrix_lr=0.2)
+    config.muon_use_decoupled_weight_decay = False
+    config.optimizer_overrides = {"shape:tall": {"lr": 0.1}}
+    config._of_a_framework = 1
+    assert warnings_of(config) == []
+
+
+@pytest.mark.parametrize(("optimizer", "idle"), [("muon", False), ("soap", False), ("lion", True)])
+def test_flags_of_megatron_0_20_without_effect_are_named(parse, optimizer, idle):
+    args = parse("--optimizer", optimizer)
     args.muon_use_syrk, args.muon_split_glu = True, False
-    said = unread_flags(args, [optimizer])
-    assert len(said) == without_effect
+    said = idle_settings(args, args, [optimizer])
+    assert len(said) == idle
     wanted = f"--muon-use-syrk, --muon-no-split-glu without effect, with --optimizer {optimizer}:"
     assert all(line.startswith(wanted) for line in said)
 
@@ -184,8 +291,8 @@ def test_flags_of_megatron_0_20_without_effect_are_named(parse, optimizer, witho
 def test_a_decay_that_is_adams_alone_is_said_to_be():
     from megatron.core.optimizer import OptimizerConfig
 
-    assert unread(OptimizerConfig(optimizer="muon")) == []
-    (said,) = unread(OptimizerConfig(optimizer="muon", decoupled_weight_decay=False))
+    assert warnings_of(OptimizerConfig(optimizer="muon")) == []
+    (said,) = warnings_of(OptimizerConfig(optimizer="muon", decoupled_weight_decay=False))
     assert said.startswith("decoupled_weight_decay=False without effect on all optimizers but adam")
     assert "weight_decay_method" in said
 
@@ -194,9 +301,9 @@ def test_a_share_of_what_stays_on_the_gpu_is_said_to_have_no_effect():
     from megatron.core.optimizer import OptimizerConfig
 
     config = OptimizerConfig(optimizer="muon", optimizer_offload_fraction=0.5)
-    assert unread(config) == ["optimizer_offload_fraction=0.5 without effect: add --optimizer-cpu-offload"]
+    assert warnings_of(config) == ["optimizer_offload_fraction=0.5 without effect: add --optimizer-cpu-offload"]
     config.optimizer_cpu_offload = True
-    assert unread(config) == []
+    assert warnings_of(config) == []
 
 
 def test_settings_of_a_later_megatron_that_nothing_reads_are_named(monkeypatch):
@@ -206,8 +313,8 @@ def test_settings_of_a_later_megatron_that_nothing_reads_are_named(monkeypatch):
     fields = [(name, kind, dataclasses.field(default=default)) for name, kind, default in given]
     later = dataclasses.make_dataclass("OptimizerConfig", fields, bases=(optimizer_config.OptimizerConfig,))
     monkeypatch.setattr(optimizer_config, "OptimizerConfig", later)
-    assert unread(later(optimizer="muon", muon_num_ns_steps=7, muon_tp_mode="owner", muon_use_syrk=True)) == []
-    said = unread(later(muon_ns_batch_size=8, use_layer_sharding_muon=True))
+    assert warnings_of(later(optimizer="muon", muon_num_ns_steps=7, muon_tp_mode="owner", muon_use_syrk=True)) == []
+    said = warnings_of(later(muon_ns_batch_size=8, use_layer_sharding_muon=True))
     assert [line.split()[0] for line in said] == ["muon_ns_batch_size=8", "use_layer_sharding_muon=True"]
     assert all(line.endswith("leave it out") for line in said)
 
@@ -265,6 +372,7 @@ training.get_train_valid_test_num_samples()
 """
 NO_RATE = """
 import torch
+import megatron_eopt
 from megatron_eopt import TensorParallelMuon
 TensorParallelMuon([torch.ones(2, 2)], lr=None)
 """
@@ -336,12 +444,9 @@ def test_flags_and_defaults(parse):
 
 @pytest.mark.parametrize(("flags", "gib"), [([], 2), (["--optimizer-workspace", "0.25"], 0.25)])
 def test_the_workspace_reaches_the_optimizer(parse, flags, gib):
-    from megatron.training import training
-
     from megatron_eopt.registry import create_emerging_optimizer
 
-    args = with_dtypes(parse("--optimizer", "muon", "--lr", "0.1", *flags))
-    config, _ = training.get_megatron_optimizer_config(args)
+    config = config_as_frameworks_make_it(parse("--optimizer", "muon", "--lr", "0.1", *flags))
     groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
     model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=8))
     muon, _ = create_emerging_optimizer(config, groups, "muon", [model], None)
@@ -431,11 +536,10 @@ def run(activated):
 
 def test_the_tp_mode_is_auto_unless_another_is_named(run, parse):
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.training import training
 
     def of_flags(*flags):
         args = parse("--optimizer", "muon", "--lr", "0.1", *flags)
-        return run(training.get_megatron_optimizer_config(with_dtypes(args))[0]).config.muon_tp_mode
+        return run(config_as_frameworks_make_it(args)).config.muon_tp_mode
 
     def of_config(**fields):
         return run(OptimizerConfig(optimizer="muon", lr=0.1, **fields)).config.muon_tp_mode
@@ -491,7 +595,7 @@ def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, capl
         ("--optimizer soap --muon-preset keller", "--muon-preset keller is for muon and"),
         (
             "--optimizer muon --muon-brake-outward 0.1",
-            "brake_outward has no effect with weight_norm 'none'",
+            r"brake_outward has no effect with weight_norm 'none'.* \(typed: --muon-brake-outward\)",
         ),
         (
             "--optimizer muon --muon-extra-scale-factor 0.2 --muon-weight-norm hold",
@@ -499,7 +603,7 @@ def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, capl
         ),
         (
             "--optimizer muon --muon-preset match_adamw --muon-weight-norm hold",
-            "extra_scale_factor has no effect here",
+            r"extra_scale_factor has no effect here.* \(typed: --muon-preset, --muon-weight-norm\)",
         ),
         ("--optimizer muon --muon-beta2 0.9", "beta2 has no effect with moment2_method 'none'"),
         ("--optimizer soap --muon-preset megatron --soap-basis-of previous", "the run also says .*previous"),
@@ -524,6 +628,25 @@ def test_a_folder_without_a_checkpoint_is_refused_unless_the_run_saves_there(val
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("1")
     validate(*MUON, *load)
+
+
+def test_a_folder_that_cannot_be_saved_to_is_refused_at_start(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for save in ("file", "file/run"):
+        with pytest.raises(ValueError, match="file is a file, and no folder"):
+            refuse_unwritable(SimpleNamespace(save=tmp_path / save))
+    refuse_unwritable(SimpleNamespace(save=tmp_path / "new" / "run"))
+    refuse_unwritable(SimpleNamespace(save=None))
+    monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)  # root may write anywhere
+    with pytest.raises(ValueError, match="may not write to"):
+        refuse_unwritable(SimpleNamespace(save=tmp_path / "new" / "run"))
+
+
+def test_our_factory_takes_what_megatrons_takes():
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    ours = list(inspect.signature(megatron_eopt.get_megatron_optimizer).parameters)
+    assert ours == list(inspect.signature(get_megatron_optimizer).parameters)
 
 
 @since_0_20

@@ -15,7 +15,8 @@ from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, refused, train
 
 pytestmark = pytest.mark.wide
 
-RUN = ["--num-layers", 2, *MUON, "--train-iters", 1]
+SHORT = ["--num-layers", 2, "--train-iters", 1]
+RUN = [*SHORT, *MUON]
 MOE = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
 
 
@@ -98,7 +99,7 @@ def test_the_slowest_stage_is_planned_where_its_experts_are_not_dealt(more):
         ([], ["--world-size", 4], "unrecognized arguments: --world-size 4"),
         (["--world-size", 3], ["--tensor-model-parallel-size", 2], "world size (3) is not divisible by"),
         ([], ["--optimizer-overrides", "overrides.json"], "did you mean 'linear_fc1.weight'"),
-        ([], ["--optimizer", "adam"], "--optimizer adam is built by Megatron alone"),
+        ([], ["--optimizer", "adam"], "without effect, with --optimizer adam"),
         ([], ["--fp16"], "take --bf16"),
     ],
 )
@@ -130,7 +131,7 @@ def test_what_the_run_would_be_refused_for(tmp_path, monkeypatch, capsys, own, f
 def test_settings_that_do_not_go_together_are_named_with_their_source(tmp_path, capsys, optimizer, settings, message):
     overrides = tmp_path / "overrides.json"
     overrides.write_text(json.dumps({"linear_fc1.weight": settings}))
-    run = [*SMALL_GPT, *RUN, "--optimizer", optimizer, "--optimizer-overrides", overrides]
+    run = [*SMALL_GPT, *SHORT, "--optimizer", optimizer, "--optimizer-overrides", overrides]
     if message is None:
         assert main(["plan", "--", *map(str, run)]) == 0
         assert f"scale_mode none ({overrides}:1)" in re.sub(r"\s+", " ", capsys.readouterr().out)
@@ -143,13 +144,19 @@ def test_settings_that_do_not_go_together_are_named_with_their_source(tmp_path, 
     assert "for decoder.layers.0.mlp.linear_fc1.weight" in said
 
 
-def test_what_the_run_would_warn_of(capsys):
+def test_there_is_no_plan_of_megatrons_own_optimizers(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--", *map(str, [*SMALL_GPT, *SHORT])])
+    assert "--optimizer adam is built by Megatron alone" in capsys.readouterr().err
+
+
+def test_what_the_run_would_refuse_and_warn_of(capsys):
     flags = [flag for flag in RUN if flag not in ("--muon-extra-scale-factor", "0.2")]
     unread = ["--soap-nesterov", "--muon-tp-mode", "owner"]
-    assert main(["plan", "--", *map(str, [*SMALL_GPT, *flags, *unread])]) == 0
+    assert main(["plan", "--", *map(str, [*SMALL_GPT, *flags, *unread])]) == 1
     out = capsys.readouterr().out
     unused = "without effect, with --optimizer muon: leave out, or take --optimizer soap"
-    assert f"\nwarning: --soap-nesterov {unused}\n" in out
+    assert f"\nproblem: --soap-nesterov {unused}\n" in out
     assert "\nTensorParallelMuon, tp_mode owner\n" in out
     assert "--muon-preset match_adamw" in out
 
@@ -210,7 +217,7 @@ def test_what_megatron_would_end_on_when_it_makes_rates_and_data(capsys):
 @pytest.mark.parametrize("more", [[], ["--optimizer", "spectron", "--spectron-rank", 8]], ids=["muon", "spectron"])
 def test_the_time_of_a_step_and_numbers_of_ranks_are_said(capsys, more):
     """With 10 ps for each entry of the rank, and what its plan takes; that of Spectron is for factors."""
-    own = RUN if not more else [flag for flag in RUN if flag not in ("--muon-extra-scale-factor", "0.2")]
+    own = SHORT if more else RUN
     assert main(["plan", "--world-size", "4", "--", *map(str, [*SMALL_GPT, *own, *TP2, *more])]) == 0
     out = capsys.readouterr().out
     assert out.startswith("4 ranks: tensor 2, pipeline 1, context 1, expert 1, data 2\n")

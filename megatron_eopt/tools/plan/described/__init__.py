@@ -35,7 +35,7 @@ def planned_run(flags: Sequence[str], world_size: int | None) -> PlannedRun:
     while len(stages) < len(ranks):
         with described_run(flags, ranks[len(stages)], world_size) as run:
             # only now: importing Megatron may need what stands in for a GPU
-            from megatron_eopt.megatron.arguments import unread, without_effect
+            from megatron_eopt.megatron.given import idle_flags, idle_settings, warnings_of
             from megatron_eopt.tools.plan.described.arguments import problems_of_training, sizes
             from megatron_eopt.tools.plan.described.optimizers import planned_stage, refuse_unmatched
 
@@ -43,7 +43,7 @@ def planned_run(flags: Sequence[str], world_size: int | None) -> PlannedRun:
                 ranks = ranks_to_describe(run.args)
                 name = run.args.optimizer.removeprefix("dist_")
                 of_training = problems_of_training(run.args)
-                unused = unread(run.optimizer_config)
+                noted = warnings_of(run.optimizer_config, run.args)
             stages.append(planned_stage(run))
             if len(stages) == len(ranks):
                 refuse_unmatched(run, stages)
@@ -56,6 +56,7 @@ def planned_run(flags: Sequence[str], world_size: int | None) -> PlannedRun:
         matrices.append(sum(len(row.matrices) for rank in stage.rows for row in rank))
     together = merged(map(families, rows))
     names = {family.like.optimizer for family in together if family.like.optimizer is not None}
+    given = (run.optimizer_config, run.args, names)
     slowest = max(stages, key=lambda stage: (stage.seconds, bool(stage.explained)))
     return PlannedRun(
         families=together,
@@ -65,7 +66,7 @@ def planned_run(flags: Sequence[str], world_size: int | None) -> PlannedRun:
         seconds=slowest.seconds,
         layout=sizes(run.args),
         stages=list(zip(matrices, [stage.memory for stage in stages], strict=True)),
-        problems=[*problems(together, name, takes_matrices(name)), *of_training],
-        warnings=[*without_effect(run.args, names), *unused, *warnings(together, stages[0].scale_mode)],
+        problems=[*problems(together, name, takes_matrices(name)), *idle_flags(*given), *of_training],
+        warnings=[*idle_settings(*given), *noted, *warnings(together, stages[0].scale_mode)],
         notes=run.notes,
     )

@@ -63,6 +63,7 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
             raise ValueError(f"{reason}: such a run cannot be described without a GPU")
     transformer_engine = args.transformer_impl != "local"
     notes = _notes(args) if transformer_engine else ()
+    load = args.load
     for name, value in _WITHOUT.items():
         if hasattr(args, name):
             setattr(args, name, value)
@@ -70,6 +71,7 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     args.world_size = world_size or _smallest_world(args)
     with refused("with this package refuses the flags"):
         arguments.validate_args(args)
+    args.load = load
     _pad_vocabulary(args)
     return args, transformer_engine, notes
 
@@ -161,6 +163,8 @@ def _pad_vocabulary(args: Namespace) -> None:
             "the size of the vocabulary is the tokenizer's, and no tokenizer is read here: add --vocab-size (of the "
             "tokenizer), or --padded-vocab-size"
         )
+    if args.vocab_size < 1:
+        raise ValueError(f"--vocab-size is a number of tokens, at least 1, got {args.vocab_size}")
     if args.tokenizer_type == "NullTokenizer":
         build_tokenizer.build_tokenizer(args)
     elif getattr(args, "pad_vocab_size", True):

@@ -184,13 +184,17 @@ def _described(args: Namespace, transformer_engine: bool, notes: tuple[str, ...]
     from megatron.core.utils import get_model_config
     from megatron.training import training
 
+    from megatron_eopt.megatron.given import complete
+
     groups = ProcessGroupCollection.use_mpu_process_groups()
     with refused("cannot build this model on the CPU"):
         with _OnMeta():
             chunks = list(_chunks(args, groups, transformer_engine))
         if args.use_torch_fsdp2:  # whose mesh has numbers
             chunks = [fsdp2.TorchFullyShardedDataParallel(each.config, None, each.module) for each in chunks]
+    with refused("with this package refuses the flags"):
         config, overrides = training.get_megatron_optimizer_config(args)
+        complete(config, args)
         if getattr(args, "use_mup", False):
             of_mup = optimizer.get_mup_config_overrides(
                 config=config,

@@ -1,0 +1,81 @@
+"""The flags of a run: those of the table of optimizers, and those whatever the optimizer."""
+
+from megatron_eopt.family import OPTIMIZERS, Flag
+from megatron_eopt.optimizers.weight_average import AverageRule
+from megatron_eopt.parallel.workspace import Workspace
+from megatron_eopt.settings.records import MOMENTUM_DTYPES
+from megatron_eopt.settings.values import ABOVE_0, count
+
+
+def _check_average(called: str, rule: str) -> None:
+    AverageRule.parse(rule)
+
+
+RUN_FLAGS = (  # whatever the optimizer
+    Flag("optimizer_overrides", "File with settings of single parameters, YAML or JSON.", default=None, metavar="FILE"),
+    Flag(
+        "optimizer_manifest",
+        "Print which optimizer has which parameter: a line for those alike (short), for each (full), or none.",
+        default="short",
+        choices=("short", "full", "none"),
+    ),
+    Flag("optimizer_manifest_file", "Write that to this file, as JSON.", default=None, metavar="FILE"),
+    Flag(
+        "optimizer_workspace",
+        "GiB that a step of Muon may take, beside its largest matrix.",
+        default=Workspace.bytes / 2**30,
+        metavar="GIB",
+        check=ABOVE_0,
+    ),
+    Flag(
+        "balanced_deal",
+        "Let Megatron's distributed optimizer deal matrices by size, not by predicted time.",
+        default=True,
+    ),
+    Flag(
+        "optimizer_momentum_dtype",
+        "Keep momenta of Muon and its relatives in bf16, rounded at random.",
+        default="fp32",
+        choices=tuple(MOMENTUM_DTYPES),
+    ),
+    Flag(
+        "optimizer_weight_average",
+        "Average the weights, and evaluate at the average: ema:DECAY, or tail:STEPS for the mean of the last steps.",
+        default=None,
+        metavar="RULE",
+        check=_check_average,
+    ),
+    Flag(
+        "save_weight_average",
+        "Save that average as the model; the trained weights are in the optimizer state.",
+        default=False,
+    ),
+    Flag(
+        "optimizer_metrics_interval",
+        "Steps from one measured step to the next; 0 for none, by default --log-interval.",
+        default=None,
+        kind=int,
+        metavar="STEPS",
+        check=count(0),
+    ),
+    Flag("checksums", "Save no checksums in torch_dist checkpoints, and compare none on load.", default=True),
+    Flag(
+        "trust_checkpoint_globals",
+        "Classes and functions, with commas between, that checkpoints may name besides Megatron's and torch's.",
+        default=None,
+        metavar="NAMES",
+    ),
+)
+LATER = (  # flags of Megatron's since 0.20
+    Flag("use_syrk", "", default=False, shared=True, megatrons=True, optimizer="muon"),
+    Flag("split_glu", "", default=True, shared=True, megatrons=True, optimizer="muon"),
+)
+BESIDE = (  # flags of Megatron's for its own optimizers, of which some of ours read those of Adam
+    Flag("beta1", default=0.9, megatrons=True, optimizer="adam"),
+    Flag("beta2", default=0.999, megatrons=True, optimizer="adam"),
+    Flag("eps", default=1e-8, megatrons=True, optimizer="adam"),
+    Flag("momentum", default=0.9, megatrons=True, optimizer="sgd"),
+)
+OF_OPTIMIZERS = (*(flag for row in OPTIMIZERS.values() for flag in row.flags), *LATER, *BESIDE)
+FLAGS = (*(flag for flag in OF_OPTIMIZERS if not flag.megatrons), *RUN_FLAGS)
+"""Those that Megatron has not."""

@@ -38,7 +38,6 @@ def _of(optimizer: str) -> dict[str, Any]:
 _AVERAGING = _of("schedule_free_adamw")
 _AVERAGED = {"config.optimizer_weight_average": "ema:0.999"}
 _AS_MODEL = {"config.save_weight_average": True}
-_CUT_TWICE = {"cut_twice": "a weight", "weight_shards": 2}
 _FSDP = {"ddp.use_megatron_fsdp": True}
 _INSTANCES = _FSDP | {"ddp.num_distributed_optimizer_instances": 2, "ddp.overlap_grad_reduce": True}
 _OFFLOAD = {"config.optimizer_cpu_offload": True}
@@ -56,11 +55,7 @@ FEATURES = (
     Feature("context parallelism", note="these ranks are data-parallel ranks to an optimizer"),
     Feature("expert parallelism", note="every expert's matrices are matrices of their own"),
     Feature("--moe-single-grouped-weight, --moe-single-grouped-bias (unproven)", {"grouped_experts": "a weight"}),
-    Feature("--tensor-parallel-num-weight-shards", _CUT_TWICE, "Transformer Engine alone cuts so", unproven=True),
-    Feature(
-        "--tensor-parallel-num-weight-shards with optimizer state in checkpoints",
-        _CUT_TWICE | {"args.save": "a folder"},
-    ),
+    Feature("--tensor-parallel-num-weight-shards", {"cut_twice": "a weight"}),
     Feature("--use-distributed-optimizer with --bf16", {}, _WHOLE, distributed=True),
     Feature("--use-distributed-optimizer in fp32", {"config.bf16": False}, _WHOLE, distributed=True),
     Feature("--use-distributed-optimizer with lion", _of("lion"), distributed=True),

@@ -106,11 +106,10 @@ class Split:
         top: int,
         bottom: int,
         shards: int = 1,
-        padding: int = 0,
         layers: tuple[int, int] | None = None,
     ) -> "LocalRows":
         """The rows of one rank: see :class:`LocalRows`."""
-        return LocalRows(self.pattern(rows, shards), top, bottom, self, padding, layers)
+        return LocalRows(self.pattern(rows, shards), top, bottom, self, layers)
 
     def in_global_order(self) -> "Split":
         """The split of a global tensor, such as a DTensor's."""
@@ -203,11 +202,10 @@ class Pattern:
 class LocalRows:
     """One rank's rows of a fused parameter: split and merge.
 
-    They are rows ``top:bottom`` (columns if transposed), then ``padding`` ones, which :meth:`merge` makes zero. Of a
-    stack, ``layers`` are the first matrix that the rank has and the one behind its last; by default it has all.
+    They are rows ``top:bottom`` (columns if transposed). Of a stack, ``layers`` are the first matrix that the rank has
+    and the one behind its last; by default it has all.
 
     Attributes:
-        padding: rows behind the shards.
         is_whole: whether the parameter is one matrix, so that there is nothing to split.
         transposed: whether columns are split.
         stacked: whether the parameter has three dimensions.
@@ -219,11 +217,9 @@ class LocalRows:
         top: int,
         bottom: int,
         split: Split = WHOLE,
-        padding: int = 0,
         layers: tuple[int, int] | None = None,
     ) -> None:
-        self.padding = padding
-        self.is_whole = split.is_whole and not padding
+        self.is_whole = split.is_whole
         self.transposed = split.transposed
         self.stacked = split.stacked is not None
         count = len(pattern.blocks)
@@ -248,9 +244,15 @@ class LocalRows:
         ``x`` is (rows x cols) or (stacked x rows x cols). Consecutive rows are a view.
         """
         x = x.mT if self.transposed else x
-        if self.padding:
-            x = x.narrow(-2, 0, x.size(-2) - self.padding)
-        return self._split(x)
+        if len(self._of_matrix) == 1 and not self.stacked:
+            return [x]
+        flat = x.flatten(0, -2)
+        pieces: list[list[Tensor]] = [[] for _ in self._of_matrix]
+        for section, (repeats, runs) in zip(flat.split(self._of_section), self._sections, strict=True):
+            of_runs = section.unflatten(0, (repeats, -1)).split([rows for _, rows in runs], 1)
+            for (matrix, _), rows in zip(runs, of_runs, strict=True):
+                pieces[matrix].append(rows.flatten(0, 1))
+        return [_joined(some or [flat[:0]]) for some in pieces]
 
     @cached_property
     def runs(self) -> list[list[tuple[int, int, int, int]]]:
@@ -279,25 +281,10 @@ class LocalRows:
             found.append((layer, first, rows, step))
         return of_matrices
 
-    def _split(self, x: Tensor) -> list[Tensor]:
-        if len(self._of_matrix) == 1 and not self.stacked:
-            return [x]
-        flat = x.flatten(0, -2)
-        pieces: list[list[Tensor]] = [[] for _ in self._of_matrix]
-        for section, (repeats, runs) in zip(flat.split(self._of_section), self._sections, strict=True):
-            of_runs = section.unflatten(0, (repeats, -1)).split([rows for _, rows in runs], 1)
-            for (matrix, _), rows in zip(runs, of_runs, strict=True):
-                pieces[matrix].append(rows.flatten(0, 1))
-        return [_joined(some or [flat[:0]]) for some in pieces]
-
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`."""
         merged = self._merged(matrices)
-        if self.transposed:
-            merged = merged.mT.contiguous()
-        if self.padding:
-            merged = torch.nn.functional.pad(merged, (0, 0, 0, self.padding))
-        return merged
+        return merged.mT.contiguous() if self.transposed else merged
 
     def _merged(self, matrices: Sequence[Tensor]) -> Tensor:
         if len(self._of_matrix) == 1 and not self.stacked:

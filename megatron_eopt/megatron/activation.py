@@ -105,7 +105,7 @@ def _of_registry() -> list[Redirection]:
 
 def _of_core() -> list[Redirection]:
     attributes = megatrons_layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
-    lost = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
+    lost = "the fp32 copy of a bf16 parameter would lose its name, and which matrices it is made of"
     refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
     shards = "Megatron knows a DTensor by its shard, for which newer releases of torch give it a new tensor each time"
     compared = "checksums of what is saved, which are compared when it is loaded"
@@ -118,7 +118,7 @@ def _of_core() -> list[Redirection]:
     exact = partial(with_fields, default=arguments.DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
     by_shard = around(lambda number, parameters: number(map(shard_of, parameters)))
-    kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
+    kept = ("qkv_split_shapes", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),

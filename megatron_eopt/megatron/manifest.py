@@ -18,7 +18,7 @@ from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_name, optimizer_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
-from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded
+from megatron_eopt.parallel.attributes import is_expert, is_sharded
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.registry import takes_matrices
 from megatron_eopt.routing import (
@@ -188,8 +188,6 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
     if is_sharded(parameter):
         dim = parameter.partition_dim - parameter.ndim  # type: ignore[attr-defined]
         cuts.append(("columns" if dim == -1 and parameter.ndim > 1 else "rows", f"{prefix}tp"))
-    if is_cut_again(parameter):
-        cuts.append(("rows", f"{prefix}gtp_remat"))
     if isinstance(parameter, DTensor):  # torch FSDP2's
         cuts.append(("rows", "dp_cp"))
     listed = [f"{what} over {name} {sizes[name]}" for what, name in cuts if sizes.get(name, 1) > 1]

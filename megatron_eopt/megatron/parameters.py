@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.from_config import get_qkv_split_shapes
 from megatron_eopt.matrices import tag_declared
 from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
-from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, padding_of
+from megatron_eopt.parallel.attributes import is_expert, is_sharded
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.routing.selectors import ParameterInfo, unwrapped
 
@@ -125,9 +125,6 @@ def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
 def _global_shape(parameter: Tensor, pg_collection: Any) -> tuple[int, ...]:
     shape = list(parameter.shape)
     prefix = "expt_" if is_expert(parameter) else ""
-    again = getattr(pg_collection, f"{prefix}gtp_remat", None)
-    if is_cut_again(parameter) and again is not None and again.size() > 1:
-        shape[0] = shape[0] * again.size() - padding_of(parameter)
     if isinstance(parameter, DTensor) and tells_its_chunk(parameter):  # the shape is global already
         return tuple(shape)
     group = getattr(pg_collection, f"{prefix}tp", None)

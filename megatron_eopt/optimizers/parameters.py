@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.matrices import ATTRIBUTE, Split, check_split_shapes, declared_split
-from megatron_eopt.parallel.attributes import is_cut_again, is_expert, is_sharded, layout_of
+from megatron_eopt.parallel.attributes import is_expert, is_sharded, layout_of
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import Layout, of_stack, split_layout, within
 from megatron_eopt.parallel.rectangles import Shape
@@ -29,11 +29,11 @@ OF_FSDP1 = (
     "is wrapped by FullyShardedDataParallel (FSDP1), whose shards are vectors that do not say which matrix they are "
     "of: take fully_shard (FSDP2), in accelerate fsdp_version=2"
 )
-GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")  # in the order of layout_of
+GROUPS = ("tp", "expt_tp")  # in the order of layout_of
 
 
 class TensorParallelGroups(Protocol):
-    """What is read of Megatron's ProcessGroupCollection; ``gtp_remat`` is optional."""
+    """What is read of Megatron's ProcessGroupCollection."""
 
     tp: ProcessGroup
     expt_tp: ProcessGroup
@@ -149,8 +149,9 @@ def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None)
         if split is not None and split.stacked is not None and 1 not in layout.cut_dims:
             _, rows, cols = parameter.shape
             return of_stack(layout, (rows, cols))
-        tp = (getattr(pg_collection, name, None) for name in _cut_over(parameter))
-        return within(layout, getattr(parameter, "partition_dim", 0), next(tp, None))
+        name = _cut_over(parameter)
+        tp = None if name is None else getattr(pg_collection, name, None)
+        return within(layout, getattr(parameter, "partition_dim", 0), tp)
     return layout_of(parameter, *(getattr(pg_collection, name, None) for name in GROUPS))
 
 
@@ -178,7 +179,8 @@ def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParall
 
 def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> dict[str, ProcessGroup]:
     """Label -> group of ranks that share a parameter."""
-    groups = {name: getattr(pg_collection, name, None) for name in _cut_over(parameter)}
+    name = _cut_over(parameter)
+    groups = {} if name is None else {name: getattr(pg_collection, name, None)}
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         cut = [i for i, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
@@ -187,29 +189,25 @@ def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None
     return {name: group for name, group in groups.items() if group is not None and group.size() > 1}
 
 
-def _cut_over(parameter: Tensor) -> list[str]:
-    """Groups over which Megatron cuts a parameter, outside meshes."""
-    if isinstance(parameter, DTensor) and tells_its_chunk(parameter):
-        return []
-    cut = {"tp": is_sharded(parameter), "gtp_remat": is_cut_again(parameter)}
-    prefix = "expt_" if is_expert(parameter) else ""
-    return [prefix + name for name, is_cut in cut.items() if is_cut]
+def _cut_over(parameter: Tensor) -> str | None:
+    """The group over which Megatron cuts a parameter, outside meshes."""
+    if not is_sharded(parameter) or (isinstance(parameter, DTensor) and tells_its_chunk(parameter)):
+        return None
+    return "expt_tp" if is_expert(parameter) else "tp"
 
 
 def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, called: str, advice: str = "") -> None:
     """Refuse a shard without its process groups; ``advice`` for messages."""
     if isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    for name in _cut_over(parameter):
-        if getattr(pg_collection, name, None) is None:
-            if name == "tp":
-                advice += "; if every rank has it whole, set its tensor_model_parallel to False"
-            raise ValueError(
-                f"{called} is marked as sharded, but no process group completes it: pass a pg_collection that has "
-                f"{name!r}{advice}"
-            )
-    if is_cut_again(parameter):
-        matrix_layout(parameter, pg_collection)  # which refuses what nothing here can lay out
+    name = _cut_over(parameter)
+    if name is not None and getattr(pg_collection, name, None) is None:
+        if name == "tp":
+            advice += "; if every rank has it whole, set its tensor_model_parallel to False"
+        raise ValueError(
+            f"{called} is marked as sharded, but no process group completes it: pass a pg_collection that has "
+            f"{name!r}{advice}"
+        )
 
 
 def checked_split(name: str, values: Mapping[str, Any], lengths: Sequence[int]) -> Sequence[int] | None:

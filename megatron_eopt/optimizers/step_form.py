@@ -11,7 +11,6 @@ from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.step_kernels import DTYPES
 from megatron_eopt.orthogonalize.kernels import fast_triton, triton_missing
-from megatron_eopt.parallel.attributes import is_cut_again, padding_of
 from megatron_eopt.settings.records import StepForm
 
 
@@ -43,8 +42,6 @@ def reason_against(optimizer: OrthogonalizedOptimizer) -> str | None:
         momentum = optimizer.momentum_dtype or weight.dtype
         if not {weight.dtype, momentum} <= set(DTYPES):
             return f"{name} is in {weight.dtype}, its momentum in {momentum}"
-        if is_cut_again(parameter) and (padding := padding_of(parameter)):
-            return f"{name} has {padding} rows of padding"
         stacked = split is not None and split.stacked is not None
         if weight.ndim > 2 and not stacked and not weight.is_contiguous():
             return f"{name} is read as a matrix, but its strides are {weight.stride()}"

@@ -22,7 +22,6 @@ class Layout:
     # Shards of a fused parameter's rows that each have a part of every matrix; None: one for each rank, or one where
     # ranks do not cut the rows in their order.
     shards: int | None = None
-    padding: int = 0  # rows of this rank's tensor behind its shard, no part of the matrix
     # Of a stack whose matrices ranks share out: the first that each rank has, and the one behind its last. All of them
     # lie as the rectangles say.
     layers: tuple[tuple[int, int], ...] = ()
@@ -175,7 +174,7 @@ def split_layout(layout: Layout, split: Split) -> list[Layout]:
 
     A shard holds consecutive rows of each, perhaps none. Raises ``ValueError`` where the declaration does not fit.
     """
-    matrix = replace(layout, shards=None, padding=0, layers=())  # which are of the parameter
+    matrix = replace(layout, shards=None, layers=())  # which are of the parameter
     if split.is_whole:
         return [matrix]
     pattern = split.pattern(layout.shape[0], _shards(layout, split))
@@ -212,7 +211,6 @@ def local_rows(layout: Layout, split: Split) -> LocalRows:
         rectangle.top,
         rectangle.bottom,
         _shards(layout, split),
-        layout.padding,
         layout.layers[layout.rank] if layout.layers else None,
     )
 

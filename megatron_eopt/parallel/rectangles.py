@@ -51,30 +51,6 @@ def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
     return tuple(shards)
 
 
-def cut_twice(
-    held: Shape,
-    dim: int,
-    ranks: int,
-    again: int,
-    padding: int = 0,
-) -> tuple[Shape, tuple[tuple[Rectangle, ...], ...]]:
-    """A matrix cut over ``ranks``, then by rows over ``again``.
-
-    Returns its shape without padding, and the shards by the rank in each cut. They have the rows of ``held``, or fewer
-    where ``padding``, which follows each shard of the first cut, fills up the last ranks of the second.
-    """
-    rows, cols = held
-    of_shard = rows * again - padding
-    if padding < 0 or of_shard < 0:
-        raise ValueError(f"padding of {again} shards of {rows} rows is from 0 to {rows * again} rows, got {padding}")
-    shape = (of_shard * ranks, cols) if dim == 0 else (of_shard, cols * ranks)
-    grid = []
-    for shard in cut(shape, dim, ranks):
-        edges = [min(shard.top + rank * rows, shard.bottom) for rank in range(again + 1)]
-        grid.append(tuple(Rectangle(top, bottom, shard.left, shard.right) for top, bottom in pairwise(edges)))
-    return shape, tuple(grid)
-
-
 @lru_cache
 def copies(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int:
     """How often ranks hold a matrix; 1 without entries."""

@@ -30,22 +30,20 @@ GROUP = (8, 4, 4)  # rows of query, key and value
 
 @dataclass(frozen=True)
 class Case:
-    """A weight and how ranks cut it: along a dimension, with rows of padding behind the last ones.
+    """A weight and how ranks cut it: along a dimension.
 
     ``split`` has the rows of query, key and value in a group of a fused projection.
     """
 
     shape: tuple[int, int]
     dim: int = 0
-    padding: int = 0
     split: tuple[int, ...] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What Megatron sets on a shard: ``pad_length`` where weights are cut a second time."""
-        cut = {"is_gtp_weight_remat": True, "pad_length": self.padding} if self.padding else {}
-        return cut or {"tensor_model_parallel": True, "partition_dim": self.dim}
+        """What Megatron sets on a shard."""
+        return {"tensor_model_parallel": True, "partition_dim": self.dim}
 
     def drawn(self) -> list[Tensor]:
         """The weight and a gradient for each step."""
@@ -54,8 +52,7 @@ class Case:
 
     def shard(self, x: Tensor, rank: int, ranks: int) -> Tensor:
         """What a rank holds."""
-        padded = torch.nn.functional.pad(x, (0, 0, 0, self.padding))
-        return padded.chunk(ranks, self.dim)[rank].contiguous()
+        return x.chunk(ranks, self.dim)[rank].contiguous()
 
 
 CUT = [Case(shape, dim) for shape in SHAPES for dim in (0, 1)]
@@ -64,9 +61,6 @@ CASES = {
     WHOLE: CUT,
     "fused QKV": [Case((64, 48), split=GROUP)],
     "fused QKV, one group": [Case((48, 40), split=(32, 8, 8))],
-    # Megatron pads the rows of a rank to a multiple of 16 unless it is told otherwise.
-    **{f"48 rows padded by {rows}": [Case((48, 32), padding=rows)] for rows in (4, 16)},
-    "fused QKV, padded by 16": [Case((48, 32), padding=16, split=GROUP)],
     **{
         name: [Case(case.shape, case.dim, settings={"moment2_method": name.lower()}) for case in CUT]
         for name in ("AdaMuon", "NorMuon")
@@ -144,9 +138,7 @@ def beside_one(rank: int, ranks: int) -> Figures:
     """How far updates on these ranks are from those of one rank: the largest of a row's cases."""
     torch.compiler.set_stance("force_eager")  # dion compiles for every shape
     everyone = dist.group.WORLD
-    alone = [dist.new_group([each]) for each in range(ranks)][rank]
     by_tensor: Any = SimpleNamespace(tp=everyone, expt_tp=everyone, gtp_remat=None, expt_gtp_remat=None)
-    by_rows: Any = SimpleNamespace(tp=alone, expt_tp=alone, gtp_remat=everyone, expt_gtp_remat=everyone)
     mesh = init_device_mesh("cpu", (ranks,))
 
     def of_shards(cls: Any, tp_mode: str, case: Case, stops: bool) -> float:
@@ -156,7 +148,7 @@ def beside_one(rank: int, ranks: int) -> Figures:
         def build(p: Parameter) -> Any:
             for name, value in case.attributes.items():
                 setattr(p, name, value)
-            return of_megatron(cls, tp_mode, case, by_rows if case.padding else by_tensor, p)
+            return of_megatron(cls, tp_mode, case, by_tensor, p)
 
         found, start = trained(build, case, place, stops), case.drawn()[0]
         if stops:
@@ -198,7 +190,5 @@ def beside_one(rank: int, ranks: int) -> Figures:
 
 
 def of_dion(name: str, cases: list[Case]) -> list[Case]:
-    """What dion has of a row's cases: no AdaMuon, no padding but of its own, NorMuon of matrices cut along rows."""
-    if cases[0].padding:
-        return [Case((49, 32))] if cases[0].split is None else []
+    """What dion has of a row's cases: no AdaMuon, NorMuon of matrices cut along rows."""
     return [case for case in cases if name not in ("AdaMuon", "NorMuon") or (name == "NorMuon" and case.dim == 0)]

@@ -305,35 +305,6 @@ class Stacks(DTensors):
     cases = OF_STACKS
 
 
-OF_TWO_CUTS = {
-    "tall along rows": ((42, 20), sharded(0, pad_length=3)),
-    "in one group": ((29, 24), {"pad_length": 3}),
-    "gate and up": ((56, 24), sharded(0, logical_matrices=GATE_UP)),
-}
-
-
-class CutTwice(TensorParallel):
-    """Shards of tensor parallelism whose rows Megatron 0.19 cuts again, with padding behind the last ones."""
-
-    cases = OF_TWO_CUTS
-
-    def settings(self, rank):
-        near, far = grid(rank)
-        return {"pg_collection": SimpleNamespace(tp=near, gtp_remat=far, expt_tp=far, expt_gtp_remat=near)}
-
-    def attributes(self, attributes):
-        return {**attributes, "is_gtp_weight_remat": True}
-
-    def part(self, x, attributes, rank):
-        of_shard = cut(x, attributes, rank % 2, 2)
-        padded = torch.nn.functional.pad(of_shard, (0, 0, 0, attributes.get("pad_length", 0)), value=7.0)
-        return padded.chunk(2)[rank // 2].contiguous()
-
-    def shown(self, x, attributes, rank):
-        padding = attributes.get("pad_length", 0) if rank // 2 else 0
-        return x.detach()[: len(x) - padding].clone()
-
-
 ONE = TensorParallel(1)
 LAYOUTS = {
     2: {
@@ -354,7 +325,6 @@ LAYOUTS = {
         "hsdp": DTensors((2, 2), Replicate(), Shard(0)),
         "both": DTensors((2, 2), Shard(0), Shard(1)),
         "rows over TP": DTensors((2, 2), _StridedShard(0, split_factor=2), Shard(0)),
-        "cut twice": CutTwice(2),
     },
 }
 

@@ -14,7 +14,6 @@ from tests.distributed.layouts import (
     PROGRAMS,
     STEPS,
     Copies,
-    CutTwice,
     DTensors,
     Grid,
     Stacks,
@@ -33,7 +32,7 @@ from tests.optimizers.on_gpu import masking
 def modes_of(program, layout):
     if program.takes("tp_mode") and isinstance(layout, Stacks):
         return [{"tp_mode": "duplicated"}, {"tp_mode": "auto"}]
-    if not program.takes("tp_mode") or isinstance(layout, DTensors | CutTwice):
+    if not program.takes("tp_mode") or isinstance(layout, DTensors):
         return [{}]
     # shards are shared over copies by owner
     return [{"tp_mode": mode} for mode in (program.modes if type(layout) is TensorParallel else ("owner",))]

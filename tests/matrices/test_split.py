@@ -57,21 +57,18 @@ def test_shards_are_the_pieces_of_separately_stored_matrices(name, unit, cols, r
 
 
 @pytest.mark.parametrize("name", KINDS)
-@given(data=st.data(), unit=st.integers(1, 3), padding=st.integers(0, 2), turned=st.booleans())
-def test_any_rows_are_split_as_the_whole_is(name, data, unit, padding, turned):
-    """Wherever a shard begins and ends, with rows of padding behind it, in stacks and transposed parameters."""
+@given(data=st.data(), unit=st.integers(1, 3), turned=st.booleans())
+def test_any_rows_are_split_as_the_whole_is(name, data, unit, turned):
+    """Wherever a shard begins and ends, in stacks and transposed parameters."""
     kind = kinds(unit)[name]
     rows, layers, upright = kind.rows(), kind.split.stacked, replace(kind.split, transposed=False)
     top, bottom = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
     split = transposed(upright) if turned else upright
     x = torch.arange(2 * (layers or 1) * rows).view(*([layers] if layers else []), rows, 2)
     shard = x[..., top:bottom, :].contiguous()
-    stored = torch.nn.functional.pad(shard, (0, 0, 0, padding))
     expected = [part[torch.isin(part, shard).all(1)] for part in upright.local(rows, 0, rows).split(x)]
-    if turned:  # whose columns are padded nowhere
-        local, stored = split.local(rows, top, bottom), shard.mT.contiguous()
-    else:
-        local = split.local(rows, top, bottom, padding=padding)
+    local = split.local(rows, top, bottom)
+    stored = shard.mT.contiguous() if turned else shard
     parts = local.split(stored)
     assert all(map(torch.equal, parts, expected))
     assert len(parts) == len(expected)

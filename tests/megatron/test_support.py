@@ -1,6 +1,5 @@
 """What cannot work is refused in one error before anything is changed; the table of what works is what docs show."""
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -61,12 +60,8 @@ REFUSED = {
         r"muon_scalar_optimizer 'lion' cannot be built with this Megatron-Core \(0\.18\.2\): name adam",
     ),
     "weights cut a second time": (
-        run(release="0.18.2", cut_twice="mlp.linear_fc1.weight", weight_shards=4),
-        r"mlp\.linear_fc1\.weight is cut a second time over 4 ranks.*from 0\.19 on, found 0\.18\.2: upgrade .*unproven",
-    ),
-    "optimizer state of weights cut a second time": (
-        run(cut_twice="mlp.linear_fc1.weight", weight_shards=4, args=SimpleNamespace(save="ck")),
-        r"mlp\.linear_fc1\.weight is cut a second time over 4 ranks.*num-weight-shards",
+        run("lion", cut_twice="mlp.linear_fc1.weight"),
+        r"mlp\.linear_fc1\.weight is cut a second time.*: set --tensor-parallel-num-weight-shards",
     ),
     "experts in one parameter": (
         run(grouped_experts="mlp.experts.linear_fc1.weight"),
@@ -278,7 +273,6 @@ def test_what_cannot_work_is_refused_with_what_works_instead(name):
         run(wrapper="TorchFullyShardedDataParallel", release="0.20.0"),
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
         run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
-        run("lion", cut_twice="weight", weight_shards=2),  # element by element, at any cut
         run(args=SimpleNamespace(ckpt_format="torch", dump_param_to_param_group_map=None)),
         run(excludes=True),
     ],
@@ -354,23 +348,14 @@ def test_facts_are_read_from_the_model_and_its_configs():
     assert Run.of(config(), [model], groups(), layer_wise=True).layer_wise
 
 
-@pytest.mark.parametrize("name", ["muon", "lion"])
-def test_optimizer_state_of_weights_that_are_cut_a_second_time_is_refused(monkeypatch, name):
+def test_weights_that_are_cut_a_second_time_are_found():
     """Experts are told apart later only, so both groups count."""
-    model, saves, loads = Model(), {"save": "a", "no_load_optim": True}, {"load": "a"}
-
-    def check(args, **cut):
-        monkeypatch.setattr(releases, "training_args", lambda: SimpleNamespace(**args))
-        refuse_unsupported(Run.of(config(name), [model], groups(**cut)))
-
-    check(saves, gtp_remat=Group(2))
+    model = Model()
+    assert Run.of(config(), [model], groups(gtp_remat=Group(2))).cut_twice is None
     model.linear.weight.is_gtp_weight_remat = True
-    check(saves, gtp_remat=Group(1))
-    check({}, gtp_remat=Group(2))
-    check(saves | loads | {"no_save_optim": True}, gtp_remat=Group(2))
-    for args, cut in itertools.product((saves, loads), ({"gtp_remat": Group(2)}, {"expt_gtp_remat": Group(2)})):
-        with pytest.raises(ValueError, match=r"linear\.weight is cut a second time over 2 ranks, and .* unproven"):
-            check(args, **{"gtp_remat": Group(1)} | cut)
+    assert Run.of(config(), [model], groups(gtp_remat=Group(1))).cut_twice is None
+    for name in ("gtp_remat", "expt_gtp_remat"):
+        assert Run.of(config(), [model], groups(**{name: Group(2)})).cut_twice == "linear.weight"
 
 
 def grouped_experts(single):

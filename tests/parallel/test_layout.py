@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.matrices import Part, Split, query_key_value
+from megatron_eopt.matrices import query_key_value
 from megatron_eopt.parallel.attributes import is_expert, is_sharded, layout_of
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, split_layout
-from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, cut_twice, whole
+from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, whole
 from tests.distributed.shards import part_of
 from tests.matrices.models import split_rows
 
@@ -131,67 +131,3 @@ def test_logical_matrices_of_any_cut(grid):
             assert torch.equal(part, part_of(logical[i], layouts[i].rectangles[rank]))
         assert torch.equal(rows.merge(parts), shard)
     assert all((held == 1).all() for held in times_held)
-
-
-@st.composite
-def cuts(draw, step):
-    """How a matrix is cut twice: dimension and ranks of the first cut, ranks of the second, padding, what a rank has.
-
-    Shards of the first cut have a multiple of ``step`` rows.
-    """
-    dim, ranks, again = draw(st.sampled_from([0, 1])), draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    of_shard = step * draw(st.integers(1, 5))
-    padding = -of_shard % again + again * draw(st.integers(0, 2))
-    return dim, ranks, again, padding, ((of_shard + padding) // again, draw(st.integers(1, 3)))
-
-
-SPLITS = {"gate and up": Split((Part("gate"), Part("up")), "per_shard"), "qkv": query_key_value((3, 1, 1))}
-
-
-@pytest.mark.parametrize("name", SPLITS)
-@given(data=st.data())
-def test_logical_matrices_of_two_cuts(name, data):
-    split = SPLITS[name]
-    dim, ranks, again, padding, held = data.draw(cuts(2 if name == "gate and up" else 5))
-    shape, grid = cut_twice(held, dim, ranks, again, padding)
-    whole_matrix = torch.arange(shape[0] * shape[1]).view(shape)
-    shards = ranks if dim == 0 else 1
-    if name == "gate and up":  # a shard of tensor parallelism holds a part of gate over a part of up
-        halves = [half.chunk(shards) for half in whole_matrix.chunk(2)]
-        stored = torch.cat([half[shard] for shard in range(shards) for half in halves])
-        logical = list(whole_matrix.chunk(2))
-    else:
-        stored, logical = whole_matrix, split_rows(whole_matrix, [3, 1, 1])
-    rectangles = tuple(rectangle for row in grid for rectangle in row)
-    times_held = [torch.zeros_like(x) for x in logical]
-    for rank, rectangle in enumerate(rectangles):
-        behind = held[0] - rectangle.shape[0]
-        layout = Layout(shape, rectangles, Group(len(rectangles), rank), "x", shards=shards, padding=behind)
-        local = torch.nn.functional.pad(part_of(stored, rectangle), (0, 0, 0, behind), value=-1)
-        rows, layouts = local_rows(layout, split), split_layout(layout, split)
-        parts = rows.split(local)
-        for part, lying, matrix, times in zip(parts, layouts, logical, times_held, strict=True):
-            assert lying.shape == tuple(matrix.shape)
-            assert torch.equal(part, part_of(matrix, lying.rectangle))
-            part_of(times, lying.rectangle).add_(1)
-        assert torch.equal(rows.merge(parts), torch.where(local < 0, 0, local))
-    assert all((times == 1).all() for times in times_held)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "shape", "label", "padding"),
-    [
-        ({"is_gtp_weight_remat": True}, (12, 6), "gtp_remat", 0),
-        ({"is_gtp_weight_remat": True, "pad_length": 3}, (9, 6), "gtp_remat", 3),
-        # a shard of experts goes by the groups of experts
-        ({"is_gtp_weight_remat": True, "pad_length": 1, "allreduce": False}, (7, 6), "expt_gtp_remat", 1),
-        ({"is_gtp_weight_remat": True, "partition_dim": 0}, (12, 6), "gtp_remat", 0),
-    ],
-)
-def test_a_second_cut_alone(attributes, shape, label, padding):
-    last = {"gtp_group": Group(3, 2), "expert_gtp_group": Group(2, 1)}
-    layout = layout_of(parameter(**attributes), Group(1), Group(1), **last)
-    assert (layout.shape, layout.label, layout.padding, layout.shards) == (shape, label, padding, 1)
-    assert layout.rectangle.bottom == shape[0]
-    alone = layout_of(parameter(**attributes), Group(1), Group(1), Group(1), Group(1))
-    assert alone == on_one_rank((4, 6))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.rectangles import cut, cut_at, cut_dimension, cut_twice, strips, whole
+from megatron_eopt.parallel.rectangles import cut, cut_at, cut_dimension, strips, whole
 from tests.distributed.shards import part_of
 from tests.parallel.plans import quarters
 
@@ -46,30 +46,6 @@ def test_equal_shards_have_no_remainder():
     assert {rectangle.shape for rectangle in cut((4, 6), 1, 3)} == {(4, 2)}
     with pytest.raises(ValueError, match=r"dimension 1 of a matrix \(4, 7\) cannot be cut into 2 equal parts"):
         cut((4, 7), 1, 2)
-
-
-@given(
-    dim=st.sampled_from([0, 1]),
-    ranks=st.integers(1, 3),
-    again=st.integers(1, 4),
-    rows=st.integers(1, 5),
-    data=st.data(),
-)
-def test_shards_of_two_cuts_tile_the_matrix(dim, ranks, again, rows, data):
-    padding, cols = -rows % again + again * data.draw(st.integers(0, 2)), 3
-    held = (rows + padding) // again
-    shape, grid = cut_twice((held, cols), dim, ranks, again, padding)
-    assert shape == ((rows * ranks, cols) if dim == 0 else (rows, cols * ranks))
-    assert_tiles([rectangle for shards in grid for rectangle in shards], shape)
-    for shards in grid:  # padding follows the rows of a shard of the first cut
-        expected = [(min(held, max(0, rows - rank * held)), cols) for rank in range(again)]
-        assert [rectangle.shape for rectangle in shards] == expected
-
-
-@pytest.mark.parametrize("padding", [-1, 9])
-def test_more_padding_than_rows_is_refused(padding):
-    with pytest.raises(ValueError, match=f"padding of 2 shards of 4 rows is from 0 to 8 rows, got {padding}"):
-        cut_twice((4, 6), 0, 2, 2, padding)
 
 
 def test_equal_shards_side_by_side_are_one_strip_however_many():

@@ -26,7 +26,6 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
-from megatron_eopt.parallel.attributes import is_cut_again
 from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing import to_json
 
@@ -63,7 +62,6 @@ class SavedState:
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> StateDict:
         """Megatron's, with state of other shapes in :data:`BLOCK`."""
-        _refuse_cut_again(self._parameters())
         if self._is_ours:
             self._torch.init_state()  # also of what has had no gradient yet: who loads asks for it
         # of a run that may have exported an average, what is trained is asked for, and left out if it is not there
@@ -318,16 +316,6 @@ def _merged(of_ranks: Sequence[tuple[matching.Names, Settings]]) -> Settings:
     # a stage of a pipeline that has no parameter of a group does not know what became of it
     _, settings = next((of_rank for of_rank in of_ranks if of_rank[0]), of_ranks[0])
     return {"names": matching.merged(names for names, _ in of_ranks), "settings": settings}
-
-
-def _refuse_cut_again(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        if is_cut_again(parameter):
-            raise CheckpointError(
-                f"a weight of shape {tuple(parameter.shape)} on this rank is cut a second time (gtp_remat), and "
-                f"whether a checkpoint of its optimizer state could be loaded is unproven: take the model alone "
-                f"(--no-save-optim, --no-load-optim)"
-            )
 
 
 def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:

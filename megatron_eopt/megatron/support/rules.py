@@ -44,23 +44,9 @@ RULES = (
         lambda run: run.scalar not in (None, *releases.scalar_optimizers(run.release)),
     ),
     Rule(
-        "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which megatron-core does from 0.19 on, "
-        "found {run.release}",
-        "upgrade megatron-core (where it is unproven: no run on a CPU)",
-        lambda run: run.cut_twice is not None and run.before_0_19,
-    ),
-    Rule(
-        "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, and whether a checkpoint of its "
-        "optimizer state could be loaded is unproven: no run on a CPU",
-        "set --tensor-parallel-num-weight-shards (and the one of experts) to 1, or pass --no-save-optim and "
-        "--no-load-optim",
-        lambda run: (
-            run.cut_twice is not None
-            and (
-                (on(run.args, "save") and not on(run.args, "no_save_optim"))
-                or (on(run.args, "load") and not on(run.args, "no_load_optim"))
-            )
-        ),
+        "{run.cut_twice} is cut a second time, along its rows, and each shard would be taken for a matrix",
+        "set --tensor-parallel-num-weight-shards and --expert-tensor-parallel-num-weight-shards to 1",
+        lambda run: run.cut_twice is not None,
     ),
     Rule(
         "{run.grouped_experts} holds what is several experts', and Megatron-Core saves each expert by itself and would "

@@ -26,8 +26,7 @@ class Run:
     expert_data_parallel: int | None = None  # those of expert-parallel parameters; None where there are none
     wrapper: str = ""  # name of the class that wraps the model
     whole_matrices: bool = False  # whether Megatron laid its gradient buffers out for shards that cut no matrix
-    weight_shards: int = 1  # ranks over which --tensor-parallel-num-weight-shards cuts, or the one of experts
-    cut_twice: str | None = None  # name of the first parameter that is cut by it
+    cut_twice: str | None = None  # of the first that --tensor-parallel-num-weight-shards cuts, or the one of experts
     grouped_experts: str | None = None  # of the first that holds the weights, or the biases, of several experts
     expert_vector: str | None = None  # of the first expert-parallel one that goes to the scalar optimizer
     unsaved: str | None = None  # name of the first parameter that Megatron cannot save under torch FSDP2
@@ -71,7 +70,6 @@ class Run:
             expert_data_parallel=size("expt_dp") if experts else None,
             wrapper=type(model_chunks[0]).__name__,
             whole_matrices=any(hasattr(p, "is_managed_by_layer_wise_optimizer") for _, p in parameters),
-            weight_shards=shards,
             cut_twice=_first(cut_twice),
             grouped_experts=_first(grouped),
             unsaved=_first(unsaved),

@@ -223,7 +223,7 @@ _SHARED = (
     ),
     Flag(
         "scalar_optimizer",
-        "Optimizer of the parameters that are no matrices; lion from Megatron-Core 0.19 on.",
+        "Optimizer of the parameters that are no matrices.",
         default="adam",
         choices=("adam", "lion"),
         megatrons=True,

@@ -268,8 +268,8 @@ def create_emerging_optimizer(
 ) -> tuple[Optimizer, InitStateFn]:
     """Build an optimizer from Megatron's config; also returns its ``init_state_fn``.
 
-    An ``optimizer`` of the groups wins over ``eopt_name``: Megatron-Core 0.18 sorts groups by it, and calls this with
-    the run's name. A ``ValueError`` is for an unknown name, groups that name several, and what the optimizer refuses.
+    An ``optimizer`` of the groups wins over ``eopt_name``. A ``ValueError`` is for an unknown name, groups that name
+    several, and what the optimizer refuses.
 
     Args:
         model_chunks: the model, one module per virtual pipeline stage.

@@ -10,14 +10,14 @@ from megatron_eopt.megatron.support.rules import TORCH_FSDP2, unsupported
 from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
 
-RELEASES = (releases.MAIN, *releases.SUPPORTED)
+RELEASES = (releases.MAIN, releases.SUPPORTED)
 
 
 class Row(NamedTuple):
     """A feature in one release, in the user's words."""
 
     feature: str
-    works: Literal["yes", "unproven", "no"]
+    works: Literal["yes", "no"]
     note: str  # where it does not, what to take instead; else what is worth knowing
 
 
@@ -28,7 +28,6 @@ class Feature(NamedTuple):
     facts: dict[str, Any] = {}  # noqa: RUF012  it is not changed; fields of Run, or of its config, ddp and args
     note: str = ""  # what is worth knowing where it works
     distributed: bool = False  # whether the run has --use-distributed-optimizer
-    unproven: bool = False  # whether it was in no run, where it is not refused
 
 
 def _of(optimizer: str) -> dict[str, Any]:
@@ -72,10 +71,6 @@ FEATURES = (
     Feature("--optimizer dist_muon with --bf16", {"layer_wise": True}, _WHOLE),
     Feature(
         "--overlap-param-gather", {}, "with --use-distributed-optimizer and --overlap-grad-reduce", distributed=True
-    ),
-    Feature(
-        "--overlap-param-gather with dist_muon and one data-parallel rank",
-        {"layer_wise": True, "config.overlap_param_gather": True},
     ),
     Feature("--overlap-param-gather-with-optimizer-step", {"config.overlap_param_gather_with_optimizer_step": True}),
     Feature("--num-distributed-optimizer-instances above 1", {"ddp.num_distributed_optimizer_instances": 2}),
@@ -152,6 +147,5 @@ def support_matrix(release: str) -> list[Row]:
         run = Run(**facts)
         run = without_layout(run) if against_layout(run) else run
         reasons = [rule.instead.format(run=run) for rule in unsupported(run)]
-        works: Literal["yes", "unproven", "no"] = "no" if reasons else "unproven" if feature.unproven else "yes"
-        rows.append(Row(feature.name, works, "; ".join(reasons) or feature.note))
+        rows.append(Row(feature.name, "no" if reasons else "yes", "; ".join(reasons) or feature.note))
     return rows

@@ -20,7 +20,6 @@ from state_bytes import DATA, bytes_rows, share_rows  # which finds scripts/benc
 from support_matrix import RELEASES, support_matrix
 
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
-from megatron_eopt.megatron.releases import MAIN
 from megatron_eopt.megatron.run_flags import RUN_FLAGS
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.orthogonalize.choices import listing
@@ -168,18 +167,12 @@ def plain() -> str:
 
 
 def support(works: str) -> str:
-    """Features that work with every release of Megatron-Core, with some, or with none."""
+    """Features that work with every release of Megatron-Core, or that one refuses."""
     rows = []
     for lines in zip(*(support_matrix(release) for release in RELEASES), strict=True):
-        answers = [line.works for line in lines]
-        # what to take instead is what is looked for; releases where it works need no word then
-        notes = [line.note for line in lines if line.works == "no"] or [line.note for line in lines]
-        kind = answers[0] if len({*answers}) == 1 else "some"
-        if kind == works:
-            rows.append((marked(lines[0].feature), *(answers if works == "some" else ()), marked(notes[0])))
-    of_releases = (f"{release} (main)" if release == MAIN else release for release in RELEASES)
-    if works == "some":
-        return table(("feature", *of_releases, "where it does not work"), rows)
+        line = next((line for line in lines if line.works == "no"), lines[0])
+        if line.works == works:
+            rows.append((marked(line.feature), marked(line.note)))
     if works == "no":
         return table(("refused", "what to do"), rows)
     every = {marked(f"--optimizer {name}") for name in OPTIMIZERS}
@@ -405,7 +398,7 @@ def costs() -> str:
     return table(("", "bytes of a matrix", "test loss less Adam's", "time of a step by Adam's"), rows)
 
 
-SUPPORT = {"works": "yes", "works with some": "some", "refused": "no"}
+SUPPORT = {"works": "yes", "refused": "no"}
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},

@@ -97,7 +97,6 @@ class OptimizerOfRun:
 
     def describe(self) -> None:
         """Name the parameters, and mark them: as Megatron, and as declared."""
-        releases.mark_row_parallel(self.model_chunks)
         releases.mark_sinks(self.model_chunks)
         if self.facts.megatron_fsdp:
             fsdp.mark_shards(self.model_chunks)

@@ -56,7 +56,7 @@ def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
             return {}
         group = None if layer_wise else wrapper.get_grad_stats_parallel_group()
         ranks = dist.get_world_size() if group is None else group.size()  # those outside of the group have the same
-        gradients = releases.gradients_for_norm(wrapper)
+        gradients = wrapper.get_grads_for_grad_norm()
         shards = [x.device_mesh.size() if isinstance(x, DTensor) else 1 for x in gradients]
         squares = sum(n * square for n, square in zip(shards, squared_norms(gradients), strict=True))
         norms[id(inner[0])] = squares * ranks / dist.get_world_size()

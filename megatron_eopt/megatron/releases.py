@@ -1,7 +1,6 @@
-"""What differs between Megatron-Core 0.18 to 0.20; imports none."""
+"""What differs between Megatron-Core 0.19 and 0.20; imports none."""
 
 import importlib
-import importlib.util
 import re
 import sys
 from argparse import Namespace
@@ -14,13 +13,13 @@ from torch.nn import Module
 
 from megatron_eopt.redirect import Redirection, Redirections, becomes
 
-SUPPORTED = ("0.19", "0.18")  # the latest first
+SUPPORTED = "0.19"
 MAIN, MAIN_AS_OF = "0.20", "22 August 2026"  # what Megatron's main branch was to become, and when it was tried
 
 
 def caveat(release: str) -> str | None:
-    """What was not tried of a release; None for :data:`SUPPORTED` ones."""
-    if number(release) <= number(SUPPORTED[0]):
+    """What was not tried of a release; None for :data:`SUPPORTED`."""
+    if number(release) <= number(SUPPORTED):
         return None
     if number(release) == number(MAIN):
         return (
@@ -36,24 +35,10 @@ def number(release: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def before_0_19(release: str) -> bool:
-    """Whether it cuts no weights a second time, and ends no step under an FSDP.
-
-    Before 0.19 overlapped gathers also fail for a rank that has no other to gather from, and Megatron-FSDP lacks the
-    functions by which several optimizers are one.
-    """
-    return number(release) < (0, 19)
-
-
-def scalar_optimizers(release: str) -> tuple[str, ...]:
-    """Names for ``muon_scalar_optimizer`` that a release builds."""
-    return ("adam",) if before_0_19(release) else ("adam", "lion")
-
-
 def distributed_optimizer(release: str) -> dict[str, Any]:
     """What ``--use-distributed-optimizer`` means, as facts of ``support``'s Run.
 
-    0.18 and 0.20 lay gradient buffers out for whole matrices; 0.19's ``pretrain`` does not.
+    0.20 lays gradient buffers out for whole matrices; 0.19's ``pretrain`` does not.
     """
     facts = {"layer_wise": True, "data_parallel": 2}
     if number(release) != (0, 19):
@@ -87,9 +72,9 @@ def package_not_needed() -> Redirections:
 
 
 def check_supported() -> None:
-    """Raise an ImportError for a release without a registry of optimizers."""
-    if importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None:
-        raise ImportError(f"megatron_eopt needs megatron-core 0.18 or later, found {version()}: upgrade megatron-core")
+    """Raise an ImportError for a release before :data:`SUPPORTED`."""
+    if number(version()) < number(SUPPORTED):
+        raise ImportError(f"megatron_eopt needs megatron-core {SUPPORTED} or later, found {version()}: upgrade it")
 
 
 def training_args() -> Any:
@@ -101,24 +86,6 @@ def training_writers() -> tuple[Any, Any]:
     """Megatron's TensorBoard and W&B writers; None for a missing one."""
     known = sys.modules.get("megatron.training.global_vars")
     return getattr(known, "_GLOBAL_TENSORBOARD_WRITER", None), getattr(known, "_GLOBAL_WANDB_WRITER", None)
-
-
-def gradients_for_norm(optimizer: Any) -> list[Any]:
-    """This rank's gradients in the norm of Megatron's optimizer."""
-    gradients = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
-    return list(gradients())
-
-
-def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
-    """Mark Transformer Engine's row-parallel weights as cut by columns.
-
-    Megatron tells Transformer Engine's layers of experts of no parallelism, so they mark every weight as cut along its
-    rows. Releases before 0.19 correct that for grouped experts only.
-    """
-    for chunk in model_chunks:
-        for module in chunk.modules():
-            if any(base.__name__ == "TERowParallelLinear" for base in type(module).__mro__):
-                module.weight.partition_dim = 1  # type: ignore[union-attr]
 
 
 def mark_sinks(model_chunks: Iterable[Module]) -> None:
@@ -135,15 +102,10 @@ def mark_sinks(model_chunks: Iterable[Module]) -> None:
 
 def linear_attention_rows(module: Any) -> dict[str, int]:
     """Global rows of matrices in linear attention's ``in_proj``, if any."""
-    if hasattr(module, "in_proj_split_names"):  # from 0.19 on
-        sizes = zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True)
-        return {name: size * module.tp_size for name, size in sizes}
-    if all(hasattr(module, each) for each in ("qk_dim", "v_dim", "num_value_heads")):
-        qk = module.qk_dim
-        v = module.v_dim
-        heads = module.num_value_heads
-        return {"query": qk, "key": qk, "value": v, "z": v, "beta": heads, "alpha": heads}
-    return {}
+    if not hasattr(module, "in_proj_split_names"):
+        return {}
+    sizes = zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True)
+    return {name: size * module.tp_size for name, size in sizes}
 
 
 def delta_product_rows(module: Any) -> dict[str, int]:
@@ -165,36 +127,7 @@ def delta_product_rows(module: Any) -> dict[str, int]:
 
 def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
     """Builds a GPT's stage of ``pre_process``, ``post_process``, ``vp_stage``."""
-    from megatron.training import argument_utils
+    from megatron.training.argument_utils import gpt_config_from_args
 
-    if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19 the builder is the script's, not Megatron's
-        return partial(_gpt_of_script, args, groups)
-    config = argument_utils.gpt_config_from_args(args)
+    config = gpt_config_from_args(args)
     return partial(config.get_builder_cls()(config).build_model, groups)
-
-
-def _gpt_of_script(args: Namespace, groups: Any, vp_stage: int | None, **stage: bool) -> Module:
-    """What the pretrain_gpt.py of 0.18 builds."""
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    config = core_transformer_config_from_args(args)
-    of_layers = (config, False, args.normalization)
-    prediction = None
-    if args.mtp_num_layers:
-        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(*of_layers, vp_stage=vp_stage)
-        prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], False, vp_stage=vp_stage)
-    same = ("position_embedding_type", "rotary_percent", "rotary_base")
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=gpt_layer_specs.get_gpt_decoder_block_spec(*of_layers, vp_stage=vp_stage),
-        mtp_block_spec=prediction,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        rope_scaling=args.use_rope_scaling,
-        vp_stage=vp_stage,
-        pg_collection=groups,
-        **{name: getattr(args, name) for name in same},
-        **stage,
-    )

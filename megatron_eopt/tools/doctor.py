@@ -115,7 +115,6 @@ def _problems_of_megatron(release: str) -> list[tuple[str, str]]:
     caveat = releases.caveat(release)
     if caveat is not None:
         print(wrapped(f"note: {caveat}", hanging="  "))
-    oldest = releases.SUPPORTED[-1]
-    if releases.number(release) >= releases.number(oldest):
+    if releases.number(release) >= releases.number(releases.SUPPORTED):
         return []
-    return [(f"megatron-core {release} is too old", f"pip install 'megatron-core>={oldest}'")]
+    return [(f"megatron-core {release} is too old", f"pip install 'megatron-core>={releases.SUPPORTED}'")]

@@ -1,8 +1,7 @@
 """A small GPT on synthetic sequences through ``megatron.training.pretrain``, and a record of what became of it.
 
-Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatron the way that the installed release
-wants: 0.19 builds the model from the configuration, 0.18 from a provider. Where RECORD names a
-folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, its bytes of state, parameters and optimizer state
+Run by the tests on one or more ranks, with Megatron's arguments. Where RECORD names a folder, every rank leaves
+``RANK.pt`` there: losses, gradient norms, its bytes of state, parameters and optimizer state
 as they were before the first step and after the last, settings of the optimizers' groups before each step and after the
 last, and how many matrices were orthogonalized by the end of each step.
 ON_ONE_RANK has a rank, and flags that only this rank gets. Where FROM_PROVIDER is set, 0.19 builds the model from a
@@ -287,12 +286,9 @@ def main():
     if "FROM_PROVIDER" in os.environ:
         config = argument_utils.pretrain_cfg_container_from_args(args)
         pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step, model_provider=model_provider)
-    elif hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
+    else:
         config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
         pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
-    else:  # 0.18
-        config = argument_utils.pretrain_cfg_container_from_args(args)
-        pretrain(config, datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
 
 
 if __name__ == "__main__":

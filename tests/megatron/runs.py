@@ -159,9 +159,9 @@ class _Forks:
 _forks = {tuple(program[:-1]): _Forks(program[:-1]) for program in (LAUNCHER, UPSTREAM)}
 
 
-def _path(launcher, folder, megatron=None):
+def _path(launcher, folder, packages=None):
     hidden = without_emerging_optimizers(folder) if launcher != UPSTREAM[:-1] else None
-    return [str(each) for each in (hidden, megatron, ROOT, os.environ.get("PYTHONPATH")) if each]
+    return [str(each) for each in (hidden, packages, ROOT, os.environ.get("PYTHONPATH")) if each]
 
 
 def _environment(path):
@@ -178,7 +178,7 @@ def start(
     ranks,
     *arguments,
     program=LAUNCHER,
-    megatron=None,
+    packages=None,
     record=None,
     timeout=240,
     directory=ROOT,
@@ -189,14 +189,14 @@ def start(
 
     Those of the two launchers fork from a process that has imported Megatron, unless ``forked`` is False; any other is
     started by torchrun.
-    ``megatron`` is a folder with another release of Megatron-Core than the installed one.
+    ``packages`` is a folder whose packages come before the installed ones.
     """
     arguments = _without_idle([*map(str, arguments)])
     environment = (environment or {}) | ({} if record is None else {"RECORD": str(record)})
-    if forked and megatron is None and (forks := _forks.get(tuple(program[:-1]))):
+    if forked and packages is None and (forks := _forks.get(tuple(program[:-1]))):
         return forks.run(program[-1], ranks, arguments, environment, directory, timeout)
     with tempfile.TemporaryDirectory() as name:
-        path = _path(program[:-1], Path(name) / "hidden", megatron)
+        path = _path(program[:-1], Path(name) / "hidden", packages)
         torchrun = [sys.executable, ROOT / "examples" / "loopback.py", f"--nproc-per-node={ranks}"]
         return subprocess.run(
             [*torchrun, *program, *arguments],

@@ -101,9 +101,7 @@ def test_experts_and_their_biases_are_dealt_to_data_parallel_ranks_of_their_own(
 
 
 @pytest.mark.wide
-@pytest.mark.shows(
-    "--optimizer dist_muon with --bf16", "--overlap-param-gather with dist_muon and one data-parallel rank"
-)
+@pytest.mark.shows("--optimizer dist_muon with --bf16")
 @pytest.mark.parametrize(("ranks", "flags"), [(2, []), (1, OVERLAP)], ids=["two ranks", "one rank, overlapped"])
 def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags):
     run = [*flags, "--train-iters", 4, *FILES]

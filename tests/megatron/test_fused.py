@@ -8,7 +8,6 @@ from torch import nn
 
 from megatron_eopt import matrices
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, concatenated
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.fused import Matrices, is_declared, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.fused import split_of as split_of_assigned
@@ -80,7 +79,6 @@ Q_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 8}
             {"z": 64, "V0": 64, "V1": 64, "K0": 32, "K1": 32, "Q": 32, "b0": 16, "b1": 16, "a": 16},
             (1, 2, 4),
         ),
-        ("in_proj", {}, {"qk_dim": 32, "v_dim": 64, "num_value_heads": 8}, "all", LINEAR_ATTENTION, (1, 2)),
         ("in_proj", {}, {"in_proj_split_names": [*LINEAR_ATTENTION]}, "all", LINEAR_ATTENTION, (1, 2)),
         ("mapping_proj", {"mhc_num_residual_streams": 4}, {}, "all", {"pre": 4, "post": 4, "res": 16}, (1,)),
         ("linear_q", HEADS, {}, "all", {"": 64}, (1,)),
@@ -257,29 +255,3 @@ def test_a_projection_that_its_config_does_not_describe_is_refused_and_not_marke
     with pytest.raises(ValueError, match=r"1\.linear_qkv\.weight has 72 rows over all ranks, but 2 query groups of"):
         split_qkv(nn.ModuleList([fine, other]))
     assert not hasattr(other.linear_qkv.weight, "is_qkv")
-
-
-class TERowParallelLinear(nn.Module):
-    """As Transformer Engine marks the weight of its linear layer: as cut along its rows, unless it knows of the mode.
-
-    Megatron-Core 0.18 leaves nothing of the mode to experts.
-    """
-
-    def __init__(self, rows, cols, is_expert):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, cols))
-        self.weight.tensor_model_parallel, self.weight.partition_stride = True, 1
-        self.weight.partition_dim, self.weight.allreduce = 0 if is_expert else 1, not is_expert
-
-
-class UsersLinear(TERowParallelLinear):
-    pass
-
-
-@pytest.mark.parametrize("row_parallel", [TERowParallelLinear, UsersLinear])
-def test_transformer_engines_experts_are_cut_as_their_layers_cut_them(row_parallel):
-    expert = row_parallel(HIDDEN, 12, True)
-    model = nn.ModuleDict({"local_experts": nn.ModuleList([expert]), "linear_proj": row_parallel(HIDDEN, 4, False)})
-    releases.mark_row_parallel([model])
-    found = trainable([model], groups(tp=4, expt_tp=2))
-    assert [(each.info.shape, each.tensor.partition_dim) for each in found] == [((HIDDEN, 24), 1), ((HIDDEN, 16), 1)]

@@ -27,7 +27,7 @@ def steps_of_groups(ranks):
 @pytest.mark.wide
 def test_a_fused_adam_beside_muon(tmp_path, apex):
     """It takes the steps of torch's, and a run that is resumed with it goes on bit for bit."""
-    (straight, output), (again, _) = resumed(tmp_path / "fused", 2, *RUN, *FILES, megatron=apex)
+    (straight, output), (again, _) = resumed(tmp_path / "fused", 2, *RUN, *FILES, packages=apex)
     torchs, _ = train(tmp_path / "torch", 2, *RUN)
     assert steps_of_groups(straight) == steps_of_groups(again) == {4}
     assert steps_of_groups(torchs) == set()  # so it was another Adam

@@ -55,10 +55,6 @@ REFUSED = {
         run(**DEALT, args=SimpleNamespace(ckpt_format="torch", load="a folder")),
         r"ckpt_format 'torch' has no file for .*: take --ckpt-format torch_dist, --no-use-layer-wise-param-layout",
     ),
-    "a scalar optimizer that cannot be built": (
-        run(release="0.18.2", settings={"muon_scalar_optimizer": "lion"}),
-        r"muon_scalar_optimizer 'lion' cannot be built with this Megatron-Core \(0\.18\.2\): name adam",
-    ),
     "weights cut a second time": (
         run("lion", cut_twice="mlp.linear_fc1.weight"),
         r"mlp\.linear_fc1\.weight is cut a second time.*: set --tensor-parallel-num-weight-shards",
@@ -94,14 +90,6 @@ REFUSED = {
     "overlap_param_gather_with_optimizer_step": (
         run(settings={"overlap_param_gather_with_optimizer_step": True}),
         r"needs an optimizer for each model chunk.*--overlap-param-gather works",
-    ),
-    "overlap_param_gather where a rank has no others to gather from": (
-        run(release="0.18.2", layer_wise=True, settings={"overlap_param_gather": True}),
-        r"in megatron-core 0\.18\.2 fails where parameters have one such rank",
-    ),
-    "Megatron-FSDP of an earlier release": (
-        run(release="0.18.2", ddp=FSDP),
-        r"Megatron-FSDP with 'muon' needs megatron-core 0\.19 or later, found 0\.18\.2: upgrade",
     ),
     "the second Megatron-FSDP": (
         run(release="0.20.0", ddp=SimpleNamespace(use_megatron_fsdp=True, megatron_fsdp_version=2)),
@@ -140,10 +128,6 @@ REFUSED = {
     "checkpoints of Megatron-FSDP with several pipeline stages": (
         run(ddp=FSDP, args=SimpleNamespace(pipeline_model_parallel_size=2, save="ck", ckpt_format="fsdp_dtensor")),
         r"saves layers by their numbers within a pipeline stage.*: set --pipeline-model-parallel-size to 1",
-    ),
-    "torch FSDP2 before 0.19": (
-        run(wrapper="TorchFullyShardedDataParallel", release="0.18.2"),
-        r"torch FSDP2 in Megatron-Core ends no step before 0\.19, found 0\.18\.2",
     ),
     "torch FSDP2 with what Megatron cannot save": (
         run(unsaved="a.weight", data_parallel=3, args=SimpleNamespace(save="a folder")),
@@ -262,10 +246,9 @@ def test_what_cannot_work_is_refused_with_what_works_instead(name):
         run("adaptive_muon", settings={"muon_scalar_optimizer": "lion"}),
         run(**LION),
         run(**LION, layer_wise=True, data_parallel=2),  # the way of 0.19's scripts: whole gradients on every rank
-        run(release="0.18.2", layer_wise=True, data_parallel=2, settings={"overlap_param_gather": True}),
         run(**DEALT, settings={"overlap_param_gather": True}),
         run(**DEALT, settings={"bf16": False}),
-        run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}, release="0.18.2"),
+        run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}),
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(**DEALT | {"data_parallel": 1}),
         run(release="0.20.0", ddp=SimpleNamespace(use_megatron_fsdp=True, megatron_fsdp_version=1)),
@@ -394,17 +377,14 @@ def test_experts_in_one_parameter_are_refused(single):
 
 
 def test_the_matrix_says_what_the_rules_say():
-    rows = {
-        release: {row.feature: row for row in support_matrix(release)} for release in ("0.18.2", "0.19.2", "0.20.0")
-    }
+    rows = {release: {row.feature: row for row in support_matrix(release)} for release in ("0.19.2", "0.20.0")}
     assert all([*of_release] == [feature.name for feature in FEATURES] for of_release in rows.values())
     assert rows["0.19.2"]["--fp16"] == ("--fp16", "no", "take --bf16, or fp32")
     assert rows["0.19.2"]["--muon-scalar-optimizer lion"].works == "yes"
-    assert [rows[release]["--use-megatron-fsdp"].works for release in ("0.18.2", "0.20.0")] == ["no", "yes"]
     # what the layout of gradient buffers alone forbids works: runs do without it
     shared = "--use-distributed-optimizer"
-    for release in ("0.18.2", "0.20.0"):
-        works = {feature: row.works for feature, row in rows[release].items()}
+    for of_release in rows.values():
+        works = {feature: row.works for feature, row in of_release.items()}
         for what in ("with --bf16", "in fp32", "with lion", "with biases in experts"):
             assert works[f"{shared} {what}"] == "yes"
         assert works[f"--optimizer-weight-average with {shared}"] == works["--optimizer dist_muon with --bf16"] == "yes"

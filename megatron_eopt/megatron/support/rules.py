@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.registry import takes_matrices
 
@@ -39,11 +38,6 @@ RULES = (
         lambda run: run.laid_out and getattr(run.args, "ckpt_format", None) == "torch" and on(run.args, "save", "load"),
     ),
     Rule(
-        "muon_scalar_optimizer {run.scalar!r} cannot be built with this Megatron-Core ({run.release})",
-        "name adam, or lion from megatron-core 0.19 on",
-        lambda run: run.scalar not in (None, *releases.scalar_optimizers(run.release)),
-    ),
-    Rule(
         "{run.cut_twice} is cut a second time, along its rows, and each shard would be taken for a matrix",
         "set --tensor-parallel-num-weight-shards and --expert-tensor-parallel-num-weight-shards to 1",
         lambda run: run.cut_twice is not None,
@@ -67,8 +61,8 @@ RULES = (
     Rule(
         "the model is wrapped with use_distributed_optimizer in its DistributedDataParallelConfig, so its gradients "
         "are laid out for shards that cut matrices (data-parallel ranks: {run.data_parallel})",
-        "wrap it by megatron.training's wrap_model_chunks_with_ddp with use_layer_wise_distributed_optimizer "
-        "(from 0.18 on), or without use_distributed_optimizer",
+        "wrap it by megatron.training's wrap_model_chunks_with_ddp with use_layer_wise_distributed_optimizer, "
+        "or without use_distributed_optimizer",
         lambda run: (
             on(run.ddp, "use_distributed_optimizer")
             and not run.megatron_fsdp
@@ -108,23 +102,6 @@ RULES = (
         "{run.optimizer!r} for all of them at once",
         "leave it away; --overlap-param-gather works with --use-distributed-optimizer",
         lambda run: on(run.config, "overlap_param_gather_with_optimizer_step"),
-    ),
-    Rule(
-        "overlap_param_gather gathers parameters of data-parallel ranks, and in megatron-core {run.release} fails "
-        "where parameters have one such rank",
-        "leave --overlap-param-gather away, or upgrade megatron-core to 0.19",
-        lambda run: (
-            run.before_0_19
-            and run.data_parallel == 1
-            and run.layer_wise
-            and on(run.config, "overlap_param_gather")
-            and not on(run.ddp, "use_distributed_optimizer")
-        ),
-    ),
-    Rule(
-        "Megatron-FSDP with {run.optimizer!r} needs megatron-core 0.19 or later, found {run.release}",
-        "upgrade megatron-core, or take --use-distributed-optimizer with --bf16",
-        lambda run: run.megatron_fsdp and run.before_0_19,
     ),
     Rule(
         "Megatron-FSDP 2 cannot save optimizer state yet, and Megatron-Core allows it with adam and sgd alone",
@@ -168,11 +145,6 @@ RULES = (
             and on(run.args, "save", "load")
             and getattr(run.args, "pipeline_model_parallel_size", 1) > 1
         ),
-    ),
-    Rule(
-        "torch FSDP2 in Megatron-Core ends no step before 0.19, found {run.release}",
-        "upgrade megatron-core, or leave --use-torch-fsdp2 away",
-        lambda run: run.wrapper == TORCH_FSDP2 and run.before_0_19,
     ),
     Rule(
         "{run.unsaved} has shards that Megatron-Core cannot save under torch FSDP2: experts, rows that "

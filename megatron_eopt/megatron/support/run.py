@@ -77,11 +77,6 @@ class Run:
         )
 
     @property
-    def before_0_19(self) -> bool:
-        """Whether the release is 0.18."""
-        return releases.before_0_19(self.release)
-
-    @property
     def megatron_fsdp(self) -> bool:
         """Whether the model is sharded by Megatron-FSDP."""
         return on(self.ddp, "use_megatron_fsdp") or self.wrapper.startswith("FullyShardedDataParallel")

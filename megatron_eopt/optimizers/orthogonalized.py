@@ -272,7 +272,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         session = self._session
         assert session.nonfinite is not None  # a step is made
         of_updates = session.nonfinite.of_updates
-        before = {p: dict(state) for p, state in self.state.items()}
 
         def accept(updates: Mapping[int, Tensor]) -> Tensor:
             of_all = [updates.get(i) for i, _ in enumerate(self._parameters())]
@@ -280,14 +279,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
         batches = self._batches(accepted)
         session.changing = True
-        try:
-            with fp32_products(self.fp32_matmul_prec, as_torch=True):
-                users_step(batches, self.engine, self.program, self.orthogonalize, self._waited_for, accept)
-        except Exception:  # weights and state are what they were
-            self.state.clear()
-            self.state.update(before)
-            session.changing = False
-            raise
+        with fp32_products(self.fp32_matmul_prec, as_torch=True):
+            users_step(batches, self.engine, self.program, self.orthogonalize, self._waited_for, accept)
         return batches
 
     def _numbers(self) -> dict[Tensor, Numbered]:

@@ -3,13 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.step import Batch, Step, cast_to_average, repeated
+from megatron_eopt.optimizers.step import Batch, Step, cast_to_average
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
@@ -25,7 +24,7 @@ def users_step(
 ) -> None:
     """Step by a user's ``orthogonalize(p, u, **settings)``.
 
-    Where that fails, weights and state are again what they were.
+    An update that is not finite counts as zero.
 
     Args:
         batches: all that the step works on.
@@ -44,31 +43,18 @@ def users_step(
     if not indices:
         accept({})
         return
-    changed = [list(chain(*batch.changed)) for batch in batches]
-    before = [[x.clone() for x in tensors] for tensors in changed]
-    try:
-        step = Step(batches, indices, [], engine)
-        scales = [1.0] * sum(sum(step.counts(batch)) for batch in batches)
-        running = program(replace(step, scales=scales))
-        shards = next(running)
-        assert not callable(shards)  # a chunk without kernels
-        momenta = engine.merge(indices, shards)
-        updates = list(_updates(batches, momenta, orthogonalize, waited_for))
-        finite = accept(dict(zip(indices, updates, strict=True)))
-        if finite.device.type == "cpu" and finite[indices].all():
-            resume(running, engine.split(indices, updates))
-            return
+    step = Step(batches, indices, [], engine)
+    scales = [1.0] * sum(sum(step.counts(batch)) for batch in batches)
+    running = program(replace(step, scales=scales))
+    shards = next(running)
+    assert not callable(shards)  # a chunk without kernels
+    momenta = engine.merge(indices, shards)
+    updates = list(_updates(batches, momenta, orthogonalize, waited_for))
+    finite = accept(dict(zip(indices, updates, strict=True)))
+    if finite.device.type != "cpu" or not finite[indices].all():
         flags = finite.unbind()
-        masks = [torch.stack([flags[i] for i in batch.indices]) for batch in batches]
-        updates = foreach.masked(updates, 0.0, torch.cat(masks))
-        resume(running, engine.split(indices, updates))
-        for batch, mask, new, old in zip(batches, masks, changed, before, strict=True):
-            of_each = repeated(mask, [len(tensors) for tensors in batch.changed])
-            torch._foreach_copy_(new, foreach.masked(new, old, of_each))
-    except Exception:
-        for new, old in zip(changed, before, strict=True):
-            torch._foreach_copy_(new, old)
-        raise
+        updates = foreach.masked(updates, 0.0, torch.stack([flags[i] for i in indices]))
+    resume(running, engine.split(indices, updates))
 
 
 def _updates(

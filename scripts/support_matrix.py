@@ -47,7 +47,6 @@ FEATURES = (
     Feature("--muon-scalar-optimizer lion", {"config.muon_scalar_optimizer": "lion"}),
     Feature("fp32", {"config.bf16": False}),
     Feature("--bf16"),
-    Feature("--fp16", {"config.bf16": False, "config.fp16": True}),
     Feature("--fp8-param-gather, --fp4-param-gather", {"ddp.fp8_param_gather": True}),
     Feature("--loss-scale with --bf16", {"config.loss_scale": 1024.0}),
     Feature("tensor, pipeline (also interleaved) and data parallelism"),
@@ -65,17 +64,12 @@ FEATURES = (
         "without the layout for whole matrices (--no-use-layer-wise-param-layout)",
         distributed=True,
     ),
-    Feature(
-        "--muon-share-over-dp with --use-distributed-optimizer", {"config.muon_share_over_dp": True}, distributed=True
-    ),
     Feature("--optimizer dist_muon with --bf16", {"layer_wise": True}, _WHOLE),
     Feature(
         "--overlap-param-gather", {}, "with --use-distributed-optimizer and --overlap-grad-reduce", distributed=True
     ),
-    Feature("--overlap-param-gather-with-optimizer-step", {"config.overlap_param_gather_with_optimizer_step": True}),
     Feature("--num-distributed-optimizer-instances above 1", {"ddp.num_distributed_optimizer_instances": 2}),
     Feature("--use-megatron-fsdp", _FSDP, "optim, optim_grads and optim_grads_params"),
-    Feature("--use-megatron-fsdp with --megatron-fsdp-version 2", _FSDP | {"ddp.megatron_fsdp_version": 2}),
     Feature(
         "--use-megatron-fsdp with --num-distributed-optimizer-instances above 1",
         _INSTANCES,
@@ -100,9 +94,7 @@ FEATURES = (
         {"wrapper": TORCH_FSDP2, "unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
     ),
     Feature("--optimizer-cpu-offload", _OFFLOAD, "momenta are in [host memory](memory.md#host-memory)"),
-    Feature("--optimizer-cpu-offload with soap", _of("soap") | _OFFLOAD),
     Feature("--optimizer-cpu-offload with --async-save", _OFFLOAD | {"args.async_save": True}),
-    Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),
     Feature("--optimizer-momentum-dtype bf16", {"config.optimizer_momentum_dtype": "bf16"}, "muon and its relatives"),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),
     Feature(
@@ -112,7 +104,6 @@ FEATURES = (
     ),
     Feature("--ckpt-format torch_dist", {"args.ckpt_format": "torch_dist"}),
     Feature("--ckpt-format torch", {"args.ckpt_format": "torch"}, "the number of ranks stays"),
-    Feature("--ckpt-format torch_dcp, fsdp_dtensor", {"args.ckpt_format": "torch_dcp"}),
     Feature("--no-save-optim with schedule_free_adamw", _AVERAGING | {"args.no_save_optim": True}),
     Feature("--override-opt-param-scheduler", note="every group has the rates that the flags of this run give it"),
     Feature("--optimizer-weight-average", _AVERAGED, "--save-weight-average saves it as the model"),
@@ -127,9 +118,8 @@ FEATURES = (
     Feature("--save-weight-average with --use-distributed-optimizer", _AVERAGED | _AS_MODEL, distributed=True),
     Feature("--save-weight-average with --no-save-optim", _AVERAGED | _AS_MODEL | {"args.no_save_optim": True}),
     Feature("--async-save", note="with --ckpt-format torch_dist"),
-    Feature("--dump-param-to-param-group-map", {"args.dump_param_to_param_group_map": "a file"}),
     Feature("overrides that give parameters another optimizer"),
-    Feature("overrides that exclude parameters", {"excludes": True}, "without the distributed optimizer"),
+    Feature("overrides that exclude parameters", note="without the distributed optimizer"),
 )
 
 

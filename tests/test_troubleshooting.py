@@ -52,7 +52,7 @@ def checkpoint(*keys):
 def run(**fields):
     settings = megatron.core.optimizer.OptimizerConfig(optimizer="muon", lr=1e-3)
     vars(settings).update(fields)
-    return Run("muon", "0.19.2", settings, args=SimpleNamespace(ckpt_format=fields.get("ckpt_format", "torch_dist")))
+    return Run("muon", "0.19.2", settings, args=SimpleNamespace(ckpt_format="torch_dist"))
 
 
 def overrides(**settings):
@@ -164,7 +164,7 @@ SAID = {
     "late": parsed_before_activation,
     "settings": started_differently,
     "unknown name": lambda: OptimizerConfig(name="moun"),
-    "refused": lambda: refuse_unsupported(run(fp16=True, optimizer_cuda_graph=True)),
+    "refused": lambda: refuse_unsupported(run(bf16=True, loss_scale=1024.0, optimizer_cuda_graph=True)),
     "a GPU is there": on_a_gpu,
     "no matrices": lambda: problems(families([row(f"norms.{i}", (64,)) for i in range(15)]), "muon", True)[0],
     "first step": first_step,
@@ -190,7 +190,6 @@ SAID = {
     ),
     "stacked": lambda: stacks_layers(state("momentum_buffer")),
     "unfinished": unfinished,
-    "format": lambda: refuse_unsupported(run(bf16=True, ckpt_format="torch_dcp")),
 }
 """Name of a message -> what raises it, prints it, logs it or returns it."""
 

@@ -116,9 +116,8 @@ class OptimizerOfRun:
 
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
-        names = {each.optimizer for each in self.assigned}
-        assigned = frozenset(name for name in names if name is not None)
-        refuse_unsupported(replace(self.facts, excludes=None in names, assigned=assigned))
+        assigned = frozenset(each.optimizer for each in self.assigned if each.optimizer is not None)
+        refuse_unsupported(replace(self.facts, assigned=assigned))
         if on(self.facts.model, "qk_clip"):
             qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size())
         assignment.refuse_other_dtypes(self.assigned)

@@ -43,10 +43,6 @@ AVERAGING = LION | {"optimizer": "schedule_free_adamw"}
 DEALT = {"layer_wise": True, "ddp": DISTRIBUTED, "data_parallel": 2, "whole_matrices": True}
 # In the order of the rules.
 REFUSED = {
-    "fp16": (
-        run(settings={"fp16": True, "bf16": False}),
-        r"optimizer 'muon' does not run with fp16.*: take --bf16, or fp32",
-    ),
     "lion beside matrices whose buffers are apart": (
         run(**DEALT, settings={"muon_scalar_optimizer": "lion"}),
         r"steps, of which lion keeps none: take --muon-scalar-optimizer adam, --no-use-layer-wise-param-layout",
@@ -63,10 +59,6 @@ REFUSED = {
         run(grouped_experts="mlp.experts.linear_fc1.weight"),
         r"linear_fc1\.weight holds what is several experts'.*leave --moe-single-grouped-weight and .*-bias away",
     ),
-    "use_distributed_optimizer without the layer-wise one": (
-        run(data_parallel=2, settings={"use_distributed_optimizer": True}),
-        r"use_distributed_optimizer cuts matrices by bytes.*use_layer_wise_distributed_optimizer",
-    ),
     "gradients scattered without regard to matrices": (
         run(ddp=DISTRIBUTED, data_parallel=2),
         r"gradients are laid out for shards that cut matrices \(data-parallel ranks: 2\): .*wrap_model_chunks_with_ddp",
@@ -82,18 +74,6 @@ REFUSED = {
     "several instances of the distributed optimizer": (
         run(ddp=DistributedDataParallelConfig(num_distributed_optimizer_instances=2)),
         r"num_distributed_optimizer_instances is 2, .*set --num-distributed-optimizer-instances to 1",
-    ),
-    "work that data-parallel ranks share where whole parameters are dealt": (
-        run(**DEALT, own={"muon_share_over_dp": True}),
-        r"muon_share_over_dp would have no effect.*: leave --muon-share-over-dp away",
-    ),
-    "overlap_param_gather_with_optimizer_step": (
-        run(settings={"overlap_param_gather_with_optimizer_step": True}),
-        r"needs an optimizer for each model chunk.*--overlap-param-gather works",
-    ),
-    "the second Megatron-FSDP": (
-        run(release="0.20.0", ddp=SimpleNamespace(use_megatron_fsdp=True, megatron_fsdp_version=2)),
-        r"Megatron-FSDP 2 cannot save optimizer state yet.*: take --megatron-fsdp-version 1, or --use-torch-fsdp2",
     ),
     "Megatron-FSDP that shards nothing": (
         run(ddp=DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="no_shard")),
@@ -133,29 +113,9 @@ REFUSED = {
         run(unsaved="a.weight", data_parallel=3, args=SimpleNamespace(save="a folder")),
         r"a\.weight has shards that Megatron-Core cannot save under torch FSDP2.*3 data-parallel ranks",
     ),
-    "optimizer_cpu_offload of an optimizer that has none": (
-        run(assigned=frozenset({"adam", "soap"}), settings={"optimizer_cpu_offload": True}),
-        r"keeps the state of Muon and its relatives in host memory, .*, found soap: leave it away",
-    ),
-    "an optimizer on the CPU": (
-        run(settings={"optimizer_cpu_offload": True, "pin_cpu_grads": False}),
-        r"no_pin_cpu_grads and no_pin_cpu_params are for an optimizer that steps on the CPU.*: leave them away",
-    ),
-    "an FSDP with state in host memory": (
-        run(settings={"optimizer_cpu_offload": True}, wrapper="FullyShardedDataParallel"),
-        r"keeps no state of DTensors in host memory, which the parameters of an FSDP are: leave one of the two away",
-    ),
     "--async-save of what is in host memory": (
         run(settings={"optimizer_cpu_offload": True}, args=SimpleNamespace(async_save=True)),
         r"--async-save reads optimizer state in host memory.*: leave one of the two away",
-    ),
-    "reinforcement learning that moves what is in host memory": (
-        run(settings={"optimizer_cpu_offload": True}, args=SimpleNamespace(rl_offload_optimizer_during_inference=True)),
-        r"--rl-offload-optimizer-during-inference takes all optimizer state to the GPU.*: leave one of the two away",
-    ),
-    "use_precision_aware_optimizer": (
-        run(settings={"use_precision_aware_optimizer": True}),
-        r"use_precision_aware_optimizer is a way of Adam's",
     ),
     "a momentum in bf16 of an optimizer that has none": (
         run("soap", own={"optimizer_momentum_dtype": "bf16"}),
@@ -170,14 +130,6 @@ REFUSED = {
         run(ddp=DistributedDataParallelConfig(fp8_param_gather=True), model=SimpleNamespace(fp4_param=True)),
         r"with --fp8-param-gather or --fp4-param-gather, Megatron-Core 0\.19\.2 starts the fp32 parameters of 'muon' "
         r"from rounded weights, .*gathers their bytes without the scales.*: leave --fp8-param-gather and",
-    ),
-    "parameters in fp8 or fp4 under Megatron-FSDP": (
-        run(ddp=replace(FSDP, fp8_param_gather=True)),
-        r"--fp4-param-gather under Megatron-FSDP is unproven with 'muon'.*no run was on one: leave --fp8-param-gather",
-    ),
-    "another checkpoint format than torch_dist and torch": (
-        run(args=SimpleNamespace(ckpt_format="torch_dcp")),
-        r"ckpt_format 'torch_dcp' is not written with 'muon': take --ckpt-format torch_dist",
     ),
     "Schedule-Free under the distributed optimizer": (
         run("muon", layer_wise=True, assigned=frozenset({"muon", "schedule_free_adamw"})),
@@ -211,17 +163,9 @@ REFUSED = {
         run(own={"optimizer_weight_average": "ema:0.9", "save_weight_average": True}, args=TORCH_FORMAT),
         r"goes on from the optimizer state, which this run would not save: leave --no-save-optim away",
     ),
-    "dump_param_to_param_group_map": (
-        run(args=SimpleNamespace(dump_param_to_param_group_map="map")),
-        r"nothing would be written: leave it away",
-    ),
     "instructions over context-parallel ranks without the loss of each token": (
         run(args=SimpleNamespace(sft=True), model=SimpleNamespace(context_parallel_size=2)),
         r"weighed by how masks fall on ranks.*: add --calculate-per-token-loss",
-    ),
-    "excluded parameters under the distributed optimizer": (
-        run(**DEALT, excludes=True),
-        r"overrides exclude parameters.*freeze them before the model is wrapped",
     ),
 }
 
@@ -256,8 +200,7 @@ def test_what_cannot_work_is_refused_with_what_works_instead(name):
         run(wrapper="TorchFullyShardedDataParallel", release="0.20.0"),
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
         run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
-        run(args=SimpleNamespace(ckpt_format="torch", dump_param_to_param_group_map=None)),
-        run(excludes=True),
+        run(args=SimpleNamespace(ckpt_format="torch")),
     ],
 )
 def test_what_works_is_not_refused(works):
@@ -268,10 +211,6 @@ def test_what_works_is_not_refused(works):
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (
-            run(release="0.20.0", wrapper="FullyShardedDataParallelV2"),
-            "Megatron-FSDP 2 cannot save optimizer state yet",
-        ),
         # on one rank, too
         (run(ddp=DISTRIBUTED, layer_wise=True), r"\(data-parallel ranks: 1\): wrap it by .*wrap_model_chunks_with_ddp"),
     ],
@@ -284,10 +223,10 @@ def test_what_is_known_by_other_facts(refused, message):
 def test_one_error_names_all_that_was_found():
     args = SimpleNamespace(ckpt_format="torch", save="a")
     with pytest.raises(ValueError, match="cannot work") as error:
-        refuse_unsupported(run(**DEALT, args=args, settings={"fp16": True, "optimizer_cuda_graph": True}))
+        refuse_unsupported(run(**DEALT, args=args, settings={"loss_scale": 2.0, "optimizer_cuda_graph": True}))
     first, *reasons = str(error.value).splitlines()
     assert first == "this run cannot work with optimizer 'muon', for 3 reasons:"
-    for word, reason in zip(("fp16", "buffers", "optimizer_cuda_graph"), reasons, strict=True):
+    for word, reason in zip(("torch", "optimizer_cuda_graph", "loss_scale"), reasons, strict=True):
         assert word in reason
 
 
@@ -379,7 +318,7 @@ def test_experts_in_one_parameter_are_refused(single):
 def test_the_matrix_says_what_the_rules_say():
     rows = {release: {row.feature: row for row in support_matrix(release)} for release in ("0.19.2", "0.20.0")}
     assert all([*of_release] == [feature.name for feature in FEATURES] for of_release in rows.values())
-    assert rows["0.19.2"]["--fp16"] == ("--fp16", "no", "take --bf16, or fp32")
+    assert rows["0.19.2"]["--loss-scale with --bf16"].note == "leave it away: bf16 needs no loss scale"
     assert rows["0.19.2"]["--muon-scalar-optimizer lion"].works == "yes"
     # what the layout of gradient buffers alone forbids works: runs do without it
     shared = "--use-distributed-optimizer"
@@ -389,16 +328,11 @@ def test_the_matrix_says_what_the_rules_say():
             assert works[f"{shared} {what}"] == "yes"
         assert works[f"--optimizer-weight-average with {shared}"] == works["--optimizer dist_muon with --bf16"] == "yes"
         assert works[f"--save-weight-average with {shared}"] == works[f"{shared} with schedule_free_adamw"] == "no"
-        assert works[f"--muon-share-over-dp with {shared}"] == "no"
 
 
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [
-        (
-            ["--fp16", "--use-distributed-optimizer", "--dump-param-to-param-group-map", "map"],
-            ["for 2 reasons", "does not run with fp16", "nothing would be written"],
-        ),
         (
             ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy", "no_shard"],
             ["'no_shard' of Megatron-FSDP leaves whole parameters on each rank: take optim, optim_grads"],
@@ -408,7 +342,7 @@ def test_the_matrix_says_what_the_rules_say():
             ["Megatron-Core 0.19", "rounded weights", "leave --fp8-param-gather and"],
         ),
     ],
-    ids=["two at once", "Megatron-FSDP", "parameters in fp8"],
+    ids=["Megatron-FSDP", "parameters in fp8"],
 )
 def test_a_run_is_refused_at_start(flags, messages):
     said = refused("--num-layers", 1, "--train-iters", 1, *MUON, *flags)

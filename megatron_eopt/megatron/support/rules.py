@@ -1,4 +1,4 @@
-"""What does not work with our optimizers: refused at start."""
+"""What Megatron would compute wrongly in silence: refused at start."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +7,6 @@ from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.registry import takes_matrices
 
 TORCH_FSDP2 = "TorchFullyShardedDataParallel"
-_NOT_QUANTIZED = "leave --fp8-param-gather and --fp4-param-gather away; --fp8-format without them computes in fp8"
 
 
 class Rule(NamedTuple):
@@ -19,11 +18,6 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(
-        "optimizer {run.optimizer!r} does not run with fp16, for its gradients are not unscaled",
-        "take --bf16, or fp32",
-        lambda run: on(run.config, "fp16"),
-    ),
     Rule(
         "Megatron-Core lays gradient buffers out for whole matrices, and its distributed optimizer of all that is no "
         "matrix asks for a count of steps, of which lion keeps none",
@@ -47,16 +41,6 @@ RULES = (
         "not find the optimizer state that belongs to it",
         "leave --moe-single-grouped-weight and --moe-single-grouped-bias away: each expert has parameters of its own",
         lambda run: takes_matrices(run.optimizer) and run.grouped_experts is not None,
-    ),
-    Rule(
-        "use_distributed_optimizer cuts matrices by bytes, so Megatron-Core does not build it with {run.optimizer!r}",
-        "leave it away and set use_layer_wise_distributed_optimizer, with --bf16",
-        lambda run: (
-            on(run.config, "use_distributed_optimizer")
-            and not run.layer_wise
-            and not run.megatron_fsdp
-            and run.data_parallel > 1
-        ),
     ),
     Rule(
         "the model is wrapped with use_distributed_optimizer in its DistributedDataParallelConfig, so its gradients "
@@ -91,22 +75,6 @@ RULES = (
         "shared out over all data-parallel ranks, and an instance has the gradients of some of them only",
         "set --num-distributed-optimizer-instances to 1",
         lambda run: getattr(run.ddp, "num_distributed_optimizer_instances", 1) > 1 and not run.megatron_fsdp,
-    ),
-    Rule(
-        "muon_share_over_dp would have no effect: each data-parallel rank has been dealt whole parameters of its own",
-        "leave --muon-share-over-dp away",
-        lambda run: run.layer_wise and on(run.config, "muon_share_over_dp"),
-    ),
-    Rule(
-        "overlap_param_gather_with_optimizer_step needs an optimizer for each model chunk, and Megatron-Core builds "
-        "{run.optimizer!r} for all of them at once",
-        "leave it away; --overlap-param-gather works with --use-distributed-optimizer",
-        lambda run: on(run.config, "overlap_param_gather_with_optimizer_step"),
-    ),
-    Rule(
-        "Megatron-FSDP 2 cannot save optimizer state yet, and Megatron-Core allows it with adam and sgd alone",
-        "take --megatron-fsdp-version 1, or --use-torch-fsdp2 in place of --use-megatron-fsdp",
-        lambda run: run.megatron_fsdp_2,
     ),
     Rule(
         "data_parallel_sharding_strategy 'no_shard' of Megatron-FSDP leaves whole parameters on each rank",
@@ -153,45 +121,9 @@ RULES = (
         lambda run: run.unsaved is not None and on(run.args, "save"),
     ),
     Rule(
-        "optimizer_cpu_offload keeps the state of Muon and its relatives in host memory, and of other optimizers of "
-        "matrices nothing, found {run.without_offload}",
-        "leave it away; --use-distributed-optimizer with --bf16 shares the state out over data-parallel ranks",
-        lambda run: run.offloads and run.without_offload is not None,
-    ),
-    Rule(
-        "use_torch_optimizer_for_cpu_offload, no_pin_cpu_grads and no_pin_cpu_params are for an optimizer that steps "
-        "on the CPU, and {run.optimizer!r} steps on the GPU, with nothing but state in host memory, which is pinned",
-        "leave them away; optimizer_offload_fraction says how much of it is there",
-        lambda run: (
-            run.offloads
-            and (
-                on(run.config, "use_torch_optimizer_for_cpu_offload")
-                or not getattr(run.config, "pin_cpu_grads", True)
-                or not getattr(run.config, "pin_cpu_params", True)
-            )
-        ),
-    ),
-    Rule(
-        "optimizer_cpu_offload keeps no state of DTensors in host memory, which the parameters of an FSDP are",
-        "leave one of the two away",
-        lambda run: run.offloads and (run.megatron_fsdp or run.wrapper == TORCH_FSDP2),
-    ),
-    Rule(
         "--async-save reads optimizer state in host memory (optimizer_cpu_offload) while later steps write to it",
         "leave one of the two away",
-        lambda run: run.offloads and on(run.args, "async_save"),
-    ),
-    Rule(
-        "--rl-offload-optimizer-during-inference takes all optimizer state to the GPU when it ends, also what "
-        "optimizer_cpu_offload keeps in host memory",
-        "leave one of the two away",
-        lambda run: run.offloads and on(run.args, "rl_offload_optimizer_during_inference"),
-    ),
-    Rule(
-        "use_precision_aware_optimizer is a way of Adam's, of which {run.optimizer!r} knows nothing",
-        "leave it away, and the dtypes of main parameters and moments with it; --optimizer-momentum-dtype bf16 is for "
-        "the momenta of Muon and its relatives",
-        lambda run: on(run.config, "use_precision_aware_optimizer"),
+        lambda run: on(run.config, "optimizer_cpu_offload") and on(run.args, "async_save"),
     ),
     Rule(
         "optimizer_momentum_dtype {run.config.optimizer_momentum_dtype} is for momenta that are orthogonalized, and "
@@ -221,19 +153,8 @@ RULES = (
         "with --fp8-param-gather or --fp4-param-gather, Megatron-Core {run.release} starts the fp32 parameters of "
         "{run.optimizer!r} from rounded weights, and its layer-wise distributed optimizer gathers their bytes without "
         "the scales, or rounds once more than the rank that updated them: ranks would train different models",
-        _NOT_QUANTIZED,
-        lambda run: run.quantized and not run.megatron_fsdp,
-    ),
-    Rule(
-        "--fp8-param-gather or --fp4-param-gather under Megatron-FSDP is unproven with {run.optimizer!r}: Transformer "
-        "Engine makes such parameters on GPUs alone, and no run was on one",
-        _NOT_QUANTIZED,
-        lambda run: run.quantized and run.megatron_fsdp,
-    ),
-    Rule(
-        "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",
-        "take --ckpt-format torch_dist",
-        lambda run: not run.megatron_fsdp and getattr(run.args, "ckpt_format", "torch") not in ("torch_dist", "torch"),
+        "leave --fp8-param-gather and --fp4-param-gather away; --fp8-format without them computes in fp8",
+        lambda run: run.quantized,
     ),
     Rule(
         "schedule_free_adamw evaluates and saves at the average of each parameter, which a data-parallel rank of the "
@@ -285,11 +206,6 @@ RULES = (
         ),
     ),
     Rule(
-        "Megatron-Core drops --dump-param-to-param-group-map with {run.optimizer!r}, and nothing would be written",
-        "leave it away",
-        lambda run: getattr(run.args, "dump_param_to_param_group_map", None) is not None,
-    ),
-    Rule(
         "with --sft and --context-parallel-size, each rank's loss is a mean over its own tokens, so that gradients are "
         "weighed by how masks fall on ranks (MLM 7452, finding 9)",
         "add --calculate-per-token-loss",
@@ -298,11 +214,6 @@ RULES = (
             and getattr(run.model, "context_parallel_size", 1) > 1
             and not on(run.model, "calculate_per_token_loss")
         ),
-    ),
-    Rule(
-        "overrides exclude parameters, whose ranges in gradient buffers the distributed optimizer looks up in vain",
-        "freeze them before the model is wrapped (requires_grad = False), or leave --use-distributed-optimizer away",
-        lambda run: run.excludes and on(run.ddp, "use_distributed_optimizer"),
     ),
 )
 

@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any
 
 from megatron_eopt import registry
-from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
+from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
 
 
@@ -30,7 +30,6 @@ class Run:
     grouped_experts: str | None = None  # of the first that holds the weights, or the biases, of several experts
     expert_vector: str | None = None  # of the first expert-parallel one that goes to the scalar optimizer
     unsaved: str | None = None  # name of the first parameter that Megatron cannot save under torch FSDP2
-    excludes: bool = False  # whether overrides exclude parameters from every optimizer
     assigned: frozenset[str] = frozenset()  # optimizers that have parameters; none where that is not known yet
 
     @classmethod
@@ -82,12 +81,6 @@ class Run:
         return on(self.ddp, "use_megatron_fsdp") or self.wrapper.startswith("FullyShardedDataParallel")
 
     @property
-    def megatron_fsdp_2(self) -> bool:
-        """Whether that is its second implementation, from 0.20 on."""
-        version = getattr(self.ddp, "megatron_fsdp_version", 1)
-        return self.megatron_fsdp and (version == 2 or self.wrapper == "FullyShardedDataParallelV2")
-
-    @property
     def accumulates(self) -> bool:
         """Whether gradients sum several micro-batches, as far as known."""
         of_all = getattr(self.args, "global_batch_size", None)
@@ -116,23 +109,9 @@ class Run:
         return getattr(self.config, "muon_scalar_optimizer", None) if self.optimizer in LIKE_MUON else None
 
     @property
-    def offloads(self) -> bool:
-        """Whether optimizer state is to be in host memory."""
-        return on(self.config, "optimizer_cpu_offload")
-
-    @property
     def names(self) -> list[str]:
         """The optimizers that have parameters, that of the run first."""
         return [self.optimizer, *sorted(self.assigned - {self.optimizer})]
-
-    @property
-    def without_offload(self) -> str | None:
-        """The first optimizer of matrices without state in host memory."""
-        for name in self.names:
-            keeps = name in OPTIMIZERS and OPTIMIZERS[name].takes("offload_fraction")
-            if not keeps and (name == self.optimizer or registry.takes_matrices(name)):
-                return name
-        return None
 
     @property
     def without_momentum_dtype(self) -> str | None:

@@ -72,7 +72,7 @@ def several_iterations(rank, ranks):
     for mode in MODES:
         parameters = mixed(ranks)
         engine = Engine(parameters, CPU, mode)
-        engine.prepare("torch")
+        engine.prepare()
         counters.reset()
         together = factors_of(engine, parameters, rank)
         sent = counted()
@@ -228,7 +228,7 @@ def with_and_without_layout(rank, ranks):
     own = ParamSpec("own", F32)
     plain = ParamSpec("plain", F32, cut_evenly((8, 30), 1, ranks), iteration=iteration)
     engine = Engine([vector, fused, own, plain], CPU, "owner", DEFAULT_RATES)
-    engine.prepare("torch")
+    engine.prepare()
     assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
     assert [matrix.shape for matrix in engine.flat([1, 3])] == [(3, 30), (5, 30), (8, 30)]
     assert [engine.shares(i) for i in range(4)] == [True, True, False, True]
@@ -268,7 +268,7 @@ def blockwise(rank, ranks):
     layouts = [cut_evenly((40, 40), dim, ranks) for dim in (0, 1)]
     parameters = [ParamSpec(str(i), F32, layout, iteration=iteration) for i, layout in enumerate(layouts)]
     engine = Engine(parameters, CPU, "blockwise")
-    engine.prepare("torch")
+    engine.prepare()
     shards = [part_of(drawn((40, 40), 0), layout.rectangle) for layout in layouts]
     expected = [iteration(shard) for shard in shards]
     return all(map(torch.equal, engine.factors([0, 1], shards), expected))
@@ -294,7 +294,7 @@ def differing(rank, ranks):
             for name, i, each in of_rank
         ]
         engine = Engine(parameters, CPU, "owner")
-        messages.append(message_of(lambda engine=engine: engine.prepare("torch")))
+        messages.append(message_of(lambda engine=engine: engine.prepare()))
     return messages
 
 

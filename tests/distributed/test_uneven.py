@@ -79,7 +79,7 @@ def on_ranks(rank, ranks):
         ):
             parameters = parameters_of(seed, ranks, iteration, dist.group.WORLD)
             engine = Engine(parameters, CPU, mode, workspace=Workspace(bytes=size))
-            engine.prepare("torch")
+            engine.prepare()
             updates = updates_of(seed, parameters)
             results = []
             for indices in (list(range(len(parameters))), masked(parameters)):
@@ -104,7 +104,7 @@ def test_factors_are_those_of_one_process(ranks):
         iteration = IN_BF16 if name == IN_BF16.name else ITERATION
         parameters = parameters_of(seed, ranks, iteration, None)
         engine = Engine(parameters, CPU)
-        engine.prepare("torch")
+        engine.prepare()
         updates, layouts = updates_of(seed, parameters), [each for _, each, _ in lying(seed, ranks)]
         whole = factors_of(engine, updates, range(len(parameters)))
         for rank, found in enumerate(of_ranks):

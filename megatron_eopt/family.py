@@ -29,7 +29,6 @@ from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
-from megatron_eopt.optimizers.muown import Muown as Muown
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.psgd import PSGDKron as PSGDKron
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
@@ -427,16 +426,6 @@ _SPECS = (
         flags=(
             "fraction",
             Flag("momentum", "What selected rows keep of their momentum, in [0, 1)."),
-        ),
-    ),
-    OptimizerSpec(
-        name="muown",
-        cls=Muown,
-        of_muon=(*OF_ITERATION, *names_of(MOMENTUM + SCALE)),
-        flags=(
-            "beta1",
-            "beta2",
-            "eps",
         ),
     ),
 )

@@ -386,5 +386,5 @@ class TestKept:
         assert less == sorted(less, reverse=True)
         losses = {name: figures.estimate(each.of(protocol.STEPS)) for name, each in found.items()}
         best = min(losses, key=lambda name: losses[name].mean)
-        assert len(losses.keys() - {"adam_two_rates"}) == 14
-        assert f"Of fourteen optimizers **{best}** has the lowest loss, {losses[best].words}." in text
+        assert len(losses.keys() - {"adam_two_rates"}) == 13
+        assert f"Of thirteen optimizers **{best}** has the lowest loss, {losses[best].words}." in text

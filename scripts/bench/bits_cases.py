@@ -99,8 +99,6 @@ CASES = {
     "dion": Case("Dion", {"weight_decay": 0.1}),
     "dion2": Case("Dion2", {"weight_decay": 0.1}),
     "dion late": Case("Dion", {"rank_fraction": 0.5}, late=True),
-    "muown": Case("Muown", {"weight_decay": 0.1}),
-    "muown chunks": Case("Muown", {"nesterov": False, **TWO_CHUNKS}, late=True),
     "with_adamw": Case("Muon", {"weight_decay": 0.1}, names=ALL, second={"ns_steps": 3}),
     "distributed_muon": Case("DistributedMuon", {"collective_state_dict": True}, ("one process", "DP=2")),
     "users functions": Case("OrthogonalizedOptimizer", {**FUNCTIONS, **NO_DEFAULTS}, ALONE),

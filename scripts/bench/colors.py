@@ -27,7 +27,6 @@ LINES = {
     "mars_muon": Line("#4c4554"),
     "dion": Line("#4f92f7"),
     "dion2": Line("#076fb7"),
-    "muown": Line("#ea668a"),
     "soap": Line("#5ca265", "--"),
     "shampoo": Line("#7f4100", "--"),
     "kl_shampoo": Line("#cd00cf", "--"),

@@ -95,7 +95,6 @@ SPACES = {
     "kl_shampoo": of_matrices(0.054, "--kl-shampoo-basis-method eigh"),
     "psgd_kron": of_matrices(0.001, ""),
     "dion": of_matrices(0.02, "--dion-rank-fraction 0.25"),
-    "muown": of_matrices(0.018, f"{MUON} --muon-extra-scale-factor 0.2"),
     "ademamix": Space(
         "--ademamix-alpha-warmup {steps} --ademamix-beta3-warmup {steps}",
         (around("--lr", 3e-3), DECAY, Axis("--ademamix-alpha", 2, 16), BETA2),

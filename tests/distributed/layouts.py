@@ -111,7 +111,6 @@ PROGRAMS = {
     "polargrad": of_muon("polargrad", calls=SUMS),
     "hyperball": of_muon("muon_hyperball", calls=SUMS),
     "mars": of_muon("mars_muon", calls=SUMS),
-    "muown": of_muon("muown", calls={"all_reduce": 4}, without=("heads", "gate over up", *STACKS)),
     "dion": Program(
         name="dion",
         settings={"momentum": 0.8, "weight_decay": 0.1},

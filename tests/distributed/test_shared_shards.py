@@ -10,7 +10,7 @@ from tests.parallel.plans import predicted
 
 # sums of fp64 are priced as those of fp32
 GRID, MUON = Grid(2), replace(PROGRAMS["muon in fp32"], without=("of another dtype",))
-MODES, OTHERS = ("owner", "auto", "distributed"), ("muown", "hold, normuon")
+MODES, OTHERS = ("owner", "auto", "distributed"), ("dion", "hold, normuon")
 RATES = {"operations": Rates(flops=1e6), "calls": Rates(flops=1e15, bytes=1e15, latency=1.0)}
 """So slow, or so far, are other ranks."""
 

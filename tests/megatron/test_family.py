@@ -70,7 +70,6 @@ def run(name):
     "--optimizer mars_muon",
     "--optimizer dion",
     "--optimizer dion2",
-    "--optimizer muown",
 )
 def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     flags = [*run(name), "--train-iters", 6]

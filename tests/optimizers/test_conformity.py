@@ -88,7 +88,6 @@ OF_GROUPS = {
     "mars_muon": {"gamma": 0.3, "momentum": 0.8},
     "dion": {"rank_fraction": 1.0, "momentum": 0.5},
     "dion2": {"fraction": 1.0, "momentum": 0.5},
-    "muown": {"beta1": 0.5, "eps": 0.1, "weight_decay": 0.3},
     "with_adamw": {"momentum": 0.5, "ns_steps": 8},
     "distributed_muon": {"momentum": 0.5, "ns_steps": 8},
     "users_own": {"momentum_beta": 0.5, "weight_decay_method": "palm"},

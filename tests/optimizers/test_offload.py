@@ -74,9 +74,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("kind", [*KINDS, IN_BF16])
 def test_steps_are_bit_equal_to_those_with_all_state_on_the_device(kind):
-    # norms in fp32 show where products in bf16, of stacks of another size, round an entry of a factor otherwise
-    narrow = torch.float32 if kind == "muown" else torch.bfloat16
-    for dtype, fraction in ((torch.float32, 1.0), (narrow, 0.4)):
+    for dtype, fraction in ((torch.float32, 1.0), (torch.bfloat16, 0.4)):
         plain, other = (start(kind, dtype=dtype, offload_fraction=each) for each in (0.0, fraction))
         for each in (plain, other):
             run(*each, range(STEPS))

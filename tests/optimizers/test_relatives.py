@@ -10,7 +10,6 @@ import torch
 from megatron_eopt import (
     MarsMuon,
     MuonHyperball,
-    Muown,
     PolarGrad,
     Scion,
     TensorParallelAdaptiveMuon,
@@ -22,7 +21,7 @@ from megatron_eopt.registry import kwargs_from_config
 from megatron_eopt.settings.records import SECOND_MOMENT, names_of
 from tests.optimizers.family import VARIANTS, build, matrices
 from tests.optimizers.field import SHAPES, assert_close, gradient, matrix, run
-from tests.optimizers.test_muon_steps import muon, muown, reference
+from tests.optimizers.test_muon_steps import muon, reference
 from tests.test_registry import config, model
 
 EXACT = {"coefficient_type": "polar_express", "num_ns_steps": 8, "fp32_matmul_prec": "highest"}
@@ -39,7 +38,6 @@ EXACT = {"coefficient_type": "polar_express", "num_ns_steps": 8, "fp32_matmul_pr
         (TensorParallelAdaptiveMuon, {"moment2_method": "adamuon", "align_rms": False}, 5 * 60**0.5),
         (Scion, {"constrained": False, "radius": 7.0}, 7.0 * (60 / 24) ** 0.5 / 60**0.5),
         (PolarGrad, {}, None),
-        (Muown, {}, None),
         (MuonHyperball, {}, None),
     ],
     ids=str,
@@ -219,7 +217,7 @@ def test_a_gradient_of_zeros_is_a_previous_gradient_and_none_is_not():
 
 
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-@pytest.mark.parametrize("cls", [MarsMuon, Muown, MuonHyperball])
+@pytest.mark.parametrize("cls", [MarsMuon, MuonHyperball])
 def test_steps_with_a_rate_of_zero_leave_no_trace_before_the_first_and_change_momenta_later(cls, rate):
     p, q = matrix(), matrix(seed=9)
     optimizer = cls([p], lr=rate)
@@ -244,31 +242,3 @@ def test_steps_with_a_rate_of_zero_leave_no_trace_before_the_first_and_change_mo
     assert torch.equal(p, before)
     changed = {key for key, x in state.items() if not torch.equal(optimizer.state[p][key], x)}
     assert changed == {"momentum_buffer", *(["previous_gradient"] if cls is MarsMuon else [])}
-
-
-# Muown.
-
-
-def test_rows_of_muown_have_the_norm_that_is_kept_and_turn():
-    p = matrix(12, 7)
-    before = p.detach().clone()
-    optimizer = Muown([p], lr=0.05)
-    run(optimizer, p, range(5))
-    torch.testing.assert_close(p.detach().norm(dim=1), optimizer.state[p]["g"], rtol=1e-5, atol=0)
-    # Adam's first steps are lr long, and later ones hardly longer
-    moved = (p.detach().norm(dim=1) - before.norm(dim=1)).abs()
-    assert moved.max() <= 5 * 0.05 * 1.1
-    assert torch.nn.functional.cosine_similarity(p.detach(), before).max() < 0.999
-
-
-def test_a_row_of_zeros_begins_to_move_and_one_that_is_scaled_to_zero_stays_finite():
-    p = matrix(6, 4, dtype=torch.float64)
-    p.data[2] = 0
-    expected, _ = muown(p, [gradient(p, seed) for seed in range(5)], 0.05)
-    optimizer = Muown([p], lr=0.05, fp32_matmul_prec="highest")
-    run(optimizer, p, range(5))
-    assert p[2].abs().min() > 0.001
-    assert_close(p.detach(), expected, 1e-9)
-    optimizer.scale_rows([p], [torch.tensor([0.0, 1, 1, 1, 1, 1])])
-    run(optimizer, p, range(5, 8))
-    assert p.isfinite().all()

@@ -72,7 +72,7 @@ TABLE = {
     **dict.fromkeys(["lr", "weight_decay", "alpha", "damping_noise_scale", "gamma", "max_update_rms"], AT_LEAST_0),
     **dict.fromkeys(["min_precond_lr", "weight_lr_power"], AT_LEAST_0),
     **dict.fromkeys(["eps", "extra_scale_factor", "update_ratio", "radius", "precond_init_scale"], ABOVE_0),
-    **dict.fromkeys(["momentum", "momentum_beta", "beta1", "beta2", "beta3", "beta_lip", "shampoo_beta"], BELOW_1),
+    **dict.fromkeys(["momentum", "momentum_beta", "beta2", "beta3", "beta_lip", "shampoo_beta"], BELOW_1),
     **dict.fromkeys(["brake_outward", "brake_inward"], UP_TO_1),
     **dict.fromkeys(["rank_fraction", "fraction", "precond_lr"], ABOVE_0_UP_TO_1),
     "damping": number("be above 0 and below 1, got", 0.0, 1.0, math.nan),
@@ -182,7 +182,6 @@ TOGETHER = [
     *((name, {"weight_decay": 0.1}, "has no weight decay, got 0.1: ") for name in NO_DECAY),
     *((name, {"weight_decay_method": "independent"}, NO_DECAY_BUT) for name in NO_DECAY),
     *((name, {"use_decoupled_weight_decay": False}, NO_DECAY_BUT) for name in NO_DECAY),
-    ("muown", {"weight_decay_method": "l2"}, "Muown has no "),
     *((name, {"scale_mode": "shape_scaling"}, "scale_mode has no effect here, got") for name in SIZED),
     *(
         (name, {"extra_scale_factor": 0.2}, "extra_scale_factor has no effect here, got 0.2: the size")
@@ -314,7 +313,7 @@ def test_an_error_of_one_of_several_groups_names_it(name):
 
 
 def test_blockwise_is_refused_at_every_number_of_ranks_where_whole_matrices_are_measured():
-    cases = [(name, {}, "norms") for name in ("muown", "mars_muon", "polargrad", "muon_hyperball")]
+    cases = [(name, {}, "norms") for name in ("mars_muon", "polargrad", "muon_hyperball")]
     cases += [("muon", {"weight_norm": "brake"}, "norms"), ("muon", {"relative_update": "bound"}, "norms")]
     cases += [("muon", {"moment2_method": "normuon"}, "statistics of normuon")]
     cases += [("adaptive_muon", {"moment2_method": "namo"}, "statistics of namo")]
@@ -355,7 +354,7 @@ def test_numbers_of_numpy_and_tensors_of_one_entry_make_the_steps_of_pythons(nam
     for kind in (float, np.float32, np.array, torch.tensor, lambda x: torch.tensor([x])):
         (p,) = matrices(1)
         optimizer = build(name, [p], lr=kind(0.25), weight_decay=kind(0.0))
-        own = {"momentum", "momentum_beta", "eps", "beta1", "beta2", "shampoo_beta"} & optimizer.param_groups[0].keys()
+        own = {"momentum", "momentum_beta", "eps", "beta2", "shampoo_beta"} & optimizer.param_groups[0].keys()
         optimizer.param_groups[0].update({key: kind(0.5) for key in own})
         for _ in range(2):
             p.grad = p.detach() + 1

@@ -85,7 +85,7 @@ def after(name, group=None, **settings):
 def test_a_group_with_its_own_value_is_an_optimizer_with_that_value(name, key):
     value, muons = other(key, settings_of(name)[key]), issubclass(OPTIMIZERS[name].cls, TensorParallelMuon)
     value = "brake" if muons and key == "weight_norm" else value  # beside a weight decay, which hold has none of
-    beside = OF_SOAP if name == "soap" else OF_MUON if muons and name != "muown" else BESIDE
+    beside = OF_SOAP if name == "soap" else OF_MUON if muons else BESIDE
     beside = beside.get(key, {})
     if name == "adaptive_muon" and "moment2_method" in beside:  # its default
         beside = {}

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.optimizers import DistributedMuon as DistributedMuon
     from megatron_eopt.optimizers import OrthogonalizedOptimizer as OrthogonalizedOptimizer
     from megatron_eopt.optimizers import factor_pairs as factor_pairs
-    from megatron_eopt.optimizers.weight_average import WeightAverage as WeightAverage
     from megatron_eopt.optimizers.with_adamw import Muon as Muon
     from megatron_eopt.plain import OptimizerConfig as OptimizerConfig
     from megatron_eopt.plain import build_optimizer as build_optimizer
@@ -31,7 +30,6 @@ _MODULES = {  # of the names that :mod:`megatron_eopt.family` has not
     "OrthogonalizedOptimizer": "optimizers",
     "factor_pairs": "optimizers",
     "Muon": "optimizers.with_adamw",
-    "WeightAverage": "optimizers.weight_average",
     "OptimizerConfig": "plain",
     "build_optimizer": "plain",
     "EMERGING_OPTIMIZERS": "registry",

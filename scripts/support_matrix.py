@@ -35,8 +35,6 @@ def _of(optimizer: str) -> dict[str, Any]:
 
 
 _AVERAGING = _of("schedule_free_adamw")
-_AVERAGED = {"config.optimizer_weight_average": "ema:0.999"}
-_AS_MODEL = {"config.save_weight_average": True}
 _FSDP = {"ddp.use_megatron_fsdp": True}
 _INSTANCES = _FSDP | {"ddp.num_distributed_optimizer_instances": 2, "ddp.overlap_grad_reduce": True}
 _OFFLOAD = {"config.optimizer_cpu_offload": True}
@@ -106,17 +104,6 @@ FEATURES = (
     Feature("--ckpt-format torch", {"args.ckpt_format": "torch"}, "the number of ranks stays"),
     Feature("--no-save-optim with schedule_free_adamw", _AVERAGING | {"args.no_save_optim": True}),
     Feature("--override-opt-param-scheduler", note="every group has the rates that the flags of this run give it"),
-    Feature("--optimizer-weight-average", _AVERAGED, "--save-weight-average saves it as the model"),
-    Feature(
-        "--optimizer-weight-average with --use-distributed-optimizer",
-        _AVERAGED,
-        "without the layout for whole matrices (--no-use-layer-wise-param-layout)",
-        distributed=True,
-    ),
-    Feature("--optimizer-weight-average with --use-megatron-fsdp", _AVERAGED | _FSDP),
-    Feature("--optimizer-weight-average with schedule_free_adamw", _AVERAGED | _AVERAGING),
-    Feature("--save-weight-average with --use-distributed-optimizer", _AVERAGED | _AS_MODEL, distributed=True),
-    Feature("--save-weight-average with --no-save-optim", _AVERAGED | _AS_MODEL | {"args.no_save_optim": True}),
     Feature("--async-save", note="with --ckpt-format torch_dist"),
     Feature("overrides that give parameters another optimizer"),
     Feature("overrides that exclude parameters", note="without the distributed optimizer"),

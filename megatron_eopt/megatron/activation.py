@@ -161,7 +161,7 @@ def _of_training() -> list[Redirection]:
     )
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
-    at_average = "an average of weights, Schedule-Free's or --optimizer-weight-average's, is what is evaluated"
+    at_average = "Schedule-Free's average of the weights is what is evaluated"
     return [
         without_makefile(),
         Redirection(checkpointing, "_load_base_checkpoint", whole.checked_base, refused),

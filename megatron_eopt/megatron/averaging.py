@@ -1,6 +1,7 @@
-"""Runs that evaluate, and may save as the model, an average of weights."""
+"""Runs that evaluate, and save as the model, the average that an optimizer keeps of its weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,29 +9,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.dealing import dealt_parameters, share_dealt
-from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.megatron.wrappers import model_parameters, optimizers_of, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local, parameters_in
-from megatron_eopt.optimizers.weight_average import TRAINED, WeightAverage, average_in, average_of, swapped
 from megatron_eopt.redirect import Original, around
-
-
-def average_weights(optimizers: Sequence[Optimizer], run: Run) -> None:
-    """Begin the run's average of weights, if it has one; ``tail`` ends with it."""
-    if run.weight_average is None:
-        return
-
-    def remaining() -> int | None:
-        last = getattr(run.args, "train_iters", None)
-        now = getattr(releases.training_args(), "curr_iteration", None)
-        return None if last is None or now is None else last - now - 1
-
-    WeightAverage(run.weight_average, *optimizers, remaining=remaining)
 
 
 @around
@@ -38,13 +21,11 @@ def averaged(
     evaluate: Original, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces ``evaluate``: the model is at the average meanwhile."""
-    averaging = [optimizer for optimizer in optimizers_of(model) if _averaging(optimizer)]
+    averaging = [x for optimizer in optimizers_of(model) for x in plain_wrappers(optimizer) if is_average(x)]
     if not averaging:
         return evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
     try:
-        with swapped(pair for optimizer in averaging for pair in _averages(optimizer)):
-            for optimizer in averaging:
-                share_dealt(optimizer)
+        with swapped(pair for wrapper in averaging for pair in _exported(wrapper)):
             return evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
     finally:
         for chunk in model:
@@ -53,21 +34,20 @@ def averaged(
                     module.reshard()  # which may have kept the average, gathered, for the next step
 
 
-def _averaging(optimizer: Any) -> list[Any]:
-    """The wrappers of torch optimizers that have an average."""
-    return [x for x in plain_wrappers(optimizer) if is_average(x) or average_of(x.optimizer) is not None]
-
-
-def _averages(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Model parameters with averages, or, for other ranks', with themselves."""
-    own = set[int]()
-    for wrapper in plain_wrappers(optimizer):
-        own.update(id(model) for _, model in _pairs(wrapper))
-    for wrapper in _averaging(optimizer):
-        yield from _exported(wrapper)
-    for _, _, parameter in dealt_parameters(optimizer):
-        if id(parameter) not in own:
-            yield parameter, parameter.detach()
+@contextmanager
+def swapped(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Parameters have other values meanwhile, and then their own, bit for bit."""
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        with torch.no_grad():
+            for parameter, value in pairs:
+                before.append((parameter, parameter.detach().clone()))
+                parameter.copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, own in before:
+                parameter.copy_(own)
 
 
 def is_average(wrapper: Any) -> bool:
@@ -90,11 +70,10 @@ def trained(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
 
     Others have an fp32 copy, which is saved anyhow.
     """
-    key = wrapper.optimizer.live_key if is_average(wrapper) else TRAINED
     found = {}
     for index, (own, model) in enumerate(_pairs(wrapper)):
         if own is model:
-            found[index] = (key, own.detach())
+            found[index] = (wrapper.optimizer.live_key, own.detach())
     return found
 
 
@@ -111,10 +90,7 @@ def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
 def _exported(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Model parameters and their averages."""
     for own, model in _pairs(wrapper):
-        if is_average(wrapper):
-            yield model, wrapper.optimizer.exported(own)
-        else:
-            yield model, average_in(wrapper.optimizer.state.get(own, {}), own)
+        yield model, wrapper.optimizer.exported(own)
 
 
 def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:

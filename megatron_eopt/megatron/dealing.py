@@ -1,10 +1,9 @@
 """Deal whole parameters to data-parallel ranks, by predicted time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
@@ -72,20 +71,6 @@ def _by_time(
     for parameter, rank in zip(parameters, dealt.ranks, strict=True):
         hands[rank].append(parameter)
     return hands
-
-
-def dealt_parameters(optimizer: Any) -> Iterator[tuple[Any, int, Tensor]]:
-    """Ranks, owner and parameter, in one order on all ranks."""
-    for name, ranks in HANDS:
-        for owner, hand in enumerate(getattr(optimizer, name, None) or ()):
-            for parameter in hand:
-                yield getattr(optimizer.pg_collection, ranks), owner, parameter
-
-
-def share_dealt(optimizer: Any) -> None:
-    """Let all ranks have what the owners of dealt parameters have."""
-    for group, owner, parameter in dealt_parameters(optimizer):
-        dist.broadcast(parameter.detach(), dist.get_global_rank(group, owner), group)
 
 
 @around

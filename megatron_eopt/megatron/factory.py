@@ -10,7 +10,6 @@ from typing import Any
 from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import loads_its_own
-from megatron_eopt.megatron.averaging import average_weights
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
@@ -137,7 +136,6 @@ class OptimizerOfRun:
             if each.main is not None and hasattr(each.model, "qkv_split_shapes"):
                 each.main.qkv_split_shapes = each.model.qkv_split_shapes  # type: ignore[attr-defined]
         remember(self.optimizer, self.model_chunks)
-        average_weights(list(torch_optimizers(self.optimizer)), self.facts)
         agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         for optimizer in torch_optimizers(self.optimizer):
             if isinstance(optimizer, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
@@ -164,9 +162,8 @@ class OptimizerOfRun:
         keep_apart(self.model_chunks, differ)
         for wrapper in distributed_wrappers(self.optimizer):
             AdamOfBuffers(wrapper)
-        whole = self.optimizer if self.facts.layer_wise else None
         for number, wrapper in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
-            SavedState(wrapper, self if number == 0 else None, differ, whole)
+            SavedState(wrapper, self if number == 0 else None, differ, self.facts.layer_wise)
 
     def guard_first_step(self) -> None:
         """Install the checks of the first step."""

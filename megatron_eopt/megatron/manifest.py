@@ -134,8 +134,6 @@ def _row(
         group = updated.group
         name = optimizer_name(updated.optimizer)
         state_bytes = _state_bytes(info, updated, name)
-        if getattr(config, "optimizer_weight_average", None) is not None:
-            state_bytes += prod(info.shape) * 4
     sizes = [each.rms for each in matrices if each.rms is not None]
     rate = group.get("max_lr", config.lr) or 0.0
     lowest = group.get("min_lr", config.min_lr) or 0.0

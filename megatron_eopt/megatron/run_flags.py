@@ -1,15 +1,9 @@
 """The flags of a run: those of the table of optimizers, and those whatever the optimizer."""
 
 from megatron_eopt.family import OPTIMIZERS, Flag
-from megatron_eopt.optimizers.weight_average import AverageRule
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings.records import MOMENTUM_DTYPES
 from megatron_eopt.settings.values import ABOVE_0, count
-
-
-def _check_average(called: str, rule: str) -> None:
-    AverageRule.parse(rule)
-
 
 RUN_FLAGS = (  # whatever the optimizer
     Flag("optimizer_overrides", "File with settings of single parameters, YAML or JSON.", default=None, metavar="FILE"),
@@ -37,18 +31,6 @@ RUN_FLAGS = (  # whatever the optimizer
         "Keep momenta of Muon and its relatives in bf16, rounded at random.",
         default="fp32",
         choices=tuple(MOMENTUM_DTYPES),
-    ),
-    Flag(
-        "optimizer_weight_average",
-        "Average the weights, and evaluate at the average: ema:DECAY, or tail:STEPS for the mean of the last steps.",
-        default=None,
-        metavar="RULE",
-        check=_check_average,
-    ),
-    Flag(
-        "save_weight_average",
-        "Save that average as the model; the trained weights are in the optimizer state.",
-        default=False,
     ),
     Flag(
         "optimizer_metrics_interval",

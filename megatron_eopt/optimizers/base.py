@@ -52,7 +52,6 @@ from megatron_eopt.optimizers.parameters import (
 from megatron_eopt.optimizers.session import Session, Settled
 from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_of_entry, forget_replaced
 from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
-from megatron_eopt.optimizers.weight_average import without_unused
 from megatron_eopt.orthogonalize.choices import check_count, check_named
 from megatron_eopt.orthogonalize.kernels import check_kernel
 from megatron_eopt.orthogonalize.precision import outside_autocast
@@ -463,7 +462,7 @@ class BaseOptimizer(Optimizer):
         name = type(self).__name__
         state_dict = hooked(self, name, state_dict)
         check_writer(type(self), state_dict, unmarked=True)
-        state_dict = self._to_load(without_unused(self, state_dict))
+        state_dict = self._to_load(state_dict)
         saved = state_dict["param_groups"]
         groups = self._groups_to_load(saved)
         self._check_all_settings(groups)

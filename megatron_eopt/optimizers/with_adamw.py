@@ -25,7 +25,6 @@ from megatron_eopt.optimizers.loaded_state import (
 from megatron_eopt.optimizers.nonfinite import Refusing, WithoutGradients, check_gradients
 from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names, parameters_in
 from megatron_eopt.optimizers.state import STATE_OF, StateTensor, forget_replaced
-from megatron_eopt.optimizers.weight_average import average_of, without_unused
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.settings.groups import plain, warn
 from megatron_eopt.settings.of_class import check_values, misspelt, settings_of
@@ -384,10 +383,6 @@ class Muon(Optimizer):
         if self.adamw is not None:
             forget_replaced(self._of_adamw, self.adamw.state, parameters_in(self._adam_groups))
             _init_adamw(self.adamw)
-        for part in (self.matrices, self.adamw):
-            average = average_of(part) if part is not None else None
-            if average is not None:
-                average.begin()
 
     def state_dict(self) -> dict[str, Any]:
         """Return both states: see the class."""
@@ -418,7 +413,7 @@ class Muon(Optimizer):
         self._check_adamw(of_adamw)
         self.matrices.load_state_dict(of_matrices)
         if self.adamw is not None:
-            self.adamw.load_state_dict(without_unused(self.adamw, of_adamw))
+            self.adamw.load_state_dict(dict(of_adamw))
             lay_as_parameters(self.adamw)
         self._refusing = None
         hook_loaded(self)

@@ -93,7 +93,6 @@ def test_the_nearest_flag_is_named(parse, capsys, flags, message):
         ("--dion2-fraction", "2", r"the value must lie in \(0, 1\], got 2"),
         ("--lion-beta1", "1", r"the value must lie in \[0, 1\), got 1"),
         ("--optimizer-workspace", "0", "the value must be a finite number above 0, got 0"),
-        ("--optimizer-weight-average", "ema:2", "an average of weights is .*, got 'ema:2'"),
         ("--optimizer-metrics-interval", "-1", "the value must be a whole number of at least 0, got -1"),
     ],
 )

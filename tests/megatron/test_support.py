@@ -139,30 +139,6 @@ REFUSED = {
         run(**AVERAGING, args=SimpleNamespace(no_save_optim=True)),
         r"goes on from its state, which this run would not save: leave --no-save-optim away",
     ),
-    "an average beside Schedule-Free": (
-        run(**AVERAGING, own={"optimizer_weight_average": "ema:0.9"}),
-        r"schedule_free_adamw is an average of weights itself, and optimizer_weight_average ema:0\.9 would be another",
-    ),
-    "an average under Megatron-FSDP": (
-        run(ddp=FSDP, own={"optimizer_weight_average": "tail:9"}),
-        r"optimizer_weight_average tail:9 evaluates at the average.*own shards only: leave --use-megatron-fsdp away",
-    ),
-    "an average where buffers are laid out for whole matrices": (
-        run(**DEALT, own={"optimizer_weight_average": "tail:9"}),
-        r"tail:9 is of whole parameters, and .* has shards of all.*: take --no-use-layer-wise-param-layout, or leave",
-    ),
-    "a model that is an average under the distributed optimizer": (
-        run(layer_wise=True, own={"optimizer_weight_average": "tail:9", "save_weight_average": True}),
-        r"of its own parameters only: leave --save-weight-average or --use-distributed-optimizer away",
-    ),
-    "a model that is an average of none": (
-        run(own={"save_weight_average": True}),
-        r"this run has none: add --optimizer-weight-average, or leave --save-weight-average away",
-    ),
-    "a model that is an average, and no state to go on from": (
-        run(own={"optimizer_weight_average": "ema:0.9", "save_weight_average": True}, args=TORCH_FORMAT),
-        r"goes on from the optimizer state, which this run would not save: leave --no-save-optim away",
-    ),
     "instructions over context-parallel ranks without the loss of each token": (
         run(args=SimpleNamespace(sft=True), model=SimpleNamespace(context_parallel_size=2)),
         r"weighed by how masks fall on ranks.*: add --calculate-per-token-loss",
@@ -326,8 +302,8 @@ def test_the_matrix_says_what_the_rules_say():
         works = {feature: row.works for feature, row in of_release.items()}
         for what in ("with --bf16", "in fp32", "with lion", "with biases in experts"):
             assert works[f"{shared} {what}"] == "yes"
-        assert works[f"--optimizer-weight-average with {shared}"] == works["--optimizer dist_muon with --bf16"] == "yes"
-        assert works[f"--save-weight-average with {shared}"] == works[f"{shared} with schedule_free_adamw"] == "no"
+        assert works["--optimizer dist_muon with --bf16"] == "yes"
+        assert works[f"{shared} with schedule_free_adamw"] == "no"
 
 
 @pytest.mark.parametrize(

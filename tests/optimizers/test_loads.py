@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from megatron_eopt import DistributedMuon, Lion, TensorParallelMuon, WeightAverage
+from megatron_eopt import DistributedMuon, Lion, TensorParallelMuon
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.optimizers.family import OPTIMIZERS, build, every, every_class, every_variant, matrices, take
@@ -179,20 +179,6 @@ def test_what_belongs_to_no_parameter_stays_and_changes_no_step(name):
         take(each, 2, start=3)
     for p, q in zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True):
         assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("name", ["muon", "lion", "with_adamw"])
-def test_an_average_of_weights_that_is_not_finite_is_refused(name):
-    optimizers = [build(name, matrices()) for _ in range(2)]
-    for optimizer in optimizers:
-        WeightAverage("ema:0.9", optimizer)
-        take(optimizer, 2)
-    saved = copy.deepcopy(optimizers[0].state_dict())
-    saved["state"][1]["weight_average"].view(-1)[0] = math.nan
-    before = copy.deepcopy(optimizers[1].state_dict())
-    with pytest.raises(ValueError, match=r"weight_average.*parameter 1 of group 0.*not finite"):
-        optimizers[1].load_state_dict(saved)
-    assert same(before, copy.deepcopy(optimizers[1].state_dict()))
 
 
 @every_class

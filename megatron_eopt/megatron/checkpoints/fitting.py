@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, StateDict, base, split_key
 from megatron_eopt.megatron.agreement import say, union
-from megatron_eopt.megatron.checkpoints.matching import torch_state
 from megatron_eopt.megatron.checkpoints.refusals import (
     DISTRIBUTED_MAIN,
     FIRST_MOMENT,
@@ -21,13 +20,11 @@ from megatron_eopt.megatron.checkpoints.sharding import Sharded, sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
-from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 
 
 def fit(optimizers: Sequence[StateDict], stored: Stored) -> None:
     """Fit the requests of our optimizers; all ranks together."""
     _renumber(optimizers, stored.shapes)
-    _leave_averages(optimizers, stored.shapes)
     _leave_out_missing(optimizers, stored.shapes)
     if imports_adam(optimizers, stored):
         _ask_for_adams(optimizers, stored.shapes)
@@ -42,19 +39,6 @@ def _renumber(optimizers: Iterable[StateDict], stored: Iterable[str]) -> None:
             number = numbers.get(split_key(tensor.key))
             if number is not None:
                 value.key = number + value.key[value.key.index("optimizer.") :]
-
-
-def _leave_averages(optimizers: Iterable[StateDict], stored: Iterable[str]) -> None:
-    """Take averages of weights, and what belongs to them, out of a request if there are none."""
-    lacking = {AVERAGE, TRAINED} - {split_key(key)[0] for key in stored}
-    for each in optimizers:
-        states = torch_state(each).get("state")
-        if not isinstance(states, dict):  # on a rank without parameters
-            continue
-        for values in states.values():
-            if isinstance(values, dict):
-                for key in lacking:
-                    values.pop(key, None)
 
 
 def _leave_out_missing(optimizers: Iterable[StateDict], stored: Iterable[str]) -> None:

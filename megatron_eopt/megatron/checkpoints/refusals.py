@@ -12,7 +12,6 @@ from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored
 from megatron_eopt.optimizers.modifiers import OPTIONAL
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
-from megatron_eopt.optimizers.weight_average import AVERAGE, TRAINED
 from megatron_eopt.registry import list_optimizers, optimizer_class
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
@@ -34,7 +33,7 @@ def problem_of(optimizers: Sequence[StateDict], stored: Stored) -> str | None:
         return problem
     if not any(split_key(key)[0] for key in stored.shapes):
         return _without_state(stored.shapes)
-    optional = {AVERAGE}
+    optional = set[str]()
     if any(each[BLOCK].get("modifies") for each in optimizers):
         optional |= {*OPTIONAL}
     if imports_adam(optimizers, stored):
@@ -45,8 +44,7 @@ def problem_of(optimizers: Sequence[StateDict], stored: Stored) -> str | None:
         wanted: dict[str, tuple[int, ...] | None] = {}
         for _, shapes in of_ranks:
             wanted |= shapes
-        problem = _of_average(wanted, stored.shapes)
-        problem = problem or mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks)
+        problem = mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks)
         if problem:
             return problem
     if any(each[BLOCK]["layers_differ"] for each in optimizers):
@@ -145,19 +143,6 @@ def _without_state(stored: Iterable[str]) -> str:
             f"parameters: save it with --dist-ckpt-optim-fully-reshardable, or {FRESH}"
         )
     return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
-
-
-def _of_average(wanted: Iterable[str], stored: Iterable[str]) -> str | None:
-    """Why a checkpoint whose model is an average cannot serve."""
-    parameters = {split_key(key)[1] for key in wanted}
-    for key in {*stored} - {*wanted}:
-        state, parameter = split_key(key)
-        if state == TRAINED and parameter in parameters:
-            return (
-                f"its model is an average of weights (--save-weight-average), and this run, which has none, would go "
-                f"on from it: name its --optimizer-weight-average, or {FRESH}"
-            )
-    return None
 
 
 def _other_states(name: str, parameter: str, wanted: Shapes, stored: Shapes) -> str:

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -14,18 +13,15 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, base
-from megatron_eopt.megatron.agreement import distinct, say, union
+from megatron_eopt.megatron.agreement import distinct, union
 from megatron_eopt.megatron.averaging import export, go_on_from, is_average, trained
 from megatron_eopt.megatron.checkpoints import matching, sharding
 from megatron_eopt.megatron.checkpoints.loading import report_changes
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH
-from megatron_eopt.megatron.dealing import share_dealt
-from megatron_eopt.megatron.support.run import on
 from megatron_eopt.megatron.wrappers import model_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.weight_average import AVERAGE, SCHEDULE, average_in, average_of
 from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing import to_json
 
@@ -33,13 +29,12 @@ from megatron_eopt.routing import to_json
 class SavedState:
     """Saves and loads the state of one of Megatron's optimizers."""
 
-    def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, whole: Any = None) -> None:
+    def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, layer_wise: bool = False) -> None:
         self._megatron = optimizer
         self._run = run
         self._layers_differ = layers_differ
-        self._whole = whole  # Megatron's layer-wise optimizer, of which this is a part
         # Megatron's layer-wise optimizer takes state dicts to be as in bf16, also where they are of fp32.
-        self._nested = whole is not None and isinstance(optimizer, FP32Optimizer)
+        self._nested = layer_wise and isinstance(optimizer, FP32Optimizer)
         self._torch = optimizer.optimizer
         self._is_ours = isinstance(self._torch, BaseOptimizer)
         self._megatrons_state_dict = optimizer.state_dict
@@ -48,9 +43,6 @@ class SavedState:
         optimizer.state_dict = self.state_dict
         optimizer.sharded_state_dict = self.sharded_state_dict
         optimizer.load_state_dict = self.load_state_dict
-        # whether the model of a checkpoint is an average
-        self._exports = is_average(optimizer) or on(optimizer.config, "save_weight_average")
-        self._with_trained = False  # whether the state dict at work has what is trained, too
         self._names: dict[int, matching.Name] = {}  # of parameters, by index
 
     def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
@@ -64,8 +56,6 @@ class SavedState:
         """Megatron's, with state of other shapes in :data:`BLOCK`."""
         if self._is_ours:
             self._torch.init_state()  # also of what has had no gradient yet: who loads asks for it
-        # of a run that may have exported an average, what is trained is asked for, and left out if it is not there
-        self._with_trained = self._exports or (is_loading and average_of(self._torch) is not None)
         # Megatron takes every tensor of the state for one of the shape of the parameter.
         hook = self._torch.register_state_dict_post_hook(self._shaped_as_parameters)
         try:
@@ -86,7 +76,7 @@ class SavedState:
             inner["param_groups"] = []
         else:
             block |= self._about(inner["state"].get("common_step"))
-            if self._exports:
+            if is_average(self._megatron):
                 export(self._megatron, model_sharded_state_dict)
         if self._nested:
             state_dict = {"optimizer": state_dict}
@@ -129,11 +119,6 @@ class SavedState:
         }
         if self._run is not None:
             about["manifest"] = to_json(self._run.families)
-        average = average_of(self._torch)
-        if average is not None:
-            # of a rank with parameters, if there is one: others know of no steps
-            _, schedule = max(distinct((bool(self._parameters()), average.schedule())))
-            about["average"] = {"schedule": schedule, "exported": self._exports}
         return about
 
     def _on_this_rank(self, step: Any) -> "_OnRank":
@@ -159,9 +144,6 @@ class SavedState:
         if self._run is not None:
             report_changes(block.get("manifest"), self._run.families)
         self._join(block.get("state", {}), inner["state"])
-        average = block.get("average", {})
-        if average and average_of(self._torch) is None:
-            say(f"{type(self._torch).__name__} leaves the average of weights in the checkpoint, as this run has none")
         inner["param_groups"] = self._groups(theirs, block)
         live = {}
         for index, (key, _) in self._trained().items():
@@ -170,18 +152,14 @@ class SavedState:
                 live[index] = values.pop(key)
         self._check_finite(inner["state"])
         self._place(state_dict)
-        for values in inner["state"].values():
-            if isinstance(values, dict) and AVERAGE in values:
-                values[SCHEDULE] = torch.tensor(average["schedule"], dtype=torch.float64)
         # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
         self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
         try:
             self._megatrons_load_state_dict(inner if self._nested else state_dict)
         finally:
             del self._megatron._filter_and_reorder_param_groups
-        if is_average(self._megatron) or average.get("exported"):
+        if is_average(self._megatron):
             go_on_from(self._megatron, live)
-            share_dealt(self._whole)  # others have loaded the average as the model
 
     def _join(self, saved: StateDict, state: StateDict) -> None:
         """Put loaded shards of other shapes together, into ``state``."""
@@ -247,18 +225,12 @@ class SavedState:
         state = {}
         for index, values in state_dict["state"].items():
             state[index] = {key: value for key, value in values.items() if (index, key) not in hidden}
-        averaging = average_of(optimizer) is not None
-        for index, parameter in enumerate(self._parameters()):
-            values = state.get(index, {})
-            begun = values.pop(SCHEDULE, None) is not None
-            if begun or (averaging and values):
-                values[AVERAGE] = average_in(values, parameter)
         for index, (key, parameter) in self._trained().items():
             state[index][key] = parameter.clone()  # what is trained goes on while an asynchronous save writes
         return {**state_dict, "state": state}
 
     def _trained(self) -> dict[int, tuple[str, Tensor]]:
-        return trained(self._megatron) if self._with_trained else {}
+        return trained(self._megatron) if is_average(self._megatron) else {}
 
     def _described(self) -> Iterator[tuple[int, Tensor, StateTensor]]:
         """Each state tensor of ours, with its parameter and index."""

@@ -168,44 +168,6 @@ RULES = (
         lambda run: run.averages and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "") == "torch"),
     ),
     Rule(
-        "schedule_free_adamw is an average of weights itself, and optimizer_weight_average "
-        "{run.weight_average} would be another one",
-        "leave one of the two away",
-        lambda run: run.averages and run.weight_average is not None,
-    ),
-    Rule(
-        "optimizer_weight_average {run.weight_average} evaluates at the average of each parameter, which a "
-        "data-parallel rank of Megatron-FSDP has of its own shards only",
-        "leave --use-megatron-fsdp away",
-        lambda run: run.weight_average is not None and run.megatron_fsdp,
-    ),
-    Rule(
-        "optimizer_weight_average {run.weight_average} is of whole parameters, and Megatron-Core's distributed "
-        "optimizer has shards of all that is no matrix where gradient buffers are laid out for whole matrices",
-        "take --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away",
-        lambda run: run.weight_average is not None and run.laid_out,
-    ),
-    Rule(
-        "save_weight_average saves the average of each parameter as the model, which a data-parallel rank of the "
-        "distributed optimizer has of its own parameters only",
-        "leave --save-weight-average or --use-distributed-optimizer away",
-        lambda run: on(run.config, "save_weight_average") and run.layer_wise,
-    ),
-    Rule(
-        "save_weight_average saves the average of optimizer_weight_average as the model, and this run has none",
-        "add --optimizer-weight-average, or leave --save-weight-average away",
-        lambda run: on(run.config, "save_weight_average") and run.weight_average is None,
-    ),
-    Rule(
-        "save_weight_average saves the average as the model and goes on from the optimizer state, which this run would "
-        "not save",
-        "leave --no-save-optim away, and take --ckpt-format torch_dist",
-        lambda run: (
-            on(run.config, "save_weight_average")
-            and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "") == "torch")
-        ),
-    ),
-    Rule(
         "with --sft and --context-parallel-size, each rank's loss is a mean over its own tokens, so that gradients are "
         "weighed by how masks fall on ranks (MLM 7452, finding 9)",
         "add --calculate-per-token-loss",

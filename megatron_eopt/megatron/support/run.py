@@ -127,11 +127,6 @@ class Run:
         """Whether an optimizer evaluates and saves an average."""
         return any(registry.class_named(name).live_key is not None for name in self.names)
 
-    @property
-    def weight_average(self) -> str | None:
-        """The rule of an average of weights beside the optimizers."""
-        return getattr(self.config, "optimizer_weight_average", None)
-
 
 def primary_of(settings: Any) -> str:
     """The name of a run's optimizer, which Megatron may call ``dist_NAME``; empty where none is named."""

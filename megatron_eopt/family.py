@@ -44,12 +44,13 @@ from megatron_eopt.settings.groups import DECOUPLED
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import (
-    BOUNDS,
     CAUTION,
     DECAY,
     EXECUTION,
     ITERATION,
     MOMENTUM,
+    NORM,
+    RELATIVE,
     SCALE,
     SECOND_MOMENT,
     Setting,
@@ -188,7 +189,7 @@ DEFAULT_TP_MODE: TpMode = "auto"  # of runs of Megatron, plans, and builders of 
 OF_ITERATION = (*names_of(ITERATION + EXECUTION), "split_qkv")
 """How Muon orthogonalizes and exchanges matrices."""
 
-MUON = (*OF_ITERATION, *names_of(DECAY + MOMENTUM + SCALE + CAUTION + BOUNDS))
+MUON = (*OF_ITERATION, *names_of(DECAY + MOMENTUM + SCALE + CAUTION + NORM + RELATIVE))
 """Settings of Muon that its flags give to relatives, too."""
 
 _SHARED = (
@@ -228,7 +229,7 @@ _SHARED = (
         megatrons=True,
     ),
     Flag("momentum_warmup"),
-    *map(Flag, names_of(CAUTION + BOUNDS)),
+    *map(Flag, names_of(CAUTION + NORM + RELATIVE)),
     Flag(
         "momentum_from_adam",
         "Where --load has a checkpoint of Adam's, its first moment is the momentum.",
@@ -386,7 +387,7 @@ _SPECS = (
     OptimizerSpec(
         name="scion",
         cls=Scion,
-        of_muon=(*OF_ITERATION, *names_of(BOUNDS), "momentum_warmup"),
+        of_muon=(*OF_ITERATION, *names_of(NORM), "momentum_warmup"),
         flags=(
             Flag("momentum", "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
             "radius",
@@ -396,7 +397,7 @@ _SPECS = (
     OptimizerSpec(
         name="polargrad",
         cls=PolarGrad,
-        of_muon=(*OF_ITERATION, *names_of(CAUTION + BOUNDS), "momentum_warmup"),
+        of_muon=(*OF_ITERATION, *names_of(CAUTION + NORM), "momentum_warmup"),
         flags=("momentum",),
     ),
     OptimizerSpec(

@@ -26,7 +26,7 @@ from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, settings_of
-from megatron_eopt.settings.records import BOUNDS, CAUTION, MOMENTUM, SCALE, SECOND_MOMENT, names_of
+from megatron_eopt.settings.records import CAUTION, MOMENTUM, NORM, RELATIVE, SCALE, SECOND_MOMENT, names_of
 
 from pages import DOCS, between, markdown, replaced  # isort: skip
 
@@ -268,7 +268,7 @@ GROUPS = {
     "Size of the update": ("preset", *names_of(SCALE)),
     "Newton-Schulz": ("num_ns_steps", "coefficient_type", "fp32_matmul_prec"),
     "Ranks and kernels": ("tp_mode", "symmetric_products", "step_kernels", "cuda_graphs"),
-    "Norms of weights": names_of(CAUTION + BOUNDS),
+    "Norms of weights": names_of(CAUTION + NORM + RELATIVE),
     "Second moment": names_of(SECOND_MOMENT),
     "From Adam": ("momentum_from_adam",),
 }

@@ -6,7 +6,6 @@ rate, and norms those of whole logical matrices::
     W <- W - lr weight_decay [sign(U) sign(W) >= 0] W     cautious weight decay [1], where it is on
     a  = lr                                               relative_update "none"
        = lr update_ratio ||W|| / ||U||                    "match" [2]
-       = lr min(1, update_ratio ||W|| / ||U||)            "bound"
     W <- W - a U                                          weight_norm "none"
     W <- R normalize(W - lr R normalize(U))               "hold" [3], with R the norm of W before the first step
     W <- (||W|| + s d) normalize(W - a U)                 "brake" [2], with d = ||W - a U|| - ||W||, and s brake_outward

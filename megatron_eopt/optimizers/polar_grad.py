@@ -45,7 +45,7 @@ class PolarGrad(TensorParallelMuon):
     only = MappingProxyType(
         {
             "weight_norm": ("none", "brake"),
-            "relative_update": ("none", "bound"),
+            "relative_update": ("none",),
             "moment2_method": ("none",),
         }
     )

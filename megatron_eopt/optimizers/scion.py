@@ -60,7 +60,7 @@ class Scion(TensorParallelMuon):
         {
             "nesterov": (False,),
             "weight_norm": ("none", "brake"),
-            "relative_update": ("none", "bound"),
+            "relative_update": ("none",),
             "moment2_method": ("none",),
             "cautious_weight_decay": (False,),
         }

@@ -172,8 +172,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             times that norm; ``brake`` lets a part of what a step changes the norm by through; or ``none``.
         brake_outward: the part, in [0, 1], of what the norm would grow by.
         brake_inward: the part of what it would shrink by.
-        relative_update: ``match`` or ``bound``: before the rate, the norm of an update is, or is at most,
-            ``update_ratio`` times that of its weight; or ``none``.
+        relative_update: ``match``: before the rate, the norm of an update is ``update_ratio`` times that of its weight;
+            or ``none``.
         update_ratio: above 0.
         moment2_method: ``adamuon``, ``normuon`` or ``namo`` divides factors by a second moment, as
             :mod:`~megatron_eopt.optimizers.second_moment` has it; or ``none``.

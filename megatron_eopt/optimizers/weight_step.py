@@ -52,9 +52,8 @@ def resized(squares: Tensor, inner: Tensor, rates: Tensor, settings: Mapping[str
     squared_weights, squared_updates = squares
     norms = squared_weights.sqrt()
     steps = rates
-    if settings["relative_update"] != "none":
-        ratios = settings["update_ratio"] * norms / nonzero(squared_updates.sqrt())
-        steps = steps * (ratios.clamp(max=1) if settings["relative_update"] == "bound" else ratios)
+    if settings["relative_update"] == "match":
+        steps = steps * (settings["update_ratio"] * norms / nonzero(squared_updates.sqrt()))
     resize = torch.ones_like(norms)
     if settings["weight_norm"] == "brake":
         after = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0).sqrt()

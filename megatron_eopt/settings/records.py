@@ -38,8 +38,8 @@ no state yet: call ``init_state()`` before it.
 WeightNorm = Literal["none", "hold", "brake"]
 """What is done to the norm of a weight."""
 
-RelativeUpdate = Literal["none", "match", "bound"]
-"""Whether the norm of an update is, or is at most, ``update_ratio`` times that of its weight."""
+RelativeUpdate = Literal["none", "match"]
+"""Whether the norm of an update is ``update_ratio`` times that of its weight."""
 
 Moment2Method = Literal["none", "adamuon", "normuon", "namo"]
 """Whose second moment divides factors: see :mod:`~megatron_eopt.optimizers.second_moment`."""
@@ -155,7 +155,7 @@ SCALE = (
     ),
 )
 
-BOUNDS = (
+NORM = (
     Setting(
         "weight_norm",
         "The norm of a matrix: hold keeps it, and steps have lr times the norm; brake lets a part of its change "
@@ -176,10 +176,13 @@ BOUNDS = (
         planned=True,
         only_with=("weight_norm", ("brake",)),
     ),
+)
+"""Modifiers of the norms of weights."""
+
+RELATIVE = (
     Setting(
         "relative_update",
-        "The norm of an update, before the rate: match makes it --muon-update-ratio times that of its weight, bound "
-        "that at most.",
+        "The norm of an update, before the rate: match makes it --muon-update-ratio times that of its weight.",
         planned=True,
     ),
     Setting(
@@ -187,10 +190,10 @@ BOUNDS = (
         "For --muon-relative-update: the norm of an update over that of its weight.",
         ABOVE_0,
         planned=True,
-        only_with=("relative_update", ("match", "bound")),
+        only_with=("relative_update", ("match",)),
     ),
 )
-"""Modifiers of the norms of weights and updates."""
+"""Modifiers of the norms of updates."""
 
 CAUTION = (
     Setting(
@@ -270,7 +273,7 @@ FACTORS = (
     ),
 )
 
-MODIFIERS = CAUTION + BOUNDS + SECOND_MOMENT
+MODIFIERS = CAUTION + NORM + RELATIVE + SECOND_MOMENT
 """What may be done between the update of a matrix and its weight: see :mod:`~megatron_eopt.optimizers.modifiers`."""
 
 MUON = RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + MODIFIERS + EXECUTION

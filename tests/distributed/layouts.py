@@ -88,7 +88,7 @@ PROGRAMS = {
     "hold": of_muon(**HOLD, calls=SUMS),
     "brake, cautious": of_muon(weight_norm="brake", brake_outward=0.1, cautious_weight_decay=True, calls=SUMS),
     "match, cautious": of_muon(relative_update="match", cautious_weight_decay=True, calls=SUMS),
-    "bound, brake": of_muon(relative_update="bound", update_ratio=0.3, weight_norm="brake", calls=SUMS),
+    "match, brake": of_muon(relative_update="match", update_ratio=0.3, weight_norm="brake", calls=SUMS),
     "hold, normuon": of_muon(
         **HOLD, moment2_method="normuon", tolerance=IN_FP32, calls={"all_reduce": 4}, without=(*BOTH, *STACKS)
     ),

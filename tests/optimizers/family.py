@@ -26,7 +26,7 @@ VARIANTS = {
     "muon without look-ahead": ("muon", {"nesterov": False, "weight_decay": 0.3, "weight_decay_method": "independent"}),
     "muon with l2": ("muon", {"weight_decay_method": "l2", "use_decoupled_weight_decay": False}),
     "muon held": ("muon", HOLD),
-    "muon braked": ("muon", {"weight_norm": "brake", "cautious_weight_decay": True, "relative_update": "bound"}),
+    "muon braked": ("muon", {"weight_norm": "brake", "cautious_weight_decay": True, "relative_update": "match"}),
     "muon in bf16": ("muon", {"momentum_dtype": torch.bfloat16}),
     "muon warming up": ("muon", {"momentum_warmup": 4}),
     "normuon on a hyperball": ("muon_hyperball", {"moment2_method": "normuon"}),

@@ -79,7 +79,7 @@ def test_norms_are_those_of_the_first_step_also_of_groups_that_are_added_and_of_
         ("muon_hyperball", {}, "keeps the norm that a matrix starts with"),
         ("muon held", {}, "keeps the norm that a matrix starts with"),
         ("soap held", {}, "keeps the norm that a matrix starts with"),
-        ("muon", {"relative_update": "bound"}, "sizes updates by norms"),
+        ("muon", {"relative_update": "match"}, "sizes updates by norms"),
     ],
 )
 def test_a_weight_that_would_never_move_is_refused_before_anything_changes(name, settings, does, value):

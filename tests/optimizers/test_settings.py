@@ -314,7 +314,7 @@ def test_an_error_of_one_of_several_groups_names_it(name):
 
 def test_blockwise_is_refused_at_every_number_of_ranks_where_whole_matrices_are_measured():
     cases = [(name, {}, "norms") for name in ("mars_muon", "polargrad", "muon_hyperball")]
-    cases += [("muon", {"weight_norm": "brake"}, "norms"), ("muon", {"relative_update": "bound"}, "norms")]
+    cases += [("muon", {"weight_norm": "brake"}, "norms"), ("muon", {"relative_update": "match"}, "norms")]
     cases += [("muon", {"moment2_method": "normuon"}, "statistics of normuon")]
     cases += [("adaptive_muon", {"moment2_method": "namo"}, "statistics of namo")]
     for name, settings, measured in cases:

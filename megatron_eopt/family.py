@@ -228,7 +228,6 @@ _SHARED = (
         choices=("adam", "lion"),
         megatrons=True,
     ),
-    Flag("momentum_warmup"),
     *map(Flag, names_of(CAUTION + NORM + RELATIVE)),
     Flag(
         "momentum_from_adam",
@@ -387,7 +386,7 @@ _SPECS = (
     OptimizerSpec(
         name="scion",
         cls=Scion,
-        of_muon=(*OF_ITERATION, *names_of(NORM), "momentum_warmup"),
+        of_muon=(*OF_ITERATION, *names_of(NORM)),
         flags=(
             Flag("momentum", "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
             "radius",
@@ -397,7 +396,7 @@ _SPECS = (
     OptimizerSpec(
         name="polargrad",
         cls=PolarGrad,
-        of_muon=(*OF_ITERATION, *names_of(CAUTION + NORM), "momentum_warmup"),
+        of_muon=(*OF_ITERATION, *names_of(CAUTION + NORM)),
         flags=("momentum",),
     ),
     OptimizerSpec(

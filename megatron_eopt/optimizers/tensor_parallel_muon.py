@@ -68,7 +68,6 @@ from megatron_eopt.settings.records import (
     WeightNorm,
     names_of,
 )
-from megatron_eopt.settings.values import Scalar
 
 
 class Execution(TypedDict, total=False):
@@ -87,7 +86,6 @@ class Execution(TypedDict, total=False):
     workspace: int
     offload_fraction: float
     momentum_dtype: torch.dtype | None
-    momentum_warmup: int
     step_kernels: str | None
 
 
@@ -102,10 +100,6 @@ class Transport(Execution, total=False):
     num_ns_steps: int
     pg_collection: TensorParallelGroups | None
     tp_mode: TpMode
-
-
-WARMUP_FROM = 0.85
-"""The momentum with which a warm-up of the momentum begins."""
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -164,8 +158,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         momentum_dtype: of momenta: None for that of each parameter, or ``torch.bfloat16``. These are averaged and
             orthogonalized in fp32 and rounded at random, with the same bits at every layout: see
             :mod:`~megatron_eopt.optimizers.rounding`.
-        momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
-            Jordan's speedruns; 0 for none. A state saved without it goes on without it.
         cautious_weight_decay: decay only entries whose signs do not differ from their update's. This modifier and the
             following ones are written out in :mod:`~megatron_eopt.optimizers.modifiers`.
         weight_norm: ``hold`` keeps the norm that each logical matrix has before the first step, and updates have ``lr``
@@ -210,7 +202,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     extra_scale_factor: float = fixed("extra_scale_factor", 1.0)
     cuda_graphs: bool
     data_parallel_group: ProcessGroup | None
-    momentum_warmup: int
     step_kernels: str | None
     newton_schulz_calls: int = 0
 
@@ -240,7 +231,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         workspace: int = 2**31,
         offload_fraction: float = 0.0,
         momentum_dtype: torch.dtype | None = None,
-        momentum_warmup: int = 0,
         step_kernels: str | None = None,
         cautious_weight_decay: bool = False,
         weight_norm: WeightNorm = "none",
@@ -270,11 +260,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         of_all = [key for key in names_of(MODIFIERS) if key not in self.group_keys]
         given = [key for key in of_all if values[key] != known[key].default]
         check_effect(known, given, values)
-        steps_differ = values["offload_fraction"] or values["momentum_dtype"] or values["momentum_warmup"]
-        if values["cuda_graphs"] and steps_differ:
+        if values["cuda_graphs"] and (values["offload_fraction"] or values["momentum_dtype"]):
             raise ValueError(
-                "cuda_graphs cannot work with offload_fraction, momentum_dtype or momentum_warmup, by which steps "
-                "differ: leave it off"
+                "cuda_graphs cannot work with offload_fraction or momentum_dtype, by which steps differ: leave it off"
             )
         if muon_checks.size_of_updates(self, values):
             scale = {key: values[key] for key in names_of(SCALE) if values[key] != known[key].default}
@@ -328,7 +316,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         scales = session.settled.scales or []
         for batch in batches:
             self.newton_schulz_calls += sum(len(scales[i]) for i in batch.indices)
-        if self.momentum_dtype is not None or self.momentum_warmup:
+        if self.momentum_dtype is not None:
             for group in self.param_groups:
                 group[MOMENTUM_STEPS] += 1
 
@@ -361,13 +349,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine.run(indices, program)
         if offloads:
             self.streamed.end()
-
-    def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
-        """Also a lower momentum while it warms up."""
-        beta, weight_decay = super()._rates_of(group)
-        if group.get(MOMENTUM_STEPS, 0) < self.momentum_warmup and beta > WARMUP_FROM:
-            beta = WARMUP_FROM + (beta - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
-        return beta, weight_decay
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, held norms of matrices, and second moments."""
@@ -574,8 +555,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         for name, dtype in MOMENTUM_DTYPES.items():
             if dtype is not None and dtype == self.momentum_dtype:
                 settings["momentum_dtype"] = name
-        if self.momentum_warmup:
-            settings["momentum_warmup"] = self.momentum_warmup
         of_groups = {}
         for number, (group, own) in enumerate(zip(self.param_groups, self.planned_in_groups(), strict=True)):
             for key in (self.nesterov_key, DECOUPLED, METHOD):
@@ -628,15 +607,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices."""
         super().add_param_group(param_group)
-        if self.momentum_dtype is not None or self.momentum_warmup:
+        if self.momentum_dtype is not None:
             self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
-
-    def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if not self.momentum_warmup:
-            return state_dict
-        # which a state without it has behind it
-        saved = [{MOMENTUM_STEPS: self.momentum_warmup, **group} for group in state_dict["param_groups"]]
-        return {**state_dict, "param_groups": saved}
 
     def _loaded(self) -> None:
         dropped = held_norms.drop_unused(self)

@@ -110,13 +110,6 @@ DECAY = (
 MOMENTUM = (
     Setting("momentum", "Decay rate of the momentum, in [0, 1).", BELOW_1, megatrons=True),
     Setting("nesterov", "Look ahead, as Nesterov's momentum does.", megatrons=True),
-    Setting(
-        "momentum_warmup",
-        "Steps in which the momentum grows from 0.85 to its value; 0 for none.",
-        count(0),
-        whole=True,
-        metavar="STEPS",
-    ),
 )
 
 PARAMETERS = (

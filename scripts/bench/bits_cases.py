@@ -55,12 +55,12 @@ CASES = {
     **{f"muon {m}": Case(MUON, {"tp_mode": m}, SHARDED) for m in ("duplicated", "owner", "gram", "distributed")},
     "muon blockwise": Case(MUON, {"tp_mode": "blockwise"}, ("TP=2",)),
     "muon whole qkv": Case(MUON, {"split_qkv": False}),
-    "muon groups": Case(MUON, {"momentum_warmup": 4}, second=OWN_OF_GROUP),
+    "muon groups": Case(MUON, second=OWN_OF_GROUP),
     "muon chunks": Case(MUON, TWO_CHUNKS),
     "muon bf16 momentum": Case(MUON, {"momentum_dtype": torch.bfloat16, **TWO_CHUNKS}),
     # no shard of these columns has a whole block of 128
     "muon offload": Case(MUON, {"offload_fraction": 0.5, **TWO_CHUNKS}, UNCUT_OR_TP),
-    "muon late": Case(MUON, {"nesterov": False, "momentum_warmup": 4}, late=True),
+    "muon late": Case(MUON, {"nesterov": False}, late=True),
     "muon coefficients": Case(
         MUON, {"coefficient_type": "polar_express", "num_ns_steps": 7, "scale_mode": "shape_scaling"}
     ),
@@ -89,11 +89,11 @@ CASES = {
     "ademamix": Case("AdEMAMix", {"alpha_warmup": 3, "beta3_warmup": 5, "weight_decay": 0.1}, names=ALL, late=True),
     "psgd_kron": Case("PSGDKron", {"precondition_frequency": 2, "max_dim": 30}, late=True),
     "scion": Case("Scion"),
-    "scion unconstrained": Case("Scion", {"constrained": False, "momentum_warmup": 4, **TWO_CHUNKS}),
+    "scion unconstrained": Case("Scion", {"constrained": False, **TWO_CHUNKS}),
     "polargrad": Case("PolarGrad"),
     "polargrad chunks": Case("PolarGrad", {"nesterov": True, **TWO_CHUNKS}, late=True),
     "hyperball": Case("MuonHyperball"),
-    "hyperball chunks": Case("MuonHyperball", {"momentum_warmup": 4, **TWO_CHUNKS}, late=True),
+    "hyperball chunks": Case("MuonHyperball", TWO_CHUNKS, late=True),
     "mars": Case("MarsMuon"),
     "mars chunks": Case("MarsMuon", {"gamma": 0.5, **TWO_CHUNKS}, late=True),
     "dion": Case("Dion", {"weight_decay": 0.1}),

@@ -49,7 +49,6 @@ FILES = ["--ckpt-format", "torch_dist"]
 MUON = ["--optimizer", "muon", "--muon-nesterov", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 # What a user may have on beside, and resumes with. Most logits of a model that is not trained are above the threshold.
-WARMUP = ["--muon-momentum-warmup", "5"]
 CLIP = ["--qk-clip", "--qk-clip-threshold", "5e-3"]
 LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
 FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]

@@ -14,7 +14,6 @@ from tests.megatron.runs import (
     OVERLAP,
     SHARED,
     TP2,
-    WARMUP,
     assert_close_in_bf16,
     assert_same,
     full,
@@ -28,7 +27,7 @@ from tests.megatron.runs import (
 # Adam's usual epsilon makes of the rounding of a gradient near zero a hundredth of a step: 1e-5 here, on some CPUs.
 SMALL = ["--num-layers", 2, *PRECISE, "--lr", "1e-3", "--min-lr", "1e-3", "--adam-eps", "1e-5"]
 EXACT = [*MUON, *SMALL]
-RESUMED = [*EXACT, *WARMUP]
+RESUMED = EXACT
 EIGHT = ["--global-batch-size", 8]
 INSTANCES = [*EIGHT, "--num-distributed-optimizer-instances", 2, "--overlap-grad-reduce"]
 

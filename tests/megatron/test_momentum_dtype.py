@@ -11,7 +11,6 @@ from tests.megatron.runs import (
     MUON,
     SHARED,
     TP2,
-    WARMUP,
     manifest_of,
     refused,
     resumed,
@@ -41,7 +40,7 @@ def state_bytes(manifest):
 def two_ranks(tmp_path_factory):
     """Two tensor-parallel ranks that save after two steps of four, and go on from there: recorded, and printed."""
     folder = tmp_path_factory.mktemp("resumed")
-    _, again = resumed(folder, 2, *RUN, *TP2, *BF16, *CLIP, *WARMUP, "--bf16")
+    _, again = resumed(folder, 2, *RUN, *TP2, *BF16, *CLIP, "--bf16")
     return ["--load", folder / "checkpoint", "--ckpt-step", 2], *again
 
 

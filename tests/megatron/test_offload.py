@@ -14,7 +14,6 @@ from tests.megatron.runs import (
     SHARED,
     SMALL_GPT,
     TP2,
-    WARMUP,
     assert_same_ranks,
     refused,
     train,
@@ -45,7 +44,7 @@ def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, flags, the
     """Also where it is resumed with a half of it there, or without."""
 
     def run(name, *more):
-        ranks, output = train(tmp_path / name, 2, *RUN, *flags, *CLIP, *WARMUP, *more)
+        ranks, output = train(tmp_path / name, 2, *RUN, *flags, *CLIP, *more)
         return ranks, in_host_memory(output)
 
     saved = ["--save", tmp_path / "saved", "--save-interval", 2, *FILES]

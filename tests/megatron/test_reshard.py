@@ -15,7 +15,6 @@ from tests.megatron.runs import (
     PP2,
     SHARED,
     TP2,
-    WARMUP,
     assert_same,
     full,
     losses,
@@ -28,7 +27,7 @@ from tests.megatron.test_same_gradients import GPT, PLAIN, PROGRAM
 from tests.megatron.test_same_gradients import OPTIMIZERS as OF_SAME_GRADIENTS
 
 CASES = {
-    "muon": [*MUON, *WARMUP],
+    "muon": MUON,
     "adamuon": [*ADAPTIVE, "adamuon"],
     "normuon": [*ADAPTIVE, "normuon"],
     "namo": [*ADAPTIVE, "namo"],

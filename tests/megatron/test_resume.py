@@ -19,7 +19,6 @@ from tests.megatron.runs import (
     SMALL_GPT,
     TIED,
     TP2,
-    WARMUP,
     resumed,
     train,
     whole,
@@ -99,10 +98,9 @@ COMBINATIONS += [
 
 
 def steered(optimizer):
-    """The flags of an optimizer, with QK-clip, and with the warm-up of its momentum where it takes one."""
+    """The flags of an optimizer, with QK-clip."""
     flags, _ = (CASES | RELATIVES)[optimizer]
-    row = OPTIMIZERS.get(optimizer) or OPTIMIZERS["adaptive_muon" if "adaptive_muon" in flags else "muon"]
-    return [*flags, *CLIP, *(WARMUP if row.takes("momentum_warmup") else [])]
+    return [*flags, *CLIP]
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "precision"), COMBINATIONS)

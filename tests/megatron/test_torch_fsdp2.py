@@ -11,7 +11,6 @@ from tests.megatron.runs import (
     FILES,
     MUON,
     TP2,
-    WARMUP,
     assert_close_in_bf16,
     assert_trains_as,
     full,
@@ -65,9 +64,9 @@ def test_in_bf16_muon_goes_the_way_it_goes_on_one_rank(tmp_path, flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        wide([*MUON, *WARMUP]),
+        wide(MUON),
         wide([*MUON, "--optimizer-momentum-dtype", "bf16", "--bf16"]),
-        wide([*ADAPTIVE, "normuon", *WARMUP, "--num-query-groups", 1]),
+        wide([*ADAPTIVE, "normuon", "--num-query-groups", 1]),
         full(["--optimizer", "schedule_free_adamw", "--eval-iters", 1, "--bf16"]),
         full(["--optimizer", "schedule_free_adamw", "--eval-iters", 1]),
         full([*MUON, "--ckpt-fully-parallel-load"]),

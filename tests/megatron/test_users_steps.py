@@ -212,12 +212,3 @@ def test_mup_scales_the_rate_of_hidden_matrices_of_adam_alone(tmp_path):
     rates = {name: row.lr for name, row in manifest_of(tmp_path / "manifest.json").items()}
     assert rates == {name: 5e-3 if "linear_proj" in name else 1e-2 for name in rates}
     assert {group["lr"] for groups in rank["groups"] for group in groups} == {1e-2, 5e-3}
-
-
-def test_a_momentum_that_warms_up_begins_low(tmp_path):
-    """That a stop does not end it: test_resume.py."""
-    run = [*RUN, "--train-iters", 1, "--clip-grad", 0]
-    warm, plain = (train(tmp_path / f"{n} steps", 1, *run, "--muon-momentum-warmup", n)[0] for n in (4, 0))
-    for name in matrices(plain[0]["after"]):  # (1 - beta) of the first gradient
-        found, usual = (ranks[0]["after"][name]["momentum_buffer"] for ranks in (warm, plain))
-        torch.testing.assert_close(found, usual * (1 - 0.85) / (1 - 0.95), rtol=1e-5, atol=1e-8)

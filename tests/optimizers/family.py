@@ -28,7 +28,6 @@ VARIANTS = {
     "muon held": ("muon", HOLD),
     "muon braked": ("muon", {"weight_norm": "brake", "cautious_weight_decay": True, "relative_update": "match"}),
     "muon in bf16": ("muon", {"momentum_dtype": torch.bfloat16}),
-    "muon warming up": ("muon", {"momentum_warmup": 4}),
     "normuon on a hyperball": ("muon_hyperball", {"moment2_method": "normuon"}),
     "mars in bf16": ("mars_muon", {"momentum_dtype": torch.bfloat16, "gamma": 0.5}),
     "soap of KL factors": ("soap", {"use_kl_shampoo": True, "max_dim": 5}),

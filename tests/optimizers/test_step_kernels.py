@@ -55,7 +55,6 @@ VARIANTS = {
     "no momentum": {"momentum": 0.0},
     "momenta in bf16": {"momentum_dtype": BF16},
     "momenta in bf16, l2": {"momentum_dtype": BF16, "weight_decay": 0.1, "weight_decay_method": "l2"},
-    "a warm-up": {"momentum_warmup": 2},
     "sent in fp32": {"fp32_matmul_prec": "highest"},
     "cautious decay": {"weight_decay": 0.1, "cautious_weight_decay": True},
     "state in host memory": {"offload_fraction": 1.0},

@@ -25,7 +25,7 @@ from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.megatron.wrappers import shard_of
 from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
+from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
 from megatron_eopt.redirect import Original, Redirection, Redirections, around, becomes, without_makefile
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _of_core() -> list[Redirection]:
     exact = partial(with_fields, default=arguments.DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
     by_shard = around(lambda number, parameters: number(map(shard_of, parameters)))
-    kept = ("qkv_split_shapes", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
+    kept = ("qkv_split_shapes", ATTRIBUTE, NAME, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),

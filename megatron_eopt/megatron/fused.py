@@ -13,7 +13,6 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter, attention_config, is_qkv_projection
-from megatron_eopt.optimizers.parameters import ROWS
 from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.registry import class_named, get_qkv_split_shapes
 from megatron_eopt.routing import OverrideError
@@ -38,7 +37,6 @@ class Matrices:
 
     parameter: ModelParameter
     split: Split | None  # its logical matrices; None where the optimizer decides
-    rows: Split | None = None  # by which rows are numbered that follow the tensor-parallel ranks; None where none do
 
 
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
@@ -46,8 +44,6 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     of_run: SplitName = getattr(config, "muon_split", "default")
     splits_qkv = getattr(config, "muon_split_qkv", False)
     splits_glu = getattr(config, "muon_split_glu", False)
-    # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone
-    rounds = getattr(config, "optimizer_momentum_dtype", "fp32") != "fp32"
     tags = []
     for each in assigned:
         if not each.has_matrix_optimizer:
@@ -55,7 +51,7 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
         if splits_qkv:
             _refuse_unmarked(each.parameter)
         split = split_of(each, of_run, splits_qkv, splits_glu)
-        tags.append(Matrices(each.parameter, split, in_shards(each.parameter) if rounds else None))
+        tags.append(Matrices(each.parameter, split))
     return tags
 
 
@@ -63,7 +59,6 @@ def tag(tags: Iterable[Matrices]) -> None:
     """Put on parameters what optimizers read, instead of earlier tags."""
     for each in tags:
         tensor = each.parameter.tensor
-        _put(tensor, ROWS, each.rows)
         if not is_declared(each.parameter):
             _put(tensor, ATTRIBUTE, each.split)
             _put(tensor, _BY_SETTING, None if each.split is None else True)

@@ -17,10 +17,7 @@ from megatron_eopt.optimizers.parameters import (
     has_dtensors,
     local,
     names_of_last,
-    parameter_names,
-    rows_of,
 )
-from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.step import Batch, Step, chosen
 from megatron_eopt.optimizers.users_functions import checked
@@ -283,18 +280,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             users_step(batches, self.engine, self.program, self.orthogonalize, self._waited_for, accept)
         return batches
 
-    def _numbers(self) -> dict[Tensor, Numbered]:
-        """Where the entries of momenta in bf16 are in their matrices."""
-        settled = self._session.settled
-        if settled.numbered is None:
-            parameters = self._parameters()
-            names = parameter_names(self.param_groups, shapes=False)
-            layouts = list(map(self.layout, parameters))
-            splits = [rows_of(p, self.split_of(p), layout) for p, layout in zip(parameters, layouts, strict=True)]
-            parts = numbered(names, layouts, splits, local(parameters[0]).device)
-            settled.numbered = dict(zip(parameters, parts, strict=True))
-        return settled.numbered
-
     def _state_keys(self) -> list[list[str]]:
         """Keys of each parameter's state, as the plan has it."""
         settled = self._session.settled
@@ -370,7 +355,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             measured=measures(settings),
             decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
             accepted=mask,
-            rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in parameters],
+            rounded=self.momentum_dtype is not None,
         )
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:

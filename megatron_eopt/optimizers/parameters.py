@@ -21,7 +21,6 @@ from megatron_eopt.settings.groups import warn
 NAME = "name_in_model"  # where whoever makes the groups knows it and torch is not told
 SAVED_BY_LAYOUT = "saved_by_layout"  # of a DTensor whose state is saved by layouts, and so may be plain tensors
 FLATTENED = "_fsdp_flattened"  # torch's, of what FSDP1 has wrapped
-ROWS = "rows_by_matrix"  # where rows follow the ranks: the Split that numbers them alike at any layout
 
 SAID = (NAME, ATTRIBUTE)  # what a parameter that replaces another one says as well
 
@@ -64,12 +63,6 @@ def scale_rows(x: Tensor, factors: Tensor) -> None:
     """Multiply rows by their factors, in place, rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x.detach().copy_(x.detach().to(wide) * factors.to(x.device, wide).view(-1, *[1] * (x.ndim - 1)))
-
-
-def rows_of(parameter: Tensor, split: Split, layout: Layout) -> Split:
-    """The split that numbers rows alike at any layout."""
-    known: Split | None = getattr(parameter, ROWS, None) if split.is_whole else None
-    return split if known is None else in_order(known, parameter, layout)
 
 
 def in_order(split: Split, parameter: Tensor, layout: Layout) -> Split:

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.nonfinite import NonFinite, WithoutGradients
 from megatron_eopt.optimizers.offload import Streamed
-from megatron_eopt.optimizers.rounding import Numbered
 from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.watched import Watched
@@ -22,7 +21,6 @@ class Settled:
     """What follows from an engine, each found when it is first needed."""
 
     state_keys: list[list[str]] | None = None  # of the state of each parameter
-    numbered: dict[Tensor, Numbered] | None = None  # entries of momenta in bf16
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels

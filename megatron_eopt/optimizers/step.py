@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
 from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER, RADIUS, holds
-from megatron_eopt.optimizers.rounding import Numbered, store
+from megatron_eopt.optimizers.rounding import store
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.weight_step import (
     decay_cautiously,
@@ -57,7 +57,7 @@ class Batch:
     cautious: bool = False  # whether weight decay waits for the signs of the update
     measured: bool = False  # whether norms of whole matrices size the step
     accepted: Mask = None
-    rounded: list[Numbered] | None = None  # the entries of momenta in bf16: random bits follow from them
+    rounded: bool = False  # whether momenta are in bf16, and rounded at random
 
     @cached_property
     def momenta(self) -> list[Tensor]:
@@ -99,7 +99,6 @@ class Batch:
             weights=[self.weights[n] for n in positions],
             gradients=[self.gradients[n] for n in positions],
             state=[self.state[n] for n in positions],
-            rounded=None if self.rounded is None else [self.rounded[n] for n in positions],
             accepted=accepted,
         )
 
@@ -186,14 +185,14 @@ class Step:
         for batch in self.batches:
             momenta = batch.momenta
             gradients = batch.gradients
-            if batch.rounded is not None:
+            if batch.rounded:
                 momenta = [x.float() for x in momenta]
                 gradients = [x.float() for x in gradients]
             if batch.decays and batch.decay_method == "l2":
                 gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
             u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
-            if batch.rounded is not None:
-                store(batch.momenta, momenta, batch.rounded, batch.settings[MOMENTUM_STEPS])
+            if batch.rounded:
+                store(batch.momenta, momenta, batch.settings[MOMENTUM_STEPS])
                 u = [x.to(weight.dtype) for x, weight in zip(u, batch.weights, strict=True)]
             updates += u
         return self.split(updates)

@@ -76,10 +76,6 @@ class Piece(NamedTuple):
     previous_col: int
     matrix: int  # of the chunk
     scale: int  # an offset: of its first scale among all
-    first_word: int  # of the seed of random bits
-    second_word: int
-    top: int  # of its first entry in the logical matrix
-    left: int
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,7 @@ class StepKernels:
             batch = batches[x.batch]
             beta = float(batch.beta)
             decay = _float(batch.weight_decay)
-            step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded is not None else 0
+            step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded else 0
             numbers = (beta, 1 - beta, decay, step)
             of_matrices = x.table if corrections is None else corrections
             launch(momentum_kernel, x, _flags(x, batch), others[x.first], out, of_matrices, *numbers)
@@ -328,9 +324,8 @@ class StepKernels:
             for n, index in enumerate(batch.indices):
                 rows = self._engine.rows(index)
                 tensors = {side: _tensors(batch, side)[n] for side in sides}
-                words = batch.rounded[n].words if batch.rounded is not None and "momentum" in sides else None
                 dtypes = [batch.weights[n].dtype, *(x.dtype for x in tensors.values())]
-                for piece in _pieces(rows, n, tensors, others, matrix, words, firsts, lines):
+                for piece in _pieces(rows, n, tensors, others, matrix, firsts, lines):
                     other = others[piece.matrix].dtype, stacks[piece.matrix]
                     scale = scales[piece.matrix] if scales else 1.0
                     of_lines = lines[piece.matrix] if lines else _WHOLE
@@ -403,7 +398,6 @@ def _pieces(
     sides: Mapping[str, Tensor],
     others: Tensors,
     first_matrix: int,
-    words: Sequence[tuple[int, int, int, int]] | None,
     firsts: Sequence[int],
     lines: Sequence[int],
 ) -> Iterator[Piece]:
@@ -414,7 +408,6 @@ def _pieces(
             continue
         start = int(other.storage_offset())
         of_row, of_col = map(int, other.stride())
-        first_word, second_word, row, left = (0, 0, 0, 0) if words is None else words[matrix - first_matrix]
         top = 0
         for layer, first, count, step in runs if sides else [(0, 0, int(other.size(0)), 1)]:
             places = dict.fromkeys(("gradient", "momentum", "weight", "moment", "previous"), (0, 0, 0))
@@ -434,10 +427,6 @@ def _pieces(
                 *places["previous"],
                 matrix,
                 firsts[matrix] + (top if lines and lines[matrix] == _ROWS else 0),
-                first_word % 2**32,
-                second_word % 2**32,
-                row + top,
-                left,
             )
             top += count
 
@@ -501,7 +490,7 @@ def _compiled(
         "L2": batch.decays and l2,
         "DECAY_ON_DEVICE": isinstance(_float(batch.weight_decay), Tensor),
         "NESTEROV": batch.nesterov,
-        "AT_RANDOM": batch.rounded is not None,
+        "AT_RANDOM": batch.rounded,
         "DECAYS": batch.decays and not l2,
         "CAUTIOUS": batch.cautious,
         "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),

@@ -29,9 +29,7 @@ OF_MOMENT = tl.constexpr(15)
 OF_PREVIOUS = tl.constexpr(18)
 MATRIX = tl.constexpr(21)
 SCALE = tl.constexpr(22)
-SEEDS = tl.constexpr(23)
-CORNER = tl.constexpr(25)
-FIELDS = tl.constexpr(27)
+FIELDS = tl.constexpr(23)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
@@ -250,6 +248,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     of_m = _places(row, OF_MOMENTUM, MOMENTUM, r, c, ALIGNED, LIE)
     g = tl.load(of_g, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
+    old = m.to(tl.uint32, bitcast=True)
     g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
     accepted = True
     if MASKED:
@@ -285,12 +284,8 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
             m = _rounded(_lerp(m, g, weight, INTERPRETED), WORK, INTERPRETED).to(tl.float32)
         u = _lerp(g, m, beta, INTERPRETED) if NESTEROV else m
     if AT_RANDOM and not AVERAGED:
-        first = tl.load(row + SEEDS).to(tl.uint32) + step.to(tl.uint32)
-        second = tl.load(row + SEEDS + 1).to(tl.uint32) + step.to(tl.uint32)
-        down = _mixed(_mixed(first) + (tl.load(row + CORNER) + r).to(tl.uint32))
-        right = _mixed(_mixed(second) + (tl.load(row + CORNER + 1) + c).to(tl.uint32))
-        noise = _mixed(down[:, None] + right[None, :]) >> 16
         bits = m.to(tl.uint32, bitcast=True)
+        noise = _mixed(_mixed(old | (bits >> 16)) + step.to(tl.uint32)) >> 16
         bits += tl.where(tl.abs(m) < 3.3895313892515355e38, noise, 0)  # the largest of bf16: what is finite stays so
         tl.store(of_m, (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
     elif not AVERAGED:

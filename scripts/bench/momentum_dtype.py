@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.rounding import Numbered
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,11 +46,11 @@ def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
 
     store, errors, kept = step_file.store, dict[int, Tensor](), dict[int, Tensor]()
 
-    def followed(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
+    def followed(momenta: Tensors, averages: Tensors, step: int) -> None:
         if kind == "nearest":
             torch._foreach_copy_(list(momenta), list(averages))
         else:
-            store(momenta, averages, parts, step)
+            store(momenta, averages, step)
         for m, average in zip(momenta, averages, strict=True):
             kept[m.data_ptr()] = new = m.float()
             errors.setdefault(m.data_ptr(), torch.zeros_like(average)).mul_(beta).add_(new - average)

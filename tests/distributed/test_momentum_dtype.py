@@ -7,7 +7,6 @@ from torch import nn
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, query_key_value
-from megatron_eopt.optimizers.parameters import ROWS
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded
 from tests.optimizers.field import drawn
@@ -23,7 +22,6 @@ CASES = {
     "query, key and value": ((64, 12), sharded(0, **{ATTRIBUTE: QKV})),
     "heads": ((64, 12), sharded(0, **{ATTRIBUTE: query_key_value([8, 4, 4], per_head=True)})),
     "gate and up": ((32, 12), sharded(0, **{ATTRIBUTE: GATE_UP})),
-    "gate and up as one": ((32, 12), sharded(0, **{ROWS: GATE_UP})),
     "whole": ((12, 150), {}),
 }
 

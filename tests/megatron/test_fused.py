@@ -12,8 +12,6 @@ from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.fused import Matrices, is_declared, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.fused import split_of as split_of_assigned
 from megatron_eopt.megatron.parameters import tag_as_megatron, trainable
-from megatron_eopt.optimizers.parameters import rows_of as numbered_rows_of
-from megatron_eopt.parallel.layout import on_one_rank
 from megatron_eopt.registry import is_nonlinear_or_embedding
 from megatron_eopt.routing import Resolved
 from tests.parallel.test_layout import Group
@@ -184,19 +182,6 @@ def test_a_gradient_that_megatron_leaves_incomplete_is_named(capsys, layer, rank
     warn_of_shared_keys([described(module, "self_attention", ranks)], ranks, sequence_parallel)
     said = f"warning: the gradient of self_attention.{layer}.weight is incomplete, whatever the optimizer: "
     assert (said in capsys.readouterr().out) == warned
-
-
-def test_rows_that_follow_the_ranks_are_numbered_by_their_matrix_though_it_is_split_as_megatron_does():
-    """Where nothing is rounded, nothing is said."""
-    module = Module("linear_fc1", Linear(64))
-    module.config.gated_linear_unit = True
-    parameter, proj = described(module), described(Module("linear_proj", Linear(64)))
-    for dtype, rows in (("fp32", WHOLE), ("bf16", GATE_UP), ("fp32", WHOLE), ("bf16", GATE_UP)):
-        config = SimpleNamespace(muon_split="default", optimizer_momentum_dtype=dtype)
-        tag(logical_matrices(map(of_muon, (parameter, proj)), config))
-        assert numbered_rows_of(parameter.tensor, WHOLE, on_one_rank((96, 64))) == rows
-    assert not hasattr(parameter.tensor, ATTRIBUTE)
-    assert numbered_rows_of(proj.tensor, WHOLE, on_one_rank((64, 64))) == WHOLE
 
 
 def test_names_of_grouped_experts_and_layers_are_global():

@@ -118,22 +118,6 @@ def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplo
     assert second.param_groups[0].get("momentum_steps") == {None: 3, BF16: 2}[now]
 
 
-def test_the_bits_are_those_of_the_name_or_of_the_index():
-    first, second = (
-        TensorParallelMuon([{"params": [(name, parameters()[0])]} for name in names], momentum_dtype=BF16)
-        for names in (("a", "b"), ("b", "c"))
-    )
-    unnamed = TensorParallelMuon(parameters()[:1], momentum_dtype=BF16)
-    for optimizer in (first, second, unnamed):
-        for group in optimizer.param_groups:
-            group["params"][0].grad = gradients(0)[0]
-        optimizer.step()
-    (a, b), (other_b, _) = momenta(first), momenta(second)
-    assert not torch.equal(a, b)
-    assert torch.equal(b, other_b)
-    assert not torch.equal(momenta(unnamed)[0], a)
-
-
 def test_stacks_and_what_is_read_as_a_matrix():
     stack, one = nn.Parameter(torch.ones(2, 6, 130)), nn.Parameter(torch.ones(1, 6, 4))
     stack.logical_matrices, one.logical_matrices = experts(2, per_shard(gate=3, up=3)), experts(1)

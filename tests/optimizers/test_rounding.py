@@ -1,22 +1,17 @@
-"""Stochastic rounding to bf16: its distribution, and random bits that follow from the place of an entry alone."""
+"""Stochastic rounding to bf16: its distribution, and random bits that follow from an entry and the step alone."""
 
 import math
 import struct
-from hashlib import blake2b
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eopt.matrices import WHOLE, interleaved, per_shard
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.rounding import between, numbered, rounded_at_random, store
-from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.rectangles import Rectangle
+from megatron_eopt.optimizers.rounding import between, noise_of, store
 
 WORD = 2**32
-CPU = torch.device("cpu")
 ALL_NOISES = torch.arange(2**16, dtype=torch.int32)
 LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -35,28 +30,26 @@ def word_of(x):
     return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
-def expected(x, name, matrix, row, column, step):
+def expected(before, x, step):
     """One entry as it is to be rounded, from numbers of Python alone."""
-    seeds = struct.unpack("<II", blake2b(f"{name} {matrix}".encode(), digest_size=8).digest())
-    of_row, of_column = (
-        fmix32((fmix32((seed + step) % WORD) + index) % WORD) for seed, index in zip(seeds, (row, column), strict=True)
-    )
-    noise = fmix32((of_row + of_column) % WORD) >> 16
+    key = word_of(before) | word_of(x) >> 16
+    noise = fmix32((fmix32(key) + step) % WORD) >> 16
     return struct.unpack("<f", struct.pack("<I", (word_of(x) + noise) >> 16 << 16))[0]
 
 
-def whole(shape, name="w", split=WHOLE):
-    return numbered([name], [on_one_rank(shape)], [split], CPU)
+def stored(before, x, step):
+    """Momenta that were ``before``, and now are averages."""
+    momenta = [m.clone() for m in before]
+    store(momenta, x, step)
+    return momenta
 
 
 @pytest.mark.parametrize("step", [0, 3, 2**31 + 5])
-def test_an_entry_is_rounded_by_its_name_its_place_and_the_step(step):
-    x = torch.randn(7, 5)
-    (part,) = whole((7, 5), "layers.0.weight")
-    (found,) = rounded_at_random([x], part.places, step)
-    for row, column in [(0, 0), (6, 4), (3, 1)]:
-        entry = expected(x[row, column].item(), "layers.0.weight", 0, row, column, step % 2**31)
-        assert found[row, column].item() == entry
+def test_an_entry_is_rounded_by_what_it_was_and_by_the_step(step):
+    before, x = torch.randn(7, 5).bfloat16(), torch.randn(7, 5)
+    (found,) = stored([before], [x], step)
+    for at in [(0, 0), (6, 4), (3, 1)]:
+        assert found[at].item() == expected(before[at].item(), x[at].item(), step % 2**31)
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda x: abs(x) < LARGEST))
@@ -86,10 +79,11 @@ def test_what_bf16_has_stays_and_finite_is_finite():
 
 
 @pytest.mark.parametrize("share", [1 / 16, 0.5, 0.8])
-def test_the_frequency_of_a_neighbour_is_its_nearness_over_entries_and_over_steps(share):
-    x = torch.full((200, 300), 1 + share * 2**-7)
-    (part,) = whole((200, 300))
-    up = torch.stack([rounded_at_random([x], part.places, step)[0] > 1 for step in range(40)]).double()
+def test_the_frequency_of_a_neighbour_is_its_nearness(share):
+    """Over entries and over steps."""
+    before, smaller = torch.randn(2, 200, 300).bfloat16()
+    x = (smaller.float().view(torch.int32) + int(share * 2**16)).view(torch.float32)
+    up = torch.stack([between(x, noise_of(before, x, step)) != smaller for step in range(40)]).double()
     for over in (range(3), [0], [1], [2], [0, 1], [1, 2]):  # of all, of each entry, along each row and so on
         frequency = up.mean(list(over))
         deviation = math.sqrt(share * (1 - share) / (up.numel() / frequency.numel()))
@@ -100,57 +94,19 @@ def test_the_frequency_of_a_neighbour_is_its_nearness_over_entries_and_over_step
             assert abs(z.square().mean() - 1) < 6 * math.sqrt(2 / z.numel())
 
 
-def test_pieces_and_company_make_no_difference(monkeypatch):
-    shapes = [(9, 6), (9, 6), (6, 9), (0, 4), (4, 0)]
-    xs = [torch.randn(shape) for shape in shapes]
-    parts = numbered([f"w{i}" for i, _ in enumerate(shapes)], list(map(on_one_rank, shapes)), [WHOLE] * 5, CPU)
-    places = [place for part in parts for place in part.places]
-    together = rounded_at_random(xs, places, 1)
+def test_pieces_company_and_layouts_make_no_difference(monkeypatch):
+    shapes = [(9, 6), (9, 6), (6, 9), (2, 3, 4), (0, 4), (4, 0)]
+    before, xs = [torch.randn(shape).bfloat16() for shape in shapes], [torch.randn(shape) for shape in shapes]
+    together = stored(before, xs, 1)
     monkeypatch.setattr(foreach, "MOST_BYTES", 400)
-    for x, place, other in zip(xs, places, together, strict=True):
-        assert torch.equal(rounded_at_random([x], [place], 1)[0], other)
+    for m, x, other in zip(before, xs, together, strict=True):
+        assert torch.equal(stored([m], [x], 1)[0], other)
+    shard = before[0].clone()
+    store([shard[2:, 1:4]], [xs[0][2:, 1:4]], 1)
+    assert torch.equal(shard[2:, 1:4], together[0][2:, 1:4])
 
 
-@st.composite
-def cuts(draw):
-    """A matrix of some fused rows, and rectangles that it is cut into."""
-    split, rows = draw(st.sampled_from([(WHOLE, 12), (interleaved(q=2, k=1, v=1), 12)]))
-    columns = draw(st.integers(1, 9))
-    along = [sorted(draw(st.lists(st.integers(0, end), max_size=3))) for end in (rows, columns)]
-    edges = [[0, *inner, end] for inner, end in zip(along, (rows, columns), strict=True)]
-    rectangles = [
-        Rectangle(top, bottom, left, right)
-        for top, bottom in zip(edges[0], edges[0][1:], strict=False)
-        for left, right in zip(edges[1], edges[1][1:], strict=False)
-    ]
-    return split, (rows, columns), rectangles
-
-
-@given(cuts(), st.integers(0, 2**40))
-@settings(max_examples=40, deadline=None)
-def test_a_shard_is_rounded_as_a_part_of_the_whole(cut, step):
-    split, shape, rectangles = cut
-    average, momentum = torch.randn(shape), torch.zeros(shape, dtype=torch.bfloat16)
-    store([momentum], [average], whole(shape, split=split), step)
-    for own in rectangles:
-        if not own.numel:
-            continue
-        layout = Layout(shape, (own,), label="a rank")
-        shard = average[own.top : own.bottom, own.left : own.right]
-        found = torch.zeros(shard.shape, dtype=torch.bfloat16)
-        store([found], [shard.contiguous()], numbered(["w"], [layout], [split], CPU), step)
-        assert torch.equal(found, momentum[own.top : own.bottom, own.left : own.right])
-
-
-def test_rows_that_follow_the_ranks_are_numbered_by_their_matrix():
-    split, gate, up = per_shard(gate=4, up=4), torch.randn(4, 3), torch.randn(4, 3)
-
-    def rounded(x, *rectangles):
-        layout = Layout((8, 3), rectangles, label="tp", shards=len(rectangles))
-        momentum = torch.zeros(x.shape, dtype=torch.bfloat16)
-        store([momentum], [x], numbered(["w"], [layout], [split], CPU), 2)
-        return momentum
-
-    one = rounded(torch.cat([gate, up]), Rectangle(0, 8, 0, 3))
-    first = rounded(torch.cat([gate[:2], up[:2]]), Rectangle(0, 4, 0, 3), Rectangle(4, 8, 0, 3))
-    assert torch.equal(first, torch.cat([one[:2], one[4:6]]))
+def test_averages_that_differ_by_a_rounding_of_fp32_are_rounded_alike():
+    before, x = torch.randn(300, 400).bfloat16(), torch.randn(300, 400)
+    one, other = stored([before, before], [x, torch.nextafter(x, x + 1)], 3)
+    assert (one != other).double().mean() < 1e-3

@@ -415,14 +415,14 @@ class BaseOptimizer(Optimizer):
     def _has_begun(self, parameter: Tensor, key: str) -> bool:
         """Whether a step has made ``key`` of the state what it begins with: see :meth:`_note_begun`."""
         kept = self.state.get(parameter, {}).get(key)
-        return kept is not None and self._session.begun.get(parameter) is kept
+        return kept is not None and self._session.begun.get((parameter, key)) is kept
 
     def _note_begun(self, parameter: Tensor, key: str) -> None:
         """Note that the present state has begun, so that no step looks for that again.
 
         Another tensor under ``key``, of a load or of a state that was emptied, has not.
         """
-        self._session.begun[parameter] = self.state[parameter][key]
+        self._session.begun[parameter, key] = self.state[parameter][key]
 
     @property
     def _states(self) -> States:

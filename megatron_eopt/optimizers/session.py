@@ -39,7 +39,7 @@ class Session:
     settled: Settled = field(default_factory=Settled)  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
     said: list[tuple[torch.Size, dict[str, Any]]] = field(default_factory=list)  # by the parameters that were added
-    begun: dict[Tensor, Tensor] = field(default_factory=dict)  # parameter -> a tensor of the state that has begun
+    begun: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)  # parameter and key -> state that has begun
     nonfinite: NonFinite | None = None
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory

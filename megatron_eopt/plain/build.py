@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -27,7 +28,7 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon, lay_as_parameters
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.plain import kinds
-from megatron_eopt.plain.config import OptimizerConfig, Unchosen, config_of, given_fields
+from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields
 from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 
@@ -55,6 +56,7 @@ _FIELD_OF = {  # argument of a class -> field of the config, where it has anothe
     "warmup_steps": "schedule_free_warmup_steps",
 }
 ADAM_BETAS = (0.9, 0.95)
+ADAM_LR = 3e-4  # beside an optimizer whose config names no rate
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 
 
@@ -75,8 +77,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     Args:
         model: as it lies for training.
         config: an :class:`~megatron_eopt.plain.config.OptimizerConfig`, a mapping or any object with some of its
-            fields, ``name`` among them, or the name alone, with the default rate of its class. A builder that you
-            registered gets the mapping or object as it is, so it may have further fields.
+            fields, ``name`` among them, or the name alone. A builder that you registered gets the mapping or object as
+            it is, so it may have further fields.
 
     Returns:
         One ``torch.optim.Optimizer``; that of matrices has an AdamW for the rest inside.
@@ -97,7 +99,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     weight_decay = given.get("weight_decay", OptimizerConfig.weight_decay)
     builder = get_optimizer_builder(optimizer_name)
     if isinstance(config, str):
-        config = _config_of_name(config)
+        config = OptimizerConfig(name=config)
     elif optimizer_name in OWN:
         config = config_of(config, optimizer_name)
         _warn_of_fields(config)
@@ -156,25 +158,18 @@ def _refuse_fsdp1(model: nn.Module) -> None:
             raise ValueError(f"{name or 'the model'} {OF_FSDP1}")
 
 
-def _config_of_name(name: str) -> OptimizerConfig:
-    """The class's default rate; AdamW beside it keeps the config's."""
-    if name not in OWN:
-        return OptimizerConfig(name=name)
-    rate = signature(OWN[name]).parameters["lr"].default
-    of_adamw = OptimizerConfig.lr
-    beside = f", {of_adamw:g} of AdamW beside it" if name in BESIDE_ADAMW else ""
-    _log(f"{name}: lr {rate:g}{beside}, as a name alone says none")
-    return OptimizerConfig(name=name, lr=rate, muon_adam_lr=of_adamw if beside else None)
+def _with_rates(config: OptimizerConfig) -> OptimizerConfig:
+    """The config with a rate of its matrices, and one of AdamW."""
+    rates = config.lr, config.lr
+    if config.lr is None:
+        rates = signature(OWN[config.name]).parameters["lr"].default, ADAM_LR
+        _log(f"{config.name}: lr {rates[0]:g}, the default of the class, as the config names none")
+    adam_lr = rates[1] if config.muon_adam_lr is None else config.muon_adam_lr
+    return replace(config, lr=rates[0], muon_adam_lr=adam_lr)
 
 
 def _warn_of_fields(config: OptimizerConfig) -> None:
-    """Name fields without effect, and a rate that nobody chose."""
-    if isinstance(config.lr, Unchosen) and config.name != "adamw":
-        rate = signature(OWN[config.name]).parameters["lr"].default
-        _log(
-            f"{config.name}: the config names no lr, so it is {config.lr:g}; the default of the class is {rate:g}",
-            logging.WARNING,
-        )
+    """Name fields without effect."""
     used = {"name", "options", *signature(OWN[config.name]).parameters}
     used |= _OWN_FIELDS.get(config.name, set())
     if config.name in BESIDE_ADAMW:
@@ -218,7 +213,7 @@ def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
     for group in groups:
         if group["params"]:
             filled.append({**group, "params": list(group["params"])})
-    settings = config_of(config, name)
+    settings = _with_rates(config_of(config, name))
     if name == "adamw":
         return build_adamw(filled, settings)
     return build_of_row(OPTIMIZERS[name], filled, settings)
@@ -255,7 +250,7 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
         "betas": config.betas or ADAM_BETAS,
         "eps": config.eps,
         "fused": _fused(parameters_in(rest), config),
-        "lr": _adam_lr(config),
+        "lr": config.muon_adam_lr,
     }
     if row.cls is TensorParallelMuon:
         of_adam = {f"adam_{key}": value for key, value in adam.items()}
@@ -314,8 +309,7 @@ def _divided(
     if counts:
         beside += f" ({', '.join(counts)})"
     of_matrices = _counted(parameters_in(matrices), "matrices")
-    rates = float(config.lr), float(_adam_lr(config))
-    said = f"{config.name}: {of_matrices}, at lr {rates[0]:g}; AdamW beside it, at lr {rates[1]:g}: {beside}"
+    said = f"{config.name}: {of_matrices}, at lr {config.lr}; AdamW beside it, at lr {config.muon_adam_lr}: {beside}"
     if matrices:
         _log(said)
     else:
@@ -325,10 +319,6 @@ def _divided(
 
 def _warn_of_fp16(parameters: Sequence[Tensor]) -> None:
     warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
-
-
-def _adam_lr(config: OptimizerConfig) -> float:
-    return config.lr if config.muon_adam_lr is None else config.muon_adam_lr
 
 
 def _counted(parameters: Sequence[Tensor], what: str = "parameters") -> str:

@@ -21,11 +21,7 @@ _CHECKS: dict[str, Check] = {  # by field
     "muon_embeddings": flag,
     "schedule_free_warmup_steps": count(0),
 }
-_MAY_BE_NONE = ("betas", "muon_adam_lr")
-
-
-class Unchosen(float):
-    """A rate that a config has because nobody named one."""
+_MAY_BE_NONE = ("lr", "betas", "muon_adam_lr")
 
 
 @dataclass(kw_only=True)
@@ -34,7 +30,7 @@ class OptimizerConfig:
 
     Attributes:
         name: under which a builder is registered.
-        lr: learning rate; of optimizers of matrices, that of the matrices. Name one: the default is AdamW's.
+        lr: learning rate; of optimizers of matrices, that of the matrices. None for the default of the class.
         weight_decay: of parameters with more than one dimension.
         betas: of ``lion``, ``schedule_free_adamw``, ``ademamix``, ``soap`` and AdamW, also beside an optimizer of
             matrices. None for the optimizer's own, (0.9, 0.95) of AdamW.
@@ -43,7 +39,8 @@ class OptimizerConfig:
             ``adamw`` alone, for that package's FusedAdam.
         muon_momentum: of ``muon``, in [0, 1).
         muon_ns_steps: Newton-Schulz steps of ``muon``, 1 to 100.
-        muon_adam_lr: learning rate of AdamW beside an optimizer of matrices; None for ``lr``.
+        muon_adam_lr: learning rate of AdamW beside an optimizer of matrices; None for ``lr``, and for 3e-4 where that
+            is None too.
         muon_embeddings: whether ``muon`` rather than AdamW is given embeddings, output layers and biases, where they
             are matrices whose long side is at most ten times the short one, as in KempnerForge.
         schedule_free_warmup_steps: of ``schedule_free_adamw``, at least 0.
@@ -57,7 +54,7 @@ class OptimizerConfig:
     """
 
     name: str = "adamw"
-    lr: float = Unchosen(3e-4)
+    lr: float | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] | None = None
     eps: float = 1e-8
@@ -96,12 +93,8 @@ def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
     elif isinstance(config, Mapping):
         given.update((str(field), value) for field, value in config.items())
     elif not isinstance(config, type):
-        names = list(getattr(config, "__dict__", ()))
-        if not names:  # it has slots, or fields on its class alone
-            names = [name for name in dir(config) if not callable(getattr(config, name))]
-        names += [field for field in FIELDS if hasattr(config, field)]  # also on its class
-        for field in names:
-            if not field.startswith("_"):
+        for field in (*FIELDS, *getattr(config, "__dict__", ())):
+            if hasattr(config, field) and not field.startswith("_"):
                 given[field] = getattr(config, field)
     if name and given:
         given.setdefault("name", name)

@@ -243,19 +243,6 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_rate_that_nobody_named_is_warned_of(name, caplog):
-    options = OPTIONS.get(name, {})
-    build_optimizer(Model(), OptimizerConfig(name=name, lr=3e-4, options=options))
-    build_optimizer(Model(), {"name": name, "lr": 3e-4, "options": options})
-    assert not warnings_of(caplog)
-    build_optimizer(Model(), OptimizerConfig(name=name, options=options))
-    build_optimizer(Model(), {"name": name, "options": options})
-    told = warnings_of(caplog)
-    assert len(told) == (0 if name == "adamw" else 2)
-    assert all(message.startswith(f"{name}: the config names no lr, so it is 0.0003") for message in told)
-
-
 def test_what_multiplies_no_vectors_is_adamws():
     model = Model()
     model.mixer = nn.Module()
@@ -444,7 +431,6 @@ def test_an_unknown_option_is_refused_with_the_nearest_argument(name, called, wr
     [
         ({"name": "moun"}, r"unknown optimizer 'moun' \(did you mean 'muon'"),
         ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1.0"),
-        ({"lr": None}, "lr must be a number, or a tensor of one entry, got None"),
         ({"weight_decay": None}, "weight_decay must be a number, or a tensor of one entry, got None"),
         ({"options": None}, "options must be a mapping of arguments to values, got None"),
         ({"options": []}, r"options must be a mapping of arguments to values, got \[\]"),

@@ -74,22 +74,24 @@ RATES_OF_CLASSES = {
 
 
 @pytest.mark.parametrize("name", RATES_OF_CLASSES)
-def test_a_name_alone_has_the_rate_of_its_class(name, caplog):
+@pytest.mark.parametrize("of_name", [str, lambda name: OptimizerConfig(name=name), lambda name: {"name": name}])
+def test_without_a_rate_it_is_that_of_the_class(name, of_name, caplog):
     with caplog.at_level(logging.INFO):
-        optimizer = build_optimizer(model(), name)
+        optimizer = build_optimizer(model(), of_name(name))
     rate, beside = RATES_OF_CLASSES[name], isinstance(optimizer, Muon)
     of_class = optimizer.matrices if beside else optimizer
     assert {group["lr"] for group in of_class.param_groups} == {rate}
     if beside:
         assert {group["lr"] for group in optimizer.adamw.param_groups} == {3e-4}
-    assert f"{name}: lr {rate:g}{', 0.0003 of AdamW beside it' if beside else ''}, as a name alone says none" in (
-        caplog.messages
-    )
+    assert f"{name}: lr {rate:g}, the default of the class, as the config names none" in caplog.messages
 
 
-def test_a_config_without_a_rate_has_that_of_the_field():
-    assert built("muon") == (0.02, 3e-4, 0.1, 5)
-    assert built(OptimizerConfig(name="muon")) == built({"name": "muon"}) == (3e-4, 3e-4, 0.1, 5)
+def test_a_rate_of_adamw_alone_leaves_the_class_its_own():
+    assert built({"name": "muon", "muon_adam_lr": 0.5}) == (0.02, 0.5, 0.1, 5)
+    assert built({"name": "muon", "lr": 0.5}) == (0.5, 0.5, 0.1, 5)
+
+
+def test_a_name_is_one_that_is_registered():
     assert type(build_optimizer(model(), OptimizerConfig())) is torch.optim.AdamW  # the default of its field
     with pytest.raises(ValueError, match=r"unknown optimizer 'moun' \(did you mean 'muon'"):
         build_optimizer(model(), "moun")
@@ -168,7 +170,7 @@ def test_builders_of_ones_own_get_their_config_as_it_is(monkeypatch):
     config = SimpleNamespace(**{**FIELDS, "name": "mine"}, clip=1.0)
     mapping = {**vars(config)}
     assert built(config) == built(mapping) == (0.5, 0.25, 0.125, 3)
-    assert built("mine") == (3e-4, 3e-4, 0.1, 5)
+    assert built("mine") == (0.02, 3e-4, 0.1, 5)
     assert [found for found, _ in seen] == [config, mapping, OptimizerConfig(name="mine")]
     assert [decays for _, decays in seen] == [[0.125, 0.0], [0.125, 0.0], [0.1, 0.0]]
 

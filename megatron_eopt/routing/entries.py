@@ -20,7 +20,6 @@ from megatron_eopt.routing.settings import check_setting
 
 # Where entries come from; of two that are equally specific the later one wins.
 Layer = IntEnum("Layer", ["DEFAULTS", "PYTHON", "FILE", "FLAGS"], start=0)
-Order = tuple[Specificity, Layer, Specificity]
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,12 @@ class Entry:
     layer: Layer  # an entry of the defaults may select nothing
     source: str  # file and line, flag or dict, as in ``overrides.yaml:3``
 
-    def order(self, info: ParameterInfo) -> Order:
-        """Rank for a parameter that it selects; the highest wins."""
-        own = self.selector.specificity(info)
-        bounded = min(own, ((Kind.SHAPE, 0),)) if self.layer == Layer.DEFAULTS else own
-        return bounded, self.layer, own
+    def order(self, info: ParameterInfo) -> tuple[Specificity, Layer]:
+        """Rank for a parameter that it selects; the highest wins, the last of equal ones."""
+        specificity = self.selector.specificity(info)
+        if self.layer == Layer.DEFAULTS:
+            specificity = min(specificity, ((Kind.SHAPE, 0),))
+        return specificity, self.layer
 
 
 def make_entry(selector: object, settings: Any, layer: Layer, source: str) -> Entry:

@@ -1,8 +1,8 @@
 """Which of several entries wins, by the rules of docs/overrides.md.
 
-Every entry that selects a parameter claims each of its settings with the rank ``(specificity, layer)``; the highest
-rank wins, whatever the order of entries in a layer. Against other layers, defaults are no more specific than a shape:
-their predicates would otherwise win over what a user says of an attribute.
+Every entry that selects a parameter claims each of its settings with the rank ``(specificity, layer, position)``; the
+highest rank wins. Defaults are no more specific than a shape: their predicates would otherwise win over what a user
+says of an attribute.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.orthogonalize.choices import LIKE, did_you_mean
-from megatron_eopt.routing.entries import Entry, Layer, Order
+from megatron_eopt.routing.entries import Entry, Layer
 from megatron_eopt.routing.selectors import Kind, OverrideError, ParameterInfo, Selector
 from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, settings_of
 from megatron_eopt.settings.of_class import MISSPELT
@@ -53,7 +53,7 @@ class Resolved:
 
 
 class _Claim(NamedTuple):
-    order: Order
+    order: tuple[Any, ...]  # that of its entry, and its position among all
     value: Any
     source: str
     layer: Layer
@@ -76,7 +76,7 @@ def resolve(
         matches: number of parameters that each entry selects, on all ranks together; counted here if None.
 
     Raises:
-        OverrideError: with a line for each mistake: a selector that matches nothing, with the nearest name; ties;
+        OverrideError: with a line for each mistake: a selector that matches nothing, with the nearest name;
             settings without effect, or of another type than those of the parameter's optimizer.
     """
     entries = list(entries)
@@ -116,7 +116,7 @@ def _with_optimizers(
     infos = []
     for info in parameters:
         own = optimizer
-        won, _ = _winners(_claims(routing, info))
+        won = _winners(_claims(routing, info))
         if "optimizer" in won:
             own = won["optimizer"].value
         if "exclude" in won and won["exclude"].value:
@@ -127,35 +127,24 @@ def _with_optimizers(
 
 def _claims(entries: Iterable[Entry], info: ParameterInfo) -> _Claims:
     claims: _Claims = defaultdict(list)
-    for entry in entries:
+    for position, entry in enumerate(entries):
         if entry.selector.matches(info):
-            order = entry.order(info)
+            order = (*entry.order(info), position)
             for key, value in entry.settings.items():
                 claims[key].append(_Claim(order, value, entry.source, entry.layer))
     return claims
 
 
-def _winners(claims: _Claims) -> tuple[dict[str, _Claim], list[str]]:
-    """The highest claim of each setting, and ties of different values."""
-    won = {}
-    ties = []
-    for key in sorted(claims):
-        highest = max(claim.order for claim in claims[key])
-        equal = [claim for claim in claims[key] if claim.order == highest]
-        equal.sort(key=lambda claim: claim.source)
-        sources = dict.fromkeys(claim.source for claim in equal)
-        won[key] = equal[0]._replace(source=" and ".join(sources))
-        if any(claim.value != equal[0].value for claim in equal):
-            values = " and ".join(dict.fromkeys(f"{claim.value!r} by {claim.source}" for claim in equal))
-            ties.append(f"{key}: set to {values}, which are equally specific: remove one, or narrow its selector")
-    return won, ties
+def _winners(claims: _Claims) -> dict[str, _Claim]:
+    """The highest claim of each setting."""
+    return {key: max(claims[key], key=lambda claim: claim.order) for key in sorted(claims)}
 
 
 def _resolve_one(entries: Sequence[Entry], info: ParameterInfo) -> tuple[Resolved, list[str]]:
     """Settings of one parameter, and what is wrong with them."""
     claims = _claims(entries, info)
-    won, wrong = _winners(claims)
-    wrong += _drop_replaced(won)
+    won = _winners(claims)
+    wrong = _drop_replaced(won)
     wrong += _drop_without_effect(won, info.optimizer)
     overruled = set()
     for key, of_key in claims.items():
@@ -176,10 +165,7 @@ def _drop_replaced(won: dict[str, _Claim]) -> list[str]:
             first = won[absolute]
             second = won[other]
             if first.order == second.order:
-                wrong.append(
-                    f"{other}: set are {absolute} by {first.source} and {other} by {second.source}, which are equally "
-                    f"specific: keep one"
-                )
+                wrong.append(f"{first.source}: {absolute} replaces {other}: keep one of the two")
             elif first.order > second.order:
                 del won[other]
     if all(end in won for end in ENDS):

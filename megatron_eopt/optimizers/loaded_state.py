@@ -85,6 +85,12 @@ def hooked(optimizer: Optimizer, name: str, state_dict: Mapping[str, Any]) -> di
             f"{name}.load_state_dict takes what state_dict() returned, a dict with 'state' and 'param_groups', got "
             f"{got}"
         )
+    for number, group in enumerate(found["param_groups"]):
+        if "params" not in group:
+            raise ValueError(
+                f"{name}.load_state_dict: group {number} of the state has no 'params', the numbers of its parameters: "
+                f"load a state_dict() as it was returned"
+            )
     return dict(found)
 
 

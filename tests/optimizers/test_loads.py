@@ -236,6 +236,13 @@ def test_another_number_of_groups_is_refused(name):
         build(name, matrices()).load_state_dict(saved)
 
 
+@every_class
+def test_a_group_without_its_parameters_is_refused(name):
+    saved, optimizer = saved_and_other(name)
+    del saved["param_groups"][-1]["params"]
+    assert_refused(optimizer, saved, f"group {len(saved['param_groups']) - 1} of the state has no 'params'")
+
+
 @every
 def test_the_state_of_a_group_can_be_made_by_the_contract_of_others(name):
     p, q, r = matrices(3)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 _WIDEST = 24  # of a column but the first
+_SHOWN = 2000  # characters of what a file says
 _QUIET = 1.0  # seconds: what is done by then shows no progress
 
 
@@ -31,6 +32,13 @@ def wrapped(text: str, indent: str = "", hanging: str = "", to: TextIO | None = 
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def printable(text: str) -> str:
+    """What a file says as one line for a terminal, escaped and cut."""
+    if len(text) > _SHOWN:
+        text = f"{text[:_SHOWN]}... ({len(text):,} characters)"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def aligned(

@@ -5,8 +5,7 @@ chunk of a tensor and one for each object; ``.metadata`` names them with their p
 ``metadata.json`` last. What is neither tensor nor per-rank object, the *common state* (arguments, iteration, parameter
 groups), is the object ``common_state/shard_0_1`` from 0.19 on and the file ``common.pt`` before.
 
-All of them are pickles, which are loaded by ``gate.py``. An enum of a Megatron that is not installed becomes a
-stand-in, and costs its own value only.
+All of them are pickles, which are loaded by ``gate.py``. A class of a Megatron that is not imported becomes a stand-in.
 """
 
 import argparse
@@ -14,17 +13,15 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_eopt.checkpoints.bounds import FILE_BYTES, open_file, read_text
-from megatron_eopt.checkpoints.gate import Load
+from megatron_eopt.checkpoints.gate import load_pickle, load_saved, reason
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -72,7 +69,6 @@ class Contents:
     blobs: dict[str, Chunk]  # the objects; of these only the common state is read
     common: dict[str, Any]
     release: str  # releases of Megatron-Core that save so
-    foreign: dict[str, Set[str]]  # file -> names in its pickle that are not harmless
 
     def chunks(self) -> list[tuple[str, Chunk]]:
         """Chunks of tensors, and objects, with their keys."""
@@ -108,7 +104,7 @@ def newest(folder: Path) -> Path:
         raise CheckpointError(
             f"{folder}: no {TRACKER}, so no save has finished and Megatron would start anew; {there}: name one"
         )
-    word = read_text(tracker).strip()
+    word = tracker.read_text(errors="replace").strip()
     name = f"iter_{int(word):07d}" if word.isdecimal() else word
     if name not in saved:
         raise CheckpointError(
@@ -140,17 +136,15 @@ def read_contents(folder: Path) -> Contents:
             f"{folder} lacks {', '.join(missing[:5])}{more}, and with {blob.file} arguments, iteration and parameter "
             f"groups: copy what is missing from where it is, or take another checkpoint"
         )
-    common, foreign = _common(folder, blob)
-    return replace(contents, common=common, release=release, foreign=contents.foreign | {key: foreign})
+    return replace(contents, common=_common(folder, blob), release=release)
 
 
 def read_layout(folder: Path) -> Contents:
     """What ``.metadata`` says, without the common state."""
     tensors = {}
     blobs = {}
-    foreign = frozenset[str]()
+    stored = load_metadata(folder / METADATA)
     try:
-        stored, foreign = read_metadata(folder / METADATA)
         for key, entry in stored.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 chunks = tuple(_chunk(stored, key, chunk.offsets, chunk.sizes) for chunk in entry.chunks)
@@ -159,30 +153,24 @@ def read_layout(folder: Path) -> Contents:
                 blobs[key] = _chunk(stored, key)
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
-            f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}). It is truncated, damaged or of "
-            f"another kind{_named(foreign)}, and without it no data can be found: take another checkpoint, or a copy "
+            f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}): take another checkpoint, or a copy "
             f"of this file"
         ) from error
-    return Contents(folder, tensors, blobs, {}, "", {METADATA: foreign})
+    return Contents(folder, tensors, blobs, {}, "")
 
 
-def read_metadata(path: Path) -> tuple[Any, frozenset[str]]:
-    """What the metadata are, and foreign names in them."""
-    status = path.stat()
-    return _metadata(path, status.st_mtime_ns, status.st_size)
-
-
-@lru_cache(maxsize=1)  # a load needs it several times, and it takes seconds for each hundred thousand chunks
-def _metadata(path: Path, changed: int, size: int) -> tuple[Any, frozenset[str]]:
-    load = Load()
-    with open_file(path) as file:
-        stored = load.load_bytes(file.read())
-    return stored, frozenset(load.foreign)
-
-
-def forget_metadata() -> None:
-    """Let go of what :func:`read_metadata` keeps."""
-    _metadata.cache_clear()
+def load_metadata(path: Path) -> Metadata:
+    """Where the data of a checkpoint are."""
+    try:
+        found = load_pickle(path.read_bytes())
+        if not isinstance(found, Metadata):
+            raise TypeError(f"it holds a {type(found).__name__}")
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(
+            f"{path} {reason(error)}. Without it no data can be found: take another checkpoint, or a copy of this file"
+        ) from error
+    vars(found).pop("all_local_plans", None)  # Megatron's, which plans anew without
+    return found
 
 
 def is_legacy(folder: Path) -> bool:
@@ -207,7 +195,7 @@ def _fault(folder: Path) -> str | None:
             f"wrote it. Megatron will not load it: take the checkpoint before it"
         )
     try:
-        backend = json.loads(read_text(folder / FORMAT))["sharded_backend"]
+        backend = json.loads((folder / FORMAT).read_bytes())["sharded_backend"]
     except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
         return f"is damaged: {FORMAT} cannot be read ({error})"
     if backend != "torch_dist":
@@ -222,34 +210,26 @@ def _chunk(stored: Metadata, key: str, offsets: torch.Size | None = None, sizes:
     return Chunk(tuple(offsets or ()), tuple(sizes), at.relative_path, at.offset, at.length)
 
 
-def _named(foreign: Iterable[str]) -> str:
-    return "".join(f", and it names {name}" for name in sorted(foreign))
-
-
-def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]:
+def _common(folder: Path, blob: Chunk | None) -> dict[str, Any]:
     path = folder / (blob.file if blob else COMMON_FILE)
-    load = Load()
     try:
         if blob is None:
             raise FileNotFoundError(f"neither {COMMON_KEY} in {METADATA} nor {COMMON_FILE}")
-        common = load.load_saved(read_blob(folder, blob))
+        common = load_saved(read_blob(folder, blob))
         if isinstance(common, list):  # by a key of several
             (common,) = common
         if not isinstance(common, dict):
             raise TypeError(f"it holds a {type(common).__name__}")
     except Exception as error:  # a damaged archive raises anything
         raise CheckpointError(
-            f"{path}: the common state (arguments, iteration, parameter groups) cannot be read "
-            f"({type(error).__name__}: {error}){_named(load.foreign)}. Megatron cannot load this checkpoint: take "
-            "another one, or a copy"
+            f"{path}: the common state (arguments, iteration, parameter groups) {reason(error)}. Megatron cannot load "
+            f"this checkpoint: take another one, or a copy"
         ) from error
-    return common, load.foreign
+    return common
 
 
 def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
     """The bytes of an object's archive."""
-    if blob.length > FILE_BYTES:
-        raise ValueError(f"it has {blob.length:,} bytes, and at most {FILE_BYTES:,} are read of an object")
-    with open_file(folder / blob.file, whole=False) as file:
+    with (folder / blob.file).open("rb") as file:
         file.seek(blob.start)
         return io.BytesIO(file.read(blob.length))

@@ -1,220 +1,208 @@
-"""The gate: all that is unpickled of a checkpoint goes through it.
+"""The gate: a pickle of a checkpoint has nothing called but names of a short list.
 
-A pickle names classes and functions of any module, and has them called. Here only the names in ``harmless.py`` are
-what they say. Any other name becomes an inert stand-in, and is told to the caller. Python's own unpickler and torch's
-own reader of archives do the rest, and ``verify-checkpoint`` and runs load by the same.
+torch's reader (``weights_only``) and Python's unpickler (``find_class``) ask a list before they call what a pickle
+names. Ours stand in for torch's own, to which Megatron and torch add classes that do more than hold data. They give a
+pickle nothing that the process shares, as members of an enum, of which it could then change the attributes.
 """
 
-import enum
+import argparse
 import io
+import os
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import pkgutil
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copyreg import clear_extension_cache
+from dataclasses import is_dataclass
+from enum import EnumType
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
+import numpy
 import torch
+from torch import serialization
+from torch.distributed.checkpoint import filesystem, metadata
 
-from megatron_eopt.checkpoints import harmless
-from megatron_eopt.checkpoints.bounds import FILE_BYTES
-from megatron_eopt.checkpoints.harmless import Unknown, refuse
-
-_INNER = {("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")}
-_GENERATORS = {("torch", "Generator"), ("torch._C", "Generator")}
-_TUPLES = 1000  # in a tuple: Python's hash of them calls itself, which ends a process
-# Without these nothing is named by a number, and no memory is taken for data that are not there. The second line has
-# those of protocols 0 and 1, which import encodings.
-_REFUSED = """
-    EXT1 EXT2 EXT4 INST OBJ PERSID BYTEARRAY8 NEXT_BUFFER READONLY_BUFFER
-    INT LONG FLOAT STRING BINSTRING SHORT_BINSTRING UNICODE GET PUT
-""".split()
-_TUPLE_MAKERS = "TUPLE TUPLE1 TUPLE2 TUPLE3 REDUCE NEWOBJ NEWOBJ_EX".split()
+_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's: also where a caller says weights_only=False, as DCP does
+_ALL = "all"  # as a trusted name: whatever a pickle names
+_trusted: ContextVar[tuple[str, ...] | None] = ContextVar("_trusted", default=None)
 
 
-class ForeignNameError(pickle.UnpicklingError):
-    """A pickle names what is neither harmless nor trusted."""
+class _Absent(SimpleNamespace):
+    """Stands for what is not read, and for classes of a Megatron that is not imported."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(values=values)
 
 
-@dataclass
-class Load:
-    """One load: what it may name, and what it has named."""
+class _Dtype:
+    """A dtype of numbers; numpy's own can be given the state of another."""
 
-    # For a run, in which a foreign name is an error, and names of Megatron and Transformer Engine are their classes.
-    # Otherwise both are stand-ins.
-    real: bool = False
-    trusted: Mapping[str, Any] = field(default_factory=dict)  # name -> what it stands for, None to be imported
-    location: str | None = "cpu"  # of tensors; None for the device from which they were saved
-    foreign: set[str] = field(default_factory=set)  # names that are neither harmless nor trusted
-    missing: set[str] = field(default_factory=set)  # classes of what is not installed
+    def __init__(self, name: str, align: bool = False, copy: bool = False) -> None:
+        self.dtype = numpy.dtype(name)
+        if self.dtype.kind not in "biufc":
+            raise pickle.UnpicklingError(f"it has an array of {name}, which are no numbers")
 
-    def load_bytes(self, data: bytes) -> Any:
-        """Load one pickle; an exception for what is none, or does more."""
-        return self._unpickler()(io.BytesIO(data)).load()
-
-    def load_saved(self, file: BinaryIO) -> Any:
-        """Load what ``torch.save`` wrote."""
-        file.seek(0)
-        if file.read(4) == b"PK\3\4":
-            file.seek(0)  # from where torch's reader reads
-            records = torch._C.PyTorchFileReader(file).get_all_records()
-            if "constants.pkl" in records:
-                refuse("it is a program of TorchScript")
-        elif file.seek(0, io.SEEK_END) > FILE_BYTES:
-            refuse("it is nothing that torch.save writes")
-        else:  # as torch writes storages within pickles; and a file with a name torch would take for a tar file
-            file.seek(0)
-            file = io.BytesIO(file.read())
-        file.seek(0)
-        unpickler = self._unpickler()
-        module = SimpleNamespace(
-            __name__=__name__, Unpickler=unpickler, load=lambda file, **how: unpickler(file, **how).load()
-        )
-        return torch.load(file, map_location=self.location, pickle_module=module, weights_only=False)
-
-    def load_inner(self, data: bytes) -> Any:
-        """Load what ``torch.save`` wrote into a pickle."""
-        return self.load_saved(io.BytesIO(data))
-
-    def load_extra_state(self, value: Any) -> Any:
-        """An extra state of a module, whose bytes some modules unpickle.
-
-        They do so by themselves. So a run gets bytes that are written anew, from what was loaded here; and none where
-        those modules are not installed.
-        """
-        if isinstance(value, list):
-            return [self.load_extra_state(each) for each in value]
-        if isinstance(value, torch.Tensor) and value.numel():
-            if value.nbytes > value.untyped_storage().nbytes():
-                refuse("it has a tensor that is larger than its data")
-            inner = self.load_bytes(value.detach().cpu().numpy().tobytes())
-        elif isinstance(value, bytes | bytearray):
-            inner = self.load_bytes(bytes(value))
-        elif isinstance(value, io.BytesIO):
-            inner = self.load_inner(value.getvalue())
-        else:
-            return value
-        if not self.real:
-            return value
-        return torch.empty(0, dtype=torch.uint8) if self.missing else _written(inner, value)
-
-    def find(self, module: str, name: str) -> Any:
-        """What a name stands for; None where it is to be imported."""
-        path = f"{module}.{name}"
-        if (module, name) in _INNER:
-            return self.load_inner
-        if (module, name) in _GENERATORS and not self.real:
-            return _stand_in(path)  # the GPU that it names may not be here
-        found = harmless.NAMES.get((module, name))
-        if found is not None:
-            return found
-        if harmless.is_imported(module, name):
-            found = harmless.imported(module, name) if self.real else None
-            if found is None:
-                self.missing.add(path)
-            return found or _stand_in(path)
-        if path in self.trusted:
-            return self.trusted[path]
-        self.foreign.add(path)
-        if self.real:
-            raise ForeignNameError(f"names {path}")
-        return _stand_in(path)
-
-    def trusts(self, kind: type) -> bool:
-        """Whether the user trusts a class."""
-        path = f"{kind.__module__}.{kind.__qualname__}"
-        return path in self.trusted or any(kind is each for each in self.trusted.values())
-
-    def _unpickler(self) -> Any:
-        return type("Unpickler", (_GatedUnpickler,), {"gate": self})
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
 
 
-def _stand_in(path: str) -> type[Unknown]:
-    return type(path.rpartition(".")[2], (Unknown,), {"name": path})
+class _Array(numpy.ndarray[Any, Any]):
+    """An array of numbers, and the function that makes it empty."""
+
+    def __new__(cls, *_: Any) -> "_Array":
+        return super().__new__(cls, 0)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, of, by_columns, data = state
+        numpy.frombuffer(data, of.dtype).reshape(shape)  # raises for more numbers than bytes
+        super().__setstate__((1, shape, of.dtype, by_columns, data))
+
+    def __reduce__(self) -> Any:
+        return numpy.asarray(self).__reduce__()
 
 
-def _written(inner: Any, like: Any) -> Any:
-    """Bytes that load as ``inner``, in the form of others."""
-    if isinstance(like, torch.Tensor):
-        return torch.frombuffer(bytearray(pickle.dumps(inner)), dtype=torch.uint8).to(like.device)
-    if isinstance(like, io.BytesIO):
-        file = io.BytesIO()
-        torch.save(inner, file)
-        file.seek(0)
-        return file
-    return type(like)(pickle.dumps(inner))
+class _Properties(metadata.TensorProperties):
+    """Becomes torch's, without what is deprecated: a layout, and a member of an enum."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        dtype, _, requires_grad, _, *rest = state
+        self.__init__(dtype, torch.strided, requires_grad, torch.contiguous_format, *rest)  # type: ignore[misc]
+        self.__class__ = metadata.TensorProperties  # type: ignore[assignment]
 
 
-class _Operations(dict[int, Callable[[Any], None]]):
-    def __missing__(self, key: int) -> Callable[[Any], None]:
-        refuse(f"it has an operation (0x{key:02x}) that pickles of plain data have not")
+_NAMES: dict[str, Any] = {
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": SimpleNamespace,
+    "_io.BytesIO": io.BytesIO,
+    "pathlib.PosixPath": Path,
+    "pathlib._local.PosixPath": Path,
+    "signal.Signals": signal.Signals,
+    "torch._C.Generator": torch.Generator,
+    "numpy.dtype": _Dtype,
+    "numpy.ndarray": _Array,
+    "numpy._core.multiarray._reconstruct": _Array,
+    "numpy.core.multiarray._reconstruct": _Array,
+}
+_OF_MEGATRON = """
+    enums.ModelType transformer.enums.AttnBackend transformer.enums.CudaGraphModule transformer.enums.CudaGraphScope
+    transformer.enums.InferenceCudaGraphScope optimizer.optimizer_config.OptimizerConfig
+    rerun_state_machine.RerunDiagnostic rerun_state_machine.RerunMode rerun_state_machine.RerunState
+"""
+_NOT_READ = {  # module -> of .metadata, and of extra states of Transformer Engine
+    metadata.__name__: "_MEM_FORMAT_ENCODING",
+    filesystem.__name__: "_StoragePrefix",
+    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
+    "torch.serialization": "_get_layout",
+    "torch.storage": "_load_from_bytes",
+    "torch._utils": "_rebuild_tensor_v2",
+    "torch._tensor": "_rebuild_from_type_v2",
+    "collections": "OrderedDict",
+    "megatron.core.safe_globals": "safe_load_from_bytes",
+    "megatron.core.extensions.transformer_engine": "TEDelayedScaling",
+    "transformer_engine.common.recipe": """DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams
+        MXFP8BlockScaling NVFP4BlockScaling QParams _FormatHelper""",
+}
+_OF_METADATA: dict[str, Any] = {
+    **{f"{module}.{name}": _Absent for module, names in _NOT_READ.items() for name in names.split()},
+    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **{f"{metadata.__name__}.{name}": getattr(metadata, name) for name in metadata.__all__},
+    f"{metadata.__name__}.TensorProperties": _Properties,
+    f"{filesystem.__name__}._StorageInfo": filesystem._StorageInfo,
+    "torch.Size": torch.Size,
+    "pathlib.PosixPath": Path,
+    "pathlib._local.PosixPath": Path,
+}
 
 
-_Unpickler: Any = pickle._Unpickler  # Python's own, in Python: that in C sets the state of anything
+@contextmanager
+def reading(*trusted: str) -> Iterator[None]:
+    """Within, torch's reader and this module call what the short list has, and what is trusted."""
+    names = (*(_trusted.get() or ()), *filter(None, trusted))
+    token = _trusted.set(names)
+    forced = os.environ.pop(_FORCED, None)
+    registered = serialization.get_safe_globals()
+    serialization.clear_safe_globals()
+    try:
+        if _ALL in names:
+            yield
+            return
+        os.environ[_FORCED] = "1"
+        with serialization.safe_globals(list(_allowed(names))):
+            yield
+    finally:
+        serialization.add_safe_globals(registered)
+        os.environ.pop(_FORCED, None)
+        os.environ.update({} if forced is None else {_FORCED: forced})
+        _trusted.reset(token)
 
 
-def _bounded(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An operation after which a tuple is not too deep."""
-
-    def load_and_count(self: Any) -> None:
-        load(self)
-        made = self.stack[-1]
-        if isinstance(made, tuple):
-            inside = [self.tuples.get(id(each), 1) for each in made if isinstance(each, tuple)]
-            self.tuples[id(made)] = count = 1 + sum(inside)
-            if count > _TUPLES:
-                refuse(f"it has tuples in tuples, more than {_TUPLES:,}")
-
-    return load_and_count
+def is_reading() -> bool:
+    """Whether this is within :func:`reading`."""
+    return _trusted.get() is not None
 
 
-class _GatedUnpickler(_Unpickler):
-    gate: Load
+def _allowed(trusted: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
+    found = dict(_NAMES)
+    for path in _OF_MEGATRON.split():
+        module, _, name = f"megatron.core.{path}".rpartition(".")
+        found[f"{module}.{name}"] = getattr(sys.modules.get(module), name, _Absent)
+    for name in trusted:
+        path = name if "." in name else f"builtins.{name}"  # as torch says it
+        found[path] = pkgutil.resolve_name(path)
+    for path, value in found.items():
+        yield partial(value) if isinstance(value, EnumType) else value, path  # of an enum its members, not the class
 
-    def __init__(self, file: BinaryIO, **how: Any) -> None:
-        super().__init__(file, **how)
-        self.tuples: dict[int, int] = {}  # identity -> number of tuples inside
+
+class _Unpickler(pickle.Unpickler):
+    """Python's own, for what DCP and Transformer Engine pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for."""
-        module = "builtins" if module == "__builtin__" else module  # Python 2's, as torch writes it
-        found = self.gate.find(module, name)
-        return super().find_class(module, name) if found is None else found
-
-    def load_binpersid(self) -> None:
-        """Take a storage from outside of the pickle; torch has other things there, too."""
-        identity = self.stack[-1]
-        if type(identity) is not tuple or identity[:1] != ("storage",):
-            refuse("it has what is outside of it")
-        super().load_binpersid()
-
-    def load_build(self) -> None:
-        """Give an instance its state, where that changes nothing else."""
-        state = self.stack.pop()
-        instance = self.stack[-1]
-        kind = type(instance)
-        if isinstance(instance, Unknown):
-            instance.arguments = (*instance.arguments, state)
-        elif kind in harmless.STATES:
-            harmless.STATES[kind](instance, state)
-        elif self.gate.trusts(kind):
-            self.stack.append(state)
-            super().load_build()
-        elif kind not in harmless.CLASSES and not _is_imported(kind):
-            refuse(f"it changes a {kind.__name__}, which has no state of its own")
-        elif hasattr(kind, "__setstate__"):
-            instance.__setstate__(state)
-        else:
-            harmless.check_state(state)
-            vars(instance).update(state)
-
-    dispatch = _Operations(_Unpickler.dispatch)
-    for _name in _TUPLE_MAKERS:
-        dispatch[getattr(pickle, _name)[0]] = _bounded(dispatch[getattr(pickle, _name)[0]])
-    for _name in _REFUSED:
-        del dispatch[getattr(pickle, _name)[0]]
-    dispatch[pickle.BUILD[0]] = load_build
-    dispatch[pickle.BINPERSID[0]] = load_binpersid
+        """What makes an object of this name."""
+        path = f"{module}.{name}"
+        if {path, _ALL} & {*(_trusted.get() or ())}:
+            return super().find_class(module, name)
+        if path not in _OF_METADATA:
+            raise pickle.UnpicklingError(f"GLOBAL {path}")
+        made = _OF_METADATA[path]
+        if not isinstance(made, type):
+            return made
+        make = partial(object.__new__, made) if is_dataclass(made) else made
+        # A class of this load alone, since a pickle may change the attributes of a class, too.
+        return type(name, (), {"__new__": lambda _, *given: make(*given)})
 
 
-def _is_imported(kind: type) -> bool:
-    return harmless.is_imported(kind.__module__, kind.__qualname__) and not issubclass(kind, enum.Enum)
+def load_pickle(data: bytes) -> Any:
+    """Load ``.metadata``, or bytes that a module of Transformer Engine unpickles by itself."""
+    clear_extension_cache()  # or extension codes would not ask find_class
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+def load_saved(file: BinaryIO) -> Any:
+    """Load what ``torch.save`` wrote."""
+    with reading():
+        return torch.load(file, map_location="cpu", weights_only=_ALL not in (_trusted.get() or ()))
+
+
+def check_extra_state(value: Any) -> None:
+    """Refuse names in the bytes of an extra state."""
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, torch.Tensor) and each.numel():
+            load_pickle(each.detach().cpu().contiguous().numpy().tobytes())
+
+
+def reason(error: Exception) -> str:
+    """Why a pickle cannot be loaded, and what to do."""
+    said = str(error).rpartition("WeightsUnpickler error: ")[2]
+    if named := re.search(r"GLOBAL (\S+)", said):
+        return (
+            f"names {named[1]}, which a load would call. Load a checkpoint only from where you would run a program. "
+            f"If you know what it does: --trust-checkpoint-globals {named[1]}"
+        )
+    return f"cannot be loaded ({type(error).__name__}: {said.partition(chr(10))[0]})"

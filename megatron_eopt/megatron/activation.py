@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import optimizer as state_of_parameters
 from megatron.core.optimizer import optimizer_config
 from megatron.core.tensor_parallel import layers as megatrons_layers
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_eopt import registry
 from megatron_eopt.from_config import with_fields
@@ -125,8 +125,6 @@ def _of_core() -> list[Redirection]:
         Redirection(dist_checkpointing, "load", loading.checked_load, refused),
         Redirection(dist_checkpointing, "save", checksums.checked_save, compared),
         Redirection(FileSystemReader, "read_metadata", gated.gated_metadata, harmless),
-        Redirection(DefaultLoadPlanner, "load_bytes", gated.gated_object, harmless),
-        Redirection("megatron.core.dist_checkpointing.strategies.common", "load_common", gated.gated_common, harmless),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
         Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", exact, later),
     ]

@@ -30,9 +30,12 @@ class Call:
         return self.function, self.arguments, *self.rest
 
 
+dumps = functools.partial(pickle.dumps, protocol=2)  # whose operations torch's reader has
+
+
 def called_by_pickle(function, *arguments):
     """A pickle that calls a function."""
-    return pickle.dumps(Call(function, arguments))
+    return dumps(Call(function, arguments))
 
 
 def archive(value, **how):
@@ -93,7 +96,7 @@ def raw(*operations):
 
 
 def text(value):
-    return b"\x8c" + bytes([len(value)]) + value.encode()
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
 def named(module, name):
@@ -118,7 +121,7 @@ def dtype_of(state, name="O8"):
 
 def array_of(dtype, data=b"A" * 16, count=2):
     array = (numpy.ndarray, (0,), b"b")
-    return pickle.dumps(Call(numpy._core.multiarray._reconstruct, array, ((1, (count,), dtype, False, data),)))
+    return dumps(Call(numpy._core.multiarray._reconstruct, array, ((1, (count,), dtype, False, data),)))
 
 
 def tensor_of(size, stride, entries=1, offset=0):
@@ -142,7 +145,7 @@ def payloads(mark):
     """Name -> pickle, or what ``torch.save`` wrote. Code in them makes a folder."""
     make = (os.mkdir, (str(mark),))
     code = Call(*make)
-    plain = pickle.dumps(code)
+    plain = dumps(code)
     mkdir, path = named("posix", "mkdir"), text(str(mark))
     listed = [Call(types.SimpleNamespace, (), (None, iter([code])))]
     bytes_of = named("torch.storage", "_load_from_bytes") + binary(plain)
@@ -167,15 +170,15 @@ def payloads(mark):
         "protocol 1": pickle.dumps(code, protocol=1),
         "protocol 5": pickle.dumps(code, protocol=5),
         # in every place
-        "in containers": pickle.dumps(nested(code)),
-        "in the key of a dict": pickle.dumps({Call(tuple, ([code],)): 1}),
+        "in containers": dumps(nested(code)),
+        "in the key of a dict": dumps({Call(tuple, ([code],)): 1}),
         "in a set": called_by_pickle(set, [Call(tuple, ([code],))]),
-        "an item of what is no list": pickle.dumps(listed),
-        "an item that is set": pickle.dumps(Call(types.SimpleNamespace, (), (None, None, iter([("a", code)])))),
-        "an array of objects": pickle.dumps(numpy.array([code], dtype=object)),
-        "an npz": pickle.dumps(io.BytesIO(npz.getvalue())),
-        "in a partial": pickle.dumps(functools.partial(*make[:1], *make[1])),
-        "an attribute by name": pickle.dumps(operator.attrgetter("system")),
+        "an item of what is no list": dumps(listed),
+        "an item that is set": dumps(Call(types.SimpleNamespace, (), (None, None, iter([("a", code)])))),
+        "an array of objects": dumps(numpy.array([code], dtype=object)),
+        "an npz": dumps(io.BytesIO(npz.getvalue())),
+        "in a partial": dumps(functools.partial(*make[:1], *make[1])),
+        "an attribute by name": dumps(operator.attrgetter("system")),
         "a dict that makes values": called_by_pickle(collections.defaultdict, os.getcwd),
         "hooks of a parameter": called_by_pickle(
             torch._utils._rebuild_parameter, torch.ones(1), True, collections.OrderedDict(a=os.getcwd)

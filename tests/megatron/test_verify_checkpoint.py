@@ -1,19 +1,13 @@
 """``megatron-eopt verify-checkpoint`` on what real Megatron saved: whole, and damaged in every way that disks know."""
 
-import importlib
 import io
 import re
 import shutil
 import zipfile
-from dataclasses import is_dataclass
-from enum import Enum
 
 import pytest
-from megatron.core import safe_globals
 
-from megatron_eopt.checkpoints import harmless
 from megatron_eopt.checkpoints.contents import newest, read_contents
-from megatron_eopt.checkpoints.gate import Load
 from megatron_eopt.cli import main
 from tests.checkpoints import made
 from tests.megatron.runs import FILES, MUON, TP2, train
@@ -110,29 +104,3 @@ def test_the_archives_have_checksums(saved):
         file.seek(chunk.start)
         archive = zipfile.ZipFile(io.BytesIO(file.read(chunk.length)))
     assert all(entry.CRC for entry in archive.infolist())
-
-
-def test_the_classes_that_are_imported_are_what_they_seem():
-    """Enums, records and their like, of which an instance is made without a call of their own code."""
-    for module, names in harmless.IMPORTED.items():
-        for name in names.split() if importlib.util.find_spec(module.partition(".")[0]) else ():
-            found = harmless.imported(module, name)
-            if found is not None:  # Megatron mocks what it lacks
-                assert issubclass(found, Enum) or is_dataclass(found), found
-                assert "__setstate__" not in vars(found), found
-    for module in map(importlib.import_module, harmless.ENUMS):
-        named = [value for name, value in vars(module).items() if name[0].isupper()]
-        assert all(isinstance(value, type) and issubclass(value, Enum) for value in named)
-
-
-def test_what_megatron_calls_safe_is_harmless():
-    """But for classes that it lists because torch compares them, and which no pickle names."""
-    safe = {(each.__module__, each.__qualname__) for each in safe_globals.SAFE_GLOBALS} - {
-        ("numpy.dtypes", "UInt32DType")
-    }
-    of_values = {("builtins", name) for name in ("tuple", "float", "bool", "str")}
-    named = safe | safe_globals.SafeUnpickler._SAFE_CLASSES - of_values
-    load = Load()
-    for each in named:
-        load.find(*each)
-    assert load.foreign == set()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_eopt.checkpoints.contents import CheckpointError, forget_metadata
+from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, StateDict, blocks_of, holding, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS
 from megatron_eopt.megatron import releases
@@ -79,10 +79,7 @@ def with_optimizer(
     if ours and kwargs.get("skip_load_to_model_and_opt"):
         kwargs["skip_load_to_model_and_opt"] = False
     of_run = matching.schedules(optimizer) if ours else []
-    try:
-        result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
-    finally:
-        forget_metadata()  # nobody asks again
+    result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
     args = releases.training_args()
     if ours and on(args, "no_load_optim") and result[0]:
         say(

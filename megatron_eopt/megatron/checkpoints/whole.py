@@ -1,6 +1,5 @@
 """Whether the files of a checkpoint are whole, before Megatron reads them."""
 
-from collections.abc import Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_eopt.checkpoints.bounds import printable, read_text
 from megatron_eopt.checkpoints.contents import (
     TRACKER,
     CheckpointError,
@@ -18,11 +16,13 @@ from megatron_eopt.checkpoints.contents import (
     read_layout,
 )
 from megatron_eopt.checkpoints.faults import check_pickles
+from megatron_eopt.checkpoints.gate import reading
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
-from megatron_eopt.megatron.checkpoints.gated import gate_extra_states, is_our_run, loading, trusted_by
+from megatron_eopt.megatron.checkpoints.gated import check_extra_states, is_our_run, trusted_by
 from megatron_eopt.megatron.checkpoints.stored import contents_of, damage_of
 from megatron_eopt.redirect import Original, around
+from megatron_eopt.screen import printable
 
 
 @around
@@ -30,11 +30,11 @@ def checked_base(load_base: Original, load_dir: Any, args: Any, rank0: bool = Fa
     """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
     if not is_our_run(args):
         return load_base(load_dir, args, rank0, *rest, **kwargs)
-    if rank0 and load_dir is not None:
-        _refuse_damage(Path(load_dir), args)
-    with loading(args):
+    with reading(*trusted_by(args)):
+        if rank0 and load_dir is not None:
+            _refuse_damage(Path(load_dir), args)
         base = load_base(load_dir, args, rank0, *rest, **kwargs)
-        gate_extra_states(base[0])
+        check_extra_states(base[0])
     return base
 
 
@@ -43,7 +43,7 @@ def _refuse_damage(load_dir: Path, args: Any) -> None:
     if getattr(args, "non_persistent_ckpt_type", None) == "global":
         folders.append((Path(args.non_persistent_global_ckpt_dir or load_dir / "non_persistent"), None))
     for folder, step in folders:
-        find = partial(damage_of_resumed, folder, step, args.ckpt_format, trusted_by(args).keys())
+        find = partial(damage_of_resumed, folder, step, args.ckpt_format)
         problem = from_rank_0(find) if dist.is_initialized() else find()
         if problem:
             raise CheckpointError(printable(problem))
@@ -56,7 +56,8 @@ def checked_tracker(read_metadata: Original, tracker_filename: str) -> Any:
     iteration = None
     args = releases.training_args()
     if is_our_run(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
-        iteration = from_rank_0(lambda: None if read_text(file).strip() else _newest_whole(file.parent))
+        with reading(*trusted_by(args)):
+            iteration = from_rank_0(lambda: None if file.read_bytes().strip() else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
     say(
@@ -79,19 +80,11 @@ def resumed(folder: Path, step: int | None) -> Path | None:
     if step:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER
-    return newest(folder) if tracker.exists() and read_text(tracker).strip() else None
+    return newest(folder) if tracker.exists() and tracker.read_bytes().strip() else None
 
 
-def damage_of_resumed(
-    folder: Path,
-    step: int | None,
-    ckpt_format: str = "torch_dist",
-    trusted: Set[str] = frozenset({"all"}),
-) -> str | None:
-    """What is wrong with the files that Megatron will read.
-
-    ``trusted`` are names that pickles may have.
-    """
+def damage_of_resumed(folder: Path, step: int | None, ckpt_format: str = "torch_dist") -> str | None:
+    """What is wrong with the files that Megatron will read."""
     try:
         path = resumed(folder, step)
         if path is None or (path.is_dir() and is_legacy(path)):
@@ -105,7 +98,7 @@ def damage_of_resumed(
                 contents = replace(contents, blobs={})
         else:
             contents = read_layout(path)
-        for problem in check_pickles(contents, trusted):
+        for problem in check_pickles(contents):
             return f"{path}: {problem.what}. {problem.advice}"
     except Exception as error:  # what is damaged or hostile raises anything
         return str(error)

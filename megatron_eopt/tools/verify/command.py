@@ -4,13 +4,13 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
-from megatron_eopt.checkpoints.bounds import printable
 from megatron_eopt.checkpoints.contents import CheckpointError, Contents, newest, read_contents
 from megatron_eopt.checkpoints.faults import Problem, check_files, check_pickles
+from megatron_eopt.checkpoints.gate import reading
 from megatron_eopt.checkpoints.states import blocks_of
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
 from megatron_eopt.routing import from_json, table
-from megatron_eopt.screen import counted, wrapped
+from megatron_eopt.screen import counted, printable, wrapped
 from megatron_eopt.tools.verify.data import check_data, check_sums, check_tiling
 
 _SIZES = {
@@ -27,7 +27,8 @@ def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     """Print the report of a checkpoint; returns the exit status."""
     problems: list[Problem] = []
     try:
-        lines = list(_report(options, problems))
+        with reading(*options.trust_checkpoint_globals.split(",")):
+            lines = list(_report(options, problems))
     except Exception as error:  # what is damaged or hostile raises anything
         what = str(error)
         if not isinstance(error, ValueError | OSError):
@@ -62,7 +63,7 @@ def _report(options: argparse.Namespace, problems: list[Problem]) -> Iterator[st
     problems += check_files(contents)
     whole = not problems
     problems += check_tiling(contents)
-    problems += check_pickles(contents, {*options.trust_globals.split(",")})
+    problems += check_pickles(contents)
     sums: Sums = {}
     try:
         sums = saved_sums(contents.common.get(CHECKSUMS), optimizer, entries)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_eopt.checkpoints.bounds import open_file
-from megatron_eopt.checkpoints.contents import Chunk, Contents, StoredTensor
+from megatron_eopt.checkpoints.contents import Chunk, Contents, StoredTensor, read_blob
 from megatron_eopt.checkpoints.faults import Problem
 from megatron_eopt.checkpoints.sums import Sums
 from megatron_eopt.optimizers.nonfinite import listed
@@ -88,9 +87,7 @@ def check_data(contents: Contents, saved: Sums) -> Iterator[Problem]:
 def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
     """Load one archive; damage is an answer, not an exception."""
     try:
-        with open_file(contents.folder / chunk.file, whole=False) as file:
-            file.seek(chunk.start)
-            archive = io.BytesIO(file.read(chunk.length))
+        archive = read_blob(contents.folder, chunk)
         entries = zipfile.ZipFile(archive)
         if any(entry.CRC for entry in entries.infolist()):  # torch can save without
             damaged = entries.testzip()

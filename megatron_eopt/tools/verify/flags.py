@@ -11,8 +11,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
     parser.add_argument("--no-data", action="store_true", help="metadata and objects only: quick at any size")
     parser.add_argument(
-        "--trust-globals",
+        "--trust-checkpoint-globals",
         metavar="NAMES",
         default="",
-        help="classes and functions that pickles may name besides Megatron's and torch's, with commas between",
+        help="as for a run: classes and functions, with commas between, that it may name and have called; or all",
     )

@@ -7,13 +7,11 @@ from typing import Any
 
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
-from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.given import TYPED, typed_flags
 from megatron_eopt.megatron.support.run import Run, on, primary_of
 from megatron_eopt.optimizers.factored import FactoredOptimizer
-from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.registry import create_emerging_optimizer
-from megatron_eopt.settings.presets import PRESETS, described
+from megatron_eopt.settings.presets import PRESETS, PRESETS_OF_SOAP, Preset, described
 
 
 def config_of_run(config: Any, run: Run) -> Any:
@@ -51,7 +49,7 @@ def _typed_of(message: str, args: Any) -> str:
     """The flags of settings that a message names, for who typed flags."""
     words = set(re.findall(r"\w+", message))
     preset = getattr(args, "muon_preset", None)
-    by_preset = {} if preset is None else PRESETS[preset].settings_of(primary_of(args))
+    by_preset = _presets_of(primary_of(args))[preset].settings if preset is not None else {}
     names = []
     for flag in typed_flags(args):
         of_preset = flag.setting == "preset" and words & by_preset.keys()
@@ -75,36 +73,32 @@ def with_preset(config: Any, args: Any = None) -> Any:
     preset = getattr(config, "muon_preset", None)
     if preset is None:
         return config
-    check_choice("preset", preset, tuple(PRESETS))
     name = primary_of(config)
-    settings = PRESETS[preset].settings_of(name)
-    if name == "soap" and not settings:
-        raise ValueError(f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and for soap there is megatron")
-    if name not in LIKE_MUON and name != "soap":
+    known = _presets_of(name)
+    if preset not in known:
         raise ValueError(
-            f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and updates of {name} have a size of their own: "
-            f"leave it away"
+            f"{name} has no --muon-preset {preset}: expected one of {', '.join(known) or 'none, so leave it away'}"
         )
+    settings = known[preset].settings
     prefix = "soap" if name == "soap" else "muon"
     defaults = {flag.setting: flag.default for flag in OPTIMIZERS[prefix].flags}
-    typed = getattr(args, TYPED, None)
-    replaced = {}
+    typed = getattr(args, TYPED, None) or ()
     contradicting = {}
     for key, value in settings.items():
         field = f"{prefix}_{key}"
         own = getattr(config, field)
-        if own == value:
-            continue
-        replaced[key] = own
         default = defaults[key] if args is not None else getattr(type(config), field, defaults[key])
-        if own != default or field in (typed or ()):
+        if own != value and (own != default or field in typed):
             contradicting[key] = own
     if contradicting:
         raise ValueError(
             f"--muon-preset {preset} stands for {described(settings)}, but the run also says "
             f"{described(contradicting)}: keep the preset, or what it stands for as flags"
         )
-    if replaced and typed is None:
-        known = "these are defaults of the config, which count as not given"
-        say(f"muon_preset {preset} replaces {described(replaced)}: {known}")
     return with_fields(config, **{f"{prefix}_{key}": value for key, value in settings.items()})
+
+
+def _presets_of(optimizer: str) -> dict[str, Preset]:
+    if optimizer == "soap":
+        return PRESETS_OF_SOAP
+    return PRESETS if optimizer in LIKE_MUON else {}

@@ -1,30 +1,23 @@
 """Published settings of Muon and of SOAP, by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What a publication sets of Muon's update.
+    """What a publication sets of an update.
 
     Attributes:
-        settings: arguments of :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
+        settings: arguments of the optimizer's class.
         source: the paper or repository.
         beside: flags of a run that were published with it, which a preset does not set.
-        of_soap: arguments of :class:`~megatron_eopt.optimizers.soap.SOAP`, for which ``settings`` are not; empty where
-            the publication has no SOAP.
     """
 
     settings: Mapping[str, Any]
     source: str
     beside: str = ""
-    of_soap: Mapping[str, Any] = field(default_factory=dict)
-
-    def settings_of(self, optimizer: str) -> Mapping[str, Any]:
-        """What it sets of an optimizer of the table; ``soap`` has its own."""
-        return self.of_soap if optimizer == "soap" else self.settings
 
 
 _LIU = "Liu et al., arXiv 2502.16982"
@@ -33,13 +26,6 @@ PRESETS = {
     "megatron": Preset(
         {"scale_mode": "spectral", "extra_scale_factor": 1.0},
         "Megatron-Core's defaults",
-        of_soap={
-            "use_kl_shampoo": True,
-            "basis_of": "current",
-            "sort_bases": "before",
-            "basis_method": "qr",
-            "precondition_frequency": 1,
-        },
     ),
     "match_adamw": Preset({"scale_mode": "spectral", "extra_scale_factor": 0.2}, _LIU),
     "keller": Preset(
@@ -99,7 +85,23 @@ PRESETS = {
         "--muon-lr 0.025 --muon-weight-decay 0.05 --weight-decay 0.001 --adam-beta1 0.8 --adam-eps 1e-10",
     ),
 }
-"""Name -> preset. RMS 0.2 of an update is AdamW's: see :func:`~megatron_eopt.orthogonalize.scale.muon_scale_factor`."""
+"""Of Muon and what is like it: name -> preset.
+
+RMS 0.2 of an update is AdamW's: see :func:`~megatron_eopt.orthogonalize.scale.muon_scale_factor`.
+"""
+
+PRESETS_OF_SOAP = {
+    "megatron": Preset(
+        {
+            "use_kl_shampoo": True,
+            "basis_of": "current",
+            "sort_bases": "before",
+            "basis_method": "qr",
+            "precondition_frequency": 1,
+        },
+        "Megatron-Core's defaults",
+    )
+}
 
 
 def described(settings: Mapping[str, Any]) -> str:
@@ -109,9 +111,9 @@ def described(settings: Mapping[str, Any]) -> str:
 
 def preset_line(name: str, optimizer: str) -> str:
     """What a preset sets of an optimizer, by whom, and what was published beside it."""
-    preset = PRESETS[name]
+    preset = (PRESETS_OF_SOAP if optimizer == "soap" else PRESETS)[name]
     beside = f"; published with {preset.beside}, which a preset leaves to the run" if preset.beside else ""
-    return f"--muon-preset {name} sets {described(preset.settings_of(optimizer))} ({preset.source}){beside}"
+    return f"--muon-preset {name} sets {described(preset.settings)} ({preset.source}){beside}"
 
 
 def _short(value: Any) -> str:

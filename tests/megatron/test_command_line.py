@@ -591,7 +591,7 @@ def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, capl
     [
         ("--optimizer muon --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
         ("--optimizer adam --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
-        ("--optimizer soap --muon-preset keller", "--muon-preset keller is for muon and"),
+        ("--optimizer soap --muon-preset keller", "soap has no --muon-preset keller: expected one of megatron"),
         (
             "--optimizer muon --muon-brake-outward 0.1",
             r"brake_outward has no effect with weight_norm 'none'.* \(typed: --muon-brake-outward\)",

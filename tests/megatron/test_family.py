@@ -202,7 +202,7 @@ def test_a_side_without_a_factor_is_no_damage(saved_by, capsys):
         ("spectron", ["--spectron-rank", 500], "rank must lie in [1, 64] for decoder.layers.0.self_attention"),
         ("scion", ["--muon-weight-decay", 0.1], "has no weight decay, got 0.1"),
         ("polargrad", ["--muon-tp-mode", "blockwise", *TP2], "take an exact tp_mode"),
-        ("soap", ["--muon-preset", "match_adamw"], "--muon-preset match_adamw is for muon and adaptive_muon"),
+        ("soap", ["--muon-preset", "match_adamw"], "soap has no --muon-preset match_adamw"),
         ("soap", ["--muon-split", "none"], "in an order that follows the tensor-parallel ranks"),
         ("signum", ["--muon-lr", 0.1], "--muon-lr is for optimizers of matrices, and signum is for all"),
     ],

@@ -68,13 +68,9 @@ def config(preset, **fields):
     return Config(optimizer="muon", muon_preset=preset, **rest, **given)
 
 
-def test_the_default_of_a_config_is_no_contradiction(capsys):
-    """And since nothing tells whether it was given, what is replaced is said."""
+def test_the_default_of_a_config_is_no_contradiction():
     assert with_preset(config("eo-0.5")).muon_momentum == 0.9
-    replaced = "extra_scale_factor 1, momentum 0.95, coefficient_type quintic, num_ns_steps 5"
-    assert f"muon_preset eo-0.5 replaces {replaced}: " in capsys.readouterr().out
     assert with_preset(config("eo-0.5", muon_momentum=0.9), SimpleNamespace()).muon_num_ns_steps == 16
-    assert "momentum" not in capsys.readouterr().out
 
 
 def test_another_value_than_the_default_is_a_contradiction():
@@ -96,7 +92,7 @@ def test_another_value_than_the_default_is_a_contradiction():
         ("eo-0.5", "", None),
     ],
 )
-def test_a_flag_that_is_given_at_its_default_is_a_contradiction(capsys, preset, flags, refused):
+def test_a_flag_that_is_given_at_its_default_is_a_contradiction(preset, flags, refused):
     parser = argparse.ArgumentParser()
     parser.add_argument("--optimizer")
     parser.add_argument("--muon-momentum", type=float, default=0.9)
@@ -111,7 +107,6 @@ def test_a_flag_that_is_given_at_its_default_is_a_contradiction(capsys, preset, 
     given = Config(**vars(args))
     if refused is None:
         assert with_preset(given, args).muon_momentum == PRESETS[preset].settings.get("momentum", 0.9)
-        assert capsys.readouterr().out == ""
     else:
         with pytest.raises(ValueError, match=f"but the run also says {refused}: keep the preset"):
             with_preset(given, args)

@@ -6,6 +6,7 @@ shared the busiest rank has follows from the planner's deal, or from how rows ar
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -13,15 +14,15 @@ from typing import NamedTuple
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
+from megatron_eopt.parallel.deal import Item, deal, to_and_fro
 from megatron_eopt.parallel.rectangles import Rectangle
 
 sys.path.append(str(Path(__file__).parent / "bench"))
-from model_matrices import dealt_matrices
-from model_sizes import MODELS, Parallel
+from model_matrices import MODELS, Matrices, matrices_of
 
 TENSOR, DATA = 8, (16, 64)
 NEWTON_SCHULZ = NewtonSchulz()
-WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, itemsize=2)
+WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts)
 BF16, FP32 = 2, 4  # bytes of an entry
 
 
@@ -36,13 +37,15 @@ class Way(NamedTuple):
 
 
 @cache
+def parameters(name: str, pipeline: int) -> list[Matrices]:
+    """The parameters with matrices of a pipeline stage."""
+    model = MODELS[name]
+    return matrices_of(replace(model, num_layers=model.num_layers // pipeline), TENSOR)
+
+
 def shards(name: str, pipeline: int) -> list[list[Rectangle]]:
     """What a tensor-parallel rank has of each parameter with matrices: of its logical ones."""
-    matrices = dealt_matrices(MODELS[name], Parallel(tensor=TENSOR, pipeline=pipeline), WORK).matrices
-    found: dict[str, list[Rectangle]] = {}
-    for matrix in matrices:
-        found.setdefault(matrix.name.partition("[")[0], []).append(matrix.rectangles[0])
-    return list(found.values())
+    return [[matrix.rectangles[0] for matrix in parameter] for parameter in parameters(name, pipeline)]
 
 
 def entries(name: str, pipeline: int) -> list[int]:
@@ -53,9 +56,10 @@ def entries(name: str, pipeline: int) -> list[int]:
 @cache
 def dealt(name: str, pipeline: int, data: int) -> float:
     """The share where whole parameters are dealt to ``data`` ranks."""
-    (deal,) = dealt_matrices(MODELS[name], Parallel(tensor=TENSOR, pipeline=pipeline, data=data), WORK).deals
+    counts = entries(name, pipeline)
+    items = [Item(*each) for each in zip(parameters(name, pipeline), counts, strict=True)]
     held = [0] * data
-    for rank, count in zip(deal.ranks, entries(name, pipeline), strict=True):
+    for rank, count in zip(deal(items, to_and_fro(counts, data), data, WORK).ranks, counts, strict=True):
         held[rank] += count
     return max(held) / sum(held)
 

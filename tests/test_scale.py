@@ -3,7 +3,6 @@
 import math
 import pickle
 
-import pages
 import pytest
 import scale
 
@@ -17,17 +16,6 @@ def test_what_ranks_say_grows_with_what_is_different_and_not_with_the_ranks():
         calls, sent, _ = scale.said(ranks, kinds)
         values = kinds * len(pickle.dumps("x" * 8192))
         assert (calls, sent) == (3, (HASH + 8) * (ranks - 1) + math.ceil(2 * (ranks - 1) * values / ranks))
-
-
-SHORT = {"recipes"}  # others predict steps on up to 4,096 GPUs
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.wide) for name in scale.sweeps.TABLES]
-)
-def test_the_page_has_what_is_predicted_today(name):
-    page = (pages.DOCS / "scale.md").read_text()
-    assert pages.between(page, name).strip() == scale.sweeps.TABLES[name]()
 
 
 def test_parts_of_the_table_run_on_few_ranks():

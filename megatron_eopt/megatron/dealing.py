@@ -1,4 +1,4 @@
-"""Deal whole parameters to data-parallel ranks, by predicted time."""
+"""Deal whole parameters to data-parallel ranks, by operations."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -15,14 +15,14 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import parameters_in
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal
-from megatron_eopt.parallel.records import Matrix, TpMode
+from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.redirect import Original, Redirection, Redirections, around
 
 HANDS = (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 
 
-def dealt_by_time(config: Any, args: Any) -> Redirections:
-    """Redirections that make Megatron's layer-wise optimizer deal by time."""
+def dealt_by_operations(config: Any, args: Any) -> Redirections:
+    """Redirections that make Megatron's layer-wise optimizer deal by operations."""
 
     @around
     def shard_params(original: Original, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
@@ -38,7 +38,7 @@ def dealt_by_time(config: Any, args: Any) -> Redirections:
             by_size = getattr(self, name)
             if by_size:
                 rank = getattr(self.pg_collection, ranks).rank()
-                hands = _by_time(by_size, whole, items, works, config.muon_tp_mode)
+                hands = _by_operations(by_size, whole, items, works)
                 setattr(self, name, hands)
                 kept = kept.difference(*by_size).union(hands[rank])
         for group, params in zip(groups, whole, strict=True):
@@ -47,25 +47,24 @@ def dealt_by_time(config: Any, args: Any) -> Redirections:
     reason = "in fp32 it takes what wraps a torch optimizer, and Megatron's builder wraps none"
     changes = [Redirection(LayerWiseDistributedOptimizer, "__init__", wrapped_in_fp32, reason)]
     if balances(config, args):
-        reason = "whole parameters are dealt to data-parallel ranks by predicted time, not by size"
+        reason = "whole parameters are dealt to data-parallel ranks by operations, not by size"
         changes.append(Redirection(LayerWiseDistributedOptimizer, "shard_params", shard_params, reason))
     return Redirections(changes)
 
 
-def _by_time(
+def _by_operations(
     by_size: Sequence[Sequence[Tensor]],
     in_order: Sequence[Sequence[Tensor]],
     items: Mapping[Tensor, Item],
     works: Mapping[str, Work],
-    mode: TpMode,
 ) -> list[list[Tensor]]:
-    """What each rank gets by predicted time, in place of what it gets by size."""
+    """What each rank gets by operations, in place of what it gets by size."""
     rank_of = {}
     for rank, hand in enumerate(by_size):
         for parameter in hand:
             rank_of[parameter] = rank
     parameters = [parameter for params in in_order for parameter in params if parameter in rank_of]
-    dealt = deal([items[p] for p in parameters], [rank_of[p] for p in parameters], len(by_size), works, mode)
+    dealt = deal([items[p] for p in parameters], [rank_of[p] for p in parameters], len(by_size), works)
     say(str(dealt))
     hands: list[list[Tensor]] = [[] for _ in by_size]
     for parameter, rank in zip(parameters, dealt.ranks, strict=True):
@@ -94,7 +93,7 @@ def wrapped_in_fp32(
 
 
 def balances(config: Any, args: Any) -> bool:
-    """Whether parameters are to be dealt by predicted time."""
+    """Whether parameters are to be dealt by operations."""
     # files of the torch format do not name their parameters: dealt otherwise, others would take their state
     return getattr(config, "balanced_deal", True) and getattr(args, "ckpt_format", None) != "torch"
 

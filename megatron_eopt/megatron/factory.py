@@ -127,7 +127,7 @@ class OptimizerOfRun:
 
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and check the result."""
-        dealt = dealing.dealt_by_time(self.config, self.facts.args)
+        dealt = dealing.dealt_by_operations(self.config, self.facts.args)
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self

@@ -23,7 +23,7 @@ RUN_FLAGS = (  # whatever the optimizer
     ),
     Flag(
         "balanced_deal",
-        "Let Megatron's distributed optimizer deal matrices by size, not by predicted time.",
+        "Let Megatron's distributed optimizer deal matrices by size, not by operations.",
         default=True,
     ),
     Flag(

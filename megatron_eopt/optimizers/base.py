@@ -59,7 +59,6 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace
@@ -108,7 +107,6 @@ class BaseOptimizer(Optimizer):
     is_qkv_fn: Callable[[Tensor], bool] | None = fixed("is_qkv_fn")
     qkv_split_shapes: Sequence[int] | None = fixed("qkv_split_shapes")
     tp_mode: TpMode = fixed("tp_mode", "duplicated")
-    plan_rates: Rates = DEFAULT_RATES
     symmetric_products: str | None = None
     workspace: int = 2**31
     offload_fraction: float = 0.0  # of the state that has the shape of its parameter: the share in host memory
@@ -535,7 +533,7 @@ class BaseOptimizer(Optimizer):
         state = max(of_entries, default=0)
         kept = state + (4 if self.keeps_momenta else 0)
         workspace = Workspace(bytes=self.workspace, kept=kept, state=state)
-        return Engine(described, device, self.tp_mode, self.plan_rates, workspace)
+        return Engine(described, device, self.tp_mode, workspace)
 
     def prepare(self) -> Engine:
         """Settle the step with the other ranks; all call together.

@@ -45,7 +45,6 @@ class Session:
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory
     streamed: Streamed | None = None
     watched: Watched | None = None
-    shares_shards: bool = False  # with the data-parallel ranks, by the last plan
     also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
     beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
     checked: list[object] | None = None  # settings of groups, and functions of the user's, as they were checked last

@@ -43,8 +43,6 @@ from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, cut_over, shared_out
-from megatron_eopt.parallel.plan import sharing_pays
-from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.workspace import OF_ENTRY
@@ -81,7 +79,6 @@ class Execution(TypedDict, total=False):
     update_ratio: float
     cuda_graphs: bool
     data_parallel_group: ProcessGroup | None
-    plan_rates: Rates
     symmetric_products: str | None
     workspace: int
     offload_fraction: float
@@ -141,11 +138,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             :mod:`~megatron_eopt.parallel.plan`; or ``blockwise``, an approximation: each shard by itself.
         data_parallel_group: ranks with the same parameters and gradients (as under DDP), which share the work on
             matrices. Those that ``tp`` cuts are shared only where ``pg_collection.tp_dp_cp`` has the ranks of both
-            groups, with ``tp_mode`` ``owner``, or ``auto`` if predicted to be faster. Matrices of experts are not
-            shared.
-        plan_rates: of the cost model of ``auto``.
+            groups, with ``tp_mode`` ``owner`` or ``auto``. Matrices of experts are not shared.
         symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
-            default that of the checkpoint, else the fastest that serves here.
+            default that of :func:`~megatron_eopt.orthogonalize.kernels.rule`.
         cuda_graphs: capture the third step as a CUDA graph and replay it; only where no parameter is sharded.
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
             :data:`~megatron_eopt.settings.records.DecayMethod`; None for what ``use_decoupled_weight_decay``
@@ -225,7 +220,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         tp_mode: TpMode = "duplicated",
         cuda_graphs: bool = False,
         data_parallel_group: ProcessGroup | None = None,
-        plan_rates: Rates = DEFAULT_RATES,
         symmetric_products: str | None = None,
         weight_decay_method: DecayMethod | None = None,
         workspace: int = 2**31,
@@ -420,7 +414,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             if grad.dtype == p.dtype and iteration_of(self.effective(group)) == planned:
                 return engine, index, group
         described = replace(self._described("p", p, group), dtype=grad.dtype)
-        of_p = Engine([described], grad.device, self.tp_mode, engine.rates)
+        of_p = Engine([described], grad.device, self.tp_mode)
         of_p.prepare()
         return of_p, 0, group
 
@@ -461,17 +455,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         sharers = self.data_parallel_group
         if sharers is None or is_expert(parameter) or (layout.ranks > 1 and isinstance(parameter, DTensor)):
             return layout
-        joint = getattr(self.pg_collection, "tp_dp_cp", None) if self._session.shares_shards else None
+        joint = getattr(self.pg_collection, "tp_dp_cp", None) if self.tp_mode in ("owner", "auto") else None
         return shared_out(layout, sharers, joint)
-
-    def proposed(self) -> Engine:
-        """Also decides whether data-parallel ranks share shards, if ``auto`` gains."""
-        self._session.shares_shards = self.tp_mode in ("owner", "auto")
-        engine = super().proposed()
-        if self.tp_mode != "auto" or sharing_pays(engine.plan, engine.works, engine.rates):
-            return engine
-        self._session.shares_shards = False
-        return super().proposed()
 
     def prepare(self) -> Engine:
         """Also find scales, which a user's function may get wrong."""

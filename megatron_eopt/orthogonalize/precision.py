@@ -23,8 +23,8 @@ def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
     """The dtype of the Gram form, if it should run."""
     if dtype in (torch.float32, torch.float64):
         return dtype
-    # the form amplifies the rounding of bf16; GPUs multiply fp16 as fast, CPUs do not
-    return torch.float16 if device.type == "cuda" else None
+    # the form amplifies the rounding of bf16; GPUs, for which meta is planned, multiply fp16 as fast, CPUs do not
+    return torch.float16 if device.type in ("cuda", "meta") else None
 
 
 def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractContextManager[None]:

@@ -111,7 +111,7 @@ class Compiler:
                 self._dtypes.append(p.dtype)
 
     def works(self) -> dict[str, Work]:
-        """What costs are predicted with, by iteration; equal on all ranks."""
+        """What costs are counted of, by iteration; equal on all ranks."""
         return {name: self._work(name, iteration) for name, iteration in self.iterations.items()}
 
     def _work(self, name: str, iteration: NewtonSchulz) -> Work:

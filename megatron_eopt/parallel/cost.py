@@ -1,8 +1,4 @@
-"""What a bucket costs: operations, bytes, collectives and predicted time.
-
-Bytes and collectives are exactly those that the exchange counts. Times are modelled to order the schemes: operations
-and bytes over rates plus a latency for each collective, nothing overlapped.
-"""
+"""What a bucket costs: operations, bytes and collectives, exactly as a step counts them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +10,6 @@ from typing import NamedTuple
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
-from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, grouped, in_rounds
 from megatron_eopt.parallel.rectangles import Shape, cut_dimension
 from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
@@ -44,7 +39,6 @@ class Cost(NamedTuple):
     flops: float = 0.0
     bytes: int = 0  # sent
     collectives: int = 0
-    seconds: float = 0.0  # predicted
 
 
 def whole_flops(shape: Shape, work: Work) -> float:
@@ -170,20 +164,19 @@ def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
     return [entries * matrix.itemsize for entries in sent]
 
 
-def cost_of(flops: float, traffic: Mapping[str, tuple[int, int]], rates: Rates) -> Cost:
+def cost_of(flops: float, traffic: Mapping[str, tuple[int, int]]) -> Cost:
     """The cost of operations, and of (calls, bytes) of collectives."""
     calls = sum(calls for calls, _ in traffic.values())
     sent = sum(sent for _, sent in traffic.values())
-    return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
+    return Cost(flops, sent, calls)
 
 
 class Costs:
     """What buckets of a plan's matrices cost, each computed once."""
 
-    def __init__(self, plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> None:
+    def __init__(self, plan: Plan, work: Works) -> None:
         self._plan = plan
         self._work = work
-        self._rates = rates
         self._known: dict[Bucket, list[Cost]] = {}
 
     def of_bucket(self, bucket: Bucket) -> Cost:
@@ -198,9 +191,14 @@ class Costs:
             of_groups.append(_busiest(map(_sum, costs)))
         return _sum(of_groups)
 
+    def flops_of_ranks(self, buckets: Iterable[Bucket]) -> list[float]:
+        """Operations of each rank of a group, over all of its buckets."""
+        of_buckets = [[cost.flops for cost in self._of_ranks(bucket)] for bucket in buckets]
+        return [sum(of_rank) for of_rank in zip(*of_buckets, strict=True)]
+
     def _of_ranks(self, bucket: Bucket) -> list[Cost]:
         if bucket not in self._known:
-            self._known[bucket] = _rank_costs(self._plan, bucket, self._work, self._rates)
+            self._known[bucket] = _rank_costs(self._plan, bucket, self._work)
         return self._known[bucket]
 
     def _group(self, bucket: Bucket) -> tuple[str, int]:
@@ -208,9 +206,9 @@ class Costs:
         return matrix.group, matrix.ranks
 
 
-def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
+def plan_cost(plan: Plan, work: Works) -> Cost:
     """Cost of each group's busiest rank, summed over the groups."""
-    return Costs(plan, work, rates).of_buckets(plan.buckets)
+    return Costs(plan, work).of_buckets(plan.buckets)
 
 
 def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
@@ -253,12 +251,7 @@ def _busiest(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(max, zip(*costs, strict=True)))
 
 
-def _rank_costs(
-    plan: Plan,
-    bucket: Bucket,
-    work: Works,
-    rates: Rates,
-) -> list[Cost]:
+def _rank_costs(plan: Plan, bucket: Bucket, work: Works) -> list[Cost]:
     """A bucket's cost for each rank, computed once for equals."""
     matrix = plan.one_of(bucket)
     owned = Counter(bucket.compute_ranks)
@@ -274,7 +267,7 @@ def _rank_costs(
                 traffic = {"all_to_all": (2, sent[rank])}
             else:
                 traffic = bucket_traffic(plan, bucket, rank, work)
-            known[kind] = cost_of(bucket_flops(plan, bucket, rank, work), traffic, rates)
+            known[kind] = cost_of(bucket_flops(plan, bucket, rank, work), traffic)
         costs.append(known[kind])
     return costs
 

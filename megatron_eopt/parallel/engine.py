@@ -18,7 +18,6 @@ from megatron_eopt.parallel.exchange import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import local_rows
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.rates import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.records import Matrix, Plan, TpMode
 from megatron_eopt.parallel.rectangles import Rectangle, Shape, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks
@@ -39,8 +38,7 @@ class Engine:
     Attributes:
         groups: of ranks, by label.
         plan: of the parameters that have an iteration.
-        works: the iterations that costs were predicted with, by name.
-        rates: what the times were predicted with.
+        works: the iterations that costs are counted of, by name.
         watched: the step that is made, where somebody watches it.
     """
 
@@ -51,7 +49,6 @@ class Engine:
         parameters: Sequence[ParamSpec],
         device: torch.device,
         tp_mode: TpMode = "duplicated",
-        rates: Rates = DEFAULT_RATES,
         workspace: Workspace = DEFAULT_WORKSPACE,
     ) -> None:
         self.device = device
@@ -83,11 +80,10 @@ class Engine:
                 matrix = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
             self.matrices[i] += (matrix,)
         self.works = self._compiler.works()
-        self.rates = rates
         self.plan = Plan(tuple(planned), ())
         self._room = workspace.for_chunks(0)
         if self.works:
-            self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=indices)
+            self.plan = make_plan(planned, tp_mode, self.works, workspace=workspace, parameters=indices)
             self._room = workspace.for_chunks(largest_iteration(planned, self.works))
         if workspace.state:
             self._room = 0  # its slots on the device are those of the chunk at work and of the next
@@ -112,7 +108,7 @@ class Engine:
 
     def explain(self) -> str:
         """The plan as a table of its buckets' costs."""
-        table = explain(self.plan, self.works, self.rates, self.workspace)
+        table = explain(self.plan, self.works, self.workspace)
         state = self.offloaded()
         if any(state):
             table += "\n" + explain_offloaded(state)

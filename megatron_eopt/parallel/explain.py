@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 from megatron_eopt.parallel.cost import (
-    DEFAULT_RATES,
     Cost,
     Costs,
-    Rates,
     Work,
     Works,
     largest_iteration,
@@ -20,13 +18,12 @@ from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
 from megatron_eopt.screen import aligned, counted, figure, megabytes, wrapped
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
-_COLUMNS = ("matrices", "group", "scheme", "TFLOP", "sent MB", "calls", "ms")
+_COLUMNS = ("matrices", "group", "scheme", "TFLOP", "sent MB", "calls")
 
 
 def explain(
     plan: Plan,
     work: Works,
-    rates: Rates = DEFAULT_RATES,
     workspace: Workspace = DEFAULT_WORKSPACE,
 ) -> str:
     """A table of costs by shape and scheme, beside other schemes."""
@@ -35,7 +32,7 @@ def explain(
     numbers = dict.fromkeys(works, "")
     if len(works) > 1:
         numbers = {name: f" #{number}" for number, name in enumerate(works, 1)}
-    costs = Costs(plan, work, rates)
+    costs = Costs(plan, work)
     sharing = {plan.one_of(bucket).group for bucket in plan.buckets if bucket.scheme == "share"}
 
     def kind(bucket: Bucket) -> tuple[Shape, str, str, str]:
@@ -43,28 +40,19 @@ def explain(
         group = matrix.group if matrix.ranks > 1 else "-"
         return matrix.shape, group, bucket.scheme, numbers.get(matrix.iteration, "")
 
-    apart = 0.0
     for ((height, width), group, scheme, number), buckets in grouped(plan.buckets, kind).items():  # of several chunks
         count = sum(len(bucket.matrices) for bucket in buckets)
         cost = costs.of_buckets(buckets)
         rows.append(_row(f"{count} of {height} x {width}{number}", group, scheme, cost))
-        apart += cost.seconds
     whole = costs.of_buckets(plan.buckets)
     buckets_end = len(rows)
     rows.append(_row(f"all {len(plan.matrices)}: this plan", "", "", whole))
     for mode in _COMPARED:
-        other = make_plan(plan.matrices, mode, work, rates, sharing, workspace)
-        rows.append(_row(mode, "", "", plan_cost(other, work, rates)))
+        other = make_plan(plan.matrices, mode, work, sharing, workspace)
+        rows.append(_row(mode, "", "", plan_cost(other, work)))
     lines = aligned(_COLUMNS, rows, _COLUMNS[3:])
     lines.insert(len(lines) - len(rows) + buckets_end, "")
-    lines += [
-        "",
-        "Of the busiest rank in one step, nothing overlapped,",
-        f"modelled at {rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s and {rates.latency * 1e6:.3g} us "
-        "a collective.",
-    ]
-    if apart > 1.01 * whole.seconds:
-        lines.append("Each line is of the rank that is busiest with it: no rank has all of them.")
+    lines += ["", "Each line is of the rank that is busiest with it, in one step."]
     lines.append(_memory(plan, work, workspace))
     for name, one in works.items():
         steps = f"{numbers[name].strip()}: {name}" if numbers[name] else counted(len(one.schedule), "step")
@@ -105,5 +93,4 @@ def explain_offloaded(state: Sequence[int]) -> str:
 def _row(name: str, group: str, scheme: str, cost: Cost) -> list[str]:
     flops = figure(cost.flops / 1e12)
     sent = figure(cost.bytes / 1e6)
-    ms = figure(cost.seconds * 1e3)
-    return [name, group, scheme, flops, sent, f"{cost.collectives:,}", ms]
+    return [name, group, scheme, flops, sent, f"{cost.collectives:,}"]

@@ -6,39 +6,30 @@ Pure Python, from shapes, shards and settings alone: the same on every rank, als
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
+from math import ceil
 from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.parallel.cost import (
-    DEFAULT_RATES,
-    Costs,
-    Rates,
-    Works,
-    cube_flops,
-    largest_iteration,
-    plan_cost,
-    whole_flops,
-    work_of,
-)
+from megatron_eopt.parallel.cost import Costs, Works, cube_flops, largest_iteration, whole_flops, work_of
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, grouped
 from megatron_eopt.parallel.rectangles import cut_dimension
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 
 REPLICATED_ROWS = 1024  # most rows of a Gram matrix that every rank computes: to split it takes more collectives
 
+BUSIEST = 1.25  # most times its share that a rank should have to compute
+
 SMALL_ENTRIES = 128 * 128  # most entries of a matrix that every rank may compute to save a collective
+SMALL_FLOPS = 1e10  # and most operations of such matrices together: a GPU makes them while a collective starts
 
 SHARED_PARTS = 4  # of a bucket, so that the first results leave before all are computed
-
-Option = tuple[Bucket, ...]  # a way to serve equal matrices, without compute ranks
 
 
 def make_plan(
     matrices: Iterable[Matrix],
     mode: TpMode,
     work: Works,
-    rates: Rates = DEFAULT_RATES,
     share_groups: Set[str] = frozenset({"dp"}),
     workspace: Workspace = DEFAULT_WORKSPACE,
     parameters: Sequence[int] | None = None,
@@ -53,23 +44,19 @@ def make_plan(
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
     - Matrices that are cut and held in several copies go by ``owner``, and so do those whose shards differ in a bucket.
     - Matrices that lie whole on one rank, as experts of a stack do, stay there (``local``). Under ``owner`` they are
-      dealt as others, and under ``auto`` where that is predicted to be faster.
+      dealt as others, and under ``auto`` where one has more than others could take over.
     - Other shards go by the scheme that is named; by ``owner`` where ``distributed`` or ``gram`` should not serve them
       (the short side is cut, so the Gram matrix would be that of the long one, or the Gram form must not run).
-    - ``gram`` is ``gram_split`` for a short side over :data:`REPLICATED_ROWS` where that is predicted to be faster,
-      else ``gram_replicated``.
-    - ``auto`` minimizes the busiest rank's predicted time over all buckets of a group. B matrices over T ranks may go,
-      in this order where two are equal: all by ``owner``; ``local`` where one rank has all of a matrix, the rest by
-      ``owner``; ``floor(B / T) * T`` by ``owner`` and the rest by ``gram``, replicated or split, or ``distributed``;
-      all by one of these; and, up to :data:`SMALL_ENTRIES`, by ``duplicated``. It starts with ``owner`` everywhere, and
-      with what is best for each bucket alone, and changes one bucket after another, the largest matrices first, until
-      none gets better. Of what it found and what it started with it takes the fastest, each cut into chunks where the
-      workspace does that.
+    - ``gram`` is ``gram_split`` for a short side over :data:`REPLICATED_ROWS`, else ``gram_replicated``.
+    - ``auto`` is ``owner``, but for few small matrices, which are ``duplicated``. Where the busiest rank of a group
+      then has over :data:`BUSIEST` times its share of the operations, what is left of a bucket beyond full rounds goes
+      by ``gram`` where that may serve: of the largest matrices first, as many as leave the busiest rank the
+      least to do.
 
     Compute ranks are dealt in rounds; the last round of a bucket goes to the ranks with the least to do so far, the
     largest matrices first, so that two ranks differ by at most one matrix. Where shards differ, a rank gets matrices of
-    which it holds much. A chunk executes first the buckets that exchange, the most expensive first, then those that
-    fill the waiting.
+    which it holds much. A chunk executes first the buckets that exchange, those with the most operations first, then
+    those that fill the waiting.
 
     ``parameters`` has the number of each matrix's parameter, ascending, by default another for each; ``share_groups``
     are labels of groups whose whole matrices are shared out. Raises ``ValueError`` for an unknown mode, two matrices of
@@ -80,7 +67,7 @@ def make_plan(
     _check(draft.matrices)
     if parameters is None:
         parameters = range(len(draft.matrices))
-    planner = _Planner(draft, mode, work, rates, workspace, parameters)
+    planner = _Planner(draft, mode, work, workspace, parameters)
     return replace(draft, buckets=tuple(planner.buckets(share_groups)))
 
 
@@ -92,7 +79,6 @@ class _Planner:
         draft: Plan,
         mode: TpMode,
         work: Works,
-        rates: Rates,
         workspace: Workspace,
         parameters: Sequence[int],
     ) -> None:
@@ -101,26 +87,22 @@ class _Planner:
         self._work = work
         self._workspace = workspace
         self._parameters = parameters
-        self._costs = Costs(draft, work, rates)
+        self._costs = Costs(draft, work)
 
     def buckets(self, share_groups: Set[str]) -> list[Bucket]:
         """All buckets, in the order of execution."""
-        # label -> number of ranks -> the options of each kind of matrices; a matrix of one rank may have any label
-        options: dict[str, dict[int, list[list[Option]]]] = {}
+        # label and ranks -> buckets of equal matrices; a matrix of one rank may have any label
+        groups: dict[tuple[str, int], list[Bucket]] = {}
         # from here on the order does not depend on that of the parameters
         kinds = grouped(range(len(self._draft.matrices)), self._kind)
         for _, indices in sorted(kinds.items()):
             matrix = self._draft.matrices[indices[0]]
-            by_ranks = options.setdefault(matrix.group, {})
-            of_kinds = by_ranks.setdefault(matrix.ranks, [])
-            of_kinds.append(self._options(tuple(indices), matrix.group in share_groups))
-        groups = list[list[Bucket]]()
-        for _, by_ranks in sorted(options.items()):
-            best = [self._quickest_first(of_kinds) for _, of_kinds in sorted(by_ranks.items())]
-            # groups of one label share chunks, and what is best in one chunk need not be best in several
-            groups += min(product(*best), key=self._seconds_in_chunks)
+            of_group = groups.setdefault((matrix.group, matrix.ranks), [])
+            of_group += self._served(tuple(indices), matrix.group in share_groups)
+        for key, of_group in groups.items():
+            groups[key] = self._with_compute_ranks(self._balanced(of_group))
         buckets = list[Bucket]()
-        for bucket in self._in_chunks(groups):
+        for bucket in self._in_chunks([groups[key] for key in sorted(groups)]):
             buckets += _in_parts(bucket, self._draft.one_of(bucket).ranks)
         return sorted(buckets, key=self._order)
 
@@ -141,113 +123,103 @@ class _Planner:
         )
 
     def _order(self, bucket: Bucket) -> tuple[int, bool, float]:
-        """By chunk; what exchanges first, the most expensive first."""
+        """By chunk; what exchanges first, the most operations first."""
         exchanges = bucket.scheme not in ("local", "blockwise")
-        return bucket.chunk, not exchanges, -self._costs.of_bucket(bucket).seconds
+        return bucket.chunk, not exchanges, -self._costs.of_bucket(bucket).flops
 
-    def _options(self, indices: tuple[int, ...], share: bool) -> list[Option]:
-        """Ways to serve equal matrices, by preference."""
+    def _served(self, indices: tuple[int, ...], share: bool) -> list[Bucket]:
+        """How equal matrices are served, each kind for itself."""
         matrix = self._draft.matrices[indices[0]]
-        mode = self._mode
-
-        def by(*schemes: Scheme) -> list[Option]:
-            return [(Bucket(indices, scheme),) for scheme in schemes]
-
         if matrix.ranks == 1 or 0 in matrix.shape:
-            return by("local")
+            return [Bucket(indices, "local")]
         if not matrix.sharded:
-            return by("share" if share else "local")
+            return [Bucket(indices, "share" if share else "local")]
         if matrix.copies > 1:
-            return by("owner")
+            return [Bucket(indices, "owner")]
         if self._stays(matrix):
-            return by("local")
-        options = by("owner")
-        if mode == "auto":
-            options += self._in_place(indices)
-        if matrix.uneven and any(self._draft.matrices[i].rectangles != matrix.rectangles for i in indices):
-            return options
+            return [Bucket(indices, "local")]
+        mode = self._mode
         if mode in ("blockwise", "duplicated", "owner"):
-            return by(mode)
-        sums = self._that_sum(matrix)
+            return [Bucket(indices, mode)]
         if mode != "auto":
-            return by(*sums) or by("owner")
-        rest = len(indices) % matrix.ranks
-        if 0 < rest < len(indices):
-            full_rounds = Bucket(indices[:-rest], "owner")
-            for scheme in sums:
-                options.append((full_rounds, Bucket(indices[-rest:], scheme)))
-        options += by(*sums)
-        if matrix.shape[0] * matrix.shape[1] <= SMALL_ENTRIES:
-            options += by("duplicated")
-        return options
+            return [Bucket(indices, self._that_sums(indices) or "owner")]
+        in_place = self._in_place(indices)
+        if in_place:
+            return in_place
+        flops = whole_flops(matrix.shape, work_of(matrix, self._work))
+        entries = matrix.shape[0] * matrix.shape[1]
+        if self._alike(indices) and entries <= SMALL_ENTRIES and len(indices) * flops <= SMALL_FLOPS:
+            return [Bucket(indices, "duplicated")]
+        return [Bucket(indices, "owner")]
+
+    def _alike(self, indices: Sequence[int]) -> bool:
+        """Whether ranks hold equal parts of all these matrices."""
+        return len({self._draft.matrices[i].rectangles for i in indices}) == 1
 
     def _stays(self, matrix: Matrix) -> bool:
         """Whether one rank has all of a matrix, and no mode that may move it was named."""
         return matrix.holder is not None and self._mode in ("duplicated", "distributed", "gram")
 
-    def _in_place(self, indices: Sequence[int]) -> list[Option]:
-        """The way on which matrices that lie whole on one rank stay there, if there are any."""
+    def _in_place(self, indices: Sequence[int]) -> list[Bucket]:
+        """Matrices that lie whole on one rank stay there, if none then has too many; else none."""
         there = [i for i in indices if self._draft.matrices[i].holder is not None]
         if not there:
             return []
+        most = max(Counter(self._draft.matrices[i].holder for i in there).values())
+        share = len(there) / self._draft.matrices[there[0]].ranks
+        if most > max(BUSIEST * share, ceil(share)):
+            return []
         rest = [i for i in indices if self._draft.matrices[i].holder is None]
-        option = [Bucket(tuple(there), "local")]
+        buckets = [Bucket(tuple(there), "local")]
         if rest:
-            option.append(Bucket(tuple(rest), "owner"))
-        return [tuple(option)]
+            buckets.append(Bucket(tuple(rest), "owner"))
+        return buckets
 
-    def _that_sum(self, matrix: Matrix) -> list[Scheme]:
-        """The mode's schemes that sum Gram matrices of the short side, by preference."""
+    def _that_sums(self, indices: Sequence[int]) -> Scheme | None:
+        """The mode's scheme that sums Gram matrices of the short side, if one serves."""
+        matrix = self._draft.matrices[indices[0]]
         cut = cut_dimension(matrix.shape, matrix.rectangles)
         if cut is None or matrix.shape[cut] != max(matrix.shape):
-            return []
-        schemes = list[Scheme]()
-        if self._mode != "distributed" and work_of(matrix, self._work).restarts is not None:
-            schemes.append("gram_replicated")
-            if min(matrix.shape) > REPLICATED_ROWS:
-                schemes.append("gram_split")
-        if self._mode != "gram":
-            schemes.append("distributed")
-        return schemes
+            return None
+        if self._mode == "distributed":
+            return "distributed"
+        if work_of(matrix, self._work).restarts is None:
+            return None
+        return "gram_split" if min(matrix.shape) > REPLICATED_ROWS else "gram_replicated"
 
-    def _quickest_first(self, options: Sequence[list[Option]]) -> list[list[Bucket]]:
-        """Buckets of a group of ranks, by predicted time: one option of each kind."""
-        preferred = [choices[0] for choices in options]
-        quickest = [min(choices, key=lambda choice: self._seconds([choice])) for choices in options]
-        better = [self._improved(preferred, options), self._improved(quickest, options)]
-        better.sort(key=self._seconds)
-        found = list[list[Option]]()
-        for picked in (*better, preferred, quickest):
-            if picked not in found:
-                found.append(picked)
-        return [self._served(picked) for picked in found]
+    def _balanced(self, buckets: list[Bucket]) -> list[Bucket]:
+        """Under ``auto`` what a few ranks alone would compute is shared by all, where that makes the busiest faster."""
+        if self._mode != "auto":
+            return buckets
+        load = self._load(buckets)
+        most = BUSIEST * sum(load) / len(load)
+        busiest = max(load)
+        ranks = len(load)
+        best = buckets
+        changed = buckets
+        for bucket in buckets:  # the largest matrices come first
+            if busiest <= most:
+                break
+            rest = bucket.matrices[len(bucket.matrices) // ranks * ranks :]
+            matrix = self._draft.one_of(bucket)
+            if bucket.scheme != "owner" or matrix.copies > 1 or not rest or not self._alike(bucket.matrices):
+                continue
+            scheme = self._that_sums(rest)
+            if scheme is None:
+                continue
+            changed = [each for each in changed if each is not bucket]
+            if len(rest) < len(bucket.matrices):
+                changed.append(replace(bucket, matrices=bucket.matrices[: -len(rest)]))
+            changed.append(Bucket(rest, scheme))
+            needed = max(self._load(changed))
+            if needed < busiest:
+                best = changed
+                busiest = needed
+        return best
 
-    def _improved(self, picked: list[Option], options: Sequence[list[Option]]) -> list[Option]:
-        """Change one option after another until no change is faster."""
-        least = self._seconds(picked)
-        before = float("inf")
-        while least < before:
-            before = least
-            for i, choices in enumerate(options):
-                for choice in choices:
-                    if choice is picked[i]:
-                        continue
-                    changed = list(picked)
-                    changed[i] = choice
-                    needed = self._seconds(changed)
-                    if needed < least:
-                        picked = changed
-                        least = needed
-        return picked
-
-    def _seconds(self, picked: Sequence[Option]) -> float:
-        return self._costs.of_buckets(self._served(picked)).seconds
-
-    def _served(self, picked: Sequence[Option]) -> list[Bucket]:
-        return self._with_compute_ranks(list(chain(*picked)))
-
-    def _seconds_in_chunks(self, groups: Iterable[list[Bucket]]) -> float:
-        return self._costs.of_buckets(self._in_chunks(groups)).seconds
+    def _load(self, buckets: Sequence[Bucket]) -> list[float]:
+        """Operations of each rank of a group."""
+        return self._costs.flops_of_ranks(self._with_compute_ranks(buckets))
 
     def _in_chunks(self, groups: Iterable[list[Bucket]]) -> list[Bucket]:
         """The buckets of groups of ranks, cut where they do not fit together."""
@@ -370,16 +342,3 @@ def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
         part = slice(start, start + size)
         parts.append(replace(bucket, matrices=bucket.matrices[part], compute_ranks=bucket.compute_ranks[part]))
     return parts
-
-
-def sharing_pays(plan: Plan, works: Works, rates: Rates) -> bool:
-    """Whether copies are predicted to work faster together than alone."""
-    if not any(matrix.copies > 1 and matrix.sharded for matrix in plan.matrices):
-        return True
-    alone = []
-    for matrix in plan.matrices:
-        if matrix.sharded:
-            matrix = replace(matrix, rectangles=matrix.rectangles[matrix.copy_of(0)])
-        alone.append(matrix)
-    seconds = plan_cost(make_plan(alone, "auto", works, rates), works, rates).seconds
-    return seconds > plan_cost(plan, works, rates).seconds

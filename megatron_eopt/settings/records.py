@@ -12,7 +12,6 @@ import torch
 
 from megatron_eopt.orthogonalize.coefficients import MAX_STEPS
 from megatron_eopt.orthogonalize.kernels import KERNELS
-from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.settings.values import (
     ABOVE_0,
     AT_LEAST_0,
@@ -82,11 +81,6 @@ class Setting:
     annotation: Any = None
 
 
-def _check_rates(called: str, value: Any) -> None:
-    if not isinstance(value, Rates):
-        raise ValueError(f"{called} must be megatron_eopt.parallel.rates.Rates, got {value!r}")
-
-
 def _check_momentum_dtype(called: str, value: Any) -> None:
     if value not in MOMENTUM_DTYPES.values():
         raise ValueError(f"{called} is None, for that of each parameter, or torch.bfloat16, got {value!r}")
@@ -131,7 +125,7 @@ ITERATION = (
     Setting(
         "tp_mode",
         "How sharded matrices are orthogonalized: exactly, but for blockwise, which takes each shard for a matrix. "
-        "auto takes the fastest exact way for each shape.",
+        "auto takes owner, and gram for what would leave ranks idle.",
         whole=True,
         megatrons=True,
     ),
@@ -221,7 +215,6 @@ SECOND_MOMENT = (
 EXECUTION = (
     Setting("data_parallel_group", check=process_group_or_none, whole=True),
     Setting("cuda_graphs", "Replay the step as a CUDA graph, where no other rank shares a parameter.", whole=True),
-    Setting("plan_rates", check=_check_rates, whole=True),
     Setting(
         "symmetric_products",
         "Kernel of symmetric products; by default that of a rule on device and dtype.",

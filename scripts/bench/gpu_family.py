@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_optimizers import GPTS, METHODS, TINY_GPT, parameters_of, peak_of
-from gpu_products import WORK
 from gpu_verdicts import Run, in_a_row, needs, of_host, wait
-from model_matrices import dealt_matrices
-from model_sizes import Model, Parallel
+from model_matrices import shapes_of
 from torch import Tensor
 from torch.autograd import DeviceType
 
@@ -127,11 +125,6 @@ def family(run: Run) -> None:
                 times = found["ms"] / adamw.setdefault(model, found)["ms"]  # the first
                 whole = ", ".join(f"{key} {value:.3g}" for key, value in found.items())
                 run.tell(label, found["ms"], "ms", f"{precision}; {whole}; {times:.2f} of AdamW's time")
-
-
-def shapes_of(sizes: Model) -> list[Shape]:
-    """The matrices of a model."""
-    return [each.shape for each in dealt_matrices(sizes, Parallel(), WORK).matrices]
 
 
 def measured(build: Build, shapes: Sequence[Shape], run: Run) -> dict[str, float]:

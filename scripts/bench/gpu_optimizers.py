@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,7 @@ from gpu_verdicts import (
     world,
 )
 from kernel_checks import check
-from model_matrices import dealt_matrices
-from model_sizes import MODELS, Model, Parallel
+from model_matrices import MODELS, Model, matrices_of, shapes_of
 from small_model import Block
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -205,7 +205,7 @@ def steps(run: Run) -> None:
     rates = measured_rates(run.device)
     run.figures["rates"] = rates._asdict()
     for name, model in (TINY_GPT if run.tiny else GPTS).items():
-        shapes = [each.shape for each in dealt_matrices(model, Parallel(), WORK).matrices]
+        shapes = shapes_of(model)
         with run.check(f"{name}: step of the matrices"):
             optimizer, bound = muon_of(shapes, run.device), OVER_LIMIT * limit(shapes, rates)
             in_a_row(optimizer.step, 3, run.device)
@@ -309,7 +309,7 @@ def temporaries(mode: TpMode, layers: int, run: Run) -> tuple[int, int]:
         sizes |= {"hidden_size": 256, "ffn_hidden_size": 896}
     groups: Any = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     parameters = []
-    for matrix in dealt_matrices(Model(**sizes), Parallel(tensor=8), WORK).matrices:
+    for matrix in chain(*matrices_of(Model(**sizes), tensor=8)):
         shard = matrix.rectangles[0].shape
         parameter: Any = nn.Parameter(torch.randn(shard, device=run.device))
         parameter.grad = torch.randn_like(parameter)

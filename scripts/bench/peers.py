@@ -28,7 +28,7 @@ from newton_schulz import exact
 from peers_exactness import CASES, COLUMNS, MODES, WHOLE, Figures, MegatronsMuon, beside_one, dions, ours
 from quiet import Load, add_flag
 from ranks import on_ranks, seconds_in_turns
-from tensor_parallel import LAYERS, MATRICES, OUT, RATES, parameters, whole_matrices
+from tensor_parallel import LAYERS, MATRICES, OUT, parameters, whole_matrices
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -71,8 +71,8 @@ def steps_of(rank: int, ranks: int, precision: Any) -> dict[str, torch.optim.Opt
     common: dict[str, Any] = {"lr": 1e-3, "momentum": 0.95, "fp32_matmul_prec": precision, "pg_collection": groups}
     shards = partial(parameters, rank, ranks)
     found: dict[str, torch.optim.Optimizer] = {
-        COLUMNS[0]: TensorParallelMuon(shards(), tp_mode="auto", **common, plan_rates=RATES),
-        ours("blockwise"): TensorParallelMuon(shards(), tp_mode="blockwise", **common, plan_rates=RATES),
+        COLUMNS[0]: TensorParallelMuon(shards(), tp_mode="auto", **common),
+        ours("blockwise"): TensorParallelMuon(shards(), tp_mode="blockwise", **common),
     }
     found |= {mode: MegatronsMuon(shards(), tp_mode=mode, **common) for mode in MODES}
     if precision == "medium":

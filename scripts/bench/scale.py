@@ -4,12 +4,10 @@
 - Host time of a step's exchange of one matrix with a shard on every rank, without arithmetic.
 - What ranks say to each other at start: collectives, and bytes that a rank sends in them.
 - CPU seconds of ``plan -- FLAGS`` for a model like DeepSeek-V3, of which nothing is built.
-- What steps of several models are predicted to take on 8 to 4,096 GPUs (``sweeps.py``).
 
-``--docs`` writes docs/scale.md. Of times that grow with the ranks, an exponent says how fast: 1 is in proportion.
+Of times that grow with the ranks, an exponent says how fast: 1 is in proportion.
 """
 
-import argparse
 import math
 import statistics
 import time
@@ -20,10 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import sweeps
 import torch
 import torch.distributed as dist
-from pages import markdown, put
+from pages import markdown
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -185,19 +182,10 @@ def simulated() -> str:
 
 
 def main() -> None:
-    """Print all tables, and write them into docs/scale.md if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true", help="write docs/scale.md and docs/scale.png, too")
-    options = parser.parse_args()
+    """Print the tables."""
     warnings.simplefilter("ignore")  # Megatron's, of missing packages
     torch.set_num_threads(1)
-    tables = {"simulated": simulated(), **{name: table() for name, table in sweeps.TABLES.items()}}
-    for name, text in tables.items():
-        print(f"\n{name}:\n\n{text}")
-        if options.docs and name in sweeps.TABLES:
-            put("scale.md", name, text)
-    if options.docs:
-        sweeps.draw()
+    print(simulated())
 
 
 if __name__ == "__main__":

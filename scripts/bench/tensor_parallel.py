@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.rates import Rates
 
 OUT = Path(__file__).resolve().parents[2] / "bench-out"
 LAYERS = 4
@@ -44,7 +43,6 @@ MATRICES = {
     "up": (1792, 512, 0),
     "down": (512, 1792, 1),
 }
-RATES = Rates(flops=5e10, bytes=2e9, latency=1e-4)  # about those of a core and gloo; the default ones are a GPU's
 OURS: dict[str, tuple[Any, str]] = {
     "ours, duplicated": ("duplicated", "quintic"),
     "ours, distributed": ("distributed", "quintic"),
@@ -124,7 +122,6 @@ def contestants(rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
             coefficient_type=coefficient_type,
             tp_mode=tp_mode,
             pg_collection=groups,
-            plan_rates=RATES,
         )
         steps[name] = optimizer.step
     return steps

@@ -17,7 +17,6 @@ from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.rates import DEFAULT_RATES
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import cut, cut_at
 from megatron_eopt.parallel.schemes import SCHEMES
@@ -227,7 +226,7 @@ def with_and_without_layout(rank, ranks):
     vector = ParamSpec("vector", F32, groups={"tp": group})
     own = ParamSpec("own", F32)
     plain = ParamSpec("plain", F32, cut_evenly((8, 30), 1, ranks), iteration=iteration)
-    engine = Engine([vector, fused, own, plain], CPU, "owner", DEFAULT_RATES)
+    engine = Engine([vector, fused, own, plain], CPU, "owner")
     engine.prepare()
     assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
     assert [matrix.shape for matrix in engine.flat([1, 3])] == [(3, 30), (5, 30), (8, 30)]

@@ -1,4 +1,4 @@
-"""Real runs under the distributed optimizer, whose data-parallel ranks are dealt whole parameters by predicted time."""
+"""Real runs under the distributed optimizer, whose data-parallel ranks are dealt whole parameters by operations."""
 
 import re
 
@@ -26,7 +26,10 @@ from tests.megatron.runs import (
 
 FP32 = ["--num-layers", 3, *MUON, *EXACT]
 RUN = [*FP32, "--bf16"]
-DEALT = ["--use-distributed-optimizer", "--no-use-layer-wise-param-layout"]  # in whose layout nobody deals by time
+DEALT = [
+    "--use-distributed-optimizer",
+    "--no-use-layer-wise-param-layout",
+]  # in whose layout nobody deals so
 SHARED = [*RUN, *DEALT]
 
 
@@ -36,12 +39,12 @@ def hands(ranks):
 
 
 def deal(output):
-    """Parameters, ranks, and milliseconds of the busiest by time and by size, as rank 0 prints them."""
+    """Parameters, ranks, and operations of the busiest, also if dealt by size, as rank 0 prints them."""
     return [
         (int(found[1]), int(found[2]), float(found[3]), float(found[4]))
         for found in re.finditer(
-            r"megatron_eopt: (\d+) parameters dealt to (\d+) data-parallel ranks by predicted time: the busiest needs "
-            r"(\S+) ms a step; dealt by size (\S+) ms",
+            r"megatron_eopt: (\d+) parameters dealt to (\d+) data-parallel ranks by operations: the busiest has "
+            r"(\S+) T a step; dealt by size (\S+) T",
             output,
         )
     ]
@@ -52,15 +55,15 @@ def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
     run, checkpoint = [*SHARED, "--train-iters", 4], tmp_path / "checkpoint"
     by_size, output = train(tmp_path / "by_size", 2, *run, "--no-balanced-deal", *saving(checkpoint, 2))
     assert not deal(output)
-    by_time, output = train(tmp_path / "by_time", 2, *run, "--load", checkpoint)
-    ((parameters, ranks, ms, ms_by_size),) = deal(output)
+    by_operations, output = train(tmp_path / "by_operations", 2, *run, "--load", checkpoint)
+    ((parameters, ranks, busiest, busiest_by_size),) = deal(output)
     assert (parameters, ranks) == (21, 2)
-    assert ms < 0.9 * ms_by_size
-    assert hands(by_time) != hands(by_size)
-    assert set.union(*hands(by_time)) == set.union(*hands(by_size))
-    assert not set.intersection(*hands(by_time))
-    assert_same(whole([rank["before"] for rank in by_time]), whole([rank["after"] for rank in by_size]))
-    assert losses(by_time)[-1] < losses(by_size)[-1]
+    assert busiest < 0.9 * busiest_by_size
+    assert hands(by_operations) != hands(by_size)
+    assert set.union(*hands(by_operations)) == set.union(*hands(by_size))
+    assert not set.intersection(*hands(by_operations))
+    assert_same(whole([rank["before"] for rank in by_operations]), whole([rank["after"] for rank in by_size]))
+    assert losses(by_operations)[-1] < losses(by_size)[-1]
 
 
 @pytest.mark.parametrize("overlap", [[], wide(OVERLAP)], ids=" ".join)

@@ -100,7 +100,6 @@ TABLE = {
     **dict.fromkeys(["symmetric_products", "step_kernels", "fp32_matmul_prec"], choice()),
     "data_parallel_group": refused("{key} must be a process group, such as", "world", 8),
     "process_group": refused("{key} must be a process group, such as", "world", 8),
-    "plan_rates": refused("{key} must be megatron_eopt.parallel.rates.Rates, got", "fast", None),
     "offload_fraction": refused("{key} must lie in [0, 1], got", -0.1, 1.5, math.nan, "1", True),
     "momentum_dtype": refused("{key} is None, for that of each", torch.float16, torch.float32, torch.int8, "bf16"),
 }

@@ -117,7 +117,8 @@ def test_the_gram_form_of_shards_is_in_fp32_where_it_would_not_be_taken():
 def test_the_dtype_of_the_gram_form():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert gram_dtype(torch.float32, cpu) == gram_dtype(torch.float32, gpu) == torch.float32
-    assert gram_dtype(torch.bfloat16, gpu) == torch.float16
+    planned = torch.device("meta")
+    assert gram_dtype(torch.bfloat16, gpu) == gram_dtype(torch.bfloat16, planned) == torch.float16
     assert gram_dtype(torch.bfloat16, cpu) is None
 
 

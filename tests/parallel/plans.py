@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, bucket_traffic
-from megatron_eopt.parallel.rates import Rates
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, whole
 
@@ -84,7 +83,6 @@ def matrices(draw):
 ONCE = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
 works = st.sampled_from([WORK, STANDARD, ONCE, {"a": WORK, "b": STANDARD}, {"a": ONCE, "b": WORK}])
 modes = st.sampled_from(MODES)
-rates = st.sampled_from([Rates(), Rates(flops=1e11, bytes=1e9, latency=1e-4), Rates(latency=0.0)])
 
 
 def bucket_calls(plan, bucket, work):

@@ -1,15 +1,13 @@
-"""Deals of whole parameters: everything once, never slower than by size, and close to the best there is."""
+"""Deals of whole parameters: everything once, the busiest rank no busier than by size, and close to the best deal."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.cost import plan_cost, whole_flops
+from megatron_eopt.parallel.cost import whole_flops
 from megatron_eopt.parallel.deal import MOST_ENTRIES, OF_ENTRY, Item, deal, to_and_fro
-from megatron_eopt.parallel.plan import make_plan
 from tests.parallel.plans import WORK, matrix, some
 
 KINDS = [
@@ -26,24 +24,22 @@ def filled(items, ranks_of, ranks):
     return [sum(item.entries for item, r in zip(items, ranks_of, strict=True) if r == rank) for rank in range(ranks)]
 
 
-@given(
-    st.lists(st.sampled_from(KINDS), max_size=14), st.integers(1, 5), st.sampled_from(["auto", "owner", "duplicated"])
-)
-def test_every_parameter_is_dealt_once_and_the_busiest_rank_is_never_slower(items, ranks, mode):
+@given(st.lists(st.sampled_from(KINDS), max_size=14), st.integers(1, 5))
+def test_every_parameter_is_dealt_once_and_the_busiest_rank_has_no_more(items, ranks):
     by_size = to_and_fro([item.entries for item in items], ranks)
-    found = deal(items, by_size, ranks, WORK, mode)
+    found = deal(items, by_size, ranks, WORK)
     assert len(found.ranks) == len(items)
     assert set(found.ranks) <= set(range(ranks))
-    assert max(found.seconds) <= max(found.by_size)
+    assert max(found.operations) <= max(found.by_size)
     assert max(filled(items, found.ranks, ranks)) <= MOST_ENTRIES * max(filled(items, by_size, ranks))
-    assert deal(items, by_size, ranks, WORK, mode) == found
+    assert deal(items, by_size, ranks, WORK) == found
     if items:
         assert 0 in found.ranks  # Megatron asks the first rank what it has
 
 
 @given(st.lists(st.sampled_from(WHOLE), min_size=1, max_size=7), st.integers(2, 3))
 def test_without_tensor_parallelism_it_is_within_four_thirds_of_the_best(items, ranks):
-    times = [whole_flops(item.matrices[0].shape, WORK) / 500e12 + OF_ENTRY * item.entries for item in items]
+    times = [whole_flops(item.matrices[0].shape, WORK) + OF_ENTRY * item.entries for item in items]
 
     def busiest(ranks_of):
         return max(sum(t for t, r in zip(times, ranks_of, strict=True) if r == rank) for rank in range(ranks))
@@ -51,26 +47,11 @@ def test_without_tensor_parallelism_it_is_within_four_thirds_of_the_best(items, 
     best = min(map(busiest, product(range(ranks), repeat=len(items))))
     # where memory sets no bound
     found = deal(items, [0] * len(items), ranks, WORK)
-    assert max(found.seconds) == pytest.approx(busiest(found.ranks))
+    assert max(found.operations) == pytest.approx(busiest(found.ranks))
     assert busiest(found.ranks) <= best * (4 / 3 + 1e-9)
 
 
-def test_what_is_predicted_is_the_plan_of_each_rank():
-    items = [replace(KINDS[number], matrices=tuple(replace(m, name=f"{m.name}{i}") for m in KINDS[number].matrices))
-             for i, number in enumerate([1, *[2] * 5, *[3] * 7, *[6] * 5])]  # fmt: skip
-    by_size = to_and_fro([item.entries for item in items], 3)
-    found = deal(items, by_size, 3, WORK)
-    for ranks_of, seconds in ((found.ranks, found.seconds), (by_size, found.by_size)):
-        for rank in range(3):
-            own = [item for item, r in zip(items, ranks_of, strict=True) if r == rank]
-            plan = make_plan([m for item in own for m in item.matrices], "auto", WORK)
-            entries = sum(item.entries for item in own)
-            # collectives of full rounds are counted for each round
-            assert seconds[rank] == pytest.approx(plan_cost(plan, WORK).seconds + OF_ENTRY * entries, rel=0.02)
-    assert max(found.seconds) < max(found.by_size)
-
-
-def test_matrices_of_as_many_entries_cost_other_times():
+def test_matrices_of_as_many_entries_have_other_operations():
     """By size one rank gets both squares."""
     square, flat = matrix("square", (4096, 4096), None, 1), matrix("flat", (512, 32768), None, 1)
     items = [Item((m,), 2**24) for m in (square, flat, flat, square)]
@@ -78,11 +59,7 @@ def test_matrices_of_as_many_entries_cost_other_times():
     assert by_size == [0, 1, 1, 0]
     found = deal(items, by_size, 2, WORK)
     assert found.ranks == (0, 0, 1, 1)
-    assert max(found.seconds) < 0.6 * max(found.by_size)
-    assert str(found) == (
-        "4 parameters dealt to 2 data-parallel ranks by predicted time: the busiest needs 3.19 ms a step; "
-        "dealt by size 5.83 ms"
-    )
+    assert max(found.operations) < 0.6 * max(found.by_size)
 
 
 def test_memory_sets_a_bound():

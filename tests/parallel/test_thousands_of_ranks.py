@@ -1,6 +1,4 @@
-"""Plans for thousands of ranks: what they decide, and how often what is large is looked at."""
-
-from hashlib import sha256
+"""Plans for thousands of ranks: how often what is large is looked at."""
 
 import pytest
 
@@ -30,21 +28,6 @@ def matrices(parameters, ranks, layers=32):
                 held = tuple(Rectangle(*edge, 0, columns) for edge in edges)
                 yield Matrix(f"{layer}.{name}{number if len(heights) > 1 else ''}", (height, columns), held, "dp", 2)
                 first += height
-
-
-@pytest.mark.parametrize(
-    ("parameters", "ranks", "digest"),
-    [
-        (APART, 64, "4c0ea1358626"),
-        pytest.param(APART, 1024, "a005fbabb4dd", marks=pytest.mark.wide),
-        (FUSED, 64, "955067f5ca78"),
-        pytest.param(FUSED, 1024, "dfe1638bab8b", marks=pytest.mark.wide),
-    ],
-)
-def test_plans_are_those_that_were_made_before_they_were_made_fast(parameters, ranks, digest):
-    """Digests of the plans that took 26 s at 1,024 ranks."""
-    plan = make_plan(list(matrices(parameters, ranks)), "auto", WORK)
-    assert sha256(repr(plan.buckets).encode()).hexdigest()[:12] == digest
 
 
 @pytest.mark.parametrize("parameters", [APART, FUSED], ids=["apart", "fused"])

@@ -40,20 +40,17 @@ def computed(plan):
 
 
 @given(uneven(), together)
-def test_all_of_a_shape_are_one_bucket_of_owner_but_for_those_that_stay(given_matrices, mode):
+def test_all_that_owner_serves_of_a_shape_are_one_bucket(given_matrices, mode):
     plan = make_plan(given_matrices, mode, WORK)
-    layouts = {}
-    for each in given_matrices:
-        layouts.setdefault(each.shape, set()).add(each.rectangles)
     found = Counter((plan.one_of(bucket).shape, bucket.scheme) for bucket in plan.buckets)
     for bucket in plan.buckets:
         [shape] = {plan.matrices[i].shape for i in bucket.matrices}
         if bucket.scheme == "local":
             assert mode == "auto"
             assert list(bucket.compute_ranks) == [plan.matrices[i].holder for i in bucket.matrices]
-        elif mode == "owner" or len(layouts[shape]) > 1:
+        elif len({plan.matrices[i].rectangles for i in bucket.matrices}) > 1 or mode == "owner":
             assert bucket.scheme == "owner"
-            assert found[shape, "owner"] == 1
+        assert found[shape, "owner"] <= 1
     assert sorted(i for bucket in plan.buckets for i in bucket.matrices) == list(range(len(given_matrices)))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.routing import table, write_json
-from megatron_eopt.screen import aligned, figure, megabytes, wrapped
+from megatron_eopt.screen import aligned, megabytes, wrapped
 
 if TYPE_CHECKING:
     from megatron_eopt.tools.plan.described import PlannedRun
@@ -43,9 +43,7 @@ def _print_run(run: "PlannedRun", full: bool) -> None:
     print("\nmemory of each GPU:", *aligned(head, lines, head), sep="\n")
     print(_OF_STAGES)
     if run.explained:
-        slowest = f"in pipeline stage {run.slowest}: {figure(run.seconds * 1e3)} ms on its busiest rank."
-        print(f"\n{wrapped(f'A step takes the longest {slowest}')}")
-        print("That is 10 ps an entry for momentum, decay and update, and what this rank\northogonalizes:")
+        print(f"\nThe busiest is pipeline stage {run.busiest}. What its busiest rank orthogonalizes:")
     for explained in run.explained:
         print(f"\n{explained if '\n' in explained else wrapped(explained)}")
     if run.uncounted:

@@ -14,10 +14,10 @@ class PlannedRun:
     """A run before it is one."""
 
     families: list[ParamPattern]  # the manifest, as the run will print it
-    explained: list[str]  # the plan of each optimizer in the slowest stage, as a table, and deals
+    explained: list[str]  # the plan of each optimizer in the busiest stage, as a table, and deals
     uncounted: list[str]  # classes of optimizers whose work and temporaries are not counted
-    slowest: int  # that stage
-    seconds: float  # predicted of its step
+    busiest: int  # that stage
+    operations: float  # of a step of its busiest rank
     layout: str  # numbers of ranks
     stages: list[tuple[int, Memory]]  # of each pipeline stage its matrices on all ranks, and what a rank holds
     problems: list[str]  # what the run will end on at its start
@@ -57,13 +57,13 @@ def planned_run(flags: Sequence[str], world_size: int | None) -> PlannedRun:
     together = merged(map(families, rows))
     names = {family.like.optimizer for family in together if family.like.optimizer is not None}
     given = (run.optimizer_config, run.args, names)
-    slowest = max(stages, key=lambda stage: (stage.seconds, bool(stage.explained)))
+    busiest = max(stages, key=lambda stage: (stage.operations, bool(stage.explained)))
     return PlannedRun(
         families=together,
-        explained=slowest.explained,
+        explained=busiest.explained,
         uncounted=sorted(set[str]().union(*(stage.uncounted for stage in stages))),
-        slowest=stages.index(slowest),
-        seconds=slowest.seconds,
+        busiest=stages.index(busiest),
+        operations=busiest.operations,
         layout=sizes(run.args),
         stages=list(zip(matrices, [stage.memory for stage in stages], strict=True)),
         problems=[*problems(together, name, takes_matrices(name)), *idle_flags(*given), *of_training],

@@ -63,7 +63,7 @@ class PlannedStage:
     matches: list[int]  # how many of its parameters each override selects
     rows: list[list[ManifestRow]]  # by rank of expert parallelism; the first has all that are not experts
     explained: list[str]  # plans and deals of the first
-    seconds: float  # predicted of its step
+    operations: float  # of a step of its busiest rank
     uncounted: set[str]  # optimizers without a plan, by their classes
     scale_mode: str
     memory: Memory  # of the first

@@ -76,12 +76,12 @@ def planned_stage(run: DescribedRun) -> PlannedStage:
         known[overrides] = [(number_of[row.name], row) for row in here if row.name in number_of]
     assigned, built = builds[0]
     deals = _deals(built, planned, run)
-    explained, uncounted, seconds, temporaries = _step(built, planned, deals)
+    explained, uncounted, operations, temporaries = _step(built, planned, deals)
     return PlannedStage(
         matches=counts,
         rows=rows,
         explained=explained,
-        seconds=seconds,
+        operations=operations,
         uncounted=uncounted,
         scale_mode=config.muon_scale_mode,
         memory=_memory(run, assigned, built, rows[0], deals.rank_of, temporaries),
@@ -140,15 +140,15 @@ def _built(planned: OptimizerOfRun, run: DescribedRun, assigned: list[Assignment
 def _step(
     built: Sequence[OptimizerParameter], planned: OptimizerOfRun, deals: "_Deals"
 ) -> tuple[list[str], set[str], float, int]:
-    """Plans and deals, classes without a plan, predicted seconds, and bytes of temporaries, of the busiest rank."""
+    """Plans and deals, classes without a plan, operations, and bytes of temporaries, of the busiest rank."""
     explained = []
     uncounted = set[str]()
-    seconds = 0.0
+    operations = 0.0
     temporaries = 0
     for optimizer in dict.fromkeys(each.optimizer for each in built):
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter not in deals.of_others]
-            seconds += OF_ENTRY * sum(parameter.numel() for parameter in group["params"])
+            operations += OF_ENTRY * sum(parameter.numel() for parameter in group["params"])
         if not isinstance(optimizer, BaseOptimizer):
             continue
         engine = optimizer.engine_to_explain()
@@ -157,11 +157,11 @@ def _step(
         else:
             mode = planned.config.muon_tp_mode
             explained.append(f"{type(optimizer).__name__}, tp_mode {mode}\n{engine.explain()}")
-            seconds += plan_cost(engine.plan, engine.works).seconds
+            operations += plan_cost(engine.plan, engine.works).flops
             temporaries = max(temporaries, step_bytes(engine.plan, engine.works, engine.workspace))
     if explained:
         explained += deals.texts
-    return explained, uncounted, seconds, temporaries
+    return explained, uncounted, operations, temporaries
 
 
 def _memory(
@@ -220,7 +220,7 @@ def _deals(built: Sequence[OptimizerParameter], planned: OptimizerOfRun, run: De
     if not planned.facts.layer_wise:
         return deals
     whole = releases.distributed_optimizer(planned.facts.release).get("whole_matrices", False)
-    by_time = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
+    by_operations = balances(planned.config, run.args) and not (whole and run.args.use_layer_wise_param_layout)
     items, works = items_of(list(dict.fromkeys(each.optimizer for each in built)))
     for group, experts in ((run.pg_collection.dp_cp, False), (run.pg_collection.expt_dp, True)):
         parameters = [parameter for parameter in items if _is_of_one_rank(parameter) == experts]
@@ -228,19 +228,19 @@ def _deals(built: Sequence[OptimizerParameter], planned: OptimizerOfRun, run: De
         if ranks == 1 or not parameters:
             continue
         by_size = to_and_fro([parameter.numel() for parameter in parameters], ranks)
-        dealt = deal([items[parameter] for parameter in parameters], by_size, ranks, works, planned.config.muon_tp_mode)
-        if by_time:
+        dealt = deal([items[parameter] for parameter in parameters], by_size, ranks, works)
+        if by_operations:
             text = f"{dealt}."
-            seconds = dealt.seconds
+            operations = dealt.operations
             rank_of = dict(zip(parameters, dealt.ranks, strict=True))
         else:
             text = (
                 f"{len(parameters)} parameters dealt to {ranks} data-parallel ranks by size, as with "
                 "--no-balanced-deal, --ckpt-format torch and Megatron's layout of buffers."
             )
-            seconds = dealt.by_size
+            operations = dealt.by_size
             rank_of = dict(zip(parameters, by_size, strict=True))
-        busiest = seconds.index(max(seconds))
+        busiest = operations.index(max(operations))
         deals.texts.append(text)
         deals.rank_of.update(rank_of)
         deals.of_others.update(parameter for parameter in parameters if rank_of[parameter] != busiest)

@@ -86,7 +86,7 @@ class TestFindPython:
 class TestBootstrap:
     """With a python that makes no real environment: what is called and when, not what pip does."""
 
-    READ = ("pyproject.toml", "megatron_eopt/__init__.py", "scripts/constraints.txt")
+    READ = ("pyproject.toml", "megatron_eopt/version.py", "scripts/constraints.txt")
 
     @pytest.fixture
     def checkout(self, tmp_path):

@@ -1,4 +1,4 @@
-"""``plan -- FLAGS``: what it says is what the run will print, for every parallel layout, without a run."""
+"""``plan -- FLAGS``: what it says is what the run will print, without a run."""
 
 import json
 import re
@@ -36,10 +36,10 @@ def planned(folder, *flags, ranks):
     [
         (2, [*TP2, "--muon-split", "all"]),
         (2, ["--pipeline-model-parallel-size", 2, "--muon-preset", "match_adamw"]),
-        (2, [*MOE, "--expert-model-parallel-size", 2, "--bf16", "--muon-lr", "1e-3", "--muon-min-lr", "1e-4"]),
+        (2, [*MOE, "--bf16", "--muon-lr", "1e-3", "--muon-min-lr", "1e-4"]),
         (2, ["--bf16", "--use-distributed-optimizer", "--muon-scalar-optimizer", "lion"]),
     ],
-    ids=["TP", "PP", "EP", "distributed optimizer"],
+    ids=["TP", "PP", "MoE", "distributed optimizer"],
 )
 def test_the_manifest_is_that_of_the_run(tmp_path, ranks, layout):
     flags = [*RUN, *layout]
@@ -52,44 +52,36 @@ def test_the_manifest_is_that_of_the_run(tmp_path, ranks, layout):
     assert "\nTensorParallelMuon, tp_mode auto\n" in output
 
 
-def test_experts_of_other_ranks_have_what_overrides_say_of_their_numbers(tmp_path):
-    """One rank of a stage is described; of four experts, two on a rank, two differ from the others."""
+def test_an_override_may_be_for_experts_of_other_ranks(tmp_path):
     overrides = tmp_path / "overrides.json"
-    one, other = ({"lr": rate, "min_lr": rate} for rate in (0.002, 0.003))
-    overrides.write_text(json.dumps({"local_experts.1.linear_fc1.weight": one, "local_experts.2.*": other}))
-    flags = [*RUN, *MOE, "--expert-model-parallel-size", 2, "--bf16", "--optimizer-overrides", overrides]
-    train(tmp_path / "run", 2, *flags, "--optimizer-manifest-file", tmp_path / "of_run.json")
-    found, _ = planned(tmp_path, *flags, ranks=2)
-    assert found == json.loads((tmp_path / "of_run.json").read_text())
-    rates = {each["lr"] for each in found["families"] if "local_experts" in each["pattern"]}
-    assert rates == {0.01, 0.002, 0.003}
+    overrides.write_text(json.dumps({f"local_experts.{number}.*": {"lr": 0.002, "min_lr": 0.001} for number in (1, 3)}))
+    flags = [*SMALL_GPT, *RUN, *MOE, "--expert-model-parallel-size", 2, "--optimizer-overrides", overrides]
+    run = planned_run([*map(str, flags)], None)
+    experts = [each for each in run.families if "local_experts" in each.pattern]
+    assert {each.like.lr for each in experts} == {0.01, 0.002}
+    assert sum(each.count for each in experts) == 2 * 2 * 2  # layers, matrices, experts of a rank
 
 
-def test_memory_and_matrices_are_those_of_all_stages(capsys):
-    """In bf16: two bytes of a parameter, four of its gradient, and its copy beside the state of the manifest."""
+def test_state_is_that_of_the_first_rank_of_each_stage():
+    """With the fp32 copies of bf16 parameters; stages are alike but for embedding, output and the last norm."""
     flags = [*map(str, [*SMALL_GPT, *RUN, "--bf16", "--pipeline-model-parallel-size", 2])]
     run = planned_run(flags, None)
+    assert len(run.stages) == 2
+    held = [float(re.match(r"State, .*: (\S+) MB", text)[1]) * 1e6 for text in run.stages]
     elements = sum(each.count * prod(each.like.shape) for each in run.families)
-    counts, held = zip(*run.stages, strict=True)
-    assert sum(counts) == sum(each.count * len(each.like.matrices) for each in run.families)
-    assert sum(each.parameters for each in held) == 2 * elements
-    assert sum(each.gradients for each in held) == 4 * elements
     state = sum(each.count * each.like.state_bytes for each in run.families)
-    assert sum(each.state for each in held) == pytest.approx(state + 4 * elements)
-    assert all(each.temporaries for each in held)
-    assert capsys.readouterr().err.splitlines() == ["1 of 2 pipeline stages planned", "2 of 2 pipeline stages planned"]
+    assert sum(held) == pytest.approx(state + 4 * elements, rel=0.01)
 
 
-@pytest.mark.parametrize("more", [[], ["--ckpt-format", "torch"]], ids=["by time", "by size"])
-def test_the_slowest_stage_is_planned_where_its_experts_are_not_dealt(more):
-    """One dense layer is dealt to two ranks; of the experts of the other each rank has its own."""
+@pytest.mark.parametrize("more", [[], ["--ckpt-format", "torch"]], ids=["by operations", "by size"])
+def test_a_rank_plans_the_matrices_that_are_dealt_to_it(more):
+    """The dense matrices of a layer are dealt to two ranks; of the experts each rank has its own."""
     flags = [*SMALL_GPT, *RUN, *MOE, "--num-experts", 64, "--moe-layer-freq", "[0,1]", "--bf16", *more]
     flags += ["--use-distributed-optimizer", "--expert-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
     run = planned_run([*map(str, flags)], 4)
-    assert run.slowest == 1
-    assert "\n32 of 96 x 64 " in run.explained[0]
+    assert "\n32 of 96 x 64 " in run.stages[1]
     # of its four dense matrices one rank has some
-    of_mine = re.findall(r"^all (\d+): this plan", run.explained[0], flags=re.MULTILINE)
+    of_mine = re.findall(r"^all (\d+): this plan", run.stages[1], flags=re.MULTILINE)
     assert 64 < int(*of_mine) < 64 + 5
 
 
@@ -192,47 +184,10 @@ def test_a_model_without_matrices_for_muon_is_a_problem(tmp_path, capsys):
     assert "--optimizer muon is for matrices" in refused(*flags, model=[])
 
 
-@pytest.mark.since(0, 19)
-def test_what_megatron_would_end_on_when_it_makes_rates_and_data(capsys):
-    """Which it does in a run after the optimizer is built."""
-
-    def without(flag):
-        at = flags.index(flag)
-        return [*flags[:at], *flags[at + 2 :]]
-
-    flags = [*map(str, [*SMALL_GPT, *RUN])]
-    for given, status, said in (
-        (flags, 0, ""),
-        ([*flags, "--lr-warmup-iters", "5"], 1, "will refuse the schedule: assert self.lr_warmup_steps < "),
-        (without("--eval-interval"), 1, "int' and 'NoneType'"),
-        ([*flags, "--train-iters", "0"], 1, "train-iters or train-samples should be provided"),
-    ):
-        assert main(["plan", "--", *given]) == status
-        assert said in "".join(re.findall("^problem: .*", capsys.readouterr().out, flags=re.MULTILINE))
-    with pytest.raises(SystemExit):
-        main(["plan", "--", *without("--lr")])
-    assert "Megatron trains with --lr, and there is none: add it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("more", [[], ["--optimizer", "spectron", "--spectron-rank", 8]], ids=["muon", "spectron"])
-def test_the_time_of_a_step_and_numbers_of_ranks_are_said(capsys, more):
-    """With 10 ps for each entry of the rank, and what its plan takes; that of Spectron is for factors."""
-    own = SHORT if more else RUN
-    assert main(["plan", "--world-size", "4", "--", *map(str, [*SMALL_GPT, *own, *TP2, *more])]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("4 ranks: tensor 2, pipeline 1, context 1, expert 1, data 2\n")
-    (step,) = re.findall(r"in pipeline stage 0: (\S+) ms on its busiest rank", out)
-    (plan,) = re.findall(r"all \d+: this plan .* (\S+)\n", out)
-    (held,) = re.findall(r"^ +0 +\d+ +([\d.]+) ", out, flags=re.MULTILINE)
-    assert float(step) == pytest.approx(float(plan) + 1e-8 * float(held) / 4 * 1e6, rel=0.01)
-
-
 def test_what_no_plan_says_is_not_printed_as_nothing(capsys):
     flags = [*SMALL_GPT, "--num-layers", 2, "--train-iters", 1, "--optimizer", "soap"]
     assert main(["plan", "--", *map(str, flags)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("1 rank: tensor 1")
-    assert "Work and temporaries of SOAP are not counted" in out
-    (temporaries,) = re.findall(r"^ +0 .* (\S+) +\S+$", out, flags=re.MULTILINE)
-    assert temporaries == "-"
-    assert " ms on its busiest rank" not in out
+    assert out.startswith("1 rank, ")
+    assert "SOAP: there is no plan, and its work and temporaries are not counted" in out
+    assert "TFLOP" not in out

@@ -1,25 +1,25 @@
 """What a run would do, described from its flags."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_eopt.registry import takes_matrices
 from megatron_eopt.routing import ParamPattern, families, merged, problems, warnings
-from megatron_eopt.tools.plan.described.model import Memory, PlannedStage, described_run, ranks_to_describe
+from megatron_eopt.screen import counted
+from megatron_eopt.tools.plan.described.model import described_run, ranks_to_describe
+
+if TYPE_CHECKING:
+    from megatron_eopt.tools.plan.described.optimizers import PlannedStage
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before it is one."""
+    """The first rank of each pipeline stage, before it is one."""
 
     families: list[ParamPattern]  # the manifest, as the run will print it
-    explained: list[str]  # the plan of each optimizer in the busiest stage, as a table, and deals
-    uncounted: list[str]  # classes of optimizers whose work and temporaries are not counted
-    busiest: int  # that stage
-    operations: float  # of a step of its busiest rank
-    layout: str  # numbers of ranks
-    stages: list[tuple[int, Memory]]  # of each pipeline stage its matrices on all ranks, and what a rank holds
+    ranks: str
+    stages: list[str]  # state and plans
     problems: list[str]  # what the run will end on at its start
     warnings: list[str]
     notes: tuple[str, ...]  # on the names of parameters
@@ -36,37 +36,23 @@ def planned_run(flags: Sequence[str], world_size: int | None) -> PlannedRun:
         with described_run(flags, ranks[len(stages)], world_size) as run:
             # only now: importing Megatron may need what stands in for a GPU
             from megatron_eopt.megatron.given import idle_flags, idle_settings, warnings_of
-            from megatron_eopt.tools.plan.described.arguments import problems_of_training, sizes
-            from megatron_eopt.tools.plan.described.optimizers import planned_stage, refuse_unmatched
+            from megatron_eopt.tools.plan.described.optimizers import planned_stage
 
-            if not stages:
-                ranks = ranks_to_describe(run.args)
-                name = run.args.optimizer.removeprefix("dist_")
-                of_training = problems_of_training(run.args)
-                noted = warnings_of(run.optimizer_config, run.args)
-            stages.append(planned_stage(run))
-            if len(stages) == len(ranks):
-                refuse_unmatched(run, stages)
-        if len(ranks) > 1:
-            print(f"{len(stages)} of {len(ranks)} pipeline stages planned", file=sys.stderr, flush=True)
-    rows = []
-    matrices = []
-    for stage in stages:
-        rows += stage.rows
-        matrices.append(sum(len(row.matrices) for rank in stage.rows for row in rank))
-    together = merged(map(families, rows))
+            ranks = ranks_to_describe(run.args)
+            # an override may be for experts of ranks that are not described
+            all_known = len(stages) == len(ranks) - 1 and run.args.expert_model_parallel_size == 1
+            before = stages[-1].matches if stages else ()
+            stages.append(planned_stage(run, before, refuse_unmatched=all_known))
+            noted = warnings_of(run.optimizer_config, run.args)
+    together = merged(families(stage.rows) for stage in stages)
     names = {family.like.optimizer for family in together if family.like.optimizer is not None}
+    name = run.args.optimizer.removeprefix("dist_")
     given = (run.optimizer_config, run.args, names)
-    busiest = max(stages, key=lambda stage: (stage.operations, bool(stage.explained)))
     return PlannedRun(
         families=together,
-        explained=busiest.explained,
-        uncounted=sorted(set[str]().union(*(stage.uncounted for stage in stages))),
-        busiest=stages.index(busiest),
-        operations=busiest.operations,
-        layout=sizes(run.args),
-        stages=list(zip(matrices, [stage.memory for stage in stages], strict=True)),
-        problems=[*problems(together, name, takes_matrices(name)), *idle_flags(*given), *of_training],
+        ranks=f"{counted(run.args.world_size, 'rank')}, data-parallel size {run.args.data_parallel_size}",
+        stages=[stage.text for stage in stages],
+        problems=[*problems(together, name, takes_matrices(name)), *idle_flags(*given)],
         warnings=[*idle_settings(*given), *noted, *warnings(together, stages[0].scale_mode)],
         notes=run.notes,
     )

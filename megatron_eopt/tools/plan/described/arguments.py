@@ -11,27 +11,22 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any
 
 from megatron_eopt.megatron.releases import version
-from megatron_eopt.screen import counted
 
-# What only a GPU or Transformer Engine can do: argument -> value that does without. No shape depends on any.
-_WITHOUT: dict[str, Any] = {
+# What a description needs set, as it has no GPU and no Transformer Engine. No shape depends on any.
+_SET: dict[str, Any] = {
     "load": None,  # nothing is read here, and the folder may be on another machine
     "transformer_impl": "local",
-    "use_cpu_initialization": True,
     "moe_token_dispatcher_type": "alltoall",
     "cpu_offloading_num_layers": 0,
     "cuda_graph_impl": "none",
+    "no_persist_layer_norm": True,
+    **dict.fromkeys("recompute_granularity fp8 fp4 te_precision_config_file non_persistent_ckpt_type".split()),
     **dict.fromkeys(
-        """recompute_granularity recompute_method recompute_num_layers fp8 fp4 te_precision_config_file
-        non_persistent_ckpt_type""".split()
-    ),
-    **dict.fromkeys(
-        """init_model_with_meta_device gradient_accumulation_fusion masked_softmax_fusion apply_rope_fusion
-        moe_grouped_gemm moe_permute_fusion moe_router_fusion moe_router_padding_for_fp8
-        moe_router_padding_for_quantization moe_enable_deepep moe_shared_expert_overlap
+        """apply_layernorm_1p memory_efficient_layer_norm gradient_accumulation_fusion apply_rope_fusion
+        moe_permute_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_enable_deepep
         overlap_moe_expert_parallel_comm use_transformer_engine_op_fuser use_te_activation_func tp_comm_overlap
-        delay_wgrad_compute fine_grained_activation_offloading recompute_activations distribute_saved_activations
-        enable_cuda_graph external_cuda_graph te_rng_tracker fp8_param_gather fp4_param_gather async_save""".split(),
+        delay_wgrad_compute fine_grained_activation_offloading distribute_saved_activations enable_cuda_graph
+        fp8_param_gather fp4_param_gather""".split(),
         False,
     ),
 }
@@ -64,7 +59,7 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     transformer_engine = args.transformer_impl != "local"
     notes = _notes(args) if transformer_engine else ()
     load = args.load
-    for name, value in _WITHOUT.items():
+    for name, value in _SET.items():
         if hasattr(args, name):
             setattr(args, name, value)
     args.rank = rank
@@ -76,46 +71,12 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     return args, transformer_engine, notes
 
 
-def sizes(args: Namespace) -> str:
-    """The number of ranks, and how they are parallel."""
-    kinds = {
-        "tensor": args.tensor_model_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-        "context": args.context_parallel_size,
-        "expert": args.expert_model_parallel_size,
-        "data": args.data_parallel_size,
-    }
-    return f"{counted(args.world_size, 'rank')}: " + ", ".join(f"{kind} {size}" for kind, size in kinds.items())
-
-
-def problems_of_training(args: Namespace) -> list[str]:
-    """What Megatron ends on long after it has parsed flags, when it makes rates and data."""
-    from megatron.training import training
-
-    if args.lr is None:
-        raise ValueError("Megatron trains with --lr, and there is none: add it")
-    makers = {
-        "will refuse the schedule": lambda: training.get_optimizer_param_scheduler(Namespace(param_groups=[])),
-        "will refuse to count samples": training.get_train_valid_test_num_samples,
-    }
-    found = []
-    for what, make in makers.items():
-        try:
-            with refused(what):
-                make()
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
 @contextmanager
 def refused(what: str) -> Iterator[None]:
     """Raise what Megatron raises or exits with as a ValueError."""
     begin = f"Megatron-Core {version()} {what}"
     printed = io.StringIO()
-    root = logging.getLogger()
-    handlers = list(root.handlers)
-    disabled = root.manager.disable
+    disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(printed):
@@ -128,7 +89,6 @@ def refused(what: str) -> Iterator[None]:
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ValueError(f"{begin}: {reason}") from error
     finally:
-        root.handlers[:] = handlers  # Megatron's first message adds one
         logging.disable(disabled)
 
 

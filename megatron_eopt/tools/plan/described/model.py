@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,11 @@ import torch.utils._device
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import releases
 from megatron_eopt.redirect import Redirection, Redirections, around
-from megatron_eopt.routing import ManifestRow
 from megatron_eopt.tools import cpu
 from megatron_eopt.tools.plan.described.arguments import parsed, refused
 
-# Settings that torch's norms refuse; none is of consequence for their parameters.
-_NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")
 _STATEFUL = (  # their global variables are what a run leaves behind
     "megatron.core.config",
     "megatron.core.parallel_state",
@@ -47,28 +43,6 @@ class DescribedRun:
     notes: tuple[str, ...]  # where the parameters' names are other than on a GPU, in lines for a user
 
 
-class Memory(NamedTuple):
-    """Bytes on one rank."""
-
-    parameters: int
-    gradients: int
-    state: int  # with fp32 copies of parameters; where whole parameters are dealt to ranks at most so much
-    temporaries: int  # of a step, at most
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """What the ranks of a pipeline stage would do."""
-
-    matches: list[int]  # how many of its parameters each override selects
-    rows: list[list[ManifestRow]]  # by rank of expert parallelism; the first has all that are not experts
-    explained: list[str]  # plans and deals of the first
-    operations: float  # of a step of its busiest rank
-    uncounted: set[str]  # optimizers without a plan, by their classes
-    scale_mode: str
-    memory: Memory  # of the first
-
-
 @contextmanager
 def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = None) -> Iterator[DescribedRun]:
     """What a rank of a GPT pretraining holds, without running.
@@ -77,14 +51,10 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
     model outlives the context. ``world_size`` is by default the least for the parallel sizes.
 
     Raises:
-        ValueError: for flags that Megatron refuses, with its reason, and for models that cannot be described.
-        RuntimeError: for an initialized torch.distributed, and for a GPU, which ``CUDA_VISIBLE_DEVICES=`` hides.
+        ValueError: for flags that Megatron refuses, with its reason, for models that cannot be described, and for an
+            initialized torch.distributed.
+        RuntimeError: for a GPU, which ``CUDA_VISIBLE_DEVICES=`` hides.
     """
-    if dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is initialized, and a described run needs one of its own: call it before, or in a "
-            "process that is no rank of a run"
-        )
     with ExitStack() as stack:
         _stand_in(stack)
         for name in _STATEFUL:
@@ -125,16 +95,14 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
     from megatron.training import global_vars, initialize
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    looked_at = "it is only looked at, so it may stand in for that of a GPU"
     redirections = Redirections(
         [
             Redirection(dist, "new_group", _pretending, "no other rank is there to talk to"),
-            Redirection("megatron.core.transformer.torch_norm:WrappedTorchNorm", "__new__", _any_norm, looked_at),
             Redirection(
                 "megatron.core.transformer.dot_product_attention:DotProductAttention",
                 "__init__",
-                _any_attention,
-                looked_at,
+                _of_equal_heads,
+                "latent attention gives it heads of two sizes, and it is only looked at",
             ),
         ],
         importers=("megatron", "torch.distributed"),
@@ -154,19 +122,10 @@ def _pretending(real: Any, ranks: Any = None, timeout: Any = None, backend: Any 
 
 
 @around
-def _any_norm(real: Any, cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Module:
-    norm: Module = real(cls, with_fields(config, **dict.fromkeys(_NORMS, False)), hidden_size, eps)
-    if config.sequence_parallel:
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True  # type: ignore[attr-defined]
-    return norm
-
-
-@around
-def _any_attention(
-    real: Any, self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
+def _of_equal_heads(
+    real: Any, self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kw: Any
 ) -> None:
-    real(self, with_fields(config, context_parallel_size=1), *args, **kwargs)
+    real(self, *args, **kw)
 
 
 class _OnMeta(TorchFunctionMode):
@@ -211,7 +170,11 @@ def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[
     from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_model_config
 
+    # torch's norms and Megatron's own attention have no part in these two, and no parameter depends on them
+    split = {name: getattr(args, name) for name in ("sequence_parallel", "context_parallel_size")}
+    vars(args).update(sequence_parallel=False, context_parallel_size=1)
     build = releases.gpt_builder(args, groups)
+    vars(args).update(split)
     rank = groups.pp.rank()
     last = groups.pp.size() - 1
     stages: list[int | None] = [None]
@@ -228,6 +191,7 @@ def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         config = get_model_config(chunk)
+        vars(config).update(split)
         yield _BaseDataParallel(config, Float16Module(config, chunk) if args.fp16 or args.bf16 else chunk)
 
 
@@ -241,4 +205,3 @@ def _replicate_down_projections(chunk: Module) -> None:
             layer.weight = Parameter(layer.weight.new_empty(layer.output_size, layer.input_size))
             layer.weight.allreduce = True
             layer.weight.tensor_model_parallel = False
-            layer.weight.sequence_parallel = layer.config.sequence_parallel

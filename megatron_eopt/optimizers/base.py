@@ -406,7 +406,8 @@ class BaseOptimizer(Optimizer):
 
     def _count_anew(self) -> None:
         """Let counters begin with the state, which its owner may have emptied."""
-        if self.counters and not any(self.state.get(p) for p in self._parameters()):
+        parameters = self._parameters()  # none on a pipeline stage without any, which counts on
+        if self.counters and parameters and not any(self.state.get(p) for p in parameters):
             for group in self.param_groups:
                 group |= dict.fromkeys(self.counters & group.keys(), 0)
 

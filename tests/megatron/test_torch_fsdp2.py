@@ -85,9 +85,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, flags):
     [
         (3, ["--global-batch-size", 6], "has shards that Megatron-Core cannot save"),
         (2, ["--num-experts", 4, "--moe-token-dispatcher-type", "alltoall"], "experts.* has shards that Megatron-Core"),
-        (2, ["--ckpt-format", "torch_dcp"], "take --ckpt-format torch_dist"),
     ],
-    ids=["uneven", "experts", "torch_dcp"],
+    ids=["uneven", "experts"],
 )
 def test_what_megatron_could_not_save_is_refused_at_start(tmp_path, ranks, flags, message):
     run = [*ONE_EACH, *MUON, *FSDP, *flags, "--train-iters", 1, "--save", tmp_path, "--save-interval", 1]

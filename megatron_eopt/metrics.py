@@ -133,7 +133,7 @@ def _peaks(optimizer: Optimizer, watched: Watched, figures: Tensor) -> dict[str,
         "sent_mb": watched.sent / 1e6,
     }
     if isinstance(optimizer, BaseOptimizer):
-        peaks["skipped"] = sum(optimizer.skipped_steps().values())
+        peaks["skipped"] = optimizer.skipped_steps()
     for phase, seconds in watched.seconds().items():
         peaks[f"{phase}_ms"] = 1e3 * seconds
     return peaks

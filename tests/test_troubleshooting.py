@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_eopt import Muon, OptimizerConfig, TensorParallelMuon
+from megatron_eopt import OptimizerConfig, TensorParallelMuon
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.megatron.agreement import refuse_different, say
 from megatron_eopt.megatron.assignment import Assignment
@@ -66,12 +66,6 @@ def steps_without_finite_gradients(count):
     for _ in range(count):
         weight.grad = torch.full_like(weight, torch.nan)
         optimizer.step()
-
-
-def steps_of_adamw_without_finite_gradients():
-    weight, norm = torch.nn.Parameter(torch.ones(6, 4)), torch.nn.Parameter(torch.ones(6))
-    norm.grad = torch.full_like(norm, torch.nan)
-    Muon([weight], [("norm", norm)]).step()
 
 
 def update_that_is_not_finite():
@@ -174,7 +168,6 @@ SAID = {
     "upside down": lambda: overrides(**{"linear_fc1.weight": {"lr": 1e-3}}).learning_rates(1e-2, 1e-2),
     "override": lambda: overrides(**{"*.mlp.linear_c1.weight": {"lr": 1e-3}}),
     "skipped": lambda: steps_without_finite_gradients(1),
-    "adamw": steps_of_adamw_without_finite_gradients,
     "updates": update_that_is_not_finite,
     "interrupted": interrupted,
     "five in a row": lambda: steps_without_finite_gradients(5),

@@ -29,8 +29,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     matrix, as emerging-optimizers; its paper (arXiv 2510.05491) has one for each row, whatever the shape.
 
     The scale of Muon multiplies ``U``. Means and norms are those of the global matrix, in at most one all-reduce of a
-    step for each group of ranks, so the update at TP=k is the update at TP=1. A gradient that is not finite leaves the
-    second moment as it is, and a zero factor gives a zero update.
+    step for each group of ranks, so the update at TP=k is the update at TP=1. A zero factor
+    gives a zero update.
 
     Args:
         params: as in :class:`TensorParallelMuon`, and so are those that are not named here.

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, on_one_rank
@@ -94,14 +95,14 @@ class AdEMAMix(BaseOptimizer):
         """Return one column: all state is elementwise."""
         return [on_one_rank((parameter.numel(), 1))]
 
-    def _take(self, accepted: Tensor) -> None:
+    def _take(self, ok: Flag) -> None:
         self._session.changing = True
-        for group, parameters, mask in foreach.active(self.param_groups, accepted):
-            ademamix(parameters, [self._states.of(p, STEPS) for p in parameters], mask, group)
+        for group, parameters in foreach.active(self.param_groups, ok):
+            ademamix(parameters, [self._states.of(p, STEPS) for p in parameters], ok, group)
 
 
 def ademamix(
-    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
+    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], ok: Flag, group: dict[str, Any]
 ) -> None:
     """One step of parameters and states; waits for no device."""
     weights = [local(p) for p in parameters]
@@ -112,33 +113,33 @@ def ademamix(
     beta1, beta2 = group["betas"]
 
     kept = [state[STEPS] for state in states]
-    steps = torch.stack(kept) + (1.0 if accepted is None else accepted.double())
+    steps = torch.stack(kept) + (1.0 if ok is None else ok.double())
     torch._foreach_copy_(kept, list(steps.unbind()))
-    steps = steps.clamp(min=1)  # of what is not accepted, to divide by
+    steps = steps.clamp(min=1)  # to divide by, where the first step is skipped
     alpha, changes = scheduled(steps, group)
 
     gradients = [g.to(m.dtype) for g, m in zip(given, fast, strict=True)]
     if group["maximize"]:
         gradients = list(torch._foreach_neg(gradients))
-    foreach.follow_squares(squares, gradients, beta2, accepted)
-    torch._foreach_lerp_(fast, foreach.masked(gradients, fast, accepted), 1 - beta1)
-    from_gradients = torch._foreach_sub(slow, foreach.masked(gradients, slow, accepted))
-    foreach.times(from_gradients, changes, accepted)
+    foreach.follow_squares(squares, gradients, beta2, ok)
+    torch._foreach_lerp_(fast, foreach.where_each(ok, gradients, fast), 1 - beta1)
+    from_gradients = torch._foreach_sub(slow, foreach.where_each(ok, gradients, slow))
+    foreach.times(from_gradients, changes, ok)
     torch._foreach_add_(slow, from_gradients)
 
     updates = torch._foreach_mul(fast, 1.0)
-    foreach.times(updates, 1 / (1 - beta1**steps), accepted)
+    foreach.times(updates, 1 / (1 - beta1**steps), ok)
     mixed = torch._foreach_mul(slow, 1.0)
-    foreach.times(mixed, alpha, accepted)
+    foreach.times(mixed, alpha, ok)
     torch._foreach_add_(updates, mixed)
     roots = torch._foreach_mul(squares, 1.0)
-    foreach.times(roots, 1 / (1 - beta2**steps), accepted)
+    foreach.times(roots, 1 / (1 - beta2**steps), ok)
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, group["eps"])
     torch._foreach_div_(updates, roots)
     if group["weight_decay"] != 0:
         torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-    foreach.subtract(weights, updates, group["lr"], accepted)
+    foreach.subtract(weights, updates, group["lr"], ok)
 
 
 def scheduled(steps: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from operator import is_
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
@@ -30,7 +31,7 @@ from megatron_eopt.optimizers.loaded_state import (
     without_hooks,
     without_host,
 )
-from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warn_of_fp16
+from megatron_eopt.optimizers.nonfinite import Flag, NonFinite, check_gradients, warn_of_fp16
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
@@ -43,6 +44,7 @@ from megatron_eopt.optimizers.parameters import (
     local,
     matrix_layout,
     parameter_names,
+    parameters_in,
     refuse_flattened,
     said_of,
     say_again,
@@ -56,7 +58,7 @@ from megatron_eopt.orthogonalize.choices import check_count, check_named
 from megatron_eopt.orthogonalize.kernels import check_kernel
 from megatron_eopt.orthogonalize.precision import outside_autocast
 from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.collectives import CollectiveError, counters
+from megatron_eopt.parallel.collectives import CollectiveError, counters, lowest
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import TpMode
@@ -80,9 +82,9 @@ def fixed(key: str, default: object = None) -> Any:
 class BaseOptimizer(Optimizer):
     """Base class: checked groups, described state, finite gradients only.
 
-    Gradients are not written to. A parameter stays as it is where its gradient is missing or not finite: see
-    :mod:`~megatron_eopt.optimizers.nonfinite`. A subclass defines its state (:meth:`state_tensors`), what a group may
-    have (:meth:`_check_group`) and its step (:meth:`_take`).
+    Gradients are not written to. A parameter stays as it is where its gradient is missing, and all do where one is not
+    finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. A subclass defines its state (:meth:`state_tensors`), what a
+    group may have (:meth:`_check_group`) and its step (:meth:`_take`).
     """
 
     # What a class says of itself.
@@ -173,8 +175,8 @@ class BaseOptimizer(Optimizer):
         """Refuse a group whose effective ``settings`` do not go together, each of which is valid."""
 
     @abstractmethod
-    def _take(self, accepted: Tensor) -> None:
-        """Step accepted parameters; set ``_session.changing`` before any change."""
+    def _take(self, ok: Flag) -> None:
+        """Step parameters with gradients, or none if not ``ok``; set ``_session.changing`` before any change."""
 
     @property
     def keeps_momenta(self) -> bool:
@@ -556,9 +558,8 @@ class BaseOptimizer(Optimizer):
             session.engine = engine
             session.engine_of = wanted
             session.settled = Settled()
+            session.stepping = None
             session.parameters = self._parameters()
-            # shards that are taken for matrices step each by itself
-            session.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
         parameters = self._parameters()
         if session.nonfinite is None and parameters:
             devices = sorted({str(parameter.device) for parameter in parameters})
@@ -569,7 +570,7 @@ class BaseOptimizer(Optimizer):
                     f"{type(self).__name__} has the parameters that the model had on the meta device: build it after "
                     "to_empty() and the like, which replace them"
                 )
-            session.nonfinite = NonFinite(self._names(), torch.device(devices[0]))
+            session.nonfinite = NonFinite(self._names_of_step, torch.device(devices[0]))
         return session.engine
 
     def _agree_on(self, engine: Engine) -> None:
@@ -597,7 +598,7 @@ class BaseOptimizer(Optimizer):
     @torch._disable_dynamo  # what ranks agree on cannot be traced
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter whose gradient is there and finite.
+        """Update every parameter that has a gradient, or none if one of these is not finite.
 
         Inside ``torch.autocast`` it computes as it does outside; ``closure`` computes inside.
 
@@ -626,10 +627,12 @@ class BaseOptimizer(Optimizer):
         if parameters:
             with outside_autocast(local(parameters[0]).device):
                 self._step(parameters)
+        else:
+            self._agree(torch.ones((), dtype=torch.int32), [])
         return loss
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
-        """Check settings and gradients, agree where needed, and change what is accepted."""
+        """Check settings and gradients, agree where needed, and change what is to be changed."""
         session = self._session
         if len(parameters) != len(session.parameters) or not all(map(is_, parameters, session.parameters)):
             session.engine = session.nonfinite = None  # of other parameters
@@ -652,19 +655,61 @@ class BaseOptimizer(Optimizer):
         if session.steps == 1:
             warn_of_fp16(self._names(), parameters)
         engine.watched = session.watched
-        assert session.nonfinite is not None  # prepared, too
-        gradients = [p.grad for p in parameters]
-        if has_dtensors(gradients):
-            gradients = [None if x is None else local(x) for x in gradients]
-        accepted = session.nonfinite.accept(gradients, session.agree)
+        ok: Flag = self._judged([*parameters, *parameters_in(session.also_groups)])
+        if ok is not None and ok.device.type == "cpu":
+            if not ok:
+                return
+            ok = None
         try:
-            self._take(accepted)
+            self._take(ok)
             if session.also is not None:
-                session.also()
+                session.also(ok)
         except BaseException as error:
             session.ended_by = type(error).__name__
             raise
         session.changing = False
+
+    def _judged(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Whether all ranks can step: a flag on the device. Notes which parameters have gradients."""
+        session = self._session
+        assert session.nonfinite is not None  # prepared
+        gradients = [p.grad for p in parameters]
+        if has_dtensors(gradients):
+            gradients = [None if x is None else local(x) for x in gradients]
+        present = [x is not None for x in gradients[: len(session.parameters)]]
+        begins = session.stepping is None
+        flag = session.nonfinite.accept(gradients, partial(self._agree, present=present), begins)
+        # a GPU is waited for then alone; where ranks differ, all keep to what they had, and nothing changes
+        if present != session.stepping and (begins or not self.engine.groups or flag >= 0):
+            session.stepping = present
+        return flag == 1
+
+    @property
+    def _stepping(self) -> list[bool]:
+        """Which parameters step, as ranks have agreed."""
+        assert self._session.stepping is not None, "gradients are judged before"
+        return self._session.stepping
+
+    def _agree(self, flag: Tensor, present: Sequence[bool]) -> Tensor:
+        """Minimum of a flag over all ranks that skip steps together."""
+        settled = self._session.settled
+        engine = self._session.engine
+        groups = list(engine.groups.values()) if engine is not None else []
+        if settled.further is None:
+            # in Megatron all of a pipeline stage: their experts, and what is dealt to them, differ
+            found = [getattr(self.pg_collection, "tp_dp_cp", None)]
+            for parameter in parameters_in(self._session.also_groups):
+                found += sharing_groups(parameter, self.pg_collection).values()
+            several = [group for group in dict.fromkeys(found) if group is not None and group.size() > 1]
+            settled.further = [group for group in several if group not in groups]
+        if engine is not None and present:
+            flag = engine.agree(flag, present)
+        for group in settled.further:
+            flag = lowest(flag, group)
+        return flag
+
+    def _names_of_step(self) -> list[str]:
+        return parameter_names([*self.param_groups, *self._session.also_groups])
 
     def _tags(self) -> list[object]:
         """What each parameter says of its logical matrices."""
@@ -717,9 +762,9 @@ class BaseOptimizer(Optimizer):
         """Report the next steps to ``watched``, or to nobody."""
         self._session.watched = watched
 
-    def skipped_steps(self) -> dict[str, int]:
-        """Parameter -> skipped steps; waits for the device."""
-        return {} if self._session.nonfinite is None else self._session.nonfinite.total
+    def skipped_steps(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        return 0 if self._session.nonfinite is None else self._session.nonfinite.total
 
 
 def _frozen(value: object) -> object:

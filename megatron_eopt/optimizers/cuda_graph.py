@@ -1,9 +1,9 @@
 """A step captured as a CUDA graph and replayed.
 
-Captured memory stays in place, so flags, learning rate and weight decay are copied to fixed tensors before each replay:
-schedulers keep working. Gradients are read where they are, as long as they stay there, as in Megatron's buffers; once
-one has moved, all are copied, too. All other settings of a group are part of the capture. The first two steps run as
-they are captured later: they compile and choose kernels, which a capture cannot.
+Captured memory stays in place, so the flag of a step, learning rate and weight decay are copied to fixed tensors before
+each replay: schedulers keep working. Gradients are read where they are, as long as they stay there, as in Megatron's
+buffers; once one has moved, all are copied, too. All other settings of a group are part of the capture. The first two
+steps run as they are captured later: they compile and choose kernels, which a capture cannot.
 """
 
 import logging
@@ -35,14 +35,14 @@ def capture_cuda(run: Replay, device: torch.device | None = None) -> Replay:
 
 
 class GraphedUpdate:
-    """Runs an update of masked batches, from the third step on by a CUDA graph."""
+    """Runs an update of batches, from the third step on by a CUDA graph."""
 
     def __init__(
         self, update: Callable[[Sequence[Batch]], None], capture: Callable[[Replay], Replay] | None = None
     ) -> None:
         self._update = update
         self._capture = capture
-        self._fixed: list[Batch] | None = None  # the batches, with rates and flags in memory of their own
+        self._fixed: list[Batch] | None = None  # the batches, with rates and flag in memory of their own
         self._places: list[object] = []  # of gradients
         self._copies = False  # gradients, which do not stay where they are
         self._steps = 0  # with these batches
@@ -78,32 +78,30 @@ class GraphedUpdate:
             self._update(run)
             return
         if self._replay is None:
-            capture = self._capture or partial(capture_cuda, device=_flags(batches[0]).device)
+            capture = self._capture or partial(capture_cuda, device=batches[0].weights[0].device)
             self._replay = capture(lambda: self._update(run))
             how = "copies of gradients, which had moved" if self._copies else "gradients where they are"
             logger.info("cuda_graphs: from now on a CUDA graph makes the steps, from %s", how)
         self._replay()
 
     def _in_own_memory(self, batch: Batch) -> Batch:
-        """With rates, flags and perhaps gradients that stay in place; others' gradients are not held on to."""
-        flags = torch.empty_like(_flags(batch))
-        lr, decay = torch.zeros(2, dtype=torch.float64, device=flags.device).unbind()
+        """With rates, flag and perhaps gradients that stay in place; others' gradients are not held on to."""
+        device = batch.weights[0].device
+        ok = torch.ones((), dtype=torch.bool, device=device)
+        lr, decay = torch.zeros(2, dtype=torch.float64, device=device).unbind()
         gradients = [torch.empty_like(x) for x in batch.gradients] if self._copies else []
-        return replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, accepted=flags)
+        return replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, ok=ok)
 
     def _fill(self, fixed: Batch, batch: Batch) -> None:
         """Copy what may differ from step to step into fixed memory."""
         if self._copies:
             torch._foreach_copy_(fixed.gradients, batch.gradients)
-        _flags(fixed).copy_(_flags(batch))
+        if batch.ok is not None:
+            assert fixed.ok is not None
+            fixed.ok.copy_(batch.ok)
         for rate, own in ((batch.lr, fixed.lr), (batch.weight_decay, fixed.weight_decay)):
             assert isinstance(own, Tensor)
             own.copy_(rate) if isinstance(rate, Tensor) else own.fill_(rate)
 
     def _key(self, batches: Sequence[Batch]) -> list[object]:
         return [(b.indices, [t.data_ptr() for t in chain(*b.changed)], {**b.group_settings, **_RATES}) for b in batches]
-
-
-def _flags(batch: Batch) -> Tensor:
-    assert batch.accepted is not None, "it is masked"
-    return batch.accepted

@@ -1,6 +1,6 @@
 """Dion: orthonormal updates of low rank, with error feedback."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil, sqrt
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers.foreach import where
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.optimizers.whole_matrices import (
@@ -40,7 +41,7 @@ NOISE = 100  # times the precision of the dtype: a column of P this much below t
 def orthonormal(x: Tensor, stack: MatrixStack, shard: Rectangle) -> Tensor:
     """This rank's rows of the Q of QR decompositions, whose R have positive diagonals.
 
-    Columns are zero where all but rounding is in the span of those before them, and everywhere if not accepted.
+    Columns are zero where all but rounding is in the span of those before them, and everywhere if not ok.
     """
     rows = slice(shard.top, shard.bottom)
     if 0 in x.shape:
@@ -48,7 +49,7 @@ def orthonormal(x: Tensor, stack: MatrixStack, shard: Rectangle) -> Tensor:
     Q, diagonal = orthonormal_columns(x)
     lengths = diagonal[:, None].abs()
     significant = lengths > NOISE * torch.finfo(x.dtype).eps * lengths.amax(-1, keepdim=True)
-    return torch.where(significant & stack.accepted, Q[:, rows] * diagonal[:, None].sign(), 0.0)
+    return torch.where(where(stack.ok, significant, False), Q[:, rows] * diagonal[:, None].sign(), 0.0)
 
 
 def rank_of(fraction: float, rows: int, cols: int) -> int:
@@ -81,7 +82,7 @@ class Dion(StackedOptimizer):
     operations; the products, ``6 m n r``, are divided by the ranks.
 
     A group may have its own ``lr``, ``momentum``, ``weight_decay`` and ``rank_fraction``, which is fixed when the state
-    is created. A parameter stays as it is where its gradient is missing or not finite: see
+    is created. A step with a gradient that is not finite is skipped: see
     :mod:`~megatron_eopt.optimizers.nonfinite`.
 
     Args:
@@ -173,9 +174,6 @@ class Dion(StackedOptimizer):
         for p, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             check_placements(f"{type(self).__name__}: {called}", p, self.state_tensors(p), self.matrix_layouts)
 
-    def _waited_for(self, index: int, plans: Sequence[Planned], group: Mapping[str, Any]) -> bool:
-        return self.engine.shares(index)
-
     def _together(self, p: ParameterStep) -> tuple[Any, ...]:
         number = next(i for i, group in enumerate(self.param_groups) if group is p.group)
         return number, self.layout(p.parameter).label
@@ -208,7 +206,7 @@ class Dion(StackedOptimizer):
         """``B = M + G``."""
         momenta = stack.read(MOMENTUM_BUFFER)
         gradients = stack.read(GRADIENT).to(momenta.dtype)
-        return torch.where(stack.accepted, momenta + gradients, momenta)
+        return where(stack.ok, momenta + gradients, momenta)
 
     def _moved(self, stack: MatrixStack, B: Tensor, P: Tensor, R: Tensor, Q: Tensor) -> Tensor:
         """``M = B - (1 - mu) P R^T`` and ``Q = R / |R|``; returns ``sqrt(m / n) P Q^T`` in the memory of ``B``."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers.foreach import where
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.whole_matrices import GRADIENT, MatrixStack, MatrixStep, Planned, StackedOptimizer
@@ -43,7 +44,7 @@ class Dion2(StackedOptimizer):
 
     A compute rank selects from whole matrices, so the update at TP=k is the update at TP=1; the authors' code selects
     from each shard. Momenta travel to it, and come back with updates; DTensors are gathered on each rank. ``M`` is in
-    fp32 (fp64 for fp64 parameters). A parameter without a finite gradient stays as it is.
+    fp32 (fp64 for fp64 parameters). A step with a gradient that is not finite is skipped.
 
     Args:
         params: matrices, or groups of them; the attribute ``logical_matrices`` declares those that are several.
@@ -118,7 +119,7 @@ class Dion2(StackedOptimizer):
     def gathered(self, stack: MatrixStack) -> list[Tensor]:
         """``M + G``."""
         M = stack.read(MOMENTUM_SUM)
-        return [torch.where(stack.accepted, M + stack.read(GRADIENT).to(M.dtype), M)]
+        return [where(stack.ok, M + stack.read(GRADIENT).to(M.dtype), M)]
 
     def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
         """Updates, zero where nothing is selected, and momenta after error feedback, which overwrite ``whole``."""
@@ -131,5 +132,5 @@ class Dion2(StackedOptimizer):
         iteration = replace(iteration_of(stack.group), products=self.symmetric_products)
         O = iteration(selected) * muon_scale_factor(rows, cols, "unit_rms_norm")
         update = torch.zeros_like(x).scatter_(1, S, O)
-        x.scatter_(1, S, torch.where(stack.accepted[stack.own], selected * stack.group["momentum"], selected))
+        x.scatter_(1, S, where(stack.ok, selected * stack.group["momentum"], selected))
         return [update if rows <= cols else update.mT, M]

@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.loaded_state import check_finite
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.parameters import DescribedMatrix, names_of_last
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.optimizers.whole_matrices import (
@@ -65,7 +66,7 @@ class DistributedMuon(StackedOptimizer):
     with ``collective_state_dict=True``. The result loads on any number of ranks.
 
     A parameter of more than two dimensions is read as a matrix: the first one times the rest. Gradients are not written
-    to. A parameter stays as it is where its gradient is missing or not finite: see
+    to. A step with a gradient that is not finite is skipped: see
     :mod:`~megatron_eopt.optimizers.nonfinite`.
     :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon` with its ``data_parallel_group`` has more
     coefficients and larger batches, with all momenta on all ranks.
@@ -285,29 +286,28 @@ class DistributedMuon(StackedOptimizer):
                 of_ranks.setdefault(self._rank_of(p.parameter), []).append(MatrixStep(p, 0))
         yield [[matrix for matrix in some if matrix] for some in zip_longest(*of_ranks.values())]
 
-    def _take(self, accepted: Tensor) -> None:
+    def _take(self, ok: Flag) -> None:
         self._consolidated = None
-        super()._take(accepted)
+        super()._take(ok)
 
     def program(self, stacks: list[MatrixStack]) -> Program:
         """One chunk's step: see :class:`DistributedMuon`."""
-        factors = yield from self._exchanged([matrix.of for stack in stacks for matrix in stack.matrices])
+        factors = yield from self._exchanged([matrix.of for stack in stacks for matrix in stack.matrices], stacks[0].ok)
         for stack in stacks:
             # W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O
             weights = stack.shards[WEIGHT]
-            accepted = stack.accepted.flatten()
             updates = []
             for W, matrix in zip(weights, stack.matrices, strict=True):
                 factor = factors[self._rank_of(matrix.of.parameter)]
                 updates.append(factor.to(W.dtype).view(W.shape))
-            foreach.scale(weights, 1 - stack.decay, accepted)
+            foreach.scale(weights, 1 - stack.decay, stack.ok)
             scale = muon_scale_factor(*stack.matrix.shape, _SCALE)
-            foreach.subtract(weights, updates, stack.group["lr"] * scale, accepted)
+            foreach.subtract(weights, updates, stack.group["lr"] * scale, stack.ok)
         write_copies(stacks, self.engine)
 
-    def _exchanged(self, steps: Sequence[ParameterStep]) -> Generator[None, None, Mapping[int, Tensor]]:
+    def _exchanged(self, steps: Sequence[ParameterStep], ok: Flag) -> Generator[None, None, Mapping[int, Tensor]]:
         """Compute this rank's factor, and wait for those of all ranks; yields while they travel."""
-        own = [self._factor(p).flatten() for p in steps if self._computes(p.parameter)]
+        own = [self._factor(p, ok).flatten() for p in steps if self._computes(p.parameter)]
         group = self.process_group
         if group is None or self.ranks == 1:
             return dict(enumerate(own))
@@ -327,12 +327,12 @@ class DistributedMuon(StackedOptimizer):
         yield
         return {rank: one.wait() for rank, one in sent.items()}
 
-    def _factor(self, p: ParameterStep) -> Tensor:
+    def _factor(self, p: ParameterStep, ok: Flag) -> Tensor:
         """``M <- M + (1 - momentum) (g - M)``, and its factor ``O``."""
         momentum = p.state[MOMENTUM_BUFFER]
         gradient = p.gradient.to(momentum.dtype)
         rates = p.group["momentum"], p.group["nesterov"]
-        [update] = foreach.average([momentum], [gradient], *rates, p.accepted[None])
+        [update] = foreach.average([momentum], [gradient], *rates, ok)
         update = update.flatten(1)
         factor = newton_schulz(
             update,

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.optimizers.foreach import where
 from megatron_eopt.optimizers.held_norms import begin_norms, followed, radius_tensors
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.parameters import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.whole_matrices import CLOCK, EXP_AVG, MatrixStack, ParameterStep, StackedOptimizer
+from megatron_eopt.optimizers.whole_matrices import CLOCK, EXP_AVG, WEIGHT, MatrixStack, ParameterStep, StackedOptimizer
 from megatron_eopt.orthogonalize.kernels import products_for
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
@@ -104,23 +106,23 @@ class FactoredOptimizer(StackedOptimizer):
         with followed(self, list(filter(self._holds, parameters))):
             super().scale_rows(parameters, factors)
 
-    def _take(self, accepted: Tensor) -> None:
+    def _take(self, ok: Flag) -> None:
         held = list(filter(self._holds, self._parameters()))
         begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
-        super()._take(accepted)
+        super()._take(ok)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        return self.state.get(parameter, {}) if parameter.grad is None else self._states.of(parameter, STEPS)
+        return self._states.of(parameter, STEPS)
 
-    def _steps_of(self, accepted: Tensor) -> list[ParameterStep]:
+    def _steps_of(self, ok: Flag) -> list[ParameterStep]:
         """Also looks which parameters have factors, or make them now; the host waits for that."""
-        steps = super()._steps_of(accepted)
+        steps = super()._steps_of(ok)
         starting = []
         for p in steps:
             if any(plan.cost for plan in p.plans) and not self._has_begun(p.parameter, STEPS):
                 starting.append(p)
         if starting:  # a device is waited for until all factors are known to be there, and no longer
-            has_factors, makes_them = self._known(starting)
+            has_factors, makes_them = self._known(starting, ok)
             for p, has, makes in zip(starting, has_factors, makes_them, strict=True):
                 p.first = not has
                 p.rests = self.rests(p.group)
@@ -130,11 +132,11 @@ class FactoredOptimizer(StackedOptimizer):
                     steps.remove(p)
         if steps:
             counts = [p.state[STEPS] for p in steps]
-            counted = torch.stack(counts) + torch.stack([p.accepted for p in steps])
+            counted = torch.stack(counts) + (1 if ok is None else ok)
             torch._foreach_copy_(counts, list(counted.unbind()))
         return steps
 
-    def _known(self, parameters: Sequence[ParameterStep]) -> list[list[bool]]:
+    def _known(self, parameters: Sequence[ParameterStep], ok: Flag) -> list[list[bool]]:
         """Which parameters have factors, and which can make them now."""
         has_entries = []  # what is made of a factor of nothing would follow the gradients to come only step by step
         for p in parameters:
@@ -142,9 +144,8 @@ class FactoredOptimizer(StackedOptimizer):
             nonzero = [shard.any() for plan, shard in zip(p.plans, shards, strict=True) if plan.cost]
             has_entries.append(torch.stack(nonzero).any().float())
         anywhere = torch.stack(self.engine.sums(has_entries, [p.label for p in parameters])) > 0
-        steps = torch.stack([p.state.get(STEPS, torch.zeros_like(has_entries[0])) for p in parameters])
-        accepted = torch.stack([p.accepted for p in parameters])
-        known: list[list[bool]] = torch.stack([steps > 0, accepted & anywhere]).tolist()
+        steps = torch.stack([p.state[STEPS] for p in parameters])
+        known: list[list[bool]] = torch.stack([steps > 0, where(ok, anywhere, False)]).tolist()
         return known
 
     def _settings(self, stack: MatrixStack) -> dict[str, Any]:
@@ -172,11 +173,12 @@ def gram(x: Tensor, settings: Mapping[str, Any]) -> Tensor:
 
 
 def steps_taken(stack: MatrixStack) -> Tensor:
-    """Accepted steps of this rank's matrices, with this one, as a stack has dimensions."""
+    """Steps of this rank's matrices, with this one, as a stack has dimensions."""
     steps = torch.stack([matrix.of.state[STEPS] for matrix in stack.matrices[stack.own]])
-    return steps.view(-1, *stack.accepted.shape[1:])
+    return steps.view(-1, *[1] * stack.shards[WEIGHT][0].ndim)
 
 
-def follow(factor: Tensor, product: Tensor, weight: Tensor, accepted: Tensor) -> None:
-    """``F += weight (product - F)`` in place, where accepted."""
-    factor.lerp_(torch.where(accepted, product, factor), weight.to(factor.dtype))
+def follow(factor: Tensor, product: Tensor, weight: Tensor, where: Flag) -> None:
+    """``F += weight (product - F)`` in place, where so."""
+    followed = product if where is None else torch.where(where, product, factor)
+    factor.lerp_(followed, weight.to(factor.dtype))

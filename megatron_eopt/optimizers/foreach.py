@@ -1,8 +1,8 @@
 """Elementwise parts of a step, as multi-tensor operations.
 
-``accepted`` has one entry per parameter, on their device: where it is False, parameter and state do not change, and the
-device is not asked which these are. None accepts all, as the host knows on a CPU. Equal small tensors are masked as
-stacks, to save launches, and large ones by themselves.
+If not ``ok``, parameters and state do not change, and the device is not asked: see
+:mod:`~megatron_eopt.optimizers.nonfinite`. With a flag equal small tensors are worked on as stacks, to save launches,
+and large ones by themselves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,26 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
 
 Tensors = Sequence[Tensor]
-Mask = Tensor | None  # which of several parameters step; None for all
-MomentumRule = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
+MomentumRule = Callable[[Tensors, Tensors, float, bool, Flag], list[Tensor]]
 
 IN_CACHE = 2**20  # bytes of tensors that a CPU keeps at hand from operation to operation
 MOST_BYTES = 2**26  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
-def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
-    """``new`` where accepted, ``old`` elsewhere."""
+def where(ok: Flag, new: Tensor, old: Tensor | float) -> Tensor:
+    """``new``, or ``old`` if not ``ok``."""
+    return new if ok is None else torch.where(ok, new, old)
+
+
+def where_each(ok: Flag, new: Tensors, old: Tensors | float) -> list[Tensor]:
+    """:func:`where` for each of several."""
     result = list(new)
-    if accepted is None:
+    if ok is None:
         return result
     for equal in alike(new):
-        stack = stacked(new, equal)
-        otherwise = old if isinstance(old, float) else stacked(old, equal)
-        stack = torch.where(_column(accepted, equal, stack[0]), stack, otherwise)
+        stack = torch.where(ok, stacked(new, equal), old if isinstance(old, float) else stacked(old, equal))
         for i, x in zip(equal, stack.unbind(), strict=True):
             result[i] = x
     return result
@@ -44,10 +47,14 @@ def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
     return lr * lr if method == "palm" else lr
 
 
-def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
+def scale(tensors: Tensors, factor: Scalar, ok: Flag = None) -> None:
     """Multiply tensors in place."""
-    if accepted is not None:
-        scale_each(tensors, torch.where(accepted, factor, 1.0).unbind())
+    if ok is not None:
+        kept = torch.where(ok, factor, 1.0).view(1)  # which, unlike a scalar, is not rounded to 16 bits
+        for equal in alike(tensors):
+            stack = stacked(tensors, equal)
+            wide = torch.promote_types(stack.dtype, torch.float32)
+            torch._foreach_copy_([tensors[i] for i in equal], (stack * kept.to(wide)).unbind())
         return
     if tensors[0].device.type == "cpu":  # which would round a number to the dtype of the tensors
         factor = torch.as_tensor(factor, dtype=torch.float64)
@@ -67,17 +74,17 @@ def scale_each(tensors: Tensors, factors: Tensors) -> None:
             torch._foreach_copy_([tensors[i] for i in equal], (stacked(tensors, equal) * factor).unbind())
 
 
-def times(tensors: Tensors, factors: Tensor, accepted: Mask) -> None:
-    """Multiply each tensor by an entry, in few launches; with a mask at the price of copies."""
-    multiply = torch._foreach_mul_ if accepted is None else scale_each
+def times(tensors: Tensors, factors: Tensor, ok: Flag) -> None:
+    """Multiply each tensor by an entry; with a flag, on a GPU, in few launches at the price of copies."""
+    multiply = torch._foreach_mul_ if ok is None else scale_each
     multiply(list(tensors), factors.unbind())
 
 
-def follow_squares(squares: Tensors, gradients: Tensors, beta: float, accepted: Mask) -> None:
+def follow_squares(squares: Tensors, gradients: Tensors, beta: float, ok: Flag) -> None:
     """``v += (1 - beta) (g^2 - v)``."""
     new = list(torch._foreach_mul(list(gradients), list(gradients)))
     torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
-    torch._foreach_lerp_(list(squares), masked(new, squares, accepted), 1 - beta)
+    torch._foreach_lerp_(list(squares), where_each(ok, new, squares), 1 - beta)
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
@@ -86,69 +93,60 @@ def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> li
     return list(torch._foreach_add(list(gradients), list(penalties)))
 
 
-def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
+def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, ok: Flag) -> list[Tensor]:
     """``m += (1 - beta) (g - m)``; returns ``m`` or its look-ahead."""
-    # averaged with itself a momentum stays as it is
-    gradients = list(gradients) if accepted is None else masked(gradients, momenta, accepted)
+    gradients = where_each(ok, gradients, momenta)  # averaged with itself a momentum stays as it is
     torch._foreach_lerp_(list(momenta), gradients, 1 - beta)
     return list(torch._foreach_lerp(gradients, list(momenta), beta)) if nesterov else list(momenta)
 
 
-def heavy_ball(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
+def heavy_ball(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, ok: Flag) -> list[Tensor]:
     """``m <- beta m + g``; returns ``m`` or its look-ahead."""
-    gradients = masked(gradients, 0.0, accepted)
-    if accepted is None:
+    gradients = where_each(ok, gradients, 0.0)
+    if ok is None:
         torch._foreach_mul_(list(momenta), beta)  # rounded as the original does
     else:
-        scale(momenta, beta, accepted)
+        scale(momenta, beta, ok)
     torch._foreach_add_(list(momenta), list(gradients))
     return list(torch._foreach_add(list(gradients), list(momenta), alpha=beta)) if nesterov else list(momenta)
 
 
-def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = None) -> None:
+def subtract(weights: Tensors, updates: Tensors, lr: Scalar, ok: Flag = None) -> None:
     """``p -= lr * update``, in the update's dtype."""
-    if accepted is None:
+    if ok is None:
         rate = torch.as_tensor(lr, dtype=torch.float64, device=updates[0].device)
         most = max(1, MOST_BYTES // max(1, *(x.nbytes for x in updates)))
         for start in range(0, len(updates), most):
             products = torch._foreach_mul(list(updates[start : start + most]), rate)
             torch._foreach_sub_(list(weights[start : start + most]), list(products))
         return
+    rate = (lr * ok.double()).view(1)  # which, unlike a scalar, is not rounded to 16 bits
     for equal in alike(updates):
         stack = stacked(updates, equal)
-        rates = _column(lr * accepted.double(), equal, stack[0]).to(torch.promote_types(stack.dtype, torch.float32))
-        steps = (stack * rates).to(stack.dtype)
+        wide = torch.promote_types(stack.dtype, torch.float32)
+        steps = (stack * rate.to(wide)).to(stack.dtype)
         torch._foreach_sub_([weights[i] for i in equal], list(steps.unbind()))
 
 
 def stacked(tensors: Tensors, indices: Sequence[int] | None = None) -> Tensor:
     """A stack of equal tensors; of one, a view."""
-    chosen = list(tensors) if indices is None else [tensors[i] for i in indices]
-    return chosen[0][None] if len(chosen) == 1 else torch.stack(chosen)
-
-
-def _column(x: Tensor, indices: Sequence[int], like: Tensor) -> Tensor:
-    entries = x.unbind()
-    chosen = x if len(indices) == len(x) else torch.stack([entries[i] for i in indices])
-    return chosen.view(-1, *[1] * like.ndim)
+    some = list(tensors) if indices is None else [tensors[i] for i in indices]
+    return some[0][None] if len(some) == 1 else torch.stack(some)
 
 
 def active(
-    groups: Sequence[dict[str, Any]], accepted: Tensor, kind: Callable[[Tensor], object] = lambda p: None
-) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...], Mask]]:
-    """Bounded batches ``(group, parameters, mask)`` of equal parameters with gradients."""
-    on_cpu = accepted.device.type == "cpu"  # which knows what is not accepted, and leaves it out
-    flags = iter(accepted.tolist() if on_cpu else accepted.unbind())
-    most = IN_CACHE if on_cpu else MOST_BYTES
+    groups: Sequence[dict[str, Any]], ok: Flag, kind: Callable[[Tensor], object] = lambda p: None
+) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    """Bounded batches ``(group, parameters)`` of equal parameters with gradients."""
+    most = IN_CACHE if ok is None else MOST_BYTES
     for group in groups:
-        kinds: dict[tuple[int, torch.dtype, object], list[tuple[Tensor, Any]]] = {}
-        for p, flag in zip(group["params"], flags, strict=False):
-            if p.grad is not None and flag is not False:
-                kinds.setdefault((p.nbytes, p.dtype, kind(p)), []).append((p, flag))
+        kinds: dict[tuple[int, torch.dtype, object], list[Tensor]] = {}
+        for p in group["params"]:
+            if p.grad is not None:
+                kinds.setdefault((p.nbytes, p.dtype, kind(p)), []).append(p)
         for (nbytes, *_), equal in kinds.items():
-            for batch in batched(equal, max(1, most // max(1, nbytes))):
-                parameters, of_batch = zip(*batch, strict=True)
-                yield group, parameters, None if on_cpu else torch.stack(of_batch)
+            for parameters in batched(equal, max(1, most // max(1, nbytes))):
+                yield group, parameters
 
 
 def alike(*lists: Tensors) -> Iterator[list[int]]:

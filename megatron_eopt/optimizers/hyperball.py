@@ -29,7 +29,7 @@ class MuonHyperball(TensorParallelMuon):
     need fp32, as Megatron keeps it.
 
     A matrix stays as it is, bit for bit, where ``lr`` or the update is zero, where the step would end in the center,
-    and where its gradient is missing or not finite.
+    and where its gradient is missing.
 
     Args:
         params: matrices, or groups of them with their own ``lr``, ``momentum``, ``num_ns_steps`` or

@@ -8,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.settings.records import DecayMethod
@@ -30,15 +31,15 @@ class Signs(BaseOptimizer):
         """The momentum."""
         return [StateTensor(EXP_AVG)]
 
-    def _take(self, accepted: Tensor) -> None:
+    def _take(self, ok: Flag) -> None:
         self._session.changing = True
         states = self._states
-        for group, parameters, mask in foreach.active(self.param_groups, accepted):
+        for group, parameters in foreach.active(self.param_groups, ok):
             momenta = [local(states.of(p, EXP_AVG)[EXP_AVG]) for p in parameters]
             pairs = zip(parameters, momenta, strict=True)
             gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
             settings = {**group, "betas": self.betas(group)}
-            lion([local(p) for p in parameters], gradients, momenta, mask, settings)
+            lion([local(p) for p in parameters], gradients, momenta, ok, settings)
 
 
 class Lion(Signs):
@@ -53,7 +54,7 @@ class Lion(Signs):
 
     Every entry moves by ``lr``, or not at all where the interpolation is zero, so ``lr`` is usually 3 to 10 times
     smaller than AdamW's and ``weight_decay`` as much larger. All is elementwise: parameters of any shape, shards and
-    DTensors. Gradients are not written to. A parameter stays as it is where its gradient is missing or not finite: see
+    DTensors. Gradients are not written to. A step with one that is not finite is skipped: see
     :mod:`~megatron_eopt.optimizers.nonfinite`.
 
     Args:
@@ -124,7 +125,7 @@ class Signum(Signs):
 
 
 def lion(
-    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: foreach.Mask, group: dict[str, Any]
+    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], ok: Flag, group: dict[str, Any]
 ) -> None:
     """One step of weights and momenta; waits for no device."""
     lr = group["lr"]
@@ -135,13 +136,13 @@ def lion(
         gradients = list(torch._foreach_neg(gradients))
     if weight_decay != 0 and method == "l2":
         gradients = foreach.with_decay(gradients, weights, weight_decay)
-    gradients = foreach.masked(gradients, momenta, accepted)
+    gradients = foreach.where_each(ok, gradients, momenta)
     updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
     torch._foreach_sign_(updates)
     torch._foreach_lerp_(momenta, gradients, 1 - beta2)
     if weight_decay != 0 and method != "l2":
-        foreach.scale(weights, 1 - foreach.decay_power(lr, method) * weight_decay, accepted)
-    updates = foreach.masked(updates, 0.0, accepted)
+        foreach.scale(weights, 1 - foreach.decay_power(lr, method) * weight_decay, ok)
+    updates = foreach.where_each(ok, updates, 0.0)
     if isinstance(lr, Tensor):  # a number as alpha is not rounded to the dtype of the weights, a factor is
         torch._foreach_mul_(updates, lr)
         lr = 1.0

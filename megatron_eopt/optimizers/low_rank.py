@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_eopt.matrices import Split
 from megatron_eopt.optimizers import whole_matrices
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor
 from megatron_eopt.orthogonalize.spectral import low_rank_factors, start_vector
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
@@ -175,7 +176,7 @@ class FactorStack:
 
     factors: Sequence[Factor]
     numbers: Sequence[int]  # of their matrices among those of the chunk
-    accepted: Tensor  # whether the matrices step, on their device
+    ok: Flag
     settings: Mapping[str, Any]  # of their group
     values: list[Tensor]  # (rows x r), written to as the next two are; of a transposed parameter (r x rows)
     momenta: list[Tensor]
@@ -188,7 +189,7 @@ class FactorStack:
         cls,
         factors: Sequence[Factor],
         numbers: Sequence[int],
-        accepted: Tensor,
+        ok: Flag,
         group: Mapping[str, Any],
         tensors_of: Callable[[Factor], LocalFactor],
     ) -> Self:
@@ -196,7 +197,7 @@ class FactorStack:
         tensors = [tensors_of(factor) for factor in factors]
         values = [x.value for x in tensors]
         momenta = [x.momentum for x in tensors]
-        return cls(factors, numbers, accepted, group, values, momenta, [x.u for x in tensors])
+        return cls(factors, numbers, ok, group, values, momenta, [x.u for x in tensors])
 
     @property
     def label(self) -> str:
@@ -237,7 +238,7 @@ def in_chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Sequence
 def stacked_pairs(
     factors: Iterable[Factor],
     group: Mapping[str, Any],
-    flags: Mapping[Tensor, Tensor],
+    ok: Flag,
     tensors_of: Callable[[Factor], LocalFactor],
 ) -> list[tuple[FactorStack, FactorStack]]:
     """Stacks of equal pairs, of bounded size."""
@@ -250,9 +251,8 @@ def stacked_pairs(
         most = max(1, whole_matrices.MOST_BYTES // max(1, first.nbytes, second.nbytes))
         for some in batched(equal, most):
             numbers, of_a, of_b = zip(*some, strict=True)
-            accepted = torch.stack([flags[factor.parameter] for factor in (*of_a, *of_b)]).view(2, -1).all(0)
-            A = FactorStack.of(of_a, numbers, accepted, group, tensors_of)
-            B = FactorStack.of(of_b, numbers, accepted, group, tensors_of)
+            A = FactorStack.of(of_a, numbers, ok, group, tensors_of)
+            B = FactorStack.of(of_b, numbers, ok, group, tensors_of)
             pairs.append((A, B))
     return pairs
 
@@ -281,7 +281,6 @@ def _joined(stacks: Sequence[FactorStack]) -> FactorStack:
         first,
         factors=[factor for stack in stacks for factor in stack.factors],
         numbers=[],
-        accepted=torch.cat([stack.accepted for stack in stacks]),
         values=[x for stack in stacks for x in stack.values],
         momenta=[x for stack in stacks for x in stack.momenta],
         us=[x for stack in stacks for x in stack.us],

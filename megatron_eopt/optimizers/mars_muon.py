@@ -12,7 +12,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.state import HAS_PREVIOUS, PREVIOUS_GRADIENT, StateTensor
-from megatron_eopt.optimizers.step import Batch, Step, repeated
+from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.scheduler import Program, Shards
@@ -44,7 +44,7 @@ class MarsMuon(TensorParallelMuon):
 
     Norms are those of the global logical matrices, from one all-reduce of a step for each group of ranks, so the update
     at TP=k is the update at TP=1. ``g_prev`` is as the optimizer was given it, after Megatron's ``--clip-grad``, and
-    has the shape and dtype of ``p``. Where a gradient is missing or not finite, parameter and state stay as they are.
+    has the shape and dtype of ``p``. A step with a gradient that is not finite is skipped.
     L2 decay is added to the clipped ``c``, so that ``g_prev`` is a gradient of the loss alone. Without kernels a step
     needs memory for one further copy of all gradients.
 
@@ -126,7 +126,8 @@ def by_kernels(step: Step, strengths: Sequence[float]) -> Shards:
         weights = list[Tensor]()
         for batch, strength in zip(step.batches, strengths, strict=True):
             of_parameters = torch.where(torch.stack(batch.states(HAS_PREVIOUS)) > 0, 1 + strength, 1.0)
-            weights.append(repeated(of_parameters, step.counts(batch)))
+            pairs = zip(of_parameters.unbind(), step.counts(batch), strict=True)
+            weights.append(torch.stack([weight for weight, count in pairs for _ in range(count)]))
         joined = torch.cat(weights).float()
         corrections = torch.stack([joined, torch.ones_like(joined)], 1)
         norms = step.norms(step.kernels.corrected(step.batches, updates, corrections))
@@ -138,7 +139,13 @@ def by_kernels(step: Step, strengths: Sequence[float]) -> Shards:
 
 def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, strength: float) -> list[Tensor]:
     """``c = g + strength (g - g_prev)``; ``g`` without ``g_prev``."""
-    start = foreach.masked(previous, gradients, torch.stack(list(has_previous)) > 0)
+    start = list(gradients)
+    for equal in foreach.alike(gradients, previous):
+        has = torch.stack([has_previous[i] for i in equal]) > 0
+        g = foreach.stacked(gradients, equal)
+        chosen = torch.where(has.view(-1, *[1] * (g.ndim - 1)), foreach.stacked(previous, equal), g)
+        for i, x in zip(equal, chosen.unbind(), strict=True):
+            start[i] = x
     torch._foreach_lerp_(start, list(gradients), 1 + strength)
     return start
 
@@ -156,14 +163,14 @@ def factors(norms: Tensor) -> Tensor:
 
 
 def keep(batch: Batch) -> None:
-    """``g`` becomes ``g_prev`` where it is accepted."""
+    """``g`` becomes ``g_prev``."""
     previous = batch.states(PREVIOUS_GRADIENT)
-    torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
+    torch._foreach_copy_(previous, foreach.where_each(batch.ok, batch.gradients, previous))
 
 
 def mark(batch: Batch) -> None:
-    """There is a ``g_prev`` where a rate above 0 was accepted."""
+    """There is a ``g_prev`` after a step with a rate above 0."""
     has_previous = batch.states(HAS_PREVIOUS)
     flags = torch.stack(has_previous)
-    accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)
-    torch._foreach_copy_(has_previous, torch.maximum(flags, accepted * (batch.lr != 0)).unbind())
+    moved = (batch.if_ok(batch.lr) != 0).to(flags.dtype)
+    torch._foreach_copy_(has_previous, torch.maximum(flags, moved).unbind())

@@ -1,9 +1,10 @@
-"""Skipped steps of gradients that are not finite, or too large.
+"""Steps that are skipped, because a gradient is not finite or too large.
 
-A value that is not finite would stay in the momentum for ever, and so would the square of one that is too large. So all
-ranks skip, count and report the step of that parameter, and several in a row are an error. A CPU knows before anything
-is changed. On a GPU nothing waits: the step masks what is skipped, and the host reads it two steps later. Updates by a
-user's function are treated alike.
+A value that is not finite would stay in the momentum for ever, and so would the square of one that is too large. So the
+whole step is skipped, of all parameters and on all ranks that share some, and counted; several in a row are an error. A
+CPU knows before anything is changed. On a GPU nothing waits: one flag goes through the step, which changes no tensor
+where it is false, and the host reads it two steps later. If an update by a user's function is not finite, all of the
+step count as zero; momenta have followed their gradients before.
 """
 
 import logging
@@ -20,164 +21,111 @@ from megatron_eopt.optimizers.parameters import has_dtensors, local, parameter_n
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_A_ROW = 5  # so many steps of a parameter are skipped before it is an error
+MAX_IN_A_ROW = 5  # so many skipped steps in a row are an error
 # Of a shard of a gradient, 1.1e15. Squares of 2^16 shards add up to 2^116 at most, and fp32 ends at 2^128: the rest is
 # for preconditioners, which divide such squares by those of small gradients before.
 LARGEST_NORM = 2.0**50
 _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read it in the same step
 
+Flag = Tensor | None
+"""A bool () on the device: whether the step is made; None where the host knows that it is."""
+
 
 class NonFinite:
-    """Counts skipped steps of named parameters on a device.
+    """Counts skipped steps on a device.
 
     Args:
-        names: of the parameters.
+        names: tells those of the parameters.
         device: of all of them.
         looked_at: what is not finite, for messages.
         advice: what to look for then.
+        outcome: what becomes of the step.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Callable[[], Sequence[str]],
         device: torch.device,
         looked_at: str = "gradients",
         advice: str = "a learning rate that is too high, or for a loss that overflows",
+        outcome: str = "the whole step is skipped",
     ) -> None:
-        self._names = list(names)
+        self._names = names
         self._device = device
         self._looked_at = looked_at
         self._advice = advice
-        # per parameter: skipped in a row, skipped in all, gradients that only some ranks had
-        self._counts = torch.zeros(3, len(names), dtype=torch.int32, device=device)
-        self._zero = torch.zeros((), device=device)
-        self._pending: deque[Callable[[], Tensor]] = deque()
+        self._outcome = outcome
+        # skipped in a row, in all, and those before which only some ranks had a gradient that they share
+        self._counts = torch.zeros(3, dtype=torch.int32, device=device)
+        self._pending: deque[tuple[Sequence[int], Sequence[bool], Callable[[], Tensor]]] = deque()
         self._reported = 0
-        self._last: tuple[tuple[bool, ...], Tensor] = ((), self._counts)
 
     @property
-    def total(self) -> dict[str, int]:
-        """Name -> skipped steps, if any. Waits for the device."""
-        counts = (self._counts[1] + self.of_updates._counts[1]).tolist()
-        return {name: count for name, count in zip(self._names, counts, strict=True) if count}
+    def total(self) -> int:
+        """Skipped steps. Waits for the device."""
+        return int(self._counts[1] + self.of_updates._counts[1])
 
     @cached_property
     def of_updates(self) -> "NonFinite":
         """The same for updates by functions of the user's."""
         looked_at = "updates by your own orthogonalize"
-        return NonFinite(self._names, self._device, looked_at, "what it cannot take, such as zeros")
+        advice = "what it cannot take, such as zeros"
+        return NonFinite(self._names, self._device, looked_at, advice, "all updates of the step count as zero")
 
-    def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Which parameters have a gradient to step with on all ranks.
+    def accept(
+        self,
+        gradients: Sequence[Tensor | None],
+        agree: Callable[[Tensor], Tensor] = lambda flag: flag,
+        at_once: bool = False,
+    ) -> Tensor:
+        """Whether all ranks can step with their gradients: a number in int32 on the device.
 
-        ``agree`` takes the element-wise minimum of an int32 tensor (3 x parameters) over the ranks that share them. A
-        ``RuntimeError`` after :data:`MAX_IN_A_ROW` skipped steps of one parameter in a row, and where only some of the
-        ranks that share a parameter have a gradient of it.
+        1 for a step, 0 where it is skipped, and -1 where, of ranks that share a parameter, only some have a gradient.
+        ``agree`` takes the minimum over ranks, and tells of the latter; the host waits for it if it is to know
+        ``at_once``. A ``RuntimeError`` after :data:`MAX_IN_A_ROW` skipped steps in a row, and for -1.
         """
-        known = tuple([gradient is not None for gradient in gradients])
-        if known != self._last[0]:
-            self._last = known, torch.tensor(known, device=self._device)
-        present = self._last[1]
-        accepted = self._usable(gradients) & present
-        if agree is None:
-            skipped = accepted ^ present
-        else:
-            flags = torch.stack([accepted, present, ~present]).int()
-            flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
-            flags = agree(flags)
-            accepted = flags[0] == 1
-            on_all = flags[1] == 1
-            on_some = flags[2] == -1
-            skipped = on_all & ~accepted
-            self._counts[2] += on_some & ~on_all
-        self._counts[:2] += skipped
-        self._counts[0] *= ~accepted
-        self._report()
-        return accepted
+        found = {i: x for i, x in enumerate(gradients) if x is not None and x.numel()}
+        norms = norms_of(found.values())
+        norms = [x if x.device == self._device else x.to(self._device) for x in norms]
+        usable = (torch.stack(norms) if norms else self._counts[:0]) <= LARGEST_NORM  # false for NaN, too
+        flag = agree(usable.all().int())
+        skipped = flag < 1
+        self._counts += torch.stack([skipped, skipped, flag < 0])
+        self._counts[0] *= skipped
+        self._report(list(found), [x is None for x in gradients], usable, at_once)
+        return flag
 
-    def _usable(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Which gradients have a norm of at most :data:`LARGEST_NORM`."""
-        norms = [self._zero] * len(gradients)
-        nonempty = {i: x for i, x in enumerate(gradients) if x is not None and x.numel()}
-        for i, norm in zip(nonempty, norms_of(nonempty.values()), strict=True):
-            norms[i] = norm
-        return torch.stack(norms) <= LARGEST_NORM  # false for NaN, too
-
-    def _report(self) -> None:
-        counts = self._counts
-        if self._device.type != "cpu":  # those of some steps ago, on the host by now
-            self._pending.append(to_host(counts, self._device))
+    def _report(self, here: Sequence[int], missing: Sequence[bool], usable: Tensor, at_once: bool) -> None:
+        found = torch.cat([self._counts, usable])
+        if self._device.type != "cpu" and not at_once:  # those of some steps ago, on the host by now
+            self._pending.append((here, missing, to_host(found, self._device)))
             if len(self._pending) <= _DELAY:
                 return
-            counts = self._pending.popleft()()
-        total = int(counts[1].sum())
-        if not counts[2].any() and total == self._reported:
+            here, missing, wait = self._pending.popleft()
+            found = wait()
+        in_a_row, total, uneven, *of_gradients = found.tolist()
+        if total == self._reported:
             return
-        in_a_row, _, partly = counts.tolist()
-        for name, count in zip(self._names, partly, strict=True):
-            if count:
-                raise RuntimeError(
-                    f"{name} has a gradient on some of the ranks that share it, none on others: let its module take "
-                    "part in the loss on all of them or on none"
-                )
-        names = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
-        if max(names.values(), default=0) >= MAX_IN_A_ROW:
+        names = self._names()
+        if uneven:
+            lacking = [name for name, is_missing in zip(names, missing, strict=True) if is_missing]
             raise RuntimeError(
-                f"{self._looked_at} were not finite in {MAX_IN_A_ROW} steps in a row, or above 2^50 in norm, "
-                f"of {listed(names)}: these parameters stand still; look for {self._advice}"
+                "a parameter has a gradient on some of the ranks that share it, none on others; here "
+                f"{listed(lacking) or 'no parameter'} has none: let its module take part in the loss on all of them or "
+                "on none"
             )
-        skipped = f"their steps are skipped, {total} in all so far"
-        logger.warning(f"{self._looked_at} are not finite, or above 2^50 in norm, of {listed(names)}: {skipped}")
+        bad = [names[i] for i, is_usable in zip(here, of_gradients, strict=True) if not is_usable]
+        of_which = listed(bad) or "another rank"
+        if in_a_row >= MAX_IN_A_ROW:
+            raise RuntimeError(
+                f"{self._looked_at} were not finite in {MAX_IN_A_ROW} steps in a row, or above 2^50 in norm, now of "
+                f"{of_which}: nothing is trained any more; look for {self._advice}"
+            )
+        logger.warning(
+            f"{self._looked_at} are not finite, or above 2^50 in norm, of {of_which}: {self._outcome}, {total} in "
+            "all so far"
+        )
         self._reported = total
-
-
-class Refusing:
-    """Refuses gradients that an optimizer can neither leave out nor go on from.
-
-    Args:
-        name: of the optimizer.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        # of each step and device: parameters, and which of their gradients are usable
-        self._pending: deque[list[tuple[list[Tensor], Callable[[], Tensor]]]] = deque()
-
-    def look(self, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]]) -> None:
-        """Look at the gradients of a step; a GPU tells of those two steps before.
-
-        A ``RuntimeError`` as :meth:`read`.
-        """
-        by_device: dict[torch.device, dict[Tensor, Tensor]] = {}  # parameters and their gradients
-        for parameter in parameters:
-            gradient = None if parameter.grad is None else local(parameter.grad)
-            if gradient is not None and gradient.numel():
-                by_device.setdefault(gradient.device, {})[parameter] = gradient
-        of_step = []
-        for device, some in by_device.items():
-            usable = torch.stack(norms_of(some.values())) <= LARGEST_NORM
-            of_step.append((list(some), to_host(usable, device)))
-        self._pending.append(of_step)
-        on_cpu = {device.type for device in by_device} == {"cpu"}  # which knows at once
-        self.read(groups, 0 if on_cpu else _DELAY)
-
-    def read(self, groups: Sequence[dict[str, Any]], but: int = 0) -> None:
-        """Refuse, by a ``RuntimeError``, gradients of all ``but`` the last steps.
-
-        ``groups`` say what parameters are called.
-        """
-        while len(self._pending) > but:
-            refused = []
-            for some, usable in self._pending.popleft():
-                refused += [p for p, is_usable in zip(some, usable().tolist(), strict=True) if not is_usable]
-            if refused:
-                raise RuntimeError(
-                    f"{self._name} got gradients that are not finite, or above 2^50 in norm, of "
-                    f"{listed(_called(p, groups) for p in refused)}: it leaves out no step, and would keep them in its "
-                    "state for ever. Look for a learning rate that is too high, or for a loss that overflows, and let "
-                    "a clipper or scaler look before the step. On a GPU the step is made: go on from the last "
-                    "checkpoint"
-                )
 
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:

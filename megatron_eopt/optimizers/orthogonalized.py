@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from megatron_eopt.matrices import declared_split, experts
 from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.modifiers import measures
 from megatron_eopt.optimizers.muon import muon
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.parameters import (
     check_matrix,
     has_dtensors,
@@ -19,7 +21,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
 )
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.step import Batch, Step, chosen
+from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
@@ -65,10 +67,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     3. Nesterov's look-ahead ``u = (1 - beta) g + beta m``, or ``u = m``;
     4. ``p -= lr * orthogonalize(p, u)``.
 
-    Gradients are not written to. A parameter stays as it is where its gradient is missing, or where that or its update
-    by a function of yours is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. Where a
-    function of yours fails, parameters and state are again what they were, bit for bit. A step leaves every
-    process-wide setting of torch as it found it.
+    Gradients are not written to. A step with one that is not finite is skipped: see
+    :mod:`~megatron_eopt.optimizers.nonfinite`. A step leaves every process-wide setting of torch as it found it.
 
     A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
     scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.
@@ -262,22 +262,23 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """One chunk's step."""
         return self.of_step(step)
 
-    def _take(self, accepted: Tensor) -> None:
-        self._take_users(accepted)
+    def _take(self, ok: Flag) -> None:
+        self._take_users(ok)
 
-    def _take_users(self, accepted: Tensor) -> list[Batch]:
+    def _take_users(self, ok: Flag) -> list[Batch]:
         session = self._session
         assert session.nonfinite is not None  # a step is made
         of_updates = session.nonfinite.of_updates
+        agree = partial(self._agree, present=session.stepping or [])
 
         def accept(updates: Mapping[int, Tensor]) -> Tensor:
             of_all = [updates.get(i) for i, _ in enumerate(self._parameters())]
-            return of_updates.accept(of_all, session.agree)
+            return of_updates.accept(of_all, agree) == 1
 
-        batches = self._batches(accepted)
+        batches = self._batches(ok)
         session.changing = True
         with fp32_products(self.fp32_matmul_prec, as_torch=True):
-            users_step(batches, self.engine, self.program, self.orthogonalize, self._waited_for, accept)
+            users_step(batches, self.engine, self.program, self.orthogonalize, accept)
         return batches
 
     def _state_keys(self) -> list[list[str]]:
@@ -287,11 +288,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             settled.state_keys = [[tensor.key for tensor in self.state_tensors(p)] for p in self._parameters()]
         return settled.state_keys
 
-    def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
-        """One batch per group; ``masked`` ones are equal each step."""
-        masked = masked or accepted.device.type != "cpu"
-        flags = None if masked else accepted.tolist()
+    def _batches(self, ok: Flag) -> list[Batch]:
+        """One batch per group."""
         keys = self._state_keys()
+        stepping = self._stepping
         kept = self.state
         batches = []
         first = 0
@@ -301,24 +301,21 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             gradients = []
             states = []
             for i, p in enumerate(group["params"], first):
-                gradient = p.grad
-                if gradient is None and not self._waited_for(i):
+                if not stepping[i]:
                     continue
                 try:
                     state = {key: kept[p][key] for key in keys[i]}
-                except KeyError:  # also of a parameter whose gradient is left out
+                except KeyError:
                     made = self._states.of(p)
                     state = {key: made[key] for key in keys[i]}
-                if flags is None or flags[i]:
-                    indices.append(i)
-                    parameters.append(p)
-                    # other ranks may wait for a parameter without a gradient: it is masked
-                    gradients.append(state[MOMENTUM_BUFFER] if gradient is None else gradient)
-                    states.append(state)
+                indices.append(i)
+                parameters.append(p)
+                # without a gradient, for which other ranks wait, the step is skipped
+                gradients.append(state[MOMENTUM_BUFFER] if p.grad is None else p.grad)
+                states.append(state)
             first += len(group["params"])
             if indices:
-                mask = chosen(accepted, indices) if masked else None
-                batches.append(self._batch(group, settings, indices, parameters, gradients, states, mask))
+                batches.append(self._batch(group, settings, indices, parameters, gradients, states, ok))
         return batches
 
     def _batch(
@@ -329,7 +326,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         parameters: list[Tensor],
         gradients: list[Tensor],
         states: list[dict[str, Tensor]],
-        mask: Tensor | None,
+        ok: Flag,
     ) -> Batch:
         weights = parameters
         if has_dtensors(parameters):
@@ -354,14 +351,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             cautious=bool(settings.get("cautious_weight_decay")),
             measured=measures(settings),
             decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
-            accepted=mask,
+            ok=ok,
             rounded=self.momentum_dtype is not None,
         )
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
         """Momentum and weight decay of a group's next step."""
         return group[self.momentum_key], group["weight_decay"]
-
-    def _waited_for(self, index: int) -> bool:
-        """Whether other ranks need this one's part, gradient or not."""
-        return False

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers.foreach import where
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.psgd_math import Whitened, preconditioned, refreshed, start
 from megatron_eopt.optimizers.state import StateTensor
@@ -177,9 +178,8 @@ class PSGDKron(StackedOptimizer):
         if not momentum.numel():
             return [momentum]
         group = stack.group
-        accepted = stack.accepted[stack.own]
         # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
-        steps = accepted.view(-1) & momentum.flatten(1).any(1)
+        steps = where(stack.ok, momentum.flatten(1).any(1), False)
         whitened = Whitened(momentum, [stack.kept(key) for key in FACTORS], stack.kept(BOUNDS))
         start(whitened, steps, group["precond_init_scale"])
         with fp32_products(group["fp32_matmul_prec"]):

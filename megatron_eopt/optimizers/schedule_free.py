@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_count
@@ -256,14 +257,13 @@ class ScheduleFreeAdamW(BaseOptimizer):
             )
             return
 
-    def _take(self, accepted: Tensor) -> None:
+    def _take(self, ok: Flag) -> None:
         self._warn_of_schedule()
         self._session.changing = True
         for group in self.param_groups:
             group[COUNT] += 1
-        stored = foreach.active(self.param_groups, accepted, lambda p: X in self._begun_state(p))
-        for group, parameters, mask in stored:
-            schedule_free_adamw(parameters, [self._begun_state(p) for p in parameters], mask, group)
+        for group, parameters in foreach.active(self.param_groups, ok, lambda p: X in self._begun_state(p)):
+            schedule_free_adamw(parameters, [self._begun_state(p) for p in parameters], ok, group)
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state; ``z`` and ``x`` start at the parameter."""
@@ -277,15 +277,13 @@ class ScheduleFreeAdamW(BaseOptimizer):
         return state
 
 
-def advance_schedules(
-    states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+def advance_schedules(states: Sequence[dict[str, Tensor]], ok: Flag, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Advance schedules; returns rates of this step, and the share that its ``z`` has in ``x``."""
     schedules = [state[SCHEDULE] for state in states]
     count = group[COUNT]
     warmup = group["warmup_steps"]
     schedule = torch.stack(schedules)
-    steps_made = torch.ones_like(schedule[:, 0]) if accepted is None else accepted.double()
+    steps_made = torch.ones_like(schedule[:, 0]) if ok is None else ok.double().expand(len(schedule))
     rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * steps_made
     largest = torch.maximum(schedule[:, 2], rates)
     weights = rates
@@ -294,12 +292,12 @@ def advance_schedules(
     total = schedule[:, 1] + weights
     shares = torch.where(total > 0, weights / total, 0.0) * steps_made  # rates may all have been zero
     advanced = list(torch.stack([schedule[:, 0] + 1, total, largest], dim=1).unbind())
-    torch._foreach_copy_(schedules, foreach.masked(advanced, schedules, accepted))
+    torch._foreach_copy_(schedules, foreach.where_each(ok, advanced, schedules))
     return rates, shares
 
 
 def schedule_free_adamw(
-    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
+    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], ok: Flag, group: dict[str, Any]
 ) -> None:
     """One step; all parameters have an ``x``, or none.
 
@@ -314,11 +312,11 @@ def schedule_free_adamw(
     kempnerforge = group["variant"] == "kempnerforge"
     weight_decay = group["weight_decay"]
 
-    rates, shares = advance_schedules(states, accepted, group)
+    rates, shares = advance_schedules(states, ok, group)
 
     gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
-    gradients = foreach.masked(gradients, 0.0, accepted)
-    foreach.follow_squares(squares, gradients, beta2, accepted)
+    gradients = foreach.where_each(ok, gradients, 0.0)
+    foreach.follow_squares(squares, gradients, beta2, ok)
     roots = list(torch._foreach_div(squares, 1 - beta2 ** group[COUNT]))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, group["eps"])
@@ -330,23 +328,23 @@ def schedule_free_adamw(
         # in 16 bits y is rounded, and z would decay by its rounding
         decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs else ys
         torch._foreach_add_(steps, decayed, alpha=weight_decay)
-    foreach.times(steps, rates, accepted)
+    foreach.times(steps, rates, ok)
     if weight_decay != 0 and kempnerforge:
         after = torch._foreach_sub(zs, steps)
-        foreach.times(after, rates * weight_decay, accepted)
+        foreach.times(after, rates * weight_decay, ok)
         torch._foreach_add_(steps, after)
 
     if xs:
         torch._foreach_sub_(zs, steps)
     averages = xs or ys
     towards = torch._foreach_sub(zs, averages)
-    foreach.times(towards, shares, accepted)
+    foreach.times(towards, shares, ok)
     torch._foreach_add_(averages, towards)
     if xs:
-        torch._foreach_copy_(ys, torch._foreach_lerp(zs, xs, beta1))
+        torch._foreach_copy_(ys, foreach.where_each(ok, torch._foreach_lerp(zs, xs, beta1), ys))
     else:
         torch._foreach_sub_(zs, steps)
-        foreach.times(steps, 1 - beta1 * (1 - shares), accepted)
+        foreach.times(steps, 1 - beta1 * (1 - shares), ok)
         torch._foreach_sub_(ys, steps)
 
 

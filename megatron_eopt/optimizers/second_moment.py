@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer, refuse_blockwise
 from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
 from megatron_eopt.optimizers.step import Batch, Step
@@ -133,10 +134,9 @@ def first_rms(settings: Mapping[str, Any], muon: float, scale: float) -> float:
 
 @dataclass(frozen=True)
 class Moment:
-    """A second moment, kept where ``accepted`` is False."""
+    """A second moment."""
 
     v: Tensor
-    accepted: Tensor | bool
     beta2: float
     eps: float
 
@@ -147,19 +147,16 @@ def moments_of(batches: Sequence[Batch]) -> list[Moment]:
     for batch in batches:
         beta2 = batch.settings["beta2"]
         eps = batch.settings["eps"]
-        for n, of_parameter in enumerate(batch.matrix_states(MOMENT2_BUFFER)):
-            accepted = True if batch.accepted is None else batch.accepted[n]
-            found += [Moment(v, accepted, beta2, eps) for v in of_parameter]
+        for of_parameter in batch.matrix_states(MOMENT2_BUFFER):
+            found += [Moment(v, beta2, eps) for v in of_parameter]
     return found
 
 
-def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...], ok: Flag) -> list[Tensor]:
     """``v += (1 - beta2) (value - v)``, overwriting ``values``."""
     vs = [moment.v for moment in moments]
-    flags = [moment.accepted for moment in moments if isinstance(moment.accepted, Tensor)]
     torch._foreach_clamp_max_(values, torch.finfo(torch.float32).max)  # an infinity would stay in v for ever
-    new = foreach.masked(values, vs, torch.stack(flags) if flags else None)
-    torch._foreach_lerp_(vs, new, [1 - moment.beta2 for moment in moments])
+    torch._foreach_lerp_(vs, foreach.where_each(ok, values, vs), [1 - moment.beta2 for moment in moments])
     return vs
 
 
@@ -172,7 +169,7 @@ def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
     torch._foreach_copy_(directions, whole)
     for equal in foreach.alike(directions):
         wide = [directions[i] for i in equal]
-        roots = torch._foreach_sqrt(average([moments[i] for i in equal], torch._foreach_mul(wide, wide)))
+        roots = torch._foreach_sqrt(average([moments[i] for i in equal], torch._foreach_mul(wide, wide), batches[0].ok))
         torch._foreach_add_(roots, [moments[i].eps for i in equal])
         torch._foreach_div_(wide, roots)
     new = engine.split(indices, directions)
@@ -203,6 +200,7 @@ def normuon(engine: Engine, batches: Sequence[Batch], factors: Tensors, scales: 
     """
     matrices = engine.flat([i for batch in batches for i in batch.indices])
     moments = moments_of(batches)
+    ok = batches[0].ok
     tall = [_tall(matrix.shape) for matrix in matrices]
     means = list[StatisticsRequest]()
     # a short dimension that is cut needs its means reduced; one that is whole, the norms of O and U
@@ -218,7 +216,7 @@ def normuon(engine: Engine, batches: Sequence[Batch], factors: Tensors, scales: 
     norms = list[StatisticsRequest]()
     if here:
         statistics = engine.statistics([means[i] for i in here])  # exchanges nothing
-        new, lengths = followed([moments[i] for i in here], statistics)
+        new, lengths = followed([moments[i] for i in here], statistics, ok)
         steps.update(zip(here, new, strict=True))
         for i, x in zip([*here, *here], lengths, strict=True):
             norms.append(StatisticsRequest(matrix=matrices[i], x=x, squared_norm=True))
@@ -226,7 +224,7 @@ def normuon(engine: Engine, batches: Sequence[Batch], factors: Tensors, scales: 
     if here:
         align([steps[i] for i in here], norms_of(reduced[: len(norms)]))
     if crossing:
-        new, lengths = followed([moments[i] for i in crossing], reduced[len(norms) :])
+        new, lengths = followed([moments[i] for i in crossing], reduced[len(norms) :], ok)
         steps.update(zip(crossing, new, strict=True))
         align(new, squared_norms(lengths))
     of_lines = [steps[i][:, None] if tall[i] else steps[i][None] for i in range(len(matrices))]
@@ -234,10 +232,12 @@ def normuon(engine: Engine, batches: Sequence[Batch], factors: Tensors, scales: 
     return of_lines
 
 
-def followed(moments: Sequence[Moment], statistics: Sequence[Statistics]) -> tuple[list[Tensor], list[Tensor]]:
+def followed(
+    moments: Sequence[Moment], statistics: Sequence[Statistics], ok: Flag
+) -> tuple[list[Tensor], list[Tensor]]:
     """Steps of rows or columns, and their norms: those of all ``O``, then of all ``U``."""
     squares = [x for of_matrix in statistics for x in of_matrix.values()]
-    steps = list(torch._foreach_clamp_min(average(moments, squares), [moment.eps for moment in moments]))
+    steps = list(torch._foreach_clamp_min(average(moments, squares, ok), [moment.eps for moment in moments]))
     torch._foreach_rsqrt_(steps)
     roots = torch._foreach_sqrt(squares)
     return steps, [*roots, *torch._foreach_mul(roots, steps)]
@@ -255,7 +255,7 @@ def namo(
     indices = [i for batch in batches for i in batch.indices]
     moments = moments_of(batches)
     of_gradients, of_updates = squares_of_shards(engine, indices, gradients, updates)
-    roots = torch._foreach_sqrt(average(moments, of_gradients.float().unbind()))
+    roots = torch._foreach_sqrt(average(moments, of_gradients.float().unbind(), batches[0].ok))
     torch._foreach_add_(roots, [moment.eps for moment in moments])
     ratios = list((of_updates.sqrt() / torch.stack(roots)).unbind())
     torch._foreach_mul_(ratios, scales)

@@ -1,15 +1,16 @@
 """What an optimizer knows in one process, never saved."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.nonfinite import NonFinite, WithoutGradients
+from megatron_eopt.optimizers.nonfinite import Flag, NonFinite, WithoutGradients
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.parallel.engine import Engine
@@ -25,6 +26,7 @@ class Settled:
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels
     norms_checked: bool = False  # those by which updates are sized
+    further: list[ProcessGroup] | None = None  # beside those of the engine: ranks that skip steps together
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Session:
     parameters: list[Tensor] = field(default_factory=list)  # that it was made for
     tags: list[object] = field(default_factory=list)  # what these said of their logical matrices
     engine_of: object = None  # the settings that the engine was made for
-    agree: Callable[[Tensor], Tensor] | None = None  # minimum of flags over ranks; None where no rank shares anything
+    stepping: list[bool] | None = None  # which parameters have gradients, as sharing ranks have agreed
     settled: Settled = field(default_factory=Settled)  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
     said: list[tuple[torch.Size, dict[str, Any]]] = field(default_factory=list)  # by the parameters that were added
@@ -45,7 +47,8 @@ class Session:
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory
     streamed: Streamed | None = None
     watched: Watched | None = None
-    also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
+    also: Callable[[Flag], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
+    also_groups: Sequence[dict[str, Any]] = ()  # whose parameters that steps
     beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
     checked: list[object] | None = None  # settings of groups, and functions of the user's, as they were checked last
     settings: list[dict[str, Any]] = field(default_factory=list)  # effective ones of each group, by these

@@ -26,6 +26,7 @@ from megatron_eopt.optimizers.factored import (
     gram,
     steps_taken,
 )
+from megatron_eopt.optimizers.foreach import where
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.whole_matrices import MatrixStack, first_moment, refreshes
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
@@ -146,11 +147,10 @@ class Preconditioning(FactoredOptimizer):
     ) -> None:
         """Update factors with gradients, and make or turn bases."""
         group = self._settings(stack)
-        accepted = stack.accepted[stack.own]
         beta = group["shampoo_beta"]
         weight = (1 - beta) / (1 - beta ** steps_taken(stack).clamp(min=1))
         weight = torch.where(begins, 1.0, weight)
-        follows = accepted & gradient.flatten(1).any(1)[:, None, None]
+        follows = gradient.flatten(1).any(1)[:, None, None]  # it is zero if not ok
         of_rows = gradient
         of_columns = gradient.mT
         if self.whitens and left is not None and right is not None:  # both before a factor changes
@@ -175,7 +175,7 @@ class Preconditioning(FactoredOptimizer):
                 images = side.factor @ side.basis
                 order = (side.basis * images).sum(1).argsort(descending=True)
                 new = turned(side, images, order)
-            torch.where(accepted, new, side.basis, out=side.basis)
+            side.basis.copy_(where(stack.ok, new, side.basis))
 
     def _preconditioned(
         self, momentum: Tensor, left: Side | None, right: Side | None, group: Mapping[str, Any]

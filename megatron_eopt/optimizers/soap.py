@@ -71,8 +71,8 @@ class SOAP(FactoredOptimizer):
     group, by costs from shapes alone. Shards of gradient, ``M`` and ``V`` go there, in one all-to-all for many
     matrices, and those of the update and ``V`` come back; only that rank has the factors and bases. With
     ``share_over_dp`` data-parallel ranks are among the compute ranks. Of DTensors each rank gathers matrices, and has
-    factors and bases: torch's checkpoints know no tensor that only one rank has. A gradient that is not finite on one
-    rank is left out on all that share it.
+    factors and bases: torch's checkpoints know no tensor that only one rank has. A step with a
+    gradient that is not finite is skipped.
 
     The first step makes the eigenvectors of every factor, some 10 n^3 operations a side of n, many of them bound by
     memory. At 8192 that may take very long, and other ranks wait for a compute rank within the timeout of their group.
@@ -201,8 +201,7 @@ class SOAP(FactoredOptimizer):
         update: Tensor | None = squares if stack.moves else None
         if stack.matrices[stack.own]:
             left, right = self._sides(stack)
-            accepted = stack.accepted[stack.own]
-            matrices = Preconditioned(gradient, momentum, squares, steps_taken(stack), accepted, left, right)
+            matrices = Preconditioned(gradient, momentum, squares, steps_taken(stack), stack.ok, left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
                 update = update_of(matrices, self._settings(stack), stack.one.first)
             self._keep_sides(stack, [left, right])

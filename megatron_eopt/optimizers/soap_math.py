@@ -17,7 +17,8 @@ from megatron_eopt.optimizers.eigenbases import (
     whitened,
 )
 from megatron_eopt.optimizers.factored import Side, follow, gram
-from megatron_eopt.optimizers.nonfinite import LARGEST_NORM
+from megatron_eopt.optimizers.foreach import where
+from megatron_eopt.optimizers.nonfinite import LARGEST_NORM, Flag
 from megatron_eopt.optimizers.whole_matrices import refreshes
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
@@ -29,11 +30,11 @@ SortBases = Literal["before", "after"]
 class Preconditioned:
     """Stacked whole matrices (n, rows, cols), updated in place."""
 
-    gradient: Tensor  # in the dtype of the rest; zero where it is not accepted
+    gradient: Tensor  # in the dtype of the rest; zero if not ok
     momentum: Tensor  # Adam's first moment, with this gradient in it
     squares: Tensor  # Adam's second moment, in the eigenbases
-    steps: Tensor  # accepted so far, with this one: fp64, (n x 1 x 1), or as many dimensions as the tensors have
-    accepted: Tensor  # where not, everything stays as it is; of the same shape
+    steps: Tensor  # so far, with this one: fp64, (n x 1 x 1), or as many dimensions as the tensors have
+    ok: Flag = None
     left: Side | None = None  # factors and bases of the rows
     right: Side | None = None
 
@@ -78,7 +79,7 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
     for dim, side, product in ((1, left, of_rows), (2, right, of_columns)):
         if side is None or product is None:
             continue
-        follow(side.factor, product, weight, matrices.accepted)
+        follow(side.factor, product, weight, matrices.ok)
         if first:
             side.basis.copy_(eigenbasis(side.factor))
         elif refreshes(settings):
@@ -120,7 +121,6 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
     ``before`` that the columns of ``Q`` are sorted by their eigenvalues, the largest first, and ``squares`` with them;
     ``after`` it those of the new basis alone.
     """
-    accepted = matrices.accepted
     images = side.factor @ side.basis
     order = None
     if settings["sort_bases"] == "before":
@@ -130,7 +130,7 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
             values = (side.basis * images).sum(1)
         order = values.argsort(descending=True)
         sorted_squares = in_order(matrices.squares, order, dim)
-        torch.where(accepted, sorted_squares, matrices.squares, out=matrices.squares)
+        matrices.squares.copy_(where(matrices.ok, sorted_squares, matrices.squares))
     if settings["basis_method"] == "eigh":
         new = eigenbasis(side.factor)
     else:
@@ -138,7 +138,7 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
         if order is None:
             order = eigenvalues(Side(side.factor, new)).argsort(descending=True)
             new = in_order(new, order, 2)
-    torch.where(accepted, new, side.basis, out=side.basis)
+    side.basis.copy_(where(matrices.ok, new, side.basis))
 
 
 def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any], first: bool) -> Tensor:
@@ -159,7 +159,7 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
         update = update / correction(beta1, moments)
     squared = update if settings["orthogonalize"] and matrices.factored else seen
     new = squared.square().clamp(max=torch.finfo(squares.dtype).max)  # an infinity would stay for ever
-    squares.lerp_(torch.where(matrices.accepted, new, squares), 1 - beta2)
+    squares.lerp_(where(matrices.ok, new, squares), 1 - beta2)
     update = update / ((squares / correction(beta2, moments)).sqrt() + settings["eps"])
     return out_of_bases(update, matrices.left, matrices.right)
 

@@ -13,8 +13,10 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.foreach import where
 from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
 from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -46,7 +48,9 @@ def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:
             gradients = []
             for factor, m in zip(stack.factors, stack.momenta, strict=True):
                 g = factor.parameter.grad
-                gradients.append(m if g is None else local(g))  # averaged with itself a momentum stays as it is
+                gradients.append(
+                    m if g is None else local(g).to(m.dtype)
+                )  # averaged with itself a momentum stays as it is
             stack.gradients = gradients
         return
     given = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in chunk.parameters]
@@ -65,9 +69,9 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
     for stack in stacks:
         lr = stack.settings["lr"]
         # A -= lr * weight_decay * A; 1 - lr * weight_decay as one factor would be rounded alike in every step
-        foreach.subtract(stack.values, stack.values, lr * stack.settings["weight_decay"], stack.accepted)
+        foreach.subtract(stack.values, stack.values, lr * stack.settings["weight_decay"], stack.ok)
         # mA += (1 - beta) (gA - mA)
-        foreach.average(stack.momenta, list(stack.gradients), stack.settings["momentum_beta"], False, stack.accepted)
+        foreach.average(stack.momenta, list(stack.gradients), stack.settings["momentum_beta"], False, stack.ok)
         stack.gradients = ()
     momenta = {}
     for stack in stacks:
@@ -83,12 +87,12 @@ def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: 
     for stack, of_stack in zip(stacks, norms, strict=True):
         norm_of |= zip([factor.index for factor in stack.factors], of_stack.unbind(), strict=True)
     for stack, before, (u, _, _), own in zip(stacks, us, vectors, norms, strict=True):
-        torch._foreach_copy_(stack.us, list(torch.where(stack.accepted[:, None], u, before).unbind()))
+        torch._foreach_copy_(stack.us, list(where(stack.ok, u, before).unbind()))
         others = torch.stack([norm_of[factor.partner] for factor in stack.factors])
         bound = own + others + 1  # lr' = lr / (sA + sB + 1)
         updates = stack.upright(torch.stack([directions.pop(factor.index) for factor in stack.factors]))
-        # A -= lr' orth(mA)
-        foreach.subtract(stack.values, updates.unbind(), stack.settings["lr"] / bound, stack.accepted)
+        updates = updates * (stack.settings["lr"] / bound).view(-1, 1, 1)
+        foreach.subtract(stack.values, updates.unbind(), 1.0, stack.ok)  # A -= lr' orth(mA)
 
 
 def _sum_gradients(stacks: Sequence[FactorStack], engine: Engine) -> None:
@@ -105,8 +109,8 @@ def write_weights(chunk: Chunk, engine: Engine) -> None:
     shards = engine.split(chunk.indices, list(tensors))
     for A, B in chunk.pairs:
         before = torch.stack([shards[i] for i in A.numbers])
-        changed = (A.accepted & (A.settings["lr"] != 0)).view(-1, 1, 1)
-        W = torch.where(changed, (A.stack() @ B.stack().mT).to(before.dtype), before)
+        W = (A.stack() @ B.stack().mT).to(before.dtype)
+        W = where(A.ok, torch.where(torch.as_tensor(A.settings["lr"] != 0, device=W.device), W, before), before)
         for i, shard in zip(A.numbers, W.unbind(), strict=True):
             shards[i] = shard
     torch._foreach_copy_(tensors, engine.merge(chunk.indices, shards))
@@ -359,17 +363,15 @@ class Spectron(BaseOptimizer):
         check = low_rank.check_pairs if group["pairs"] else low_rank.check_weights
         check(name, group["rank"], parameters)
 
-    def _take(self, accepted: Tensor) -> None:
+    def _take(self, ok: Flag) -> None:
         parameters = self._parameters()
-        flags = dict(zip(parameters, accepted.unbind(), strict=True))
-        # also without a gradient where others wait for this rank's part
-        active = [p for i, p in enumerate(parameters) if p.grad is not None or self.engine.shares(i)]
+        active = list(compress(parameters, self._stepping))
         with fp32_products("highest"):
             waiting = [p for p in active if not self._is_projected(p)]
             if waiting:
-                self._project(waiting, flags)
+                self._project(waiting, ok)
             self._session.changing = True
-            chunks = self._chunks(set(active), flags)
+            chunks = self._chunks(set(active), ok)
             stacks = list[FactorStack]()
             for chunk in chunks:
                 gradients_of_factors(chunk, self.engine)
@@ -385,19 +387,19 @@ class Spectron(BaseOptimizer):
             for shard in self.engine.split([index], [local(parameter)]):
                 yield shard.to(self._plan.factors[parameter][0].dtype)
 
-    def _chunks(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> list[Chunk]:
+    def _chunks(self, active: set[Tensor], ok: Flag) -> list[Chunk]:
         index_of = {p: i for i, p in enumerate(self._parameters())}
         chunks = []
         for group in self.param_groups:
             units = []  # of parameters that step together
             for unit in batched(group["params"], 2 if group["pairs"] else 1):
-                if not active.isdisjoint(unit) and all(map(self._is_projected, unit)):
+                if active.issuperset(unit) and all(map(self._is_projected, unit)):
                     units.append(unit)
             for parameters in low_rank.in_chunks(units, self._plan.factors):
                 factors = [factor for p in parameters for factor in self._plan.factors[p]]
                 # a factor that is a parameter is a matrix of its own
                 self.newton_schulz_calls += sum(len(self._plan.factors[p][::2]) for p in parameters)
-                pairs = low_rank.stacked_pairs(factors, group, flags, self._kept)
+                pairs = low_rank.stacked_pairs(factors, group, ok, self._kept)
                 chunks.append(Chunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
         return chunks
 
@@ -410,12 +412,12 @@ class Spectron(BaseOptimizer):
         """Whether a weight is the product of its factors; a factor itself is not projected."""
         return not self._plan.factors[parameter][0].in_state or self._has_begun(parameter, PROJECTED)
 
-    def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
+    def _project(self, waiting: Sequence[Tensor], ok: Flag) -> None:
         """Project weights in their first step; the host waits."""
         # also with lr=0: torch loads a checkpoint into what such a step makes
         kept = [self._states.of(p, PROJECTED)[PROJECTED] for p in waiting]
-        begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
-        done, begins = torch.stack([*kept, *begin]).view(2, -1).tolist()
+        begin = [torch.as_tensor(self.group_of(p)["lr"] > 0, device=kept[0].device) for p in waiting]
+        done, begins = torch.stack([torch.stack(kept) > 0, where(ok, torch.stack(begin), False)]).tolist()
         for p in compress(waiting, done):
             self._note_begun(p, PROJECTED)
         new = [p for p in compress(waiting, begins) if not self._is_projected(p)]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
+from megatron_eopt.optimizers.foreach import MomentumRule, Tensors
 from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER, RADIUS, holds
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.rounding import store
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.weight_step import (
@@ -56,7 +57,7 @@ class Batch:
     decay_method: DecayMethod
     cautious: bool = False  # whether weight decay waits for the signs of the update
     measured: bool = False  # whether norms of whole matrices size the step
-    accepted: Mask = None
+    ok: Flag = None
     rounded: bool = False  # whether momenta are in bf16, and rounded at random
 
     @cached_property
@@ -77,21 +78,13 @@ class Batch:
         """What a step changes of each parameter: its weight and state."""
         return [[weight, *state.values()] for weight, state in zip(self.weights, self.state, strict=True)]
 
-    def masked(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """``x``, which has entries of each parameter, or 0 where it does not step."""
-        return x if self.accepted is None else x * repeated(self.accepted, counts)
-
-    def column(self, value: Scalar, counts: Sequence[int] | None = None) -> Tensor:
-        """A number in fp64 for each of several entries of parameters, 0 where one does not step."""
-        counts = [1] * len(self.indices) if counts is None else counts
-        made = torch.ones(sum(counts), dtype=torch.float64, device=self.weights[0].device) * value
-        return self.masked(made, counts)
+    def if_ok(self, value: Scalar) -> Tensor:
+        """A number in fp64, or 0 where the step is skipped."""
+        made = torch.as_tensor(value, dtype=torch.float64, device=self.weights[0].device)
+        return made if self.ok is None else made * self.ok
 
     def subset(self, positions: Sequence[int]) -> "Batch":
         """The batch of the parameters at these positions in it."""
-        accepted = self.accepted
-        if accepted is not None:
-            accepted = chosen(accepted, positions)
         return replace(
             self,
             indices=[self.indices[n] for n in positions],
@@ -99,7 +92,6 @@ class Batch:
             weights=[self.weights[n] for n in positions],
             gradients=[self.gradients[n] for n in positions],
             state=[self.state[n] for n in positions],
-            accepted=accepted,
         )
 
 
@@ -168,7 +160,7 @@ class Step:
         for batch in self.batches:
             if batch.decays and batch.decay_method != "l2" and not batch.cautious:
                 factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
-                foreach.scale(batch.weights, factor, batch.accepted)
+                foreach.scale(batch.weights, factor, batch.ok)
 
     def momentum(self, rule: MomentumRule = foreach.average) -> Shards:
         """``m += (1 - beta) (g - m)``, or another rule; logical matrices of ``m`` after the look-ahead.
@@ -190,7 +182,7 @@ class Step:
                 gradients = [x.float() for x in gradients]
             if batch.decays and batch.decay_method == "l2":
                 gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
-            u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
+            u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.ok)
             if batch.rounded:
                 store(batch.momenta, momenta, batch.settings[MOMENTUM_STEPS])
                 u = [x.to(weight.dtype) for x, weight in zip(u, batch.weights, strict=True)]
@@ -268,12 +260,12 @@ class Step:
         for batch, of_batch in pairs:
             if batch.decays and batch.cautious:
                 rate = foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
-                decay_cautiously(batch.weights, self._merged(batch, of_batch), 1 - batch.column(rate))
+                decay_cautiously(batch.weights, self._merged(batch, of_batch), 1 - batch.if_ok(rate))
         measured = [pair for pair in pairs if pair[0].measured]
         coefficients = iter(self._measured_coefficients(measured) if measured else ())
         for batch, of_batch in pairs:
             if not batch.measured:
-                foreach.subtract(batch.weights, self._merged(batch, of_batch), batch.lr, batch.accepted)
+                foreach.subtract(batch.weights, self._merged(batch, of_batch), batch.lr, batch.ok)
                 continue
             shards = self.engine.split(batch.indices, list(batch.weights))
             move(shards, of_batch, next(coefficients))
@@ -331,14 +323,12 @@ class Step:
         numbers = [sum(self.counts(batch)) for batch in batches]
         measured = zip(squares.split(numbers, 1), inner.split(numbers), strict=True)
         for batch, (norms, products) in zip(batches, measured, strict=True):
-            counts = self.counts(batch)
+            rate = batch.if_ok(batch.lr)
             if holds(batch.settings):
                 radii = torch.stack(list(chain(*batch.matrix_states(RADIUS))))
-                lengths = batch.masked(radii * batch.lr, counts)
-                coefficients.append(on_spheres(norms, products, radii, lengths))
+                coefficients.append(on_spheres(norms, products, radii, radii * rate))
             else:
-                rates = batch.column(batch.lr, counts)
-                coefficients.append(resized(norms, products, rates, batch.settings))
+                coefficients.append(resized(norms, products, rate, batch.settings))
         return coefficients
 
 
@@ -386,17 +376,3 @@ def cast_to_average(batches: Sequence[Batch]) -> list[Batch]:
             batch = replace(batch, gradients=gradients)
         cast.append(batch)
     return cast
-
-
-def chosen(flags: Tensor, indices: Sequence[int]) -> Tensor:
-    """Flags at ascending indices; themselves where these are all."""
-    if len(indices) == len(flags):
-        return flags
-    entries = flags.unbind()
-    return torch.stack([entries[i] for i in indices])
-
-
-def repeated(flags: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each entry so many times."""
-    entries = flags.unbind()
-    return torch.stack([entries[i] for i, count in enumerate(counts) for _ in range(count)])

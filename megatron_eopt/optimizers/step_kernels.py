@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
     rows: int
     cols: int
-    parameter: int  # of the batch, whose flag says whether it steps
+    parameter: int  # of the batch
     gradient: int
     gradient_row: int
     gradient_col: int
@@ -184,7 +184,7 @@ class StepKernels:
             step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded else 0
             numbers = (beta, 1 - beta, decay, step)
             of_matrices = x.table if corrections is None else corrections
-            launch(momentum_kernel, x, _flags(x, batch), others[x.first], out, of_matrices, *numbers)
+            launch(momentum_kernel, x, _flag(batch), others[x.first], out, of_matrices, *numbers)
         return _by_matrix(launches, norms, others, wanted)
 
     def moments(self, batches: Sequence[Batch], factors: Tensors, measured: bool) -> tuple[list[Tensor], ...]:
@@ -197,7 +197,7 @@ class StepKernels:
         for x, out in zip(launches, norms, strict=True):
             batch = batches[x.batch]
             numbers = (_float(1 - batch.settings["beta2"]), _float(batch.settings["eps"]))
-            launch(moment_kernel, x, _flags(x, batch), factors[x.first], out, *numbers)
+            launch(moment_kernel, x, _flag(batch), factors[x.first], out, *numbers)
         return _by_matrix(launches, norms, factors, wanted)
 
     def products_of_weights(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
@@ -246,7 +246,7 @@ class StepKernels:
             batch = batches[x.batch]
             scale = float(x.scale) if joined is None else joined
             eps = _float(batch.settings["eps"]) if divided else 0.0
-            launch(subtract_kernel, x, _flags(x, batch), factors[x.first], *_rates(batch), scale, eps)
+            launch(subtract_kernel, x, _flag(batch), factors[x.first], *_rates(batch), scale, eps)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
         """Apply :func:`~megatron_eopt.optimizers.weight_step.move` with coefficients in fp32."""
@@ -254,7 +254,7 @@ class StepKernels:
 
         constants = {"SCALES_ON_DEVICE": True, "DIVIDED": False, "ON_SPHERE": True}
         for x in self._launches(subtract_kernel, batches, factors, ("weight",), constants):
-            launch(subtract_kernel, x, _flags(x, batches[x.batch]), factors[x.first], 0.0, 1.0, coefficients, 0.0)
+            launch(subtract_kernel, x, _flag(batches[x.batch]), factors[x.first], 0.0, 1.0, coefficients, 0.0)
 
     def _readable(self, batch: Batch) -> Batch:
         """The batch with gradients of dtypes and strides that kernels read."""
@@ -287,7 +287,7 @@ class StepKernels:
         for batch in batches:
             tensors = list(chain(*(_tensors(batch, side) for side in sides)))
             seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
-            seen.append([isinstance(x, Tensor) for x in (batch.accepted, batch.lr, batch.weight_decay)])
+            seen.append([isinstance(x, Tensor) for x in (batch.lr, batch.weight_decay)])
             seen.append((batch.nesterov, batch.decays, batch.decay_method, batch.cautious))
         whole = others
         if isinstance(others, Rows):
@@ -486,7 +486,6 @@ def _compiled(
         "WIDTH": width,
         "PARAMETER": triton_dtype(weight),
         "AVERAGE": triton_dtype(torch.promote_types(batch.momenta[n].dtype, weight)),
-        "MASKED": batch.accepted is not None,
         "L2": batch.decays and l2,
         "DECAY_ON_DEVICE": isinstance(_float(batch.weight_decay), Tensor),
         "NESTEROV": batch.nesterov,
@@ -548,8 +547,8 @@ def _rates(batch: Batch) -> tuple[Scalar, Scalar]:
     return both[0].float(), both[1].float()
 
 
-def _flags(x: Launch, batch: Batch) -> Tensor:
-    return x.table if batch.accepted is None else batch.accepted
+def _flag(batch: Batch) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=batch.weights[0].device) if batch.ok is None else batch.ok
 
 
 address = Tensor.data_ptr
@@ -572,11 +571,11 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def launch(kernel: Any, x: Launch, flags: Tensor, *numbers: Any) -> None:
+def launch(kernel: Any, x: Launch, flag: Tensor, *numbers: Any) -> None:
     """Start a kernel on the device of its tensors, which come before its numbers."""
     from megatron_eopt.optimizers.triton_step import OPTIONS, launchers
 
-    tensors = [x.table, flags, *takewhile(lambda y: isinstance(y, Tensor), numbers)]
+    tensors = [x.table, flag, *takewhile(lambda y: isinstance(y, Tensor), numbers)]
     rest = (*numbers[len(tensors) - 2 :], x.tiles)
     if any(isinstance(number, Tensor) for number in rest):
         with torch.cuda.device_of(x.table):  # triton takes the current one

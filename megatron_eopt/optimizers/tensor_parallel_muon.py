@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports, second_moment
 from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import (
     OF_PARAMETERS,
@@ -293,13 +294,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         measures = any(each["moment2_method"] != "none" and modifiers.measures(each) for each in of_groups)
         return OF_ENTRY if measures or self._of_user("program") else self.copied
 
-    def _take(self, accepted: Tensor) -> None:
+    def _take(self, ok: Flag) -> None:
         session = self._session
         held_norms.find_norms(self)
         if self._of_user(*OF_PARAMETERS):
-            batches = self._take_users(accepted)
+            batches = self._take_users(ok)
         else:
-            batches = self._batches(accepted, masked=self.cuda_graphs)
+            batches = self._batches(ok)
             run = self._run
             if self.cuda_graphs:
                 graphed = session.settled.graphed = session.settled.graphed or GraphedUpdate(self._run)
@@ -443,9 +444,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def scale_factor_fn(self, rows: int, cols: int) -> float:
         """The scale of a matrix; users may replace it."""
         return scale_of(self.effective({}), rows, cols)
-
-    def _waited_for(self, index: int) -> bool:
-        return self.engine.shares(index)
 
     # What is planned, and described.
 

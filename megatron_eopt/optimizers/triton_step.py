@@ -20,7 +20,6 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # only fma() is fused, as
 # What stands where in a row of the table: see Piece.
 ROWS = tl.constexpr(0)
 COLS = tl.constexpr(1)
-FLAG = tl.constexpr(2)
 OF_GRADIENT = tl.constexpr(3)  # address, distance of rows, distance of columns
 OF_MOMENTUM = tl.constexpr(6)
 OF_WEIGHT = tl.constexpr(9)
@@ -182,7 +181,7 @@ def _corrected(g, previous, row, corrections, AVERAGE: tl.constexpr, INTERPRETED
 @triton.jit(do_not_specialize=["tiles"])
 def corrections_kernel(  # type: ignore[no-untyped-def]
     table,
-    flags,
+    flag,
     corrections,
     norms,
     tiles,
@@ -207,7 +206,7 @@ def corrections_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["step", "tiles"])
 def momentum_kernel(  # type: ignore[no-untyped-def]
     table,
-    flags,
+    flag,
     out,
     norms,
     corrections,
@@ -222,7 +221,6 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     MOMENTUM: tl.constexpr,
     PARAMETER: tl.constexpr,
     AVERAGE: tl.constexpr,
-    MASKED: tl.constexpr,
     L2: tl.constexpr,
     DECAY_ON_DEVICE: tl.constexpr,
     HEAVY: tl.constexpr,
@@ -250,14 +248,11 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
     old = m.to(tl.uint32, bitcast=True)
     g = _rounded(g, AVERAGE, INTERPRETED).to(tl.float32)
-    accepted = True
-    if MASKED:
-        accepted = tl.load(flags + tl.load(row + FLAG)) != 0
+    ok = tl.load(flag) != 0
     if PREVIOUS is not None:
         of_previous = _places(row, OF_PREVIOUS, PREVIOUS, r, c, ALIGNED, LIE)
         before = tl.load(of_previous, mask=inside, other=0.0).to(tl.float32)
-        kept = tl.where(accepted, g, before) if MASKED else g
-        tl.store(of_previous, _rounded(kept, PREVIOUS, INTERPRETED), mask=inside)
+        tl.store(of_previous, _rounded(tl.where(ok, g, before), PREVIOUS, INTERPRETED), mask=inside)
         g = _corrected(g, before, row, corrections, AVERAGE, INTERPRETED)
     if MEASURED:
         tl.store(norms + program, _norm(g))
@@ -270,16 +265,12 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     beta = _number_of(beta, False)
     weight = _number_of(weight, False)
     if HEAVY:
-        if MASKED:
-            g = tl.where(accepted, g, 0.0)
-        decayed = _rounded(m * beta, WORK, INTERPRETED).to(tl.float32)
-        if MASKED:
-            decayed = tl.where(accepted, decayed, m)
+        g = tl.where(ok, g, 0.0)
+        decayed = tl.where(ok, _rounded(m * beta, WORK, INTERPRETED).to(tl.float32), m)
         m = _rounded(decayed + g, WORK, INTERPRETED).to(tl.float32)
         u = _fma(m, beta, g, INTERPRETED) if NESTEROV else m
     else:
-        if MASKED:
-            g = tl.where(accepted, g, m)  # averaged with itself a momentum stays as it is
+        g = tl.where(ok, g, m)  # averaged with itself a momentum stays as it is
         if not AVERAGED:
             m = _rounded(_lerp(m, g, weight, INTERPRETED), WORK, INTERPRETED).to(tl.float32)
         u = _lerp(g, m, beta, INTERPRETED) if NESTEROV else m
@@ -304,7 +295,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tiles"])
 def moment_kernel(  # type: ignore[no-untyped-def]
     table,
-    flags,
+    flag,
     factors,
     norms,
     weight,
@@ -313,7 +304,6 @@ def moment_kernel(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PARAMETER: tl.constexpr,
-    MASKED: tl.constexpr,
     MEASURED: tl.constexpr,
     LIE: tl.constexpr,
     OTHERS_LIE: tl.constexpr,
@@ -331,8 +321,7 @@ def moment_kernel(  # type: ignore[no-untyped-def]
     x = _factor(factors, row, r, c, inside, PARAMETER, ALIGNED, OTHERS_LIE, INTERPRETED)
     square = x * x
     square = tl.where(square > LARGEST, LARGEST, square)
-    if MASKED:
-        square = tl.where(tl.load(flags + tl.load(row + FLAG)) != 0, square, v)
+    square = tl.where(tl.load(flag) != 0, square, v)
     v = _lerp(v, square, _number_of(weight, False), INTERPRETED)
     tl.store(of_v, v, mask=inside)
     if MEASURED:
@@ -343,7 +332,7 @@ def moment_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tiles"])
 def lines_kernel(  # type: ignore[no-untyped-def]
     table,
-    flags,
+    flag,
     factors,
     norms,
     tiles,
@@ -376,7 +365,7 @@ def lines_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tiles"])
 def products_kernel(  # type: ignore[no-untyped-def]
     table,
-    flags,
+    flag,
     factors,
     norms,
     tiles,
@@ -402,7 +391,7 @@ def products_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tiles"])
 def subtract_kernel(  # type: ignore[no-untyped-def]
     table,
-    flags,
+    flag,
     factors,
     lr,
     decay,
@@ -412,7 +401,6 @@ def subtract_kernel(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PARAMETER: tl.constexpr,
-    MASKED: tl.constexpr,
     DECAYS: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     RATES_ON_DEVICE: tl.constexpr,
@@ -434,8 +422,7 @@ def subtract_kernel(  # type: ignore[no-untyped-def]
     row = table + (program // tiles) * FIELDS
     rows = tl.load(row + ROWS)
     cols = _number(row, COLS, ALIGNED)
-    if MASKED:
-        rows = tl.where(tl.load(flags + tl.load(row + FLAG)) != 0, rows, 0)
+    rows = tl.where(tl.load(flag) != 0, rows, 0)
     if ON_SPHERE:
         scale += tl.load(row + MATRIX) * 3
         rows = tl.where(tl.load(scale) > 0, rows, 0)

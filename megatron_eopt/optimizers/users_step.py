@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
@@ -19,21 +18,18 @@ def users_step(
     engine: Engine,
     program: Callable[[Step], Program],
     orthogonalize: Callable[..., Tensor],
-    waited_for: Callable[[int], bool],
     accept: Callable[[Mapping[int, Tensor]], Tensor],
 ) -> None:
     """Step by a user's ``orthogonalize(p, u, **settings)``.
 
-    An update that is not finite counts as zero.
+    If an update is not finite, all count as zero.
 
     Args:
         batches: all that the step works on.
         engine: of the parameters.
         program: of the optimizer, which gets updates where it asks for orthogonal factors.
         orthogonalize: the user's. While it runs, ``p`` is as it is after its weight decay.
-        waited_for: whether other ranks wait for this one's part of a parameter, which may have no entries.
-        accept: tells which of the updates, by the indices of their parameters, are finite on all ranks: a vector over
-            all parameters of the optimizer.
+        accept: tells whether all updates, by the indices of their parameters, are finite on all ranks.
 
     Raises:
         ValueError: for an update that cannot be subtracted from its parameter.
@@ -49,11 +45,10 @@ def users_step(
     shards = next(running)
     assert not callable(shards)  # a chunk without kernels
     momenta = engine.merge(indices, shards)
-    updates = list(_updates(batches, momenta, orthogonalize, waited_for))
+    updates = list(_updates(batches, momenta, orthogonalize, engine))
     finite = accept(dict(zip(indices, updates, strict=True)))
-    if finite.device.type != "cpu" or not finite[indices].all():
-        flags = finite.unbind()
-        updates = foreach.masked(updates, 0.0, torch.stack([flags[i] for i in indices]))
+    if finite.device.type != "cpu" or not finite:
+        updates = foreach.where_each(finite, updates, 0.0)
     resume(running, engine.split(indices, updates))
 
 
@@ -61,7 +56,7 @@ def _updates(
     batches: Sequence[Batch],
     momenta: Sequence[Tensor],
     orthogonalize: Callable[..., Tensor],
-    waited_for: Callable[[int], bool],
+    engine: Engine,
 ) -> Iterator[Tensor]:
     taken = list(inspect.signature(orthogonalize).parameters.values())
     takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in taken)
@@ -71,7 +66,7 @@ def _updates(
         settings = {key: value for key, value in batch.group_settings.items() if takes_all or key in by_name}
         for index, p in zip(batch.indices, batch.parameters, strict=True):
             momentum = next(of_parameters)
-            if not momentum.numel() and not waited_for(index):
+            if not momentum.numel() and not engine.shares(index):
                 yield momentum
                 continue
             result = orthogonalize(p, momentum.clone(), **settings)

@@ -14,13 +14,13 @@ from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 
-def decay_cautiously(weights: Tensors, updates: Tensors, factors: Tensor) -> None:
+def decay_cautiously(weights: Tensors, updates: Tensors, factor: Tensor) -> None:
     """``p *= factor`` in place, of entries whose signs do not differ from the update's.
 
-    An entry that is zero in either decays, as the paper has it. ``factors`` has one for each weight.
+    An entry that is zero in either decays, as the paper has it.
     """
-    for xs, before, update, (factor,) in _stacks(weights, updates, factors[:, None]):
-        decayed = (before.to(factor.dtype) * factor).to(before.dtype)
+    for xs, before, update, (kept,) in _stacks(weights, updates, factor.expand(len(weights), 1)):
+        decayed = (before.to(kept.dtype) * kept).to(before.dtype)
         agrees = before.sign() * update.sign() >= 0  # of signs: a product of small entries may become zero
         torch._foreach_copy_(xs, torch.where(agrees, decayed, before).unbind())
 
@@ -47,11 +47,11 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
     return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
 
 
-def resized(squares: Tensor, inner: Tensor, rates: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """As :func:`on_spheres`, of other modifiers; ``rates`` are ``lr``, 0 where a matrix stays."""
+def resized(squares: Tensor, inner: Tensor, rate: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """As :func:`on_spheres`, of other modifiers; ``rate`` is ``lr``, or 0 where all stays."""
     squared_weights, squared_updates = squares
     norms = squared_weights.sqrt()
-    steps = rates
+    steps = rate.expand(len(norms))
     if settings["relative_update"] == "match":
         steps = steps * (settings["update_ratio"] * norms / nonzero(squared_updates.sqrt()))
     resize = torch.ones_like(norms)

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import decay_power, stacked
+from megatron_eopt.optimizers.foreach import decay_power, stacked, where
 from megatron_eopt.optimizers.modifiers import RADIUS
+from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     check_matrix,
@@ -87,10 +88,9 @@ class ParameterStep:
     parameter: Tensor
     state: dict[str, Any]
     group: Mapping[str, Any]
-    accepted: Tensor  # if not, everything stays as it is
     plans: list[Planned]  # of each logical matrix
     moments: Sequence[str]  # keys of state in its shape
-    first: bool = False  # whether its factors are zero so far, but are to be made; only if accepted
+    first: bool = False  # whether its factors are zero so far, but are to be made
     rests: bool = False  # whether the first gradient makes the factors alone
 
     @property
@@ -145,7 +145,7 @@ class MatrixStack:
     matrices: Sequence[MatrixStep]
     matrix: Matrix  # one of them, as the engine has it
     numbers: Sequence[int]  # how many each compute rank has; empty where each rank works on all
-    accepted: Tensor  # of each, with as many dimensions as a stack has
+    ok: Flag
     shards: dict[str, list[Tensor]]  # of weight, gradient and moments, by name; may be copies
 
     @property
@@ -319,21 +319,15 @@ class StackedOptimizer(BaseOptimizer):
         """A parameter's state in a step."""
         return self._states.of(parameter)
 
-    def _waited_for(self, index: int, plans: Sequence[Planned], group: Mapping[str, Any]) -> bool:
-        """Whether other ranks wait for this one's part of a parameter."""
-        holds = group.get("weight_norm") == "hold"
-        return any(plan.gathered or (holds and plan.layout.sharded) for plan in plans)
-
-    def _steps_of(self, accepted: Tensor) -> list[ParameterStep]:
-        """Parameters that step, or of which other ranks wait for this one's part."""
+    def _steps_of(self, ok: Flag) -> list[ParameterStep]:
+        """Parameters that step."""
         steps = list[ParameterStep]()
-        flags = accepted.unbind()
+        stepping = self._stepping
         index = 0
         for group in self.param_groups:
             for p in group["params"]:
-                plans = self._planned(p)
-                if p.grad is not None or self._waited_for(index, plans, group):
-                    steps.append(ParameterStep(index, p, self._state_of(p), group, flags[index], plans, self.moments))
+                if stepping[index]:
+                    steps.append(ParameterStep(index, p, self._state_of(p), group, self._planned(p), self.moments))
                 index += 1
         return steps
 
@@ -388,18 +382,18 @@ class StackedOptimizer(BaseOptimizer):
         # where each rank holds a copy of each matrix, all copies of a chunk are there at once
         return all(load <= (self.workspace // IN_FLIGHT if key == HELD else MOST_BYTES) for key, load in loads.items())
 
-    def _take(self, accepted: Tensor) -> None:
+    def _take(self, ok: Flag) -> None:
         self._session.changing = True
         for group in self.param_groups:
             if CLOCK in group:
                 group[CLOCK] += self._ticks(group)
-        steps = self._steps_of(accepted)
+        steps = self._steps_of(ok)
         for chunks in self._chunks(steps):
-            for _ in rounds(self.program(self._stacks(chunk)) for chunk in chunks):
+            for _ in rounds(self.program(self._stacks(chunk, ok)) for chunk in chunks):
                 pass
         self._updated += sum(len(p.plans) for p in steps if p.parameter.ndim > 1)
 
-    def _stacks(self, chunk: Sequence[MatrixStep]) -> list[MatrixStack]:
+    def _stacks(self, chunk: Sequence[MatrixStep], ok: Flag) -> list[MatrixStack]:
         """A chunk's equal matrices with their local shards."""
         shards: dict[ParameterStep, dict[str, list[Tensor]]] = {}
         kinds: dict[Hashable, list[MatrixStep]] = {}
@@ -417,22 +411,20 @@ class StackedOptimizer(BaseOptimizer):
                 ranks = Counter(matrix.plan.compute_rank for matrix in matrices)
                 numbers = [ranks[rank] for rank in range(p.plans[number].layout.ranks)]
             of_stack = {name: [shards[of][name][i] for of, i in matrices] for name in shards[p]}
-            accepted = torch.stack([matrix.of.accepted for matrix in matrices])
-            accepted = accepted.view(-1, *[1] * of_stack[WEIGHT][0].ndim)
             one = self.engine.matrices[p.index][number]
-            stacks.append(MatrixStack(matrices, one, numbers, accepted, of_stack))
+            stacks.append(MatrixStack(matrices, one, numbers, ok, of_stack))
         return stacks
 
 
 def first_moment(stack: MatrixStack, beta: float) -> tuple[Tensor, Tensor]:
-    """Accepted gradients as a stack, and first moments that follow them."""
+    """Gradients as a stack, zero if not ``ok``, and first moments that follow them."""
     momentum = stack.read(EXP_AVG)
     gradient = stack.read(GRADIENT).to(momentum.dtype)
     if stack.group["maximize"]:
         gradient = -gradient
-    gradient = torch.where(stack.accepted, gradient, 0.0)
+    gradient = where(stack.ok, gradient, 0.0)
     if stack.moves:
-        momentum = torch.lerp(momentum, torch.where(stack.accepted, gradient, momentum), 1 - beta)
+        momentum = torch.lerp(momentum, where(stack.ok, gradient, momentum), 1 - beta)
         stack.write(EXP_AVG, momentum)
     return gradient, momentum
 
@@ -447,16 +439,15 @@ def subtract(stacks: Sequence[MatrixStack], results: Sequence[Sequence[Tensor]],
     moving = [(stack, result) for stack, result in zip(stacks, results, strict=True) if stack.moves]
     held = iter(steps_on_spheres([(stack, update) for stack, (update, *_) in moving if stack.holds], engine))
     for stack, (update, *moments) in moving:
-        accepted = stack.accepted
         weights = stack.read(WEIGHT)
         moved = weights.to(update.dtype) * (1 - stack.decay)
         if stack.holds:
             moves, step, resize = next(held)
-            accepted = accepted & (moves > 0)
             moved = (moved - update * step.to(update.dtype)) * resize.to(update.dtype)
+            moved = torch.where(moves > 0, moved, weights.to(moved.dtype))
         else:
             moved = moved - update * stack.group["lr"]
-        stack.write(WEIGHT, torch.where(accepted, moved.to(weights.dtype), weights))
+        stack.write(WEIGHT, where(stack.ok, moved.to(weights.dtype), weights))
         keys = stack.one.moments
         for key, moment in zip(keys[len(keys) - len(moments) :], moments, strict=True):
             stack.write(key, moment)

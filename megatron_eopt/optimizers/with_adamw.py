@@ -22,7 +22,7 @@ from megatron_eopt.optimizers.loaded_state import (
     name_in_states,
     note_begun_anew,
 )
-from megatron_eopt.optimizers.nonfinite import Refusing, WithoutGradients, check_gradients
+from megatron_eopt.optimizers.nonfinite import Flag, WithoutGradients, check_gradients
 from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names, parameters_in
 from megatron_eopt.optimizers.state import STATE_OF, StateTensor, forget_replaced
 from megatron_eopt.orthogonalize.choices import check_named
@@ -135,9 +135,9 @@ class Muon(Optimizer):
     ``state`` and ``state_dict`` have both states, each parameter's by itself. State that is missing is made where
     ``state`` is first read, and by ``state_dict``.
 
-    A step leaves out matrices whose gradient is not finite, or above 2^50 in norm. torch's AdamW cannot: the first such
-    gradient is an error, on a CPU before anything changes, on a GPU two steps later or in ``state_dict``. Let a
-    gradient clipper or scaler look before. torch's ``GradScaler`` unscales both, and skips both steps.
+    A step with a gradient that is not finite, or above 2^50 in norm, is skipped, of matrices and of the rest. On a GPU
+    AdamW is torch's fused one, which skips a step without asking the host. torch's ``GradScaler`` unscales both, and
+    skips both steps.
 
     Args:
         muon_params: matrices, named ones or groups of them; embeddings and output layers better go below.
@@ -150,7 +150,7 @@ class Muon(Optimizer):
         adam_eps: of AdamW, above 0.
         ns_steps: Newton-Schulz steps, 1 to 100.
         adam_lr: of AdamW; None for ``lr``.
-        adam_fused: whether AdamW uses torch's fused kernel; otherwise torch chooses.
+        adam_fused: whether AdamW uses torch's fused kernel on a CPU, too.
         **muon_settings: further arguments of
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, such as ``coefficient_type``,
             ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP ``data_parallel_group``.
@@ -170,7 +170,6 @@ class Muon(Optimizer):
     matrices: BaseOptimizer
     adamw: AdamW | None
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _refusing: Refusing | None = None  # gradients that AdamW could not go on from
     _without_gradients: WithoutGradients | None = None  # groups of AdamW
 
     def __init__(
@@ -335,21 +334,26 @@ class Muon(Optimizer):
         if self._without_gradients is None:
             self._without_gradients = WithoutGradients()
         self._without_gradients.look(self._of_adamw, groups)
-        if self._refusing is None:
-            self._refusing = Refusing(self._of_adamw)
-        self._refusing.look(parameters, groups)
-        self.matrices._session.also = self._step_adamw
+        session = self.matrices._session
+        session.also = self._step_adamw
+        session.also_groups = groups
         try:
             self.matrices.step()
         finally:
-            self.matrices._session.also = None
+            session.also = None
+            session.also_groups = ()
         return loss
 
-    def _step_adamw(self) -> None:
-        if self.adamw is not None:
-            self.matrices._session.changing = True
-            self._set_rates()
-            self.adamw.step()
+    def _step_adamw(self, ok: Flag) -> None:
+        if self.adamw is None:
+            return
+        self.matrices._session.changing = True
+        self._set_rates()
+        if ok is not None:
+            _fuse(self.adamw)
+            self.adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
+        self.adamw.step()
+        self.adamw.found_inf = None  # type: ignore[attr-defined]
 
     # State.
 
@@ -387,8 +391,6 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return both states: see the class."""
         self.matrices.refuse_half_step()
-        if self._refusing is not None:
-            self._refusing.read(self._adam_groups)
         self.init_state()
         return super().state_dict()
 
@@ -415,7 +417,6 @@ class Muon(Optimizer):
         if self.adamw is not None:
             self.adamw.load_state_dict(dict(of_adamw))
             lay_as_parameters(self.adamw)
-        self._refusing = None
         hook_loaded(self)
 
     def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
@@ -491,6 +492,16 @@ def _by_optimizer(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         {"state": {i: x for i, x in state.items() if i not in indices}, "param_groups": of_matrices},
         {"state": {i: x for i, x in state.items() if i in indices}, "param_groups": of_adamw},
     )
+
+
+def _fuse(adamw: AdamW) -> None:
+    """Let the fused kernel step, which takes a flag; it has the numbers of steps on the device."""
+    for group in adamw.param_groups:
+        if not group["fused"]:
+            group.update(fused=True, foreach=None)
+            for parameter in group["params"]:
+                if "step" in adamw.state.get(parameter, {}):
+                    adamw.state[parameter]["step"] = adamw.state[parameter]["step"].to(parameter.device)
 
 
 def lay_as_parameters(adamw: Optimizer) -> None:

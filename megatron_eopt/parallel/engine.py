@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -54,10 +55,6 @@ class Engine:
         self.device = device
         self.workspace = workspace
         self.groups = groups_by_label((p.name, p.shared_by) for p in parameters)
-        self._sharers = []
-        for label, group in self.groups.items():
-            shared = [p.shared_by.get(label) is group for p in parameters]
-            self._sharers.append((group, torch.tensor(shared, device=device)))
         self._parameters = list(parameters)
         self._compiler = Compiler(parameters, self.groups, device, workspace)
         self._rows: dict[int, LocalRows] = {}
@@ -89,6 +86,7 @@ class Engine:
             self._room = 0  # its slots on the device are those of the chunk at work and of the next
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
         self._copied = OF_ENTRY
+        self._marks: tuple[Sequence[bool], list[Tensor]] = ([], [])
 
     def prepare(self) -> None:
         """Compare the plan and the settings with those of the sharing ranks.
@@ -152,11 +150,24 @@ class Engine:
             self._chunks[wanted] = self._compiler.chunks(self.plan, wanted, self._copied)
         return self._chunks[wanted]
 
-    def agree(self, flags: Tensor) -> Tensor:
-        """Minimum of (k x parameters) over the sharing ranks."""
-        for group, shared in self._sharers:
-            flags = torch.where(shared, lowest(flags, group), flags)
-        return flags
+    def agree(self, flag: Tensor, present: Sequence[bool]) -> Tensor:
+        """Minimum of a flag over the sharing ranks; -1 where some have gradients that others lack.
+
+        ``present`` says which parameters have one here.
+        """
+        if self._marks[0] != present:
+            self._marks = present, [self._mark(group, present) for group in self.groups.values()]
+        for group, mark in zip(self.groups.values(), self._marks[1], strict=True):
+            least, low, high = lowest(torch.cat([flag.view(1), mark]), group).unbind()
+            flag = torch.where(low == -high, least, -1)
+        return flag
+
+    def _mark(self, group: ProcessGroup, present: Sequence[bool]) -> Tensor:
+        """A number of what is present of parameters that a group shares, and its negative: both have a minimum."""
+        pairs = zip(self._parameters, present, strict=True)
+        shared = bytes(has for p, has in pairs if group in p.shared_by.values())
+        number = crc32(shared) >> 1
+        return torch.tensor([number, -number], dtype=torch.int32, device=self.device)
 
     def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]:
         """This rank's shards of logical matrices, as :meth:`flat`; empties ``tensors``."""

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from counting import HOST_READ, Allocations, Operations, Replay
 from quiet import Load, add_flag, spread
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -105,8 +104,8 @@ def counted_step(
         session.engine = engine
         session.settled.scales = [[1.0] * len(matrices) for matrices in engine.matrices]
         session.settings = list(map(optimizer.effective, optimizer.param_groups))
-        accepted: Tensor = torch.empty(len(parameters), dtype=torch.bool)
-        batches = optimizer._batches(accepted, masked=True)
+        session.stepping = [True] * len(parameters)
+        batches = optimizer._batches(torch.empty((), dtype=torch.bool))
         with torch.no_grad(), Allocations() as allocated:
             optimizer._run(batches)
     assert allocated.bytes == 0, "all temporaries are given back"

@@ -20,7 +20,7 @@ ALL = {**PAIRS, **WEIGHT}
 
 
 def trained(rank, ranks):
-    """Pairs beside a weight after some steps, of which the second leaves out a pair."""
+    """Pairs beside a weight after some steps, of which the second is skipped."""
     named = {name: placed(drawn(shape, i), of, rank, ranks) for i, (name, (shape, of)) in enumerate(ALL.items())}
     pairs = list(named.items())[:4]
     groups = [

@@ -51,7 +51,7 @@ def stepped(make, rank, ranks, watch=lambda optimizer: None, **settings):
         for i, (_, parameter, gradients) in enumerate(named):
             parameter.grad = gradients[step].clone()
             if (step, i) == (1, 2):
-                parameter.grad[0, 0] = torch.nan  # left out on both ranks
+                parameter.grad[0, 0] = torch.nan  # both ranks skip the step
             if (step, i) == (2, 5):
                 parameter.grad = None
         optimizer.step()

@@ -6,7 +6,7 @@ from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 
 
 class OnDevice(torch.Tensor):
-    """Flags as a GPU has them, which nobody may look at; what is made of them is on the CPU."""
+    """A flag as a GPU has it, which nobody may look at; what is made of it is on the CPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = torch.device("cuda")
@@ -19,8 +19,9 @@ class OnDevice(torch.Tensor):
 
 def masking(optimizer):
     """An optimizer that makes its steps as on a GPU, which is not asked which gradients are finite."""
-    take = optimizer._take
-    optimizer._take = lambda accepted: take(accepted.as_subclass(OnDevice))
+    inner = getattr(optimizer, "matrices", optimizer)
+    judged = inner._judged
+    inner._judged = lambda parameters: judged(parameters).as_subclass(OnDevice)
     return optimizer
 
 

@@ -1,5 +1,6 @@
 """Gradients that no step can take: sparse, placed otherwise, not finite, too large, or not there on every rank."""
 
+import copy
 import logging
 
 import pytest
@@ -11,9 +12,11 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import LARGEST_NORM, MAX_IN_A_ROW, NonFinite
 from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from tests.distributed.ranks import run_ranks
 from tests.optimizers.family import FOR_VECTORS, OPTIMIZERS, build, every, every_class, every_variant, matrices
 from tests.optimizers.field import gradient, matrix
+from tests.optimizers.on_gpu import masking
 
 
 @every_class
@@ -81,86 +84,110 @@ def test_gradients_that_lie_otherwise_than_their_parameters_are_refused_on_all_r
             assert "parameter.grad.redistribute(placements=parameter.placements)" in message
 
 
+def counting(optimizer, name):
+    """Let counters of groups go on, as on a GPU, whose host does not know of a skipped step."""
+    if hasattr(optimizer, "counters"):
+        for group in optimizer.param_groups:
+            for key in {*optimizer.counters, MOMENTUM_STEPS} & group.keys():
+                group[key] += 1
+
+
 @every_variant
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_gradient_that_is_not_finite_or_too_large_is_as_if_it_were_not_there(name, at):
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+def test_a_bad_gradient_skips_the_whole_step(name, at, where):
     """In fp32 the squares of 1e20 are infinite, and those of 1e16 can be, over a small gradient before."""
 
-    def run(bad=0.0, missing=False):
+    def run(bad=None):
         p, q = matrix(), matrix(5, 7, seed=1)
         opt = build(name, [p, q])
+        inner = getattr(opt, "matrices", opt)
+        opt.init_state()
+        if where == "gpu":
+            masking(opt)
         for step in range(3):
+            if step == at and bad is None and where == "gpu":
+                counting(inner, name)
+            if step == at and bad is None:
+                continue
             p.grad, q.grad = gradient(p, step), gradient(q, step)
-            if step == at and missing:
-                p.grad = None
-            if step == at and bad:
+            # on a GPU the first step also begins some state, such as norms to be held
+            states = [] if at == 0 and where == "gpu" else [*opt.state[p].values(), *opt.state[q].values()]
+            before = [x.clone() for x in (p, q, *states)]
+            if step == at:
                 p.grad[2, 1] = bad
             opt.step()
-        return [p, *opt.state[p].values()], [q, *opt.state[q].values()], getattr(opt, "matrices", opt).skipped_steps()
+            if step == at:
+                assert all(map(torch.equal, before, (p, q, *states)))
+        return [p, q, *opt.state[p].values(), *opt.state[q].values()], inner.skipped_steps()
 
-    (expected, *_), (_, undisturbed, none) = run(missing=True), run()
+    expected, none = run()
     for bad in (torch.nan, torch.inf, 1e16, -1e30) if name in OPTIMIZERS else (torch.nan, 1e20):
-        own, other, skipped = run(bad)
-        assert all(map(torch.equal, own, expected)), bad
-        assert all(map(torch.equal, other, undisturbed)), bad
-        assert (skipped, none) == ({"parameter 0 of group 0, of shape (6, 4)": 1}, {})
+        found, skipped = run(bad)
+        assert all(map(torch.equal, found, expected)), bad
+        assert (skipped, none) == (1, 0)
+
+
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+@pytest.mark.parametrize("bad", ["matrix", "vector"])
+def test_adamw_skips_the_step_with_the_matrices(where, bad):
+    p, q = matrix(), torch.nn.Parameter(torch.ones(5))
+    opt = Muon([p], [q], lr=0.1)
+    if where == "gpu":
+        masking(opt)
+    for step in range(3):
+        p.grad, q.grad = gradient(p, step), torch.arange(5.0) + step
+        before = copy.deepcopy([p, q, *opt.state[p].values(), *opt.state[q].values()])
+        if step == 1:
+            (p if bad == "matrix" else q).grad.view(-1)[3] = torch.inf
+        opt.step()
+        after = [p, q, *opt.state[p].values(), *opt.state[q].values()]
+        assert all(map(torch.equal, before, after)) is (step == 1)
+    assert opt.matrices.skipped_steps() == 1
+    assert opt.adamw.state[q]["step"] == 2
 
 
 @pytest.mark.parametrize("make", ["users_own", "muon", "lion"])
 def test_several_in_a_row_are_an_error_before_anything_changes(make, caplog):
     p, q = matrix(), matrix(5, 7, seed=1)
     opt = build(make, [("layer.weight", p), ("other.weight", q)])
+    before = p.detach().clone(), q.detach().clone()
     with caplog.at_level(logging.WARNING):
         for step in range(MAX_IN_A_ROW - 1):
             p.grad, q.grad = torch.full_like(p, torch.nan), gradient(q, step)
             opt.step()
     assert [record.message for record in caplog.records] == [
-        "gradients are not finite, or above 2^50 in norm, of layer.weight: "
-        f"their steps are skipped, {count} in all so far"
+        "gradients are not finite, or above 2^50 in norm, of layer.weight: the whole step is skipped, "
+        f"{count} in all so far"
         for count in range(1, MAX_IN_A_ROW)
     ]
-    before = q.detach().clone()
-    with pytest.raises(
-        RuntimeError, match=r"not finite in 5 steps in a row, .* of layer\.weight: these parameters stand"
-    ):
+    with pytest.raises(RuntimeError, match=r"not finite in 5 steps in a row, .* of layer\.weight: nothing is trained"):
         opt.step()
-    assert torch.equal(q, before)
+    assert all(map(torch.equal, before, (p, q)))
 
 
-def test_a_good_gradient_starts_the_count_anew():
+def test_a_good_step_starts_the_count_anew():
     p = matrix()
     opt = build("users_own", [p])
     for step in range(4 * MAX_IN_A_ROW):
         p.grad = torch.full_like(p, torch.nan) if step % MAX_IN_A_ROW else gradient(p, step)
         opt.step()
-    assert sum(opt.skipped_steps().values()) == 4 * (MAX_IN_A_ROW - 1)
+    assert opt.skipped_steps() == 4 * (MAX_IN_A_ROW - 1)
 
 
-def test_a_missing_gradient_is_neither_counted_nor_good():
-    skipping = NonFinite(["a", "b"], torch.device("cpu"))
-    bad = torch.tensor([[torch.inf]])
-    for _ in range(MAX_IN_A_ROW - 1):
-        assert skipping.accept([bad, None]).tolist() == [False, False]
-        assert skipping.accept([None, None]).tolist() == [False, False]
-    assert skipping.total == {"a": MAX_IN_A_ROW - 1}
-    with pytest.raises(RuntimeError, match=r"steps in a row, .* of a:"):
-        skipping.accept([bad, torch.ones(1, 1)])
+def judging(*names):
+    return NonFinite(lambda: names, torch.device("cpu"))
 
 
-def test_what_another_rank_says_counts():
-    def other(ok, present):
-        flags = torch.tensor([[ok], [present], [-present]], dtype=torch.int32)
-        return lambda own: torch.minimum(own, flags)
-
-    skipping = NonFinite(["a"], torch.device("cpu"))
-    good = torch.ones(2, 2)
-    assert skipping.accept([good], other(1, 1)).tolist() == [True]
-    assert skipping.accept([good], other(0, 1)).tolist() == [False]
-    assert skipping.total == {"a": 1}
-    assert skipping.accept([None], other(0, 0)).tolist() == [False]
-    for own, theirs in ((good, other(0, 0)), (None, other(1, 1))):
-        with pytest.raises(RuntimeError, match="a has a gradient on some of the ranks that share it, none on others"):
-            NonFinite(["a"], torch.device("cpu")).accept([own], theirs)
+def test_what_another_rank_says_counts(caplog):
+    good = [torch.ones(2, 2), None]
+    skipping = judging("a", "b")
+    assert skipping.accept(good, lambda flag: flag) == 1
+    assert skipping.accept(good, torch.zeros_like) == 0
+    assert skipping.total == 1
+    assert "of another rank: the whole step is skipped" in caplog.text
+    with pytest.raises(RuntimeError, match="on some of the ranks that share it, none on others; here b has none"):
+        skipping.accept(good, lambda flag: -torch.ones_like(flag))
 
 
 @every
@@ -178,7 +205,7 @@ def test_a_gradient_of_norm_1e15_is_a_step_like_others(name, at, usual):
         opt.step()
         assert all(x.isfinite().all() for x in [p, *filter(torch.is_tensor, opt.state[p].values())])
     assert not torch.equal(p, before)
-    assert opt.skipped_steps() == {}
+    assert opt.skipped_steps() == 0
     # PolarGrad's update is as large as the gradient
     assert name == "polargrad" or p.abs().max() < 20
 
@@ -187,17 +214,16 @@ def test_a_gradient_of_norm_1e15_is_a_step_like_others(name, at, usual):
 def test_large_and_empty_gradients_are_taken(dtype):
     largest = min(LARGEST_NORM / 64, torch.finfo(dtype).max)
     large = torch.full((64, 64), largest, dtype=dtype)
-    skipping = NonFinite(["large", "empty", "zero"], torch.device("cpu"))
-    assert skipping.accept([large, large.new_empty(0, 4), torch.zeros_like(large)]).all()
+    assert judging("a", "b", "c").accept([large, large.new_empty(0, 4), torch.zeros_like(large)]) == 1
 
 
-def test_gradients_of_several_dtypes_are_judged_by_one_bound():
-    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float64, torch.float64, torch.float32)
-    values = (1.0, 1e14, 1.0, 1e300, torch.nan, torch.inf)
+@pytest.mark.parametrize("bad", [{}, {1: 1e300}, {3: torch.nan}, {4: torch.inf}])
+def test_gradients_of_several_dtypes_are_judged_by_one_bound(bad, caplog):
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float64, torch.float32)
+    values = [bad.get(i, value) for i, value in enumerate((1.0, 1e14, 1.0, 1.0, 1.0))]
     gradients = [torch.full((2, 2), value, dtype=dtype) for value, dtype in zip(values, dtypes, strict=True)]
-    skipping = NonFinite(list("abcdefg"), torch.device("cpu"))
-    assert skipping.accept([*gradients, None]).tolist() == [True, True, True, False, False, False, False]
-    assert skipping.total == {"d": 1, "e": 1, "f": 1}
+    assert judging(*"abcdef").accept([*gradients, None]) == (not bad)
+    assert all(f"of {'abcde'[i]}: the whole" in caplog.text for i in bad)
 
 
 def test_a_copy_to_the_host_is_awaited_on_the_device_of_the_parameters(monkeypatch):
@@ -218,14 +244,15 @@ def test_a_copy_to_the_host_is_awaited_on_the_device_of_the_parameters(monkeypat
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kwargs: empty(*size, **kwargs))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
-    nonfinite = NonFinite(["a"], torch.device("cpu"))
+    nonfinite = judging("a")
     nonfinite._device = torch.device("cuda:1")
+    usable = torch.ones(1, dtype=torch.bool)
     for _ in range(3):
-        nonfinite._report()
+        nonfinite._report([0], [False], usable, False)
     recorded = ("recorded on", "the stream of cuda:1")
     assert log == [recorded] * 3  # a copy that is there costs no call that waits
     there = False
-    nonfinite._report()
+    nonfinite._report([0], [False], usable, False)
     assert log == [recorded] * 4 + ["awaited"]
 
 

@@ -43,12 +43,12 @@ LIMITS = {
     "psgd_kron": (1800, "psgd_kron", {}),
     "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),
 }
-# Masks are put on stacks of equal parameters, and so cost a few operations for each shape.
-MASKED = {"muon": 220, "scion": 220}
+# A flag is put on stacks of equal parameters, and so costs a few operations for each shape.
+FLAGGED = {"muon": 220, "scion": 220}
 TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
 
 
-def built(name, masked=False, of_each=OF_EACH):
+def built(name, flagged=False, of_each=OF_EACH):
     _, row, settings = LIMITS[name]
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for _ in range(of_each) for s in SHAPES]
@@ -56,20 +56,20 @@ def built(name, masked=False, of_each=OF_EACH):
         p.grad = torch.randn(p.shape, generator=generator)
     products = TORCH_PRODUCTS if OPTIMIZERS[row].takes("symmetric_products") else {}
     optimizer = OPTIMIZERS[row].cls(params, **products, **settings)
-    return masking(optimizer) if masked else optimizer
+    return masking(optimizer) if flagged else optimizer
 
 
 @pytest.mark.parametrize(
-    "masked", [pytest.param(False, id="on a CPU", marks=pytest.mark.wide), pytest.param(True, id="masked")]
+    "flagged", [pytest.param(False, id="on a CPU", marks=pytest.mark.wide), pytest.param(True, id="with a flag")]
 )
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_step_takes_few_operations(name, masked):
-    optimizer = built(name, masked)
+def test_a_step_takes_few_operations(name, flagged):
+    optimizer = built(name, flagged)
     for _ in range(3):
         optimizer.step()
     with Operations() as counted:
         optimizer.step()
-    limit = MASKED.get(name, LIMITS[name][0]) if masked else LIMITS[name][0]
+    limit = FLAGGED.get(name, LIMITS[name][0]) if flagged else LIMITS[name][0]
     assert counted.counts.total() <= limit, counted.counts.most_common()
     assert counted.counts[HOST_READ] <= 2  # of gradients that are not finite, which a GPU does not ask
 
@@ -103,10 +103,10 @@ class Sizes(Operations):
 # Spectron's.
 
 
-def operations(optimizer, params, accepted=None):
+def operations(optimizer):
     """Of one step, without the check of the gradients, which reads its result on a CPU alone."""
     with Sizes() as found, torch.no_grad():
-        optimizer._take(torch.ones(len(params), dtype=torch.bool) if accepted is None else accepted)
+        optimizer._take(torch.ones((), dtype=torch.bool))
     return found
 
 
@@ -114,7 +114,7 @@ def test_a_step_of_many_pairs_takes_few_operations():
     params = parameters([(64, 16), (16, 96)] * 160)
     optimizer = spectron([factor_pairs(list(zip(params[::2], params[1::2], strict=True)))], lr=0.05)
     run_all(optimizer, params, [0])
-    assert operations(optimizer, params).counts.total() <= 1500
+    assert operations(optimizer).counts.total() <= 1500
 
 
 def mixed():
@@ -210,25 +210,6 @@ def test_a_step_of_psgd_moves_little_beside_its_products():
     assert moved.total() < 2.55 * products, moved.most_common()  # writes of multi-tensor calls among them
 
 
-def test_what_is_not_accepted_stays_bit_for_bit_among_equal_matrices():
-    (weights, pairs), (others, other_pairs) = mixed(), mixed()
-    params, all_step = [*weights, *sum(pairs, ())], [*others, *sum(other_pairs, ())]
-    one, other = spectrons(weights, pairs), spectrons(others, other_pairs)
-    for optimizer, of_it in ((one, params), (other, all_step)):
-        run_all(optimizer, of_it, range(2))
-        set_gradients(of_it, 2)
-    left_out = {2, 4, 9}  # of the first pair one factor, with which the other stays
-    for index in left_out:
-        params[index].grad[..., 0, 0] = torch.nan
-    before = [state_of(one, p) for p in params]
-    one.step()
-    other.step()
-    for index, (p, q) in enumerate(zip(params, all_step, strict=True)):
-        expected = before[index] if index in left_out | {8} else state_of(other, q)
-        for key, value in state_of(one, p).items():
-            assert torch.equal(value, expected[key]), (index, key)
-
-
 @pytest.mark.parametrize("stacked", [False, True])
 def test_stacks_of_spectron_are_of_bounded_size(stacked, monkeypatch):
     one = 4 * 96 * 64
@@ -238,9 +219,9 @@ def test_stacks_of_spectron_are_of_bounded_size(stacked, monkeypatch):
     optimizer = spectron(params, lr=0.05)
     run_all(optimizer, params, [0])
     set_gradients(params, 1)
-    assert operations(optimizer, params).largest["bmm"] == 8 * one
+    assert operations(optimizer).largest["bmm"] == 8 * one
     monkeypatch.setattr(whole_matrices, "MOST_BYTES", 3 * one)
-    found = operations(optimizer, params)
+    found = operations(optimizer)
     assert found.largest["bmm"] == 3 * one
     assert found.largest["stack"] <= 3 * one
     # nor are more of them there at a time, but for the matrices of one parameter
@@ -260,11 +241,11 @@ def many(count, shapes=SHAPES):
 
 @pytest.mark.parametrize("settings", [{}, {"use_kl_shampoo": True, "basis_of": "current", "nesterov": True}], ids=str)
 def test_a_device_of_soap_is_asked_once_in_the_first_step_and_not_again(monkeypatch, settings):
-    monkeypatch.setattr(NonFinite, "_report", lambda self: None)  # which on a GPU reads what is there already
+    monkeypatch.setattr(NonFinite, "_report", lambda self, *args: None)  # which on a GPU reads what is there already
     reads, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.shape) or tolist(x))
     params = many(2, [(6, 4), (4, 6), (5,)])
-    optimizer = SOAP(params, precondition_frequency=1, **settings)
+    optimizer = masking(SOAP(params, precondition_frequency=1, **settings))
     late = torch.nn.Parameter(params[0].detach().clone())
     optimizer.add_param_group({"params": [late]})
     for step, expected in enumerate((1, 1, 2, 2, 2)):

@@ -135,13 +135,13 @@ def assert_equal(pairs, rooted=False):
 
 
 @interpreted
-@pytest.mark.parametrize("masked", [False, True], ids=["on a CPU", "masked"])
+@pytest.mark.parametrize("flagged", [False, True], ids=["on a CPU", "with a flag"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-def test_steps_are_those_of_torch(dtype, masked):
+def test_steps_are_those_of_torch(dtype, flagged):
     def make(form):
         parameters = of_shapes(dtype)
         optimizer = TensorParallelMuon(parameters, lr=0.02, step_kernels=form)
-        return masking(optimizer) if masked else optimizer, parameters
+        return masking(optimizer) if flagged else optimizer, parameters
 
     assert_equal(both(make))
 
@@ -236,7 +236,7 @@ def test_gradients_may_be_wider_and_lie_otherwise(dtype, method):
 
 @interpreted
 def test_a_rule_of_momenta_that_kernels_lack_is_refused_before_anything_changes():
-    def sums(momenta, gradients, beta, nesterov, accepted):
+    def sums(momenta, gradients, beta, nesterov, ok):
         raise AssertionError("kernels do not call it")
 
     class Own(TensorParallelMuon):

@@ -11,7 +11,7 @@ from tests.orthogonalize.test_triton_kernel_compiled import TARGETS, compiles, r
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 MOST_REGISTERS, MOST_SHARED, MOST_SPILLED = 200, 16 * 1024, 8  # of a thread; bytes of a program, and of a thread
-COMMON = {"MASKED": True, "LIE": 1, "ALIGNED": True, "INTERPRETED": False}
+COMMON = {"LIE": 1, "ALIGNED": True, "INTERPRETED": False}
 OF_MOMENTUM = {"L2": False, "DECAY_ON_DEVICE": False, "HEAVY": False, "NESTEROV": True, "AT_RANDOM": False}
 OF_MOMENTUM |= {"MEASURED": False, "AVERAGED": False, "PREVIOUS": None}
 OF_SUBTRACT = {"DECAYS": True, "CAUTIOUS": False, "RATES_ON_DEVICE": False, "SCALED": True, "SCALES_ON_DEVICE": False}
@@ -22,7 +22,7 @@ MOMENTUM = (
     ({"HEIGHT": 256, "WIDTH": 16}, True),
     ({"MOMENTUM": "bfloat16", "AT_RANDOM": True}, True),
     ({"PARAMETER": "bfloat16", "MOMENTUM": "bfloat16", "AVERAGE": "bfloat16"}, True),
-    ({"L2": True, "DECAY_ON_DEVICE": True, "MASKED": False}, True),
+    ({"L2": True, "DECAY_ON_DEVICE": True}, True),
     ({"HEAVY": True, "LIE": 2, "ALIGNED": False}, False),
     ({"MEASURED": True}, True),
     ({"PARAMETER": "bfloat16", "MOMENTUM": "bfloat16", "AVERAGE": "bfloat16", "MEASURED": True}, True),
@@ -54,7 +54,7 @@ SUBTRACT = (
     ({"HEIGHT": 64, "WIDTH": 64, "OTHERS_LIE": 0}, True),
     ({"PARAMETER": "bfloat16", "SCALES_ON_DEVICE": True, "RATES_ON_DEVICE": True}, True),
     ({"ON_SPHERE": True}, True),
-    ({"LIE": 2, "ALIGNED": False, "MASKED": False}, False),
+    ({"LIE": 2, "ALIGNED": False}, False),
     ({"DIVIDED": True, "SCALES_ON_DEVICE": True, "CAUTIOUS": True}, True),
     ({"LINES": 1, "SCALES_ON_DEVICE": True}, True),
     ({"LINES": 2, "SCALES_ON_DEVICE": True, "PARAMETER": "bfloat16"}, True),
@@ -69,7 +69,7 @@ def compiled(kernel, constants, target):
 
     dtypes = {name: getattr(tl, x) if isinstance(x, str) else x for name, x in constants.items()}
     arguments = [name for name in kernel.arg_names if name not in dtypes]
-    kinds = {"table": "*i64", "flags": "*i1", "out": "*bf16", "factors": "*bf16", "step": "i32", "tiles": "i32"}
+    kinds = {"table": "*i64", "flag": "*i1", "out": "*bf16", "factors": "*bf16", "step": "i32", "tiles": "i32"}
     kinds |= {"norms": "*fp64", "corrections": "*fp32"}
     on_device = {"weight_decay": "DECAY_ON_DEVICE", "lr": "RATES_ON_DEVICE", "decay": "RATES_ON_DEVICE"}
     on_device["scale"] = "ON_SPHERE" if constants.get("ON_SPHERE") else "SCALES_ON_DEVICE"

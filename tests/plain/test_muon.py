@@ -204,18 +204,16 @@ def test_what_cannot_be_parameters_is_refused():
 
 
 @pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_beside_a_gradient_that_is_not_finite_steps_are_as_ever(dtype, nesterov):
+def test_after_a_gradient_that_is_not_finite_steps_are_as_ever(dtype, nesterov):
     params, others = parameters((4, 4), (5, 4), dtype=dtype), parameters((4, 4), (5, 4), dtype=dtype)
     optimizer, reference = (Muon(each, [], momentum=0.9, nesterov=nesterov) for each in (params, others))
     steps = gradients(params, 3)
     steps[1][0][1, 2] = torch.nan
     run(optimizer, params, steps)
     run(reference, others, steps[:1])
-    others[0].grad, others[1].grad = None, steps[1][1]
-    reference.step()
     run(reference, others, steps[2:])
     assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
-    assert optimizer.matrices.skipped_steps() == {"parameter 0 of group 0, of shape (4, 4)": 1}
+    assert optimizer.matrices.skipped_steps() == 1
 
 
 def test_a_gradient_that_adamw_refuses_moves_no_matrix():
@@ -230,24 +228,16 @@ def test_a_gradient_that_adamw_refuses_moves_no_matrix():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf, 1e20, 1e16])
-def test_a_gradient_that_adamw_could_not_go_on_from_is_an_error_before_anything_changes(bad, fused):
+def test_a_gradient_too_large_for_adamw_skips_the_step(bad, fused):
     """The second moment of 1e20 would be infinite, and its parameter never move again."""
-    matrix, embedding, vector = params = parameters((4, 4), (6, 4), (3,))
-    optimizer = Muon([("weight", matrix)], [("embedding", embedding), ("norm", vector)], adam_fused=fused)
-    first, second, third = gradients(params, 3)
-    run(optimizer, params, [first])
-    before, state = values(params), copy.deepcopy(optimizer.state_dict())
+    both = [parameters((4, 4), (6, 4), (3,)) for _ in range(2)]
+    made = [Muon([a], [("embedding", b), ("norm", c)], adam_fused=fused) for a, b, c in both]
+    first, second, third = gradients(both[0], 3)
     second[2][1] = bad
-    with pytest.raises(RuntimeError, match=r"AdamW in Muon got .* not finite, or above 2\^50 in norm, of norm: "):
-        run(optimizer, params, [second])
-    assert all(map(torch.equal, params, before))
-    run(optimizer, params, [third])
-    after = values(params)
-    for p, x in zip(params, before, strict=True):
-        p.data.copy_(x)
-    optimizer.load_state_dict(state)
-    run(optimizer, params, [third])
-    assert all(map(torch.equal, params, after))
+    run(made[0], both[0], [first, second, third])
+    run(made[1], both[1], [first, third])
+    assert all(map(torch.equal, *both))
+    assert made[0].matrices.skipped_steps() == 1
 
 
 def test_large_and_empty_gradients_of_adamw_are_taken():

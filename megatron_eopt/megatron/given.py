@@ -62,9 +62,10 @@ def without_effect(name: str, flags: Iterable[Flag], built: Collection[str]) -> 
     """What to say of flags that none of the optimizers built reads; ``name`` is the run's."""
     all_known = name in (*OPTIMIZERS, *_MEGATRONS)  # a user's optimizer may read any flag of Megatron's
     names = (*_MEGATRONS, *OPTIMIZERS)
+    reading = {name, *built}  # a run whose own optimizer has no parameters is told so, and not of flags
     ignored: dict[str, list[str]] = {}  # by those that read them
     for flag in flags:
-        if (flag.megatrons and not all_known) or any(_reads(each, flag) for each in built):
+        if (flag.megatrons and not all_known) or any(_reads(each, flag) for each in reading):
             continue
         readers = f"--optimizer {' or '.join(each for each in names if _reads(each, flag))}"
         ignored.setdefault(readers if flag.optimizer else "an optimizer of this package", []).append(flag.name)

@@ -15,7 +15,6 @@ from tests.megatron.runs import (
     SMALL_GPT,
     TP2,
     assert_same_ranks,
-    refused,
     train,
 )
 
@@ -66,11 +65,3 @@ def test_the_plan_of_described_flags_says_what_the_step_copies():
     copied = float(re.search(r"State in host memory: (\S+) MB of this rank", plan)[1]) * 1e6
     assert 0.5 * 4 * entries <= 1.01 * copied < 4 * entries
     assert "host memory" not in without
-
-
-def test_flags_for_an_adam_on_the_cpu_are_refused_by_their_names():
-    flags = ["--num-layers", 1, "--bf16", "--train-iters", 1, *OFFLOAD]
-    said = refused(*flags, *MUON, "--use-torch-optimizer-for-cpu-offload", "--no-pin-cpu-grads")
-    assert "use_torch_optimizer_for_cpu_offload, no_pin_cpu_grads and no_pin_cpu_params are for an" in said
-    said = refused(*flags, "--optimizer", "adam")  # which is Megatron's alone
-    assert "must be used in conjunction with `--use-precision-aware-optimizer`" in said

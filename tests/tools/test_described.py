@@ -92,7 +92,6 @@ def test_a_rank_plans_the_matrices_that_are_dealt_to_it(more):
         (["--world-size", 3], ["--tensor-model-parallel-size", 2], "world size (3) is not divisible by"),
         ([], ["--optimizer-overrides", "overrides.json"], "did you mean 'linear_fc1.weight'"),
         ([], ["--optimizer", "adam"], "without effect, with --optimizer adam"),
-        ([], ["--fp16"], "take --bf16"),
     ],
 )
 def test_what_the_run_would_be_refused_for(tmp_path, monkeypatch, capsys, own, flags, message):

@@ -253,6 +253,8 @@ def build():
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
+    from megatron_eopt.megatron.given import complete
+
     args = parse_and_validate_args()
     initialize_megatron()
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -260,7 +262,9 @@ def build():
     chunks = config.get_builder_cls()(config).build_distributed_models(
         groups, ddp_config=training.get_megatron_ddp_config(args)
     )
-    found = contents(chunks, groups) | {"settings": settings(*training.get_megatron_optimizer_config(args))}
+    config, overrides = training.get_megatron_optimizer_config(args)
+    complete(config, args)  # as our builder does
+    found = contents(chunks, groups) | {"settings": settings(config, overrides)}
     torch.save(found, Path(os.environ["RECORD"]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

@@ -113,9 +113,16 @@ class Record:
         return tensors
 
     def settings(self):
-        """The param groups of each optimizer, without the parameters and with plain values only."""
+        """The groups that have parameters on this rank, without these and with plain values only.
+
+        Of others, which a pipeline stage may have, neither a step nor a checkpoint knows what they have counted.
+        """
         return [
-            [{key: value for key, value in group.items() if is_plain(value)} for group in each.param_groups]
+            [
+                {key: value for key, value in group.items() if is_plain(value)}
+                for group in each.param_groups
+                if group["params"]
+            ]
             for each in self.optimizers()
         ]
 

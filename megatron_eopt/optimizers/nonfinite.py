@@ -55,7 +55,7 @@ class NonFinite:
         self._looked_at = looked_at
         self._advice = advice
         self._outcome = outcome
-        # skipped in a row, in all, and those before which only some ranks had a gradient that they share
+        # skipped in a row, in all, and -1 if, of ranks that share a parameter, only some had a gradient
         self._counts = torch.zeros(3, dtype=torch.int32, device=device)
         self._pending: deque[tuple[Sequence[int], Sequence[bool], Callable[[], Tensor]]] = deque()
         self._reported = 0
@@ -90,8 +90,9 @@ class NonFinite:
         usable = (torch.stack(norms) if norms else self._counts[:0]) <= LARGEST_NORM  # false for NaN, too
         flag = agree(usable.all().int())
         skipped = flag < 1
-        self._counts += torch.stack([skipped, skipped, flag < 0])
-        self._counts[0] *= skipped
+        self._counts[:2].add_(skipped)
+        self._counts[0].mul_(skipped)
+        self._counts[2].clamp_(max=flag)
         self._report(list(found), [x is None for x in gradients], usable, at_once)
         return flag
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.orthogonalize import kernels, triton_kernel, triton_norms
+from megatron_eopt.orthogonalize import triton_kernel, triton_norms
 
 LAYER: tuple[tuple[int, ...], ...] = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # of a GPT of 124M
 SETS: dict[str, Sequence[tuple[int, ...]]] = {
@@ -113,7 +113,6 @@ def without_kernels(counted: Launches) -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(counted_kernels(launched, lambda: counted.count("table", [])))
-        patches.enter_context(patch.object(kernels, "reason_against", lambda *given: None))
         patches.enter_context(patch.object(triton_kernel, "symmetric_product", symmetric_product))
         patches.enter_context(patch.object(triton_norms, "normalized", normalized))
         yield

@@ -75,7 +75,7 @@ def cost_of_step(shapes, monkeypatch, name="muon", watched=False, **settings):
                     monkeypatch.setattr(Watched, "_mark", lambda self, name: None)  # events need a GPU
                     optimizer.watch(Watched(torch.device("cuda")))
             optimizer.step()
-        assert optimizer.param_groups[0]["step_kernels"] == settings.get("step_kernels", "triton")
+    assert ("momentum_kernel" in costs.operations) == (settings.get("step_kernels") != "torch")
     return costs, sum(p.numel() for p in parameters)
 
 

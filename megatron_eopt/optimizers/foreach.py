@@ -53,8 +53,11 @@ def scale(tensors: Tensors, factor: Scalar, ok: Flag = None) -> None:
         kept = torch.where(ok, factor, 1.0).view(1)  # which, unlike a scalar, is not rounded to 16 bits
         for equal in alike(tensors):
             stack = stacked(tensors, equal)
-            wide = torch.promote_types(stack.dtype, torch.float32)
-            torch._foreach_copy_([tensors[i] for i in equal], (stack * kept.to(wide)).unbind())
+            factors = kept.to(torch.promote_types(stack.dtype, torch.float32))
+            if len(equal) == 1:
+                stack.mul_(factors)  # a view, of what may be large
+            else:
+                torch._foreach_copy_([tensors[i] for i in equal], (stack * factors).unbind())
         return
     if tensors[0].device.type == "cpu":  # which would round a number to the dtype of the tensors
         factor = torch.as_tensor(factor, dtype=torch.float64)

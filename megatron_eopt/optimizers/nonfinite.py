@@ -165,7 +165,7 @@ def check_gradients(
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters]
     placements = placements and (has_dtensors(parameters) or has_dtensors(gradients))
-    if not placements and all(x is None or x.layout is torch.strided for x in gradients):
+    if not placements and {x.layout for x in gradients if x is not None} <= {torch.strided}:
         return
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:

@@ -131,13 +131,12 @@ class NonFinite:
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Norms of tensors that have entries, in fp32, or in fp64 where they are."""
-    of_dtypes: dict[torch.dtype, dict[int, Tensor]] = {}
-    for i, x in enumerate(tensors):
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        of_dtypes.setdefault(wide, {})[i] = x
+    tensors = list(tensors)
     norms: dict[int, Tensor] = {}
-    for wide, some in of_dtypes.items():
-        norms |= zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True)
+    for wide in (torch.float32, torch.float64):
+        some = {i: x for i, x in enumerate(tensors) if (x.dtype == torch.float64) is (wide == torch.float64)}
+        if some:
+            norms |= zip(some, torch._foreach_norm(list(some.values()), 2, dtype=wide), strict=True)
     return [norms[i] for i in sorted(norms)]
 
 

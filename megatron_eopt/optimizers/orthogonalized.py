@@ -296,23 +296,19 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         batches = []
         first = 0
         for group, settings in zip(self.param_groups, self._session.settings, strict=True):
-            indices = []
-            parameters = []
-            gradients = []
+            indices = [i for i, _ in enumerate(group["params"], first) if stepping[i]]
+            parameters = [group["params"][i - first] for i in indices]
             states = []
-            for i, p in enumerate(group["params"], first):
-                if not stepping[i]:
-                    continue
+            for i, p in zip(indices, parameters, strict=True):
                 try:
                     state = {key: kept[p][key] for key in keys[i]}
                 except KeyError:
                     made = self._states.of(p)
                     state = {key: made[key] for key in keys[i]}
-                indices.append(i)
-                parameters.append(p)
-                # without a gradient, for which other ranks wait, the step is skipped
-                gradients.append(state[MOMENTUM_BUFFER] if p.grad is None else p.grad)
                 states.append(state)
+            # without a gradient, for which other ranks wait, the step is skipped
+            of_both = zip(parameters, states, strict=True)
+            gradients = [state[MOMENTUM_BUFFER] if p.grad is None else p.grad for p, state in of_both]
             first += len(group["params"])
             if indices:
                 batches.append(self._batch(group, settings, indices, parameters, gradients, states, ok))

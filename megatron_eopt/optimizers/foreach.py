@@ -28,6 +28,14 @@ def where(ok: Flag, new: Tensor, old: Tensor | float) -> Tensor:
     return new if ok is None else torch.where(ok, new, old)
 
 
+def put(ok: Flag, new: Tensor, old: Tensor) -> None:
+    """Write ``new`` over ``old`` if ``ok``."""
+    if ok is None:
+        old.copy_(new)
+    else:
+        torch.where(ok, new, old, out=old)
+
+
 def where_each(ok: Flag, new: Tensors, old: Tensors | float) -> list[Tensor]:
     """:func:`where` for each of several."""
     result = list(new)

@@ -172,5 +172,5 @@ def mark(batch: Batch) -> None:
     """There is a ``g_prev`` after a step with a rate above 0."""
     has_previous = batch.states(HAS_PREVIOUS)
     flags = torch.stack(has_previous)
-    moved = (batch.if_ok(batch.lr) != 0).to(flags.dtype)
+    moved = batch.if_ok(batch.lr != 0)
     torch._foreach_copy_(has_previous, torch.maximum(flags, moved).unbind())

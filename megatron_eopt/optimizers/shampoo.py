@@ -26,7 +26,7 @@ from megatron_eopt.optimizers.factored import (
     gram,
     steps_taken,
 )
-from megatron_eopt.optimizers.foreach import where
+from megatron_eopt.optimizers.foreach import put
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.whole_matrices import MatrixStack, first_moment, refreshes
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
@@ -175,7 +175,7 @@ class Preconditioning(FactoredOptimizer):
                 images = side.factor @ side.basis
                 order = (side.basis * images).sum(1).argsort(descending=True)
                 new = turned(side, images, order)
-            side.basis.copy_(where(stack.ok, new, side.basis))
+            put(stack.ok, new, side.basis)
 
     def _preconditioned(
         self, momentum: Tensor, left: Side | None, right: Side | None, group: Mapping[str, Any]

@@ -17,7 +17,7 @@ from megatron_eopt.optimizers.eigenbases import (
     whitened,
 )
 from megatron_eopt.optimizers.factored import Side, follow, gram
-from megatron_eopt.optimizers.foreach import where
+from megatron_eopt.optimizers.foreach import put, where
 from megatron_eopt.optimizers.nonfinite import LARGEST_NORM, Flag
 from megatron_eopt.optimizers.whole_matrices import refreshes
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -130,7 +130,7 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
             values = (side.basis * images).sum(1)
         order = values.argsort(descending=True)
         sorted_squares = in_order(matrices.squares, order, dim)
-        matrices.squares.copy_(where(matrices.ok, sorted_squares, matrices.squares))
+        put(matrices.ok, sorted_squares, matrices.squares)
     if settings["basis_method"] == "eigh":
         new = eigenbasis(side.factor)
     else:
@@ -138,7 +138,7 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
         if order is None:
             order = eigenvalues(Side(side.factor, new)).argsort(descending=True)
             new = in_order(new, order, 2)
-    side.basis.copy_(where(matrices.ok, new, side.basis))
+    put(matrices.ok, new, side.basis)
 
 
 def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any], first: bool) -> Tensor:

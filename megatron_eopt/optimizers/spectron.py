@@ -48,9 +48,8 @@ def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:
             gradients = []
             for factor, m in zip(stack.factors, stack.momenta, strict=True):
                 g = factor.parameter.grad
-                gradients.append(
-                    m if g is None else local(g).to(m.dtype)
-                )  # averaged with itself a momentum stays as it is
+                # averaged with itself a momentum stays as it is
+                gradients.append(m if g is None else local(g).to(m.dtype))
             stack.gradients = gradients
         return
     given = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in chunk.parameters]
@@ -110,7 +109,8 @@ def write_weights(chunk: Chunk, engine: Engine) -> None:
     for A, B in chunk.pairs:
         before = torch.stack([shards[i] for i in A.numbers])
         W = (A.stack() @ B.stack().mT).to(before.dtype)
-        W = where(A.ok, torch.where(torch.as_tensor(A.settings["lr"] != 0, device=W.device), W, before), before)
+        changes = (A.settings["lr"] != 0) & (True if A.ok is None else A.ok)
+        W = torch.where(changes, W, before) if isinstance(changes, Tensor) else W if changes else before
         for i, shard in zip(A.numbers, W.unbind(), strict=True):
             shards[i] = shard
     torch._foreach_copy_(tensors, engine.merge(chunk.indices, shards))

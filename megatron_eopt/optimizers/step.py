@@ -80,8 +80,9 @@ class Batch:
 
     def if_ok(self, value: Scalar) -> Tensor:
         """A number in fp64, or 0 where the step is skipped."""
-        made = torch.as_tensor(value, dtype=torch.float64, device=self.weights[0].device)
-        return made if self.ok is None else made * self.ok
+        if self.ok is None:
+            return torch.as_tensor(value, dtype=torch.float64, device=self.weights[0].device)
+        return self.ok.double() * value  # without a copy from the host, for which a GPU would wait
 
     def subset(self, positions: Sequence[int]) -> "Batch":
         """The batch of the parameters at these positions in it."""

@@ -27,7 +27,8 @@ from tests.megatron.test_command_line import activated as activated  # fixtures
 from tests.megatron.test_command_line import parse as parse
 from tests.megatron.test_resume import SCHEDULE
 
-RUN = ["--num-layers", 2, *SCHEDULE, *FILES, *SHARED, *MUON]
+LAYERS = ["--num-layers", 2, *SCHEDULE, *FILES, *SHARED]
+RUN = [*LAYERS, *MUON]
 BF16 = ["--bf16"]
 
 
@@ -41,17 +42,17 @@ def is_laid_out(ranks):
 @pytest.mark.parametrize(
     "flags",
     [
-        [*BF16, *OVERLAP],
-        OVERLAP,
-        [*BF16, "--dist-ckpt-optim-fully-reshardable"],
-        [*BF16, *ADAPTIVE, "normuon"],
-        [*BF16, "--optimizer", "soap"],
-        [*BF16, *map(str, EXPERTS), "--optimizer-momentum-dtype", "bf16"],
+        [*MUON, *BF16, *OVERLAP],
+        [*MUON, *OVERLAP],
+        [*MUON, *BF16, "--dist-ckpt-optim-fully-reshardable"],
+        [*ADAPTIVE, "normuon", *BF16],
+        ["--optimizer", "soap", *BF16],
+        [*MUON, *BF16, *EXPERTS, "--optimizer-momentum-dtype", "bf16"],
     ],
-    ids=" ".join,
+    ids=["bf16", "fp32", "fully reshardable", "normuon", "soap", "experts"],
 )
 def test_a_resumed_run_is_the_straight_one(tmp_path, flags):
-    (straight, _), _ = resumed(tmp_path, 2, *RUN, *flags, "--train-iters", 6, at=3, **LAID_OUT)
+    (straight, _), _ = resumed(tmp_path, 2, *LAYERS, *flags, "--train-iters", 6, at=3, **LAID_OUT)
     assert is_laid_out(straight)
     counts = {state["step"].item() for rank in straight for state in rank["after"].values() if "step" in state}
     assert counts == {6}

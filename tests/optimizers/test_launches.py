@@ -157,12 +157,12 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "settings", "most"),
     [
-        ("spectron", {"rank": 16}, 287),
+        ("spectron", {"rank": 16}, 280),
         ("polargrad", {}, 134),
-        ("muon_hyperball", {}, 161),
+        ("muon_hyperball", {}, 163),
         ("mars_muon", {}, 150),
         ("dion", {}, 325),
-        ("dion2", {}, 205),
+        ("dion2", {}, 201),
     ],
 )
 def test_a_step_launches_no_kernel_for_each_of_48_matrices(name, settings, most):

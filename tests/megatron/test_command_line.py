@@ -205,6 +205,11 @@ def test_flags_without_effect_beside_others_are_errors(parse, flags, said):
     assert all(said in line for line in lines)
 
 
+def test_no_flag_is_idle_where_overrides_leave_muon_nothing(parse):
+    args = parse(*"--optimizer muon --muon-momentum 0.9 --optimizer-overrides all_to_adam.yaml".split())
+    assert idle_flags(config_as_frameworks_make_it(args), args, ["adam"]) == []
+
+
 def test_settings_without_effect_are_warned_of(parse):
     from megatron.core.optimizer import OptimizerConfig
 

@@ -16,7 +16,7 @@ from tests.distributed.test_plain import INNER, NAMES, Model, optimizer_of, trai
 
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]
 
-SOME = ["muon", "soap", "spectron", "lion"]
+SOME = ["muon", "soap", "polargrad", "lion"]
 
 
 def declared(model):

@@ -89,17 +89,16 @@ def test_a_matrix_that_is_left_out_ends_the_run_in_the_first_step_that_is_made()
     assert "iteration        2/" not in done.stdout
 
 
-def test_a_gradient_that_is_not_finite_holds_its_matrix_only(tmp_path):
+def test_a_gradient_that_is_not_finite_holds_all_matrices(tmp_path):
     run = [*RUN, UNCHECKED, "--train-iters", 3]
     how = doing("multiply_gradient:layers.1.mlp.linear_fc1:nan:3")
     (two,), _ = train(tmp_path / "two", 1, *run, "--exit-interval", 2, **how)
     (three,), output = train(tmp_path / "three", 1, *run, **how)
     assert "gradients are not finite" in output
-    for key in ("parameter", "momentum_buffer"):
-        assert torch.equal(three["after"][FC1][key], two["after"][FC1][key])
     for name, state in three["after"].items():
-        assert state["parameter"].isfinite().all()
-        assert name == FC1 or not torch.equal(state["parameter"], two["after"][name]["parameter"]), name
+        if "momentum_buffer" in state:  # the others are Megatron's Adam's, which is not under this flag
+            for key in ("parameter", "momentum_buffer"):
+                assert torch.equal(state[key], two["after"][name][key]), name
 
 
 def test_a_run_whose_losses_are_not_finite_leaves_matrices_whole_and_ends(tmp_path):

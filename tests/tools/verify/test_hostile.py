@@ -32,7 +32,7 @@ def written(name, data):
 
 REFUSED = {
     "a long word in the tracker": (written(f"../{TRACKER}", b"a" * 5000), "characters)"),
-    "no pickle": (written(".metadata", b"\x80\x04garbage"), ".metadata"),
+    "no pickle": (written(".metadata", b"\x80\x04garbage"), ".metadata cannot be loaded"),
     "settings that are none": (
         lambda folder: torch.save({"optimizer": {"megatron_eopt": 3}}, folder / "common.pt"),
         "",

@@ -28,9 +28,9 @@ def test_a_step_shared_by_data_parallel_ranks_takes_as_much_at_any_number(ranks)
             for parameter in parameters:
                 optimizer._note_begun(parameter, "steps")  # no first gradient
             optimizer._session.engine = optimizer.proposed()
-            accepted = torch.empty(len(parameters), dtype=torch.bool)
+            optimizer._session.stepping = [True] * len(parameters)
             with torch.no_grad(), Allocations() as allocated:
-                optimizer._take(accepted)
+                optimizer._take(None)
     finally:
         dist.destroy_process_group()
     assert allocated.peak <= 2 * optimizer.workspace

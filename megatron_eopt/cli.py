@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.check is not None:
             options.check(options, flags)
         status: int = import_module(options.command.runs).run(options, flags)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         options.parser.error(str(error))
     return status
 

@@ -11,7 +11,7 @@ from megatron_eopt import registry
 from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.registry import takes_matrices
 from megatron_eopt.routing import OverrideError, ParameterInfo, entries_from_dict, read_overrides
-from megatron_eopt.routing.entries import Entry, Layer, make_entry
+from megatron_eopt.routing.entries import Entry, Layer, make_entries
 
 Overrides = Mapping[Any, Mapping[str, Any]]  # selector, or Megatron's ``ParamKey`` -> settings
 DEFAULT = "default of"  # start of the source of a setting that nobody has requested
@@ -57,7 +57,7 @@ def all_entries(config: Any, config_overrides: Overrides | None) -> list[Entry]:
             flag = f"--muon-{setting}".replace("_", "-")
             if not takes_matrices(primary):
                 raise OverrideError(f"{flag} is for optimizers of matrices, and {primary} is for all: leave it away")
-            entries.append(make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag))
+            entries += make_entries([(f"optimizer:{primary}", {setting: value}, flag)], Layer.FLAGS)
     return entries
 
 

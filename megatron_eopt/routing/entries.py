@@ -39,44 +39,34 @@ class Entry:
         return specificity, self.layer
 
 
-def make_entry(selector: object, settings: Any, layer: Layer, source: str) -> Entry:
-    """One checked entry; an :class:`OverrideError` has a line for each mistake.
+def make_entries(written: Iterable[tuple[object, Any, str]], layer: Layer) -> list[Entry]:
+    """Entries of (selector, settings, source).
 
-    A setting may be Megatron's ``max_lr``, which is ``lr``.
+    A setting may be Megatron's ``max_lr``, which is ``lr``. An :class:`OverrideError` has a line for each mistake.
     """
-    try:
-        parsed = Selector.parse(selector)
-    except OverrideError as error:
-        raise OverrideError(f"{source}: select: {error}") from None
-    if not isinstance(settings, Mapping) or not settings:
-        raise OverrideError(f"{source}: expected a mapping of settings, as lr: 1e-3, got {reprlib.repr(settings)}")
-    if "max_lr" in settings:
-        if "lr" in settings:
-            raise OverrideError(f"{source}: max_lr is lr: keep one of the two")
-        settings = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
-    values = {}
-    mistakes = []
-    for key, raw in settings.items():
-        if key in ("optimizer", "exclude") and parsed.optimizer is not None:
-            mistakes.append(f"{source}: {key}: cannot be set for the parameters of an optimizer, by '{parsed}'")
-        try:
-            values[str(key)] = check_setting(str(key), raw, None)  # its parameters' optimizer is not known yet
-        except ValueError as error:
-            mistakes.append(f"{source}: {key}: {error}")
-    if mistakes:
-        raise OverrideError("\n".join(mistakes))
-    return Entry(parsed, values, layer, source)
-
-
-def _make_entries(written: Iterable[tuple[object, Any, str]], layer: Layer) -> list[Entry]:
-    """Entries of (selector, settings, source), or all their mistakes."""
     entries = []
     mistakes = []
-    for selector, settings, source in written:
+    for written_selector, settings, source in written:
         try:
-            entries.append(make_entry(selector, settings, layer, source))
-        except OverrideError as error:
-            mistakes.append(str(error))
+            selector = Selector.parse(written_selector)
+        except (OverrideError, re.error) as error:
+            mistakes.append(f"{source}: select: {error}")
+            continue
+        if not isinstance(settings, Mapping) or not settings:
+            mistakes.append(f"{source}: expected a mapping of settings, as lr: 1e-3, got {reprlib.repr(settings)}")
+            continue
+        values: dict[str, Any] = {}
+        for key, raw in settings.items():
+            name = "lr" if key == "max_lr" else str(key)
+            if name in values:
+                mistakes.append(f"{source}: max_lr is lr: keep one of the two")
+            if name in ("optimizer", "exclude") and selector.optimizer is not None:
+                mistakes.append(f"{source}: {key}: cannot be set for the parameters of an optimizer, by '{selector}'")
+            try:
+                values[name] = check_setting(name, raw, None)  # its parameters' optimizer is not known yet
+            except ValueError as error:
+                mistakes.append(f"{source}: {key}: {error}")
+        entries.append(Entry(selector, values, layer, source))
     if mistakes:
         raise OverrideError("\n".join(mistakes))
     return entries
@@ -93,7 +83,7 @@ def entries_from_dict(
     for selector, settings in overrides.items():
         own_source = f"{source}[{_shown(selector)}]"
         written.append((selector, settings, own_source))
-    return _make_entries(written, layer)
+    return make_entries(written, layer)
 
 
 def _shown(selector: object) -> str:
@@ -101,7 +91,7 @@ def _shown(selector: object) -> str:
         return repr(selector)
     try:
         return f"'{Selector.parse(selector)}'"
-    except OverrideError:  # which make_entry raises again, with the source
+    except (OverrideError, re.error):  # which make_entries names, with the source
         return repr(selector)
 
 
@@ -138,53 +128,39 @@ class _Loader(yaml.SafeLoader):
         return found
 
 
-def _read(path: Path) -> str:
-    """The text of a file of at most :data:`_MOST` bytes; a pipe or device may never end."""
-    if path.exists() and not path.is_file():
-        raise OSError("it is no regular file")
-    if path.stat().st_size > _MOST:
-        raise OSError(f"it has {path.stat().st_size:,} bytes, and at most {_MOST:,} are read")
-    return path.read_text(encoding="utf-8-sig")
-
-
 def read_overrides(path: str | PathLike[str]) -> list[Entry]:
     """Entries of a file of YAML or JSON.
 
     An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``, with the line on which
-    the entry begins.
+    the entry begins. A file of more than :data:`_MOST` bytes is not read.
     """
     try:
-        text = _read(Path(path))
+        with Path(path).open("rb") as file:
+            written = file.read(_MOST + 1)
+        if len(written) > _MOST:
+            raise OSError(f"it has more than {_MOST:,} bytes")
+        text = written.decode("utf-8-sig")
         if Path(path).suffix == ".json":
             text = text.replace("\t", " ")  # by which JSON may be indented, and YAML not
         loader = _Loader(text)
+        loader.name = str(path)
         root = loader.get_single_node()
         found = loader.construct_document(root) if root else None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1
-        hint = "quote a selector that begins with *, and indent by blanks"
-        raise OverrideError(f"{path}:{line}: this is no YAML: {error.problem}: {hint}") from None
-    except RecursionError:
-        raise OverrideError(f"{path}: cannot be read: it is nested hundreds of times, and entries are flat") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise OverrideError(f"{path}: cannot be read: {error}") from None
-    written = []
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        hint = "in YAML a selector that begins with * is quoted, and blanks indent"
+        raise OverrideError(f"{path}: cannot be read: {error}\n{hint}") from None
+    listed = []
     if isinstance(found, list):
         for entry, node in zip(found, root.value, strict=True):
-            source = f"{path}:{node.start_mark.line + 1}"
-            if not isinstance(entry, dict) or "select" not in entry:
-                raise OverrideError(
-                    f"{source}: expected an entry {{select: ..., SETTING: ...}}, got {reprlib.repr(entry)}"
-                )
-            settings = {key: value for key, value in entry.items() if key != "select"}
-            written.append((entry["select"], settings, source))
+            settings = dict(entry) if isinstance(entry, dict) else {"select": entry}
+            listed.append((settings.pop("select", None), settings, f"{path}:{node.start_mark.line + 1}"))
     elif isinstance(found, dict):
         lines = {key.value: key.start_mark.line + 1 for key, _ in root.value}
         for selector, settings in found.items():
-            written.append((selector, settings, f"{path}:{lines.get(selector, 1)}"))
-    if not written:
+            listed.append((selector, settings, f"{path}:{lines.get(selector, 1)}"))
+    if not listed:
         raise OverrideError(
             f"{path}: expected a list of entries {{select: ..., SETTING: ...}}, or a mapping of selectors to settings, "
             f"got {reprlib.repr(found)}"
         )
-    return _make_entries(written, Layer.FILE)
+    return make_entries(listed, Layer.FILE)

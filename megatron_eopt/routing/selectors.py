@@ -94,17 +94,6 @@ class Condition:
     text: str  # of a predicate, its name
     holds: Callable[[ParameterInfo], bool] | None = field(default=None, compare=False)  # of a predicate
 
-    def __post_init__(self) -> None:
-        if not self.text:
-            raise OverrideError("an empty text selects nothing: write '*' for every parameter")
-        if self.kind == Kind.SHAPE and self.text not in SHAPES:
-            raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
-        if self.kind == Kind.REGEX:
-            try:
-                re.compile(self.text)
-            except re.error as error:
-                raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
-
     def __str__(self) -> str:
         return _PREFIXES.get(self.kind, f"{self.kind.name.lower()}:") + self.text
 
@@ -175,7 +164,7 @@ class Selector:
 
     @classmethod
     def parse(cls, written: object) -> "Selector":
-        """A selector from how it is written, or an :class:`OverrideError`.
+        """A selector from how it is written, or an :class:`OverrideError` or ``re.error``.
 
         Text is a glob on the name, or begins with ``re:``, ``attr:``, ``shape:`` or ``optimizer:``. A mapping has
         ``name``, ``regex``, ``attr``, ``shape`` and ``optimizer``, each with one or a list, which all have to hold.
@@ -185,7 +174,10 @@ class Selector:
             return written
         conditions = tuple(_conditions(written))
         if not conditions:
-            raise OverrideError(f"{written!r} selects nothing: write '*' for every parameter")
+            raise OverrideError(
+                f"expected a glob, or a mapping of name, regex, attr, shape or optimizer, got {written!r}; '*' is for "
+                f"every parameter"
+            )
         return cls(conditions, any_of=hasattr(written, "with_name_predicate"))
 
 
@@ -211,19 +203,18 @@ def _conditions(written: Any) -> Iterator[Condition]:
             yield Predicate(each.name, partial(_says_of_name, each))
     elif callable(written):
         yield Predicate(getattr(written, "__name__", repr(written)), written)
-    else:
-        raise OverrideError(f"expected a glob, or a mapping of name, regex, attr, shape or optimizer, got {written!r}")
 
 
 def _condition(name: str, value: Any) -> Condition:
-    if name == "predicate" and callable(value):
-        return next(_conditions(value))
-    if name not in _WRITTEN:
-        raise OverrideError(f"unknown kind of selector {name!r}{near_or_all(name, _WRITTEN)}")
-    if not isinstance(value, str):
-        raise OverrideError(f"expected text for {name}, got {value!r}")
-    kind = "regex" if name == "re" else name
-    return Condition(Kind[kind.upper()], value.strip())
+    if name not in _WRITTEN or not isinstance(value, str):
+        raise OverrideError(f"expected text for one of {', '.join(_WRITTEN)}, got {value!r} for {name}")
+    text = value.strip()
+    if name == "shape" and text not in SHAPES:
+        raise OverrideError(f"unknown shape {text!r}{near_or_all(text, SHAPES)}")
+    if name in ("re", "regex"):
+        re.compile(text)
+        name = "regex"
+    return Condition(Kind[name.upper()], text)
 
 
 def _says(predicate: Any, info: ParameterInfo) -> bool:

@@ -82,9 +82,7 @@ def check_setting(key: str, raw: Any, optimizer: str | None) -> Any:
     known |= OF_ALL
     if key not in known:
         what = "unknown setting" if optimizer is None else f"{optimizer} has no such setting of a parameter"
-        of_optimizer = "one of an optimizer" if optimizer is None else f"one of {optimizer}"
-        expected = f": expected {', '.join(OF_ALL)}, or {of_optimizer}, which docs/overrides.md lists"
-        raise ValueError(f"{what}{did_you_mean(key, known) or expected}")
+        raise ValueError(f"{what}{did_you_mean(key, known) or ': docs/overrides.md lists them'}")
     if key == "split" and isinstance(raw, bool):
         raw = "default" if raw else "none"
     value = _converted(raw, known[key])

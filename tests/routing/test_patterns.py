@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.routing import ParamPattern, families, from_json, merged, rows, to_json, write_json
-from megatron_eopt.routing.patterns import FORMAT, compressed, expanded, join_name, split_name
+from megatron_eopt.routing import ParamPattern, families, from_json, merged, rows, to_json
+from megatron_eopt.routing.patterns import compressed, expanded, join_name, split_name
 from tests.routing.manifests import QKV, any_rows, changed, model, one_of_each_name, row
 
 INDICES = st.integers(0, 3).flatmap(lambda stars: st.sets(st.tuples(*[st.integers(0, 4)] * stars)))
@@ -67,9 +67,7 @@ def test_numbers_of_layers_and_experts_are_found_and_no_others(name, pattern, nu
     assert join_name(pattern, numbers) == name
 
 
-def test_names_that_would_be_lost_are_refused():
-    with pytest.raises(ValueError, match=r"'a\.\*\.b' has a '\*'"):
-        families([row("a.*.b", (2, 2))])
+def test_a_parameter_that_is_listed_twice_is_refused():
     with pytest.raises(ValueError, match=rf"{QKV} is listed twice, both times for the optimizer muon"):
         families([*model(), *(each for each in model() if each.name == QKV)])
 
@@ -125,10 +123,7 @@ def test_families_come_back_from_json_and_from_pickle(found, order):
 
 
 def test_what_is_no_manifest_is_refused():
-    newer = to_json(families(model())) | {"format": FORMAT + 1, "families": "something else"}
-    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, and this release of megatron_eopt reads up to 1"):
-        from_json(newer)
-    for said in (None, [], {}, {"format": "1", "families": []}, {"format": 1}, {"format": 1, "families": [3]}):
+    for said in (None, [], {}, {"format": 1}, {"format": 1, "families": [3]}):
         with pytest.raises(ValueError, match="damaged"):
             from_json(said)
 
@@ -142,9 +137,3 @@ def test_damage_is_found(key, value):
     said["families"][0][key] = value
     with pytest.raises(ValueError, match="damaged"):
         from_json(said)
-
-
-@pytest.mark.parametrize(("file", "why"), [("/dev/full", "No space left on device"), ("/no/such/file", "No such file")])
-def test_a_file_that_cannot_be_written_is_named(file, why):
-    with pytest.raises(ValueError, match=f"the manifest cannot be written to {file}: {why}.*; give another file"):
-        write_json([], file)

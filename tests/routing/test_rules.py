@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.routing import OverrideError, ParameterInfo, resolve
-from megatron_eopt.routing.entries import Layer, make_entry
+from megatron_eopt.routing.entries import Layer, make_entries
 from megatron_eopt.routing.rules import Overruled, match_counts
 from tests.routing.made import model
 
@@ -14,7 +14,8 @@ BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
 
 
 def entry(selector, source, layer=Layer.FILE, **settings):
-    return make_entry(selector, settings, layer, source)
+    (made,) = make_entries([(selector, settings, source)], layer)
+    return made
 
 
 def resolved(*entries, name=QKV, optimizer="muon"):
@@ -194,12 +195,6 @@ def test_defaults_may_match_nothing_and_so_may_what_matches_on_another_rank():
     elsewhere = [entry("x", "f:1", lr=1.0), entry("output_layer.weight", "f:2", lr=1.0)]
     assert match_counts(elsewhere, model(), None) == [0, 1]
     assert resolve(elsewhere, model(), matches=[4, 1])[QKV].settings == {}
-
-
-def test_names_have_to_differ():
-    assert refused(parameters=[ParameterInfo("x", (1,))] * 2) == [
-        "two parameters are named 'x': settings are by name, so names must differ"
-    ]
 
 
 SELECTORS = st.sampled_from(

@@ -12,7 +12,7 @@ from megatron_eopt import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from megatron_eopt.routing import OverrideError, resolve
-from megatron_eopt.routing.entries import Layer, make_entry
+from megatron_eopt.routing.entries import entries_from_dict
 from megatron_eopt.routing.settings import (
     OF_ALL,
     RATES,
@@ -165,7 +165,7 @@ def test_no_setting_of_all_takes(raw):
 
 
 def resolved(optimizer, **settings):
-    return resolve([make_entry(FC1, settings, Layer.PYTHON, "f:1")], model(), optimizer)[FC1].settings
+    return resolve(entries_from_dict({FC1: settings}), model(), optimizer)[FC1].settings
 
 
 @pytest.mark.usefixtures("mine")
@@ -193,7 +193,7 @@ def test_settings_of_a_users_optimizer():
 def test_what_is_wrong_is_said_of_the_optimizer_of_the_parameter(optimizer, settings, said):
     with pytest.raises(OverrideError) as error:
         resolved(optimizer, **settings)
-    assert str(error.value).startswith(f"f:1: {said}")
+    assert said in str(error.value)
 
 
 def optimizers_with(key):

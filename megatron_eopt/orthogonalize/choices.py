@@ -1,9 +1,7 @@
 """Checks of settings, and suggestions for misspelt names."""
 
 import difflib
-import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 LIKE = 0.7  # how like a name its misspelling is, by difflib; max_lr is not that like min_lr
 
@@ -22,17 +20,9 @@ def check_count(
     most: int | None = None,
 ) -> None:
     """Raise ``ValueError`` unless an integer within bounds; True is none."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")
-    if most is not None and value > most:
-        raise ValueError(f"{what} must be at most {most}, got {value!r}")
-
-
-def check_arguments(made_by: Callable[..., Any], given: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an argument that ``made_by`` does not take."""
-    taken = inspect.signature(made_by).parameters
-    if all(argument.kind is not argument.VAR_KEYWORD for argument in taken.values()):
-        check_named(made_by.__name__, sorted(given), taken)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"at least {least} and at most {most}"
+        raise ValueError(f"{what} must be a whole number of {bounds}, got {value!r}")
 
 
 def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None:

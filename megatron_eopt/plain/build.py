@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -21,12 +20,12 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.nonfinite import listed, warn_of_fp16
-from megatron_eopt.optimizers.parameters import NAME, OF_FSDP1, parameters_in
+from megatron_eopt.optimizers.parameters import FLATTENED, NAME, OF_FSDP1, parameters_in
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon, lay_as_parameters
-from megatron_eopt.orthogonalize.choices import check_arguments
+from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.plain import kinds
 from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields
 from megatron_eopt.plain.kinds import Group, Rule, decays
@@ -44,16 +43,6 @@ _OWN_FIELDS = {  # of the config, beside those that are arguments of the class
     "muon": {"muon_momentum", "muon_ns_steps", "muon_embeddings"},
     "schedule_free_adamw": {"schedule_free_warmup_steps"},
     "spectron": {"spectron_factor_pairs"},
-}
-_FIELD_OF = {  # argument of a class -> field of the config, where it has another name
-    "momentum": "muon_momentum",
-    "ns_steps": "muon_ns_steps",
-    "num_ns_steps": "muon_ns_steps",
-    "adam_lr": "muon_adam_lr",
-    "adam_betas": "betas",
-    "adam_eps": "eps",
-    "adam_fused": "fused",
-    "warmup_steps": "schedule_free_warmup_steps",
 }
 ADAM_BETAS = (0.9, 0.95)
 ADAM_LR = 3e-4  # beside an optimizer whose config names no rate
@@ -84,16 +73,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         One ``torch.optim.Optimizer``; that of matrices has an AdamW for the rest inside.
 
     Raises:
-        TypeError: for what is no model or config, an unknown field, and a builder that returns no optimizer.
-        ValueError: for a model without trainable parameters, what the optimizer refuses, and a builder that leaves out
-            parameters.
+        TypeError: for what is no config, and an unknown field.
+        ValueError: for an unknown name, FSDP1, what the optimizer refuses, and a builder that leaves out parameters.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"build_optimizer takes a model, a torch.nn.Module, which says by names and classes what its parameters "
-            f"are, got {type(model).__name__}: give the model, or parameters to a class, as in "
-            f"megatron_eopt.Muon(matrices, rest)"
-        )
     given = given_fields(config)
     optimizer_name = given["name"]
     weight_decay = given.get("weight_decay", OptimizerConfig.weight_decay)
@@ -103,7 +85,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     elif optimizer_name in OWN:
         config = config_of(config, optimizer_name)
         _warn_of_fields(config)
-    _refuse_fsdp1(model)
     named = []
     for name, parameter in model.named_parameters():
         name = name.replace("_orig_mod.", "")  # which torch.compile adds
@@ -111,11 +92,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
             name = name.removeprefix("module.")
         named.append((name, parameter))
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not trained:
-        raise ValueError(
-            f"{type(model).__name__} has no trainable parameter, of {len(named)} in all: give a model with parameters "
-            f"whose requires_grad is set"
-        )
+    for name, parameter in trained:
+        if getattr(parameter, FLATTENED, False):
+            raise ValueError(f"{name} {OF_FSDP1}")
     kinds.mark_embeddings_and_outputs(model)
     kinds.mark_no_linear_maps(model)
     tag_declared(trained)
@@ -151,13 +130,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     return optimizer
 
 
-def _refuse_fsdp1(model: nn.Module) -> None:
-    """Refuse FSDP1, whose shards do not say their shapes."""
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"{name or 'the model'} {OF_FSDP1}")
-
-
 def _with_rates(config: OptimizerConfig) -> OptimizerConfig:
     """The config with a rate of its matrices, and one of AdamW."""
     rates = config.lr, config.lr
@@ -183,17 +155,12 @@ def _warn_of_fields(config: OptimizerConfig) -> None:
 
 
 def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse what is no optimizer, or leaves out parameters."""
-    if not hasattr(optimizer, "param_groups"):
-        found = type(optimizer).__name__
-        raise TypeError(f"the builder of {name!r} returned {found}, expected a torch.optim.Optimizer: return one")
-    optimizers = [optimizer]
+    """Refuse an optimizer that leaves out parameters."""
+    taken = set(parameters_in(optimizer.param_groups))
     for value in vars(optimizer).values():
-        inside = value if isinstance(value, list | tuple) else [value]
-        optimizers += [each for each in inside if isinstance(each, Optimizer)]
-    taken = set[Tensor]()
-    for each in optimizers:
-        taken.update(parameters_in(each.param_groups))
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, Optimizer):
+                taken.update(parameters_in(each.param_groups))
     left_out = [called for called, parameter in trained if parameter not in taken]
     if left_out:
         raise ValueError(
@@ -229,10 +196,8 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
         adamw = AdamW(groups, **_settings(config, AdamW, betas=betas, eps=config.eps, fused=fused))
         adamw.register_load_state_dict_post_hook(lay_as_parameters)
         return adamw
-    try:
-        adam = import_module(_FUSED_ADAM[config.fused]).FusedAdam
-    except ImportError as error:
-        raise ValueError(f"fused={config.fused!r} needs {config.fused} installed: {error}") from error
+    check_choice("fused", config.fused, _FUSED_ADAM)
+    adam = import_module(_FUSED_ADAM[config.fused]).FusedAdam
     return adam(groups, **_settings(config, adam, betas=betas, eps=config.eps, adam_w_mode=True))
 
 
@@ -333,15 +298,7 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
         if value is not None and name in signature(cls).parameters:
             known[name] = value
     known |= own
-    of_fields = {*known, "num_ns_steps"} if cls is Muon else known.keys()
-    both = [f"{key} ({_FIELD_OF.get(key, key)})" for key in sorted(of_fields & config.options.keys())]
-    if both:
-        raise ValueError(
-            f"options of the config have what its fields say: take it out, and set the fields in brackets instead, of "
-            f"{', '.join(both)}"
-        )
-    check_arguments(cls, config.options)
-    return {**known, **config.options}
+    return dict(**known, **config.options)  # a TypeError for an option that a field says
 
 
 def _fused(parameters: Sequence[Tensor], config: OptimizerConfig) -> bool | None:

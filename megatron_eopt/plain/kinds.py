@@ -256,17 +256,19 @@ def adapters(groups: Sequence[Group]) -> list[str]:
 def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]) -> tuple[list[Group], list[Group]]:
     """Groups of factor pairs, and the groups without them.
 
-    A pair has the settings of its first factor. A ``ValueError`` is for a pattern that no name fits, a factor without
-    the other one, or one in two pairs.
+    A pair has the settings of its first factor. A ``ValueError`` is for a pattern that no name fits, and for what is no
+    pair of its own.
     """
     named = {getattr(p, NAME, ""): p for group in groups for p in group["params"]}
     other_of: dict[str, str] = {}
     for first, second in patterns:
         for name, other in _matched(first, second, named):
-            twice = {name, other} & {*other_of, *other_of.values()}
-            if twice:
-                names = ", ".join(sorted(twice))
-                raise ValueError(f"{names} would be in two pairs of factors: write narrower patterns")
+            taken = {*other_of, *other_of.values()}
+            if other not in named or other == name or taken & {name, other}:
+                raise ValueError(
+                    f"{name!r} and {other!r} are no pair of factors, by {first!r} and {second!r}: expected two "
+                    f"trainable parameters that are in no other pair"
+                )
             other_of[name] = other
     paired = {*other_of, *other_of.values()}
     found = []
@@ -293,11 +295,6 @@ def _matched(first: str, second: str, names: Collection[str]) -> list[tuple[str,
         other = second
         for text in match.groups():
             other = other.replace("*", text, 1)
-        if other not in names or other == name:
-            raise ValueError(
-                f"the other factor of {name!r} is to be {other!r} by the pattern {second!r}, which is no other "
-                f"trainable parameter of the model"
-            )
         pairs.append((name, other))
     if not pairs:
         raise ValueError(f"no parameter is called {first!r}, of which factors are to be paired: {', '.join(names)}")

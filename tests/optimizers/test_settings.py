@@ -64,8 +64,7 @@ BELOW_1 = number("lie in [0, 1), got", 1.0, -0.1, math.nan)
 UP_TO_1 = number("lie in [0, 1], got", 1.5, -0.1, math.nan)
 ABOVE_0_UP_TO_1 = number("lie in (0, 1], got", 0.0, 1.5, -0.5, math.nan)
 FLAG = refused("{key} must be True or False, got", "False", 1)
-NS_STEPS = refused("steps must be a whole number of at least 1, got", 0, 2.5, None)
-NS_STEPS += refused("steps must be at most 100, got", 101, 10**9)  # before they are counted out
+NS_STEPS = refused("steps must be a whole number of at least 1 and at most 100, got", 0, 2.5, None, 101, 10**9)
 
 # Setting -> values that it cannot have, each with what is said then.
 TABLE = {

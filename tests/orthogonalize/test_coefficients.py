@@ -76,10 +76,10 @@ def test_fewer_steps_are_the_first_ones_and_more_repeat_the_last_or_all():
         ([(2.0, -1.5, 0.5), (1.9, -1.2, 0.3)], 3, "custom has 2 polynomials"),
         ([], 1, "non-empty list"),
         ([(1.0, 2.0)], 1, r"list of \(a, b, c\)"),
-        ("quintic", 0, "at least 1, got 0"),
-        ("simple", 101, "must be at most 100, got 101"),
-        ("simple", 10**9, "must be at most 100, got 1000000000"),
-        ("quintic", 2.5, r"whole number of at least 1, got 2\.5"),
+        ("quintic", 0, "at least 1 and at most 100, got 0"),
+        ("simple", 101, "at most 100, got 101"),
+        ("simple", 10**9, "at most 100, got 1000000000"),
+        ("quintic", 2.5, r"whole number of at least 1 and at most 100, got 2\.5"),
         ("quintc", 5, "unknown coefficient type 'quintc': expected one of simple, quintic, polar_express"),
     ],
 )
@@ -191,9 +191,9 @@ def test_a_wider_interval_is_a_safety_margin():
         (2.0, 1.0, 5, "0 < lower < upper"),
         (math.nan, 1.0, 5, "0 < lower < upper"),
         (1e-3, math.inf, 5, "0 < lower < upper"),
-        (1e-3, 1.0, 0, "at least 1, got 0"),
-        (1e-3, 1.0, 10**9, "must be at most 100, got 1000000000"),
-        (1e-3, 1.0, 2.5, r"whole number of at least 1, got 2\.5"),
+        (1e-3, 1.0, 0, "at least 1 and at most 100, got 0"),
+        (1e-3, 1.0, 10**9, "at most 100, got 1000000000"),
+        (1e-3, 1.0, 2.5, r"whole number of at least 1 and at most 100, got 2\.5"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(lower, upper, steps, message):

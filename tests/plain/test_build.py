@@ -17,7 +17,6 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, kinds
 from megatron_eopt.registry import register_optimizer
-from megatron_eopt.settings.presets import PRESETS
 from tests.optimizers.family import decays
 
 OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
@@ -77,16 +76,6 @@ def test_decay_is_for_matrices_without_bias_in_their_name_and_frozen_ones_are_le
         "adamw: weight decay 0.3 of 3 parameters with 240 entries, none of 4 parameters with 112 entries; 2 parameters "
         "are frozen"
     ]
-
-
-def test_what_is_no_model_to_train_is_refused():
-    for model, message in ((Model().requires_grad_(False), "Model has no .* of 9 in all"), (nn.ReLU(), "of 0 in all")):
-        with pytest.raises(ValueError, match=message):
-            build(model, "adamw")
-    model, config = Model(), OptimizerConfig(name="muon")
-    for given in (list(model.parameters()), model.parameters(), [{"params": [model.norm.weight]}], config, Model):
-        with pytest.raises(TypeError, match=rf"takes a model, a torch\.nn\.Module, .* got {type(given).__name__}: "):
-            build_optimizer(given, config)
 
 
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
@@ -385,7 +374,7 @@ def test_fused_adam_of_a_package_is_built_where_it_is_installed(monkeypatch, pac
             super().__init__(params, **settings)
 
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=f"fused='{package}' needs {package} installed"):
+    with pytest.raises(ImportError, match=module):
         build(Model(), "adamw", fused=package)
     stand_in = ModuleType(module)
     stand_in.FusedAdam = FusedAdam
@@ -400,65 +389,35 @@ def test_fused_adam_of_a_package_is_built_where_it_is_installed(monkeypatch, pac
 
 
 def test_options_cannot_say_what_fields_say():
-    with pytest.raises(ValueError, match=r"options of the config have what its fields say: .* of lr \(lr\)$"):
-        build_optimizer(Model(), OptimizerConfig(name="lion", options={"lr": 1.0}))
-    with pytest.raises(ValueError, match=r"of adam_betas \(betas\), adam_lr \(muon_adam_lr\)$"):
-        build_optimizer(Model(), OptimizerConfig(name="muon", options={"adam_lr": 3, "adam_betas": (0.9, 0.9)}))
-    with pytest.raises(ValueError, match=r"of momentum \(muon_momentum\), num_ns_steps \(muon_ns_steps\)$"):
-        build_optimizer(Model(), OptimizerConfig(name="muon", options=PRESETS["kimi-k2"].settings))
+    for name, key in (("lion", "lr"), ("muon", "adam_lr"), ("muon", "momentum")):
+        with pytest.raises(TypeError, match=f"multiple values for keyword argument '{key}'"):
+            build(Model(), name, options={key: 0.5})
     assert build(Model(), "scion", options={"radius": 1.0, "num_ns_steps": 3}).matrices.newton_schulz.steps == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "called", "wrong", "right"),
-    [
-        ("adamw", "AdamW", "amsgrd", "amsgrad"),
-        ("muon", "Muon", "nestrov", "nesterov"),
-        ("scion", "Scion", "momentm", "momentum"),
-        ("lion", "Lion", "max_imize", "maximize"),
-    ],
-)
-def test_an_unknown_option_is_refused_with_the_nearest_argument(name, called, wrong, right):
-    message = rf"{called}\(\) got an unexpected keyword argument {wrong!r}, did you mean {right!r}\?"
-    with pytest.raises(TypeError, match=message):
-        build_optimizer(Model(), OptimizerConfig(name=name, options={wrong: True}))
-    with pytest.raises(TypeError, match=r"SOAP\(\) got .* 'xyz': expected params, lr, betas,"):
-        build_optimizer(Model(), OptimizerConfig(name="soap", options={"xyz": 1}))
+@pytest.mark.parametrize("name", ["adamw", "muon", "scion", "lion", "soap"])
+def test_an_unknown_option_is_refused(name):
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'max_imize'"):
+        build(Model(), name, options={"max_imize": True})
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("name", "fields", "message"),
     [
-        ({"name": "moun"}, r"unknown optimizer 'moun' \(did you mean 'muon'"),
-        ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1.0"),
-        ({"weight_decay": None}, "weight_decay must be a number, or a tensor of one entry, got None"),
-        ({"options": None}, "options must be a mapping of arguments to values, got None"),
-        ({"options": []}, r"options must be a mapping of arguments to values, got \[\]"),
-        ({"options": "x"}, "options must be a mapping of arguments to values, got 'x'"),
-        ({"spectron_factor_pairs": "ab"}, "spectron_factor_pairs are pairs of names, got 'a' among them"),
-        ({"muon_embeddings": "no"}, "muon_embeddings must be True or False, got 'no'"),
-        ({"lr": "1e-3"}, "lr must be a number, or a tensor of one entry, got '1e-3'"),
-        ({"weight_decay": float("inf")}, "weight_decay must be a finite number of at least 0, got inf"),
-        ({"muon_adam_lr": float("nan")}, "muon_adam_lr must be a finite number of at least 0, got nan"),
-        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
-        ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
-        ({"betas": 0.9}, r"betas must be two numbers in \[0, 1\), got 0\.9"),
-        ({"betas": ("0.9", 0.95)}, "betas must be a number, or a tensor of one entry, got '0.9'"),
-        ({"eps": 0.0}, "eps must be a finite number above 0, got 0.0"),
-        ({"fused": "te"}, "unknown fused, unless it is True or False, 'te': expected one of transformer_engine, apex"),
-        ({"muon_momentum": 1.0}, r"muon_momentum must lie in \[0, 1\), got 1.0"),
-        ({"muon_ns_steps": 0}, "muon_ns_steps must be a whole number of at least 1, got 0"),
-        ({"spectron_factor_pairs": ["a*"]}, r"spectron_factor_pairs are pairs of names, got 'a\*' among them"),
-        ({"spectron_factor_pairs": [("a", "b", "c")]}, "spectron_factor_pairs are pairs of names"),
-        (
-            {"schedule_free_warmup_steps": 2.5},
-            "schedule_free_warmup_steps must be a whole number of at least 0, got 2.5",
-        ),
+        ("adamw", {"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ("lion", {"lr": "1e-3"}, "lr must be a number, or a tensor of one entry, got '1e-3'"),
+        ("muon", {"weight_decay": float("inf")}, "weight_decay must be a finite number of at least 0, got inf"),
+        ("muon", {"muon_adam_lr": float("nan")}, "lr must be a finite number of at least 0, got nan"),
+        ("muon", {"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ("muon", {"eps": 0.0}, "eps must be a finite number above 0, got 0.0"),
+        ("adamw", {"fused": "te"}, "unknown fused 'te': expected one of transformer_engine, apex"),
+        ("muon", {"muon_momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
+        ("schedule_free_adamw", {"schedule_free_warmup_steps": 2.5}, "warmup_steps must be a whole number"),
     ],
 )
-def test_a_config_out_of_range_is_refused(fields, message):
+def test_a_setting_out_of_its_range_is_refused(name, fields, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        OptimizerConfig(**fields)
+        build(Model(), name, **fields)
 
 
 class OfTwo(torch.optim.Optimizer):
@@ -478,8 +437,6 @@ class OfTwo(torch.optim.Optimizer):
             ValueError,
             "left out 5 of 9 .*: position_bias, ",
         ),
-        (lambda groups: None, TypeError, "returned NoneType, expected a torch.optim.Optimizer"),
-        (lambda groups: [], TypeError, "returned list"),
     ],
 )
 def test_a_builder_of_ones_own_returns_an_optimizer_of_all_parameters(monkeypatch, mine, error, message):

@@ -116,7 +116,7 @@ class Nameless:
 )
 def test_what_names_no_optimizer_is_refused(config):
     what = type(config).__name__
-    with pytest.raises(TypeError, match=rf"by its field 'name' what to build, got {what} without it\. Write Opt"):
+    with pytest.raises(TypeError, match=rf"by its field 'name' what to build, got {what} without it: give Opt"):
         build_optimizer(model(), config)
 
 
@@ -125,36 +125,15 @@ def test_a_builder_called_by_itself_has_its_name_and_refuses_what_is_no_config()
     assert get_optimizer("muon")(groups, {"lr": 0.5}).param_groups[0]["lr"] == 0.5
     assert get_optimizer("muon")(groups, Nameless()).param_groups[0]["lr"] == 0.5
     for config in (None, object(), {}, OptimizerConfig, {"learning_rate": 0.5}):
-        with pytest.raises(TypeError, match=r"by its field 'name'|unknown fields in dict: 'learning_rate'"):
+        with pytest.raises(TypeError, match=r"by its field 'name'|unexpected keyword argument 'learning_rate'"):
             get_optimizer("muon")(groups, config)
 
 
-MISSPELT = {
-    "muon_adam_lrr": "muon_adam_lr",
-    "ns_steps": "muon_ns_steps",
-    "momentum": "muon_momentum",
-    "weightdecay": "weight_decay",
-    "adam_lr": "muon_adam_lr",
-}
-
-
-@pytest.mark.parametrize("wrong", MISSPELT)
-def test_an_unknown_field_is_refused_with_the_nearest(wrong):
-    for kind in (dict, SimpleNamespace):
-        message = rf"unknown fields in {kind.__name__}: {wrong!r}, did you mean {MISSPELT[wrong]!r}\?; 'zzz'"
-        with pytest.raises(TypeError, match=message):
-            build_optimizer(model(), kind(name="muon", lr=0.5, **{wrong: 1}, zzz=2))
-    config = OptimizerConfig(name="muon")
-    setattr(config, wrong, 1.0)
-    with pytest.raises(TypeError, match=repr(wrong)):
-        build_optimizer(model(), config)
-
-
-def test_nothing_is_marked_for_a_config_that_is_refused():
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_an_unknown_field_is_refused_before_anything_is_marked(kind):
     one = model()
-    for config in ({"name": "muon", "learning_rate": 1}, {"name": "muon", "lr": -1}):
-        with pytest.raises((TypeError, ValueError)):
-            build_optimizer(one, config)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weightdecay'"):
+        build_optimizer(one, kind(name="muon", lr=0.5, weightdecay=0.1))
     assert not any(vars(parameter) for parameter in one.parameters())
 
 

@@ -17,6 +17,7 @@ from tests.megatron.runs import (
 
 RUN = ["--num-layers", 2, *MUON, *EXACT, "--weight-decay", 0.1, *FILES]
 TWO = ["--muon-cautious-weight-decay", "--muon-relative-update", "match", "--muon-update-ratio", 0.5]
+TWO += ["--muon-extra-scale-factor", 1]
 UNSCALED = ["--muon-weight-norm", "hold", "--muon-extra-scale-factor", 1]
 HOLD = [*UNSCALED, "--muon-weight-decay", 0]
 HELD = "decoder.layers.1.mlp.linear_fc2.weight"

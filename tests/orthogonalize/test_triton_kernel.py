@@ -227,20 +227,6 @@ def wrong_arguments():
             product(**arguments)
 
 
-@wide_case
-def the_choice_takes_it():
-    from megatron_eopt.orthogonalize.kernels import choose, made
-    from megatron_eopt.orthogonalize.triton_kernel import Tiles, Triton
-
-    shapes = [(33, 70), (70, 33), (4, 20, 20), (1, 1)]
-    for dtype in ROUNDING:
-        assert choose(shapes, dtype, DEVICE, kernel="triton").kernel == "triton"
-        assert made("triton", 33) == Triton()
-        table = "torch, triton/16x32x2x4x3 from 16"
-        assert choose(shapes, dtype, DEVICE, kept=table).kernel == table
-        assert made(table, 33) == Triton(tiles=Tiles(16, 32, band=2, warps=4, stages=3))
-
-
 def normalized(x, dtype, **more):
     from megatron_eopt.orthogonalize.triton_kernel import Triton
 
